@@ -1,0 +1,75 @@
+"""Execute every notebook, in order, each in a clean kernel, and write HTML under build/.
+
+    python notebooks/execute.py                 all notebooks; tracked files stay as they are
+    python notebooks/execute.py 05 08           those whose names start so
+    python notebooks/execute.py --store 05      also store the outputs in the notebook
+"""
+
+import argparse
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+from nbconvert import HTMLExporter
+from nbconvert.preprocessors import CellExecutionError, ExecutePreprocessor
+from tqdm import tqdm
+
+HERE = Path(__file__).parent
+BUILD = HERE.parent / "build"
+
+
+def execute(path: Path, progress: tqdm) -> nbformat.NotebookNode:
+    """The notebook at `path`, its code cells run anew; `progress` advances with the cells."""
+    notebook = nbformat.read(path, as_version=4)
+    runner = ExecutePreprocessor(
+        timeout=600,
+        kernel_name="python3",
+        record_timing=False,  # times would change the file at every run
+        on_cell_executed=lambda **_: progress.update(),
+        resources={},
+    )
+    runner.preprocess(notebook, {"metadata": {"path": str(HERE)}})
+    # Only what a reader's Jupyter needs: kernel versions differ between machines.
+    notebook.metadata = {"kernelspec": notebook.metadata["kernelspec"]}
+    return notebook
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("only", nargs="*", help="the beginnings of the notebooks' names")
+    parser.add_argument("--store", action="store_true", help="store the outputs as well")
+    args = parser.parse_args()
+    if sys.platform == "win32":
+        asyncio.set_event_loop_policy(asyncio.WindowsSelectorEventLoopPolicy())
+
+    paths = sorted(HERE.glob("*.ipynb"))
+    paths = [p for p in paths if not args.only or p.name.startswith(tuple(args.only))]
+    if not paths:
+        parser.error(f"no notebook's name starts with {' or '.join(args.only)}")
+    BUILD.mkdir(exist_ok=True)
+    print(f"{len(paths)} notebooks, about half a minute each on two cores", flush=True)
+
+    began = time.perf_counter()
+    for number, path in enumerate(paths, 1):
+        start = time.perf_counter()
+        cells = sum(c.cell_type == "code" for c in nbformat.read(path, as_version=4).cells)
+        with tqdm(total=cells, desc=path.name, unit="cell", leave=False) as progress:
+            try:
+                notebook = execute(path, progress)
+            except CellExecutionError as error:
+                print(f"{path.name} failed:\n{error}", file=sys.stderr)
+                return 1
+        html, _ = HTMLExporter().from_notebook_node(notebook)
+        (BUILD / path.with_suffix(".html").name).write_text(html, encoding="utf-8")
+        if args.store:
+            nbformat.write(notebook, path)
+        seconds = time.perf_counter() - start
+        print(f"[{number}/{len(paths)}] {path.name}: {seconds:.0f} s", flush=True)
+    print(f"done in {time.perf_counter() - began:.0f} s; open {BUILD}/*.html")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+"""Nine simulated devices, float64 at hand, and the package's jaxtyping shapes checked."""
+
+import hypothesis
+import jax
+import jaxtyping
+import pytest
+
+# Before anything imports treeattn: its annotations are checked at every call.
+_hook = jaxtyping.install_import_hook("treeattn", "beartype.beartype")
+
+from treeattn import simulate_devices  # noqa: E402
+
+simulate_devices(9)
+jax.config.update("jax_enable_x64", True)
+
+hypothesis.settings.register_profile(
+    "treeattn",
+    deadline=None,  # the first case of a shape compiles
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("treeattn")
+
+
+@pytest.fixture
+def unchecked():
+    """The package's own errors, as users see them: without the shape checks of the tests."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

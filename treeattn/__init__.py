@@ -1,0 +1,25 @@
+"""Tree Attention in JAX.
+
+Attention over a set of keys is a small state; the states of disjoint sets merge. See
+`treeattn.state` for that idea, and the notebooks for where it leads.
+"""
+
+from treeattn.state import (
+    AttentionState,
+    finalize,
+    from_output,
+    merge,
+    reduce_chain,
+    reduce_tree,
+    scan_states,
+)
+
+__all__ = [
+    "AttentionState",
+    "finalize",
+    "from_output",
+    "merge",
+    "reduce_chain",
+    "reduce_tree",
+    "scan_states",
+]

@@ -1,0 +1,34 @@
+"""Write every figure into a folder: python -m treeattn.figures figures"""
+
+import argparse
+import importlib
+import pkgutil
+from pathlib import Path
+
+from tqdm import tqdm
+
+import treeattn.figures
+
+
+def all_figures() -> dict[str, object]:
+    """Name -> a function without arguments that draws it: each module's `FIGURES`."""
+    figures = {}
+    for module in pkgutil.iter_modules(treeattn.figures.__path__, "treeattn.figures."):
+        if not module.name.endswith("__main__"):
+            figures |= getattr(importlib.import_module(module.name), "FIGURES", {})
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write every figure into a folder, as PNG.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("only", nargs="*", help="names of figures; all when left out")
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for name, draw in tqdm(all_figures().items(), unit="figure"):
+        if not args.only or name in args.only:
+            draw().savefig(args.folder / f"{name}.png", metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    main()
