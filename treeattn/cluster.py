@@ -22,17 +22,16 @@ def simulate_devices(n: int) -> None:
         raise ValueError(f"n: expected at least 1 device, got {n}")
     try:
         jax.config.update("jax_num_cpu_devices", int(n))
+    except RuntimeError:  # JAX has started: right only if it has what was asked for
+        came = jax.devices()
+        if len(came) != n or came[0].platform != "cpu":
+            raise RuntimeError(
+                f"simulate_devices({n}): JAX has already started with {len(came)} "
+                f"{came[0].platform} device(s), and their number cannot change. Call it before "
+                "anything else uses JAX (in a notebook: restart the kernel)."
+            ) from None
+    else:
         jax.config.update("jax_platforms", "cpu")
-    except RuntimeError:
-        pass  # the backend has started: right if it happens to have what was asked for
-    # With the backend not yet started, this starts it, so that the number is certain.
-    came = jax.devices()
-    if len(came) != n or came[0].platform != "cpu":
-        raise RuntimeError(
-            f"simulate_devices({n}): JAX has already started with {len(came)} "
-            f"{came[0].platform} device(s). Call it before anything else uses JAX "
-            "(in a notebook: restart the kernel)."
-        )
 
 
 def kv_mesh(devices: Sequence | None = None, *, nodes: int | None = None) -> Mesh:

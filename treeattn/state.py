@@ -95,8 +95,9 @@ def from_output(out: Float[Array, "... dv"], lse: Float[Array, "..."]) -> Attent
     """
     check_floating(out=out, lse=lse)
     if out.shape[:-1] != lse.shape:
-        raise ValueError(f"lse: expected out's shape without its last axis, {out.shape[:-1]}, "
-                         f"got {lse.shape}")
+        raise ValueError(
+            f"lse: expected out's shape without its last axis, {out.shape[:-1]}, got {lse.shape}"
+        )
     dtype = jnp.promote_types(jnp.result_type(out, lse), jnp.float32)
     empty = jnp.isinf(lse)
     # Relative to its own constant value, exp(lse − m) is 1 and still carries lse's gradient.
