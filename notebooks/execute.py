@@ -1,8 +1,8 @@
 """Execute every notebook, in order, each in a clean kernel, and write HTML under build/.
 
-    python notebooks/execute.py                 all notebooks; tracked files stay as they are
-    python notebooks/execute.py 05 08           those whose names start so
-    python notebooks/execute.py --store 05      also store the outputs in the notebook
+python notebooks/execute.py                 all notebooks; tracked files stay as they are
+python notebooks/execute.py 05 08           those whose names start so
+python notebooks/execute.py --store 05      also store the outputs in the notebook
 """
 
 import argparse
