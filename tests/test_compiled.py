@@ -1,0 +1,262 @@
+"""The collectives of a program: written and compiled, in loops, joined, asynchronous."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from treeattn import kv_mesh
+from treeattn.compiled import Collective, collectives, count, memory, table, total_bytes
+
+REPLICATED, SHARDED = PartitionSpec(), PartitionSpec("kv")
+X = jnp.ones((2, 16), jnp.float32)
+CACHE = jnp.ones((64, 128), jnp.float32)  # 8 rows of 128 on each of 8 devices: 4,096 bytes
+RING = [(i, (i + 1) % 8) for i in range(8)]
+
+
+def lowered(body, mesh=None, check_vma=False):
+    """`body(x, shard)` over 8 devices, lowered."""
+    mesh = mesh or kv_mesh(jax.devices()[:8])
+    return jax.jit(
+        jax.shard_map(
+            body,
+            mesh=mesh,
+            in_specs=(REPLICATED, SHARDED),
+            out_specs=REPLICATED,
+            check_vma=check_vma,
+        )
+    ).lower(X, CACHE)
+
+
+def three_allreduces(x, shard):
+    local = x + shard.sum()
+    m = jax.lax.pmax(local, "kv")
+    return jax.lax.psum(x * m, "kv") + jax.lax.psum((x[:, 0] + m[:, 0]), "kv")[:, None]
+
+
+def scanned_ring(x, shard):
+    def step(carry, _):
+        x, k, v = carry
+        k, v = (jax.lax.ppermute(a, "kv", RING) for a in (k, v))
+        return (x + k.sum() + v.sum(), k, v), None
+
+    return jax.lax.scan(step, (x, shard, 2 * shard), None, length=7)[0][0]
+
+
+def test_allreduces_are_joined():
+    """Three written, two compiled: XLA joins the two sums, and all their operands count."""
+    program = lowered(three_allreduces)
+    written, compiled = collectives(program), collectives(program.compile())
+    assert [c.kind for c in written] == ["all-reduce"] * 3
+    assert [c.operand_bytes for c in written] == [128, 128, 8]
+    assert [c.kind for c in compiled] == ["all-reduce"] * 2
+    assert sorted(c.operand_bytes for c in compiled) == [128, 136]
+    assert total_bytes(written) == total_bytes(compiled) == 264
+    assert all(c.devices == 8 for c in written + compiled)
+
+
+def test_loops_multiply():
+    """A ring written as a scan runs its two permutes seven times, as written and as compiled."""
+    program = lowered(scanned_ring)
+    for found in (collectives(program), collectives(program.compile())):
+        assert found == [Collective("collective-permute", 7, 4096, 4096, ("f32[8,128]",), 8)] * 2
+        assert count(found) == 14
+        assert total_bytes(found) == 2 * 7 * 4096
+
+
+def test_unrolled_is_the_same():
+    def unrolled(x, shard):
+        for _ in range(7):
+            shard = jax.lax.ppermute(shard, "kv", RING)
+            x = x + shard.sum()
+        return x
+
+    found = collectives(lowered(unrolled).compile())
+    assert count(found, "collective-permute") == len(found) == 7
+    assert total_bytes(found) == 7 * 4096
+
+
+@pytest.mark.parametrize("trips", [0, 1, 3, 6])
+def test_while_loops(trips):
+    """Loops that count in steps, downwards, or with a carried bound; and one within another."""
+
+    def counted(x, shard):
+        def body(carry):
+            i, bound, x = carry
+            return i - 2, bound, jax.lax.psum(x, "kv")
+
+        carry = (jnp.int32(2 * trips + 4), jnp.int32(4), x)
+        return jax.lax.while_loop(lambda c: c[0] > c[1], body, carry)[2]
+
+    def nested(x, shard):
+        def inner(i, x):
+            return jax.lax.psum(x, "kv")
+
+        return jax.lax.fori_loop(0, trips, lambda i, x: jax.lax.fori_loop(0, 5, inner, x), x)
+
+    assert count(collectives(lowered(counted))) == trips
+    assert count(collectives(lowered(nested))) == 5 * trips
+
+
+def test_trip_counts_without_xlas_note():
+    """XLA notes a loop's trip count in backend_config; without it the loop's counter tells."""
+    text = lowered(scanned_ring).compile().as_text()
+    assert "known_trip_count" in text
+    without = re.sub(r', backend_config=.*"known_trip_count".*', "", text)
+    assert "known_trip_count" not in without
+    assert collectives(without) == collectives(text)
+
+
+def test_unknown_trip_count():
+    def until_small(x, shard):
+        return jax.lax.while_loop(
+            lambda x: x.sum() > 1, lambda x: jax.lax.psum(x, "kv") / 100, x + shard[0, 0]
+        )
+
+    with pytest.raises(ValueError, match="how often the loop"):
+        collectives(lowered(until_small))
+
+
+def test_silent_loops_may_run_as_often_as_they_like():
+    def body(x, shard):
+        x = jax.lax.while_loop(lambda x: x.sum() > 1, lambda x: x / 2, x + shard[0, 0])
+        return jax.lax.psum(x, "kv")
+
+    assert count(collectives(lowered(body))) == 1
+
+
+def test_other_kinds():
+    def others(x, shard):
+        everything = jax.lax.all_gather(shard, "kv", tiled=True)
+        mine = jax.lax.psum_scatter(everything, "kv", tiled=True)
+        swapped = jax.lax.all_to_all(everything * 2, "kv", 0, 0, tiled=True)
+        return x + mine.sum() + swapped.sum()
+
+    program = lowered(others)
+    for found in (collectives(program), collectives(program.compile())):
+        sizes = {c.kind: (c.count, c.operand_bytes, c.result_bytes) for c in found}
+        assert sizes == {
+            "all-gather": (1, 4096, 32768),
+            "reduce-scatter": (1, 32768, 4096),
+            "all-to-all": (1, 32768, 32768),
+        }
+
+
+def test_conditionals_count_the_larger_branch():
+    def body(x, shard):
+        # The same on all devices, as a collective in a branch needs.
+        big = jax.lax.pmax(shard.sum(), "kv") > 0
+        return jax.lax.cond(
+            big,
+            lambda x: jax.lax.psum(jax.lax.psum(x, "kv"), "kv"),
+            lambda x: jax.lax.psum(x[0, 0], "kv") * x,
+            x,
+        )
+
+    assert [c.operand_bytes for c in collectives(lowered(body))] == [4, 128, 128]
+
+
+def test_no_collectives():
+    program = jax.jit(lambda x: x @ x.T).lower(X)
+    assert collectives(program) == collectives(program.compile()) == []
+    assert table([]) == "no collectives"
+
+
+def test_lowered_for_cuda_over_devices_that_are_not_there():
+    mesh = AbstractMesh((8,), ("kv",))
+    function = jax.jit(
+        jax.shard_map(
+            scanned_ring,
+            mesh=mesh,
+            in_specs=(REPLICATED, SHARDED),
+            out_specs=REPLICATED,
+            check_vma=False,
+        )
+    )
+    program = function.trace(X, CACHE).lower(lowering_platforms=("cuda",))
+    assert total_bytes(collectives(program)) == 2 * 7 * 4096
+
+
+ASYNCHRONOUS = """
+HloModule gpu
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%wrapped (p: bf16[8,4]) -> bf16[1,4] {
+  %p = bf16[8,4]{1,0} parameter(0)
+  ROOT %rs = bf16[1,4]{1,0} reduce-scatter(%p), replica_groups=[2,8]<=[16], dimensions={0}, to_apply=%add
+}
+
+ENTRY %main (x: bf16[2,64], y: f32[3], z: bf16[8,4]) -> bf16[16,64] {
+  %x = bf16[2,64]{1,0:T(8,128)(2,1)} parameter(0)
+  %y = f32[3]{0} parameter(1)
+  %z = bf16[8,4]{1,0} parameter(2)
+  %ag = (bf16[2,64]{1,0}, bf16[16,64]{1,0}) all-gather-start(%x), replica_groups={{0,1,2,3,4,5,6,7},{8,9,10,11,12,13,14,15}}, dimensions={0}
+  %ar = (bf16[2,64]{1,0}, f32[3]{0}) all-reduce-start(%x, /*index=1*/%y), replica_groups={}, to_apply=%add
+  %ard = (bf16[2,64]{1,0}, f32[3]{0}) all-reduce-done(%ar)
+  %cp = (f32[3]{0}, f32[3]{0}, u32[], u32[]) collective-permute-start(%y), source_target_pairs={{0,1},{1,0},{2,3}}
+  %cpd = f32[3]{0} collective-permute-done(%cp)
+  %rs = ((bf16[8,4]{1,0}), bf16[1,4]{1,0}) async-start(%z), calls=%wrapped
+  %rsd = bf16[1,4]{1,0} async-done(%rs), calls=%wrapped
+  ROOT %agd = bf16[16,64]{1,0} all-gather-done(%ag)
+}
+"""  # noqa: E501
+
+
+def test_asynchronous_collectives_count_once():
+    """As XLA writes for GPUs and TPUs: started here, done there."""
+    assert collectives(ASYNCHRONOUS) == [
+        Collective("all-gather", 1, 256, 2048, ("bf16[2,64]",), 8),
+        Collective("all-reduce", 1, 268, 268, ("bf16[2,64]", "f32[3]"), 0),
+        Collective("collective-permute", 1, 12, 12, ("f32[3]",), 3),
+        Collective("reduce-scatter", 1, 64, 8, ("bf16[8,4]",), 8),
+    ]
+
+
+def test_table():
+    text = table(collectives(lowered(scanned_ring)))
+    assert text.splitlines() == [
+        "collective          runs  bytes each   bytes  operands",
+        "collective-permute     7       4,096  28,672  f32[8,128]",
+        "collective-permute     7       4,096  28,672  f32[8,128]",
+        "all                   14              57,344",
+    ]
+
+
+def test_memory():
+    """A shard is an eighth of the cache; what the ring carries is temporary."""
+    held = memory(lowered(scanned_ring).compile())
+    assert held.argument_bytes == X.nbytes + CACHE.nbytes // 8
+    assert held.output_bytes == X.nbytes
+    assert held.temporary_bytes >= 2 * CACHE.nbytes // 8
+    assert held.total_bytes == held.argument_bytes + held.temporary_bytes
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_bad_input():
+    with pytest.raises(TypeError, match=r"program: expected .* got function"):
+        collectives(test_memory)
+    with pytest.raises(ValueError, match="ENTRY"):
+        collectives("not a program")
+    with pytest.raises(TypeError, match=r"compiled: expected .* got Lowered"):
+        memory(lowered(three_allreduces))
+
+
+def test_the_counted_bytes_are_the_arrays():
+    """The bytes of every dtype are those of the arrays sent."""
+    mesh = kv_mesh(jax.devices()[:8])
+    for dtype in ("bfloat16", "float32", "float64", "int8", "bool", "float8_e4m3fn"):
+        x = jnp.zeros((8, 24), dtype)
+        spec = PartitionSpec("kv")
+        f = jax.shard_map(
+            lambda x: jax.lax.ppermute(x, "kv", RING), mesh=mesh, in_specs=spec, out_specs=spec
+        )
+        (found,) = collectives(jax.jit(f).lower(x))
+        assert found.operand_bytes == np.prod((1, 24)) * x.dtype.itemsize

@@ -1,0 +1,133 @@
+"""The papers' formulas for what decoding sends and holds, for any number of key heads.
+
+Everything here counts *elements*, as the papers do: multiply by the bytes of an element. The
+symbols are theirs: batch b, chunk t = N/p, head dimension d_h, n_h query heads and d = d_h n_h.
+They assume as many key heads as query heads; here the keys' and values' width is
+d_kv = d_h n_kv, which is d in their case. Where p does not divide N, t is the longest chunk's.
+
+v1's eq. 29-35 are v2's eq. 8-14.
+"""
+
+import math
+from dataclasses import dataclass, fields
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One decode step: what attends to what.
+
+    context:  keys and values in the cache, N
+    batch:    sequences, b
+    heads:    query heads, n_h
+    kv_heads: key and value heads, n_kv; as many as query heads when None
+    head_dim: d_h
+    queries:  new tokens that attend at once: 1, or more for speculative decoding
+    dtype:    of the cache and the queries, one of `DTYPE_BYTES`
+    layers:   attention layers, each with its own cache
+
+    Raises TypeError for a size that is not a whole number, ValueError for one below 1, for heads
+    that the key heads do not divide, and for an unknown dtype.
+    """
+
+    context: int
+    batch: int = 1
+    heads: int = 16
+    kv_heads: int | None = None
+    head_dim: int = 128
+    queries: int = 1
+    dtype: str = "bfloat16"
+    layers: int = 1
+
+    def __post_init__(self):
+        if self.kv_heads is None:
+            object.__setattr__(self, "kv_heads", self.heads)
+        for field in fields(self):
+            if field.name != "dtype":
+                check_count(field.name, getattr(self, field.name))
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"kv_heads: expected a divisor of {self.heads} heads, got {self.kv_heads}"
+            )
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype: expected one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
+
+    @property
+    def d(self) -> int:
+        """Width of a token's queries, d = d_h n_h."""
+        return self.heads * self.head_dim
+
+    @property
+    def d_kv(self) -> int:
+        """Width of a token's keys, d_kv = d_h n_kv."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of an element of the cache."""
+        return DTYPE_BYTES[self.dtype]
+
+    def chunk(self, p: int) -> int:
+        """Keys on a device, t = ⌈N/p⌉: the longest chunk where p does not divide N."""
+        check_count("p", p)
+        return math.ceil(self.context / p)
+
+
+def check_count(name: str, value: int) -> None:
+    """Raise unless `value` is a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected a whole number, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name}: expected at least 1, got {value}")
+
+
+def mem_ring(w: Workload, p: int) -> int:
+    """Mem_ring = 4 b t d_kv + 2 b d: peak elements on a device in a ring. (v1 eq. 29, v2 eq. 8.)
+
+    Its own keys and values, those that are coming in, the queries and the output.
+    """
+    return 4 * w.batch * w.chunk(p) * w.d_kv + 2 * w.batch * w.queries * w.d
+
+
+def mem_tree(w: Workload, p: int) -> int:
+    """Mem_tree = 2 b t d_kv + 2 b d + 2 b n_h: peak elements on a device. (v1 eq. 30, v2 eq. 9.)
+
+    Its own keys and values, the queries and the state (numerator, denominator, max).
+    """
+    return 2 * w.batch * w.chunk(p) * w.d_kv + w.batch * w.queries * w.d + numel_state(w)
+
+
+def v_ring(w: Workload, p: int) -> int:
+    """V_ring = 2 b t d_kv p: elements that *all* devices send in *one* step. (v1 eq. 31, v2 10.)
+
+    A whole round of the ring is p − 1 such steps, in which each device sends
+    (p − 1) `numel_kv`. The papers set this sum over the devices beside `v_tree`, which is one
+    device's share.
+    """
+    return numel_kv(w, p) * p
+
+
+def numel_kv(w: Workload, p: int) -> int:
+    """numel(k, v) = 2 b t d_kv: elements of one chunk. (v1 eq. 32, v2 eq. 11.)"""
+    return 2 * w.batch * w.chunk(p) * w.d_kv
+
+
+def v_allreduce(numel: float, p: int) -> float:
+    """V_Allreduce = 2 (p − 1)/p numel: elements that each device sends. (v1 eq. 33, v2 eq. 12.)
+
+    What a ring Allreduce sends, the least that any can. Other algorithms send more in fewer
+    rounds.
+    """
+    check_count("p", p)
+    return 2 * (p - 1) / p * numel
+
+
+def numel_state(w: Workload) -> int:
+    """numel(n, d, m) = b d + 2 b n_h: elements of a state. (v1 eq. 34, v2 eq. 13.)"""
+    return w.batch * w.queries * (w.d + 2 * w.heads)
+
+
+def v_tree(w: Workload, p: int) -> float:
+    """V_Tree = 2 (p − 1)/p (b d + 2 b n_h): elements that each device sends. (v1 eq. 35, v2 14.)"""
+    return v_allreduce(numel_state(w), p)
