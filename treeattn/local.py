@@ -120,7 +120,9 @@ def _attend_blockwise(q, k, v, mask, bias, kv_lengths, scale) -> AttentionState:
     mask, bias = (x if x is None else _group_heads(x, h_kv) for x in (mask, bias))
 
     state = AttentionState.identity(q.shape[:-1], dv, dtype)
-    state = varying_like(state, q, k, v, mask, bias, kv_lengths)
+    # Before the loop: a cast inside a branch would put its transpose, an Allreduce, into the
+    # branch's backward pass, where devices that skip the block would leave the others waiting.
+    q, k, v, bias, state = varying_like((q, k, v, bias, state), q, k, v, mask, bias, kv_lengths)
     n = k.shape[1]
     size = min(n, BLOCK)
 
