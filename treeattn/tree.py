@@ -8,15 +8,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Bool, Float, Int
 
 from treeattn.arrays import Array
-from treeattn.local import attend, check_attend_inputs
-from treeattn.state import AttentionState, finalize, rescale
-
-METHODS = ("allreduce",)
+from treeattn.local import check_attend_inputs
+from treeattn.shards import attend_shard, mesh_axes, over_shards
+from treeattn.state import AttentionState, finalize, merge, reduce_tree, rescale
 
 
 def merge_across(
@@ -24,13 +22,77 @@ def merge_across(
 ) -> AttentionState:
     """Inside `shard_map`: the merge of all devices' states along the axis, on every device.
 
-    method: "allreduce": Algorithm 3 (v2): the global pivot by a maximum, then two sums.
+    Several axes are a tree of trees: the last, innermost axis first, so that ("node", "device")
+    merges within the nodes before anything crosses between them.
+
+    method: "allreduce": Algorithm 3 (v2): one Allreduce for the pivot, two for the sums.
+            "butterfly": recursive doubling. Each of log₂ p rounds swaps one packed state with
+                         a partner and merges; two rounds more when p is no power of two. Every
+                         device gets the same bits.
+            "gather":    everybody gets all states, and merges them by itself.
+
+    Raises ValueError for another method.
     """
     if method not in METHODS:
-        raise ValueError(f"method: expected one of {METHODS}, got {method!r}")
-    m = jax.lax.pmax(jax.lax.stop_gradient(state.max), axis_name)
+        raise ValueError(f"method: expected one of {tuple(METHODS)}, got {method!r}")
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    for axis in reversed(axes):
+        state = METHODS[method](state, axis)
+    return state
+
+
+def _allreduce(state: AttentionState, axis: str) -> AttentionState:
+    m = jax.lax.pmax(jax.lax.stop_gradient(state.max), axis)
     _, d, n = rescale(state, m)
-    return AttentionState(m, jax.lax.psum(d, axis_name), jax.lax.psum(n, axis_name))
+    return AttentionState(m, jax.lax.psum(d, axis), jax.lax.psum(n, axis))
+
+
+def _butterfly(state: AttentionState, axis: str) -> AttentionState:
+    p, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    core = 1 << (p.bit_length() - 1)  # the largest power of two that p holds
+    extra = p - core
+
+    if extra:  # the devices beyond the core hand their states in …
+        arrived = _send(state, axis, [(core + i, i) for i in range(extra)])
+        state = _where(rank < extra, merge(state, arrived), state)
+    bit = 1
+    while bit < core:
+        arrived = _send(state, axis, [(i, i ^ bit) for i in range(core)])
+        # Both partners merge in rank order: the same operations, hence the same bits.
+        lower = rank & bit == 0
+        state = merge(_where(lower, state, arrived), _where(lower, arrived, state))
+        bit *= 2
+    if extra:  # … and get the result back
+        arrived = _send(state, axis, [(i, core + i) for i in range(extra)])
+        state = _where(rank < core, state, arrived)
+    return state
+
+
+def _gather(state: AttentionState, axis: str) -> AttentionState:
+    return reduce_tree(unpack_state(jax.lax.all_gather(pack_state(state), axis)))
+
+
+METHODS = {"allreduce": _allreduce, "butterfly": _butterfly, "gather": _gather}
+
+
+def pack_state(state: AttentionState) -> Float[Array, "... dv+2"]:
+    """The three fields as one array, so that one message carries them: numerator, d, m."""
+    m, d, n = state
+    return jnp.concatenate([n, d[..., None], m[..., None]], axis=-1)
+
+
+def unpack_state(packed: Float[Array, "... dv+2"]) -> AttentionState:
+    """The inverse of `pack_state`."""
+    return AttentionState(packed[..., -1], packed[..., -2], packed[..., :-2])
+
+
+def _send(state: AttentionState, axis: str, pairs: list[tuple[int, int]]) -> AttentionState:
+    """What arrives from the partner; zeros on devices that no pair (from, to) sends to."""
+    return unpack_state(jax.lax.ppermute(pack_state(state), axis, pairs))
+
+
+def _where(condition, a: AttentionState, b: AttentionState) -> AttentionState:
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 
 
 def tree_decode(
@@ -38,37 +100,33 @@ def tree_decode(
     k: Float[Array, "b n h_kv d"],
     v: Float[Array, "b n h_kv dv"],
     *,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     axis: str | tuple[str, ...],
     kv_lengths: Int[Array, " b"] | None = None,
     mask: Bool[Array, "#b #h #l #n"] | None = None,
     bias: Float[Array, "#b #h #l #n"] | None = None,
-    scale: float | None = None,
+    scale: float | Float[Array, ""] | None = None,
     method: str = "allreduce",
     implementation: str | None = None,
     return_lse: bool = False,
 ):
     """Attention of q, present on every device, over keys and values sharded along `axis`.
 
-    Layouts, mask, bias, kv_lengths and scale are those of `attend`. The keys are dealt to the
-    devices in contiguous shards; kv_len need not divide by their number, and may be smaller.
-    method is that of `merge_across`, implementation that of `attend`.
+    Layouts, mask, bias, kv_lengths and scale are those of `attend`, and implementation is, too.
+    The keys are dealt to the devices in contiguous shards; kv_len need not divide by their
+    number, and may be smaller. A cache that is already sharded so stays where it is.
+    axis names one axis of the mesh, or several, outermost first; method is `merge_across`'s.
 
     Returns out (b, l, h, dv) in q's dtype; with return_lse also lse (b, l, h), the natural
-    logarithm of the sum of exponentials, in float32 or wider.
+    logarithm of the sum of exponentials, in float32 or wider. Both are the same on every device.
 
     Raises ValueError for an axis that the mesh lacks, an unknown method, and whatever `attend`
     refuses.
     """
     check_attend_inputs(q, k, v, mask, bias, kv_lengths)
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    for name in axes:
-        if name not in mesh.axis_names:
-            raise ValueError(f"axis: the mesh has axes {mesh.axis_names}, not {name!r}")
+    axes = mesh_axes(mesh, axis)
     if method not in METHODS:
-        raise ValueError(f"method: expected one of {METHODS}, got {method!r}")
-    if scale is None:
-        scale = q.shape[-1] ** -0.5
+        raise ValueError(f"method: expected one of {tuple(METHODS)}, got {method!r}")
     out, lse = _tree_decode(
         q,
         k,
@@ -76,7 +134,7 @@ def tree_decode(
         kv_lengths,
         mask,
         bias,
-        scale,
+        q.shape[-1] ** -0.5 if scale is None else scale,
         mesh=mesh,
         axes=axes,
         method=method,
@@ -87,36 +145,11 @@ def tree_decode(
 
 @functools.partial(jax.jit, static_argnames=("mesh", "axes", "method", "implementation"))
 def _tree_decode(q, k, v, kv_lengths, mask, bias, scale, *, mesh, axes, method, implementation):
-    (b, n), p = k.shape[:2], 1
-    for name in axes:
-        p *= mesh.shape[name]
-    t = -(-n // p)  # keys a device, v1's t = N/p rounded up
-
-    def pad_keys(x, axis):
-        if x is None or x.shape[axis] != n or n == p * t:
-            return x
-        widths = [(0, 0)] * x.ndim
-        widths[axis] = (0, p * t - n)
-        return jnp.pad(x, widths)
-
-    if n != p * t and kv_lengths is None:  # the padding is no key
-        kv_lengths = jnp.full(b, n, jnp.int32)
-    k, v = pad_keys(k, 1), pad_keys(v, 1)
-    mask, bias = pad_keys(mask, -1), pad_keys(bias, -1)
-
-    def along_keys(x):
-        sharded = x is not None and x.shape[-1] == p * t
-        return P(None, None, None, axes) if sharded else P()
-
-    def shard(q, k, v, kv_lengths, mask, bias, scale):
-        if kv_lengths is not None:  # in this shard, which starts at key rank · t
-            kv_lengths = jnp.clip(kv_lengths - jax.lax.axis_index(axes) * t, 0, t)
-        state = attend(
+    def body(q, shard, kv_lengths):
+        state = attend_shard(
             q,
-            k,
-            v,
-            mask=mask,
-            bias=bias,
+            shard,
+            jax.lax.axis_index(axes),
             kv_lengths=kv_lengths,
             scale=scale,
             implementation=implementation,
@@ -124,9 +157,7 @@ def _tree_decode(q, k, v, kv_lengths, mask, bias, scale, *, mesh, axes, method, 
         out, lse = finalize(merge_across(state, axes, method=method))
         return out.astype(q.dtype), lse
 
-    return jax.shard_map(
-        shard,
-        mesh=mesh,
-        in_specs=(P(), P(None, axes), P(None, axes), P(), along_keys(mask), along_keys(bias), P()),
-        out_specs=(P(), P()),
-    )(q, k, v, kv_lengths, mask, bias, scale)
+    # Only the Allreduce's result is known to JAX to be the same everywhere.
+    return over_shards(
+        body, q, k, v, kv_lengths, mask, bias, mesh=mesh, axes=axes, check=method == "allreduce"
+    )
