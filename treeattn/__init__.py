@@ -5,7 +5,9 @@ Attention over a set of keys is a small state; the states of disjoint sets merge
 """
 
 from treeattn.cluster import kv_mesh, simulate_devices
+from treeattn.draft_tree import choice_tree, expand_tree
 from treeattn.local import attend, attention
+from treeattn.prefix_tree import PackedBeam, pack, prefix_encoding, unpack
 from treeattn.state import (
     AttentionState,
     finalize,
@@ -15,20 +17,40 @@ from treeattn.state import (
     reduce_tree,
     scan_states,
 )
+from treeattn.token_tree import (
+    TokenTree,
+    ancestor_mask,
+    beam_from_tree,
+    depths,
+    pack_tree,
+    tree_from_beam,
+)
 from treeattn.tree import merge_across, tree_decode
 
 __all__ = [
     "AttentionState",
+    "PackedBeam",
+    "TokenTree",
+    "ancestor_mask",
     "attend",
     "attention",
+    "beam_from_tree",
+    "choice_tree",
+    "depths",
+    "expand_tree",
     "finalize",
     "from_output",
     "kv_mesh",
     "merge",
     "merge_across",
+    "pack",
+    "pack_tree",
+    "prefix_encoding",
     "reduce_chain",
     "reduce_tree",
     "scan_states",
     "simulate_devices",
     "tree_decode",
+    "tree_from_beam",
+    "unpack",
 ]

@@ -7,6 +7,11 @@ import numpy as np
 Array = jax.Array | np.ndarray
 
 
+def namespace(*arrays: Array):
+    """The module to compute with: numpy when every array is NumPy's, else jax.numpy."""
+    return np if all(isinstance(x, np.ndarray | np.generic) for x in arrays) else jnp
+
+
 def accumulation_dtype(*arrays: Array) -> jnp.dtype:
     """float64 when any of the arrays is; float32 otherwise."""
     return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
@@ -19,6 +24,15 @@ def check_floating(**arrays: Array) -> None:
             raise TypeError(f"{name}: expected an array, got {type(x).__name__}")
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{name}: expected a floating-point array, got dtype {x.dtype}")
+
+
+def check_integers(**arrays: Array) -> None:
+    """Raise a TypeError that names the first array that does not hold integers."""
+    for name, x in arrays.items():
+        if not hasattr(x, "dtype"):
+            raise TypeError(f"{name}: expected an array, got {type(x).__name__}")
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TypeError(f"{name}: expected an array of integers, got dtype {x.dtype}")
 
 
 def check_same_dtype(**arrays: Array) -> None:
