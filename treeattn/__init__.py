@@ -7,7 +7,9 @@ Attention over a set of keys is a small state; the states of disjoint sets merge
 from treeattn.cluster import kv_mesh, simulate_devices
 from treeattn.draft_tree import choice_tree, expand_tree
 from treeattn.local import attend, attention
+from treeattn.prefill import ring_attention, ulysses_attention
 from treeattn.prefix_tree import PackedBeam, pack, prefix_encoding, unpack
+from treeattn.ring import pass_q_decode, ring_decode
 from treeattn.state import (
     AttentionState,
     finalize,
@@ -45,12 +47,16 @@ __all__ = [
     "merge_across",
     "pack",
     "pack_tree",
+    "pass_q_decode",
     "prefix_encoding",
     "reduce_chain",
     "reduce_tree",
+    "ring_attention",
+    "ring_decode",
     "scan_states",
     "simulate_devices",
     "tree_decode",
     "tree_from_beam",
+    "ulysses_attention",
     "unpack",
 ]

@@ -1,0 +1,167 @@
+"""Prefill with the sequence sharded: the queries of a whole prompt, dealt out like its keys.
+
+Tree decoding has one query that every device can hold; a prompt has as many queries as keys.
+`ring_attention` lets the keys visit the queries, `ulysses_attention` trades shards of the
+sequence for shards of the heads.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Float
+
+from treeattn.arrays import Array
+from treeattn.local import attend, check_attend_inputs, varying_like
+from treeattn.ring import empty_state, pass_on
+from treeattn.shards import Shard, attend_shard, count_devices, mesh_axes, pad_axis
+from treeattn.state import finalize, merge
+
+_STATIC = ("mesh", "axes", "causal", "implementation")
+
+
+def ring_attention(
+    q: Float[Array, "b n h d"],
+    k: Float[Array, "b n h_kv d"],
+    v: Float[Array, "b n h_kv dv"],
+    *,
+    mesh: Mesh | AbstractMesh,
+    axis: str | tuple[str, ...],
+    causal: bool = True,
+    scale: float | Float[Array, ""] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "b n h dv"]:
+    """Ring Attention with the queries sharded like the keys: prefill (Liu et al. 2023).
+
+    Every device keeps its queries and sees all shards of the cache pass. With `causal`, query
+    i sees keys 0 … i, and a device skips the shards that lie after its queries. The result is
+    sharded along its length. Without `causal`, q may be of another length than k.
+
+    Raises ValueError for a causal q whose length is not k's, an axis that the mesh lacks, and
+    whatever `attend` refuses.
+    """
+    axes = _check_prefill(q, k, v, mesh, axis, causal)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return _ring_attention(
+        q, k, v, scale, mesh=mesh, axes=axes, causal=causal, implementation=implementation
+    )
+
+
+def _check_prefill(q, k, v, mesh, axis, causal) -> tuple[str, ...]:
+    check_attend_inputs(q, k, v)
+    if causal and q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"q: causal attention expects as many queries as keys, {k.shape[1]}, got {q.shape[1]}"
+        )
+    return mesh_axes(mesh, axis)
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC)
+def _ring_attention(q, k, v, scale, *, mesh, axes, causal, implementation):
+    p = count_devices(mesh, axes)
+    (b, l), n = q.shape[:2], k.shape[1]
+    t = -(-n // p)
+    lengths = None if n == p * t else jnp.full(b, n, jnp.int32)
+    options = {"scale": scale, "implementation": implementation}
+
+    def body(q, k, v):
+        rank = jax.lax.axis_index(axes)
+        state = empty_state(q, v.shape[-1], k)
+        skip = state
+
+        def whole(shard, owner):
+            return attend_shard(q, shard, owner, kv_lengths=lengths, **options)
+
+        def diagonal(shard, owner):
+            # Padded keys come after all real queries, so causality hides them as well.
+            lower = varying_like(jnp.tri(t, dtype=bool)[None, None], q)
+            return attend(q, shard.k, shard.v, mask=lower, **options)
+
+        def see(state, shard, step):
+            owner = (rank - step) % p
+            if not causal:
+                return merge(state, whole(shard, owner))
+            case = jnp.sign(owner - rank) + 1  # 0 earlier keys, 1 the queries' own, 2 later ones
+            branches = (whole, diagonal, lambda *_: skip)
+            return merge(state, jax.lax.switch(case, branches, shard, owner))
+
+        def visit(carry, step):
+            state, shard = carry
+            arriving = pass_on(shard, axes, p)
+            return (see(state, shard, step), arriving), None
+
+        shard = Shard(k, v, None, None)
+        (state, shard), _ = jax.lax.scan(visit, (state, shard), jnp.arange(p - 1))
+        return finalize(see(state, shard, p - 1))[0].astype(q.dtype)
+
+    spec = P(None, axes)
+    q, k, v = pad_axis(q, 1, p * -(-l // p)), pad_axis(k, 1, p * t), pad_axis(v, 1, p * t)
+    out = jax.shard_map(
+        body, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False
+    )(q, k, v)
+    return out[:, :l]
+
+
+def ulysses_attention(
+    q: Float[Array, "b n h d"],
+    k: Float[Array, "b n h_kv d"],
+    v: Float[Array, "b n h_kv dv"],
+    *,
+    mesh: Mesh | AbstractMesh,
+    axis: str | tuple[str, ...],
+    causal: bool = True,
+    scale: float | Float[Array, ""] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "b n h dv"]:
+    """Prefill by two all-to-alls: shards of the sequence become shards of the heads, and back.
+
+    Each device attends over the whole sequence for h / p heads (Jacobs et al. 2023, DeepSpeed
+    Ulysses). When p does not divide the key heads, they are repeated just as often as needed.
+    Same arguments and result as `ring_attention`.
+
+    Raises ValueError when p does not divide the query heads, and as `ring_attention` does.
+    """
+    axes = _check_prefill(q, k, v, mesh, axis, causal)
+    p, h = count_devices(mesh, axes), q.shape[2]
+    if h % p:
+        raise ValueError(f"q: expected heads that {p} devices can share evenly, got {h}")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return _ulysses(
+        q, k, v, scale, mesh=mesh, axes=axes, causal=causal, implementation=implementation
+    )
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC)
+def _ulysses(q, k, v, scale, *, mesh, axes, causal, implementation):
+    p = count_devices(mesh, axes)
+    (b, l), (n, h_kv) = q.shape[:2], k.shape[1:3]
+    repeats = p // math.gcd(p, h_kv)
+    k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
+
+    def body(q, k, v):
+        q, k, v = (
+            jax.lax.all_to_all(x, axes, split_axis=2, concat_axis=1, tiled=True) for x in (q, k, v)
+        )
+        length = k.shape[1]
+        out = finalize(
+            attend(
+                q,
+                k,
+                v,
+                mask=jnp.tri(length, dtype=bool)[None, None] if causal else None,
+                kv_lengths=None if n == length else jnp.full(b, n, jnp.int32),
+                scale=scale,
+                implementation=implementation,
+            )
+        )[0].astype(q.dtype)
+        return jax.lax.all_to_all(out, axes, split_axis=1, concat_axis=2, tiled=True)
+
+    spec = P(None, axes)
+    q, k, v = (pad_axis(x, 1, p * -(-x.shape[1] // p)) for x in (q, k, v))
+    out = jax.shard_map(
+        body, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False
+    )(q, k, v)
+    return out[:, :l]
