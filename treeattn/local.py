@@ -44,20 +44,24 @@ def attend(
     kv_lengths: (b,) integers: row i sees its first kv_lengths[i] keys. Blocks past them are
                 not read.
     scale:      multiplies q·k; 1/√d when None.
+    implementation: "blockwise", in plain JAX; "flash", flash-attn-jax's CUDA kernel, for
+                float16 and bfloat16 without mask and bias; None for flash where it can run.
 
     The state is in float32, or float64 when an input is. A score above the dtype's range
     counts as the largest finite one. A query that sees no key has the state (−∞, 0, 0), and
     zero gradients.
 
     Raises TypeError for dtypes that are not floating-point or differ, ValueError for shapes
-    that do not fit.
+    that do not fit and for "flash" where the kernel cannot run.
     """
     check_attend_inputs(q, k, v, mask, bias, kv_lengths)
-    if implementation not in (None, "blockwise"):
-        raise ValueError(f"implementation: expected 'blockwise' or None, got {implementation!r}")
+    from treeattn import flash  # it builds on this module
+
     if scale is None:
         scale = q.shape[-1] ** -0.5
-    return _attend_blockwise(q, k, v, mask, bias, kv_lengths, scale)
+    if flash.resolve(implementation, q, k, v, mask, bias) == "flash":
+        return flash.flash_attend(q, k, v, kv_lengths, scale)
+    return attend_blockwise(q, k, v, mask, bias, kv_lengths, scale)
 
 
 def attention(q, k, v, **options) -> Float[Array, "b l h dv"]:
@@ -100,12 +104,13 @@ def check_attend_inputs(q, k, v, mask=None, bias=None, kv_lengths=None) -> None:
 
 
 @functools.partial(jax.jit, inline=True)
-def _attend_blockwise(q, k, v, mask, bias, kv_lengths, scale) -> AttentionState:
+def attend_blockwise(q, k, v, mask, bias, kv_lengths, scale) -> AttentionState:
+    """`attend` in plain JAX; its arguments are checked already."""
     b, l, h, _ = q.shape
     if kv_lengths is not None and b > 1:
         # A row at a time, so that a short row does not read the blocks of a long one.
         def row(x):
-            return _attend_blockwise(*jax.tree.map(lambda a: a[None], x), scale)
+            return attend_blockwise(*jax.tree.map(lambda a: a[None], x), scale)
 
         mask, bias = (
             x if x is None else jnp.broadcast_to(x, (b, *x.shape[1:])) for x in (mask, bias)

@@ -14,13 +14,29 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
+from treeattn import flash
 from treeattn.arrays import Array
-from treeattn.local import attend, check_attend_inputs, varying_like
+from treeattn.local import attend, check_attend_inputs
 from treeattn.ring import empty_state, pass_on
-from treeattn.shards import Shard, attend_shard, count_devices, mesh_axes, pad_axis
-from treeattn.state import finalize, merge
+from treeattn.shards import (
+    Shard,
+    attend_shard,
+    check_implementation,
+    count_devices,
+    mesh_axes,
+    pad_axis,
+)
+from treeattn.state import AttentionState, finalize, merge
 
-_STATIC = ("mesh", "axes", "causal", "implementation")
+_STATIC = ("scale", "mesh", "axes", "causal", "implementation")
+
+
+def attend_causal(q, k, v, *, scale: float, implementation: str | None = None) -> AttentionState:
+    """`attend` where query i sees keys 0 … i, of as many keys as queries."""
+    if flash.resolve(implementation, q, k, v) == "flash":
+        return flash.flash_attend(q, k, v, None, scale, causal=True)
+    mask = jnp.tri(q.shape[1], dtype=bool)[None, None]
+    return attend(q, k, v, mask=mask, scale=scale, implementation="blockwise")
 
 
 def ring_attention(
@@ -31,7 +47,7 @@ def ring_attention(
     mesh: Mesh | AbstractMesh,
     axis: str | tuple[str, ...],
     causal: bool = True,
-    scale: float | Float[Array, ""] | None = None,
+    scale: float | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "b n h dv"]:
     """Ring Attention with the queries sharded like the keys: prefill (Liu et al. 2023).
@@ -43,15 +59,16 @@ def ring_attention(
     Raises ValueError for a causal q whose length is not k's, an axis that the mesh lacks, and
     whatever `attend` refuses.
     """
-    axes = _check_prefill(q, k, v, mesh, axis, causal)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    axes = _check_prefill(q, k, v, mesh, axis, causal, implementation)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     return _ring_attention(
-        q, k, v, scale, mesh=mesh, axes=axes, causal=causal, implementation=implementation
+        q, k, v, scale=scale, mesh=mesh, axes=axes, causal=causal, implementation=implementation
     )
 
 
-def _check_prefill(q, k, v, mesh, axis, causal) -> tuple[str, ...]:
+def _check_prefill(q, k, v, mesh, axis, causal, implementation) -> tuple[str, ...]:
     check_attend_inputs(q, k, v)
+    check_implementation(mesh, implementation)
     if causal and q.shape[1] != k.shape[1]:
         raise ValueError(
             f"q: causal attention expects as many queries as keys, {k.shape[1]}, got {q.shape[1]}"
@@ -60,7 +77,7 @@ def _check_prefill(q, k, v, mesh, axis, causal) -> tuple[str, ...]:
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
-def _ring_attention(q, k, v, scale, *, mesh, axes, causal, implementation):
+def _ring_attention(q, k, v, *, scale, mesh, axes, causal, implementation):
     p = count_devices(mesh, axes)
     (b, l), n = q.shape[:2], k.shape[1]
     t = -(-n // p)
@@ -77,8 +94,7 @@ def _ring_attention(q, k, v, scale, *, mesh, axes, causal, implementation):
 
         def diagonal(shard, owner):
             # Padded keys come after all real queries, so causality hides them as well.
-            lower = varying_like(jnp.tri(t, dtype=bool)[None, None], q)
-            return attend(q, shard.k, shard.v, mask=lower, **options)
+            return attend_causal(q, shard.k, shard.v, **options)
 
         def see(state, shard, step):
             owner = (rank - step) % p
@@ -113,7 +129,7 @@ def ulysses_attention(
     mesh: Mesh | AbstractMesh,
     axis: str | tuple[str, ...],
     causal: bool = True,
-    scale: float | Float[Array, ""] | None = None,
+    scale: float | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "b n h dv"]:
     """Prefill by two all-to-alls: shards of the sequence become shards of the heads, and back.
@@ -124,18 +140,18 @@ def ulysses_attention(
 
     Raises ValueError when p does not divide the query heads, and as `ring_attention` does.
     """
-    axes = _check_prefill(q, k, v, mesh, axis, causal)
+    axes = _check_prefill(q, k, v, mesh, axis, causal, implementation)
     p, h = count_devices(mesh, axes), q.shape[2]
     if h % p:
         raise ValueError(f"q: expected heads that {p} devices can share evenly, got {h}")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     return _ulysses(
-        q, k, v, scale, mesh=mesh, axes=axes, causal=causal, implementation=implementation
+        q, k, v, scale=scale, mesh=mesh, axes=axes, causal=causal, implementation=implementation
     )
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
-def _ulysses(q, k, v, scale, *, mesh, axes, causal, implementation):
+def _ulysses(q, k, v, *, scale, mesh, axes, causal, implementation):
     p = count_devices(mesh, axes)
     (b, l), (n, h_kv) = q.shape[:2], k.shape[1:3]
     repeats = p // math.gcd(p, h_kv)
@@ -145,18 +161,13 @@ def _ulysses(q, k, v, scale, *, mesh, axes, causal, implementation):
         q, k, v = (
             jax.lax.all_to_all(x, axes, split_axis=2, concat_axis=1, tiled=True) for x in (q, k, v)
         )
-        length = k.shape[1]
-        out = finalize(
-            attend(
-                q,
-                k,
-                v,
-                mask=jnp.tri(length, dtype=bool)[None, None] if causal else None,
-                kv_lengths=None if n == length else jnp.full(b, n, jnp.int32),
-                scale=scale,
-                implementation=implementation,
-            )
-        )[0].astype(q.dtype)
+        options = {"scale": scale, "implementation": implementation}
+        if causal:  # which hides the padded keys too
+            state = attend_causal(q, k, v, **options)
+        else:
+            lengths = None if n == k.shape[1] else jnp.full(b, n, jnp.int32)
+            state = attend(q, k, v, kv_lengths=lengths, **options)
+        out = finalize(state)[0].astype(q.dtype)
         return jax.lax.all_to_all(out, axes, split_axis=1, concat_axis=2, tiled=True)
 
     spec = P(None, axes)

@@ -16,6 +16,7 @@ from treeattn.arrays import Array
 from treeattn.local import check_attend_inputs, varying_like
 from treeattn.shards import (
     attend_shard,
+    check_implementation,
     count_devices,
     mesh_axes,
     over_shards,
@@ -23,7 +24,7 @@ from treeattn.shards import (
 )
 from treeattn.state import AttentionState, finalize, merge
 
-_STATIC = ("mesh", "axes", "implementation")
+_STATIC = ("scale", "mesh", "axes", "implementation")
 
 
 def ring_decode(
@@ -36,7 +37,7 @@ def ring_decode(
     kv_lengths: Int[Array, " b"] | None = None,
     mask: Bool[Array, "#b #h #l #n"] | None = None,
     bias: Float[Array, "#b #h #l #n"] | None = None,
-    scale: float | Float[Array, ""] | None = None,
+    scale: float | None = None,
     implementation: str | None = None,
     return_lse: bool = False,
 ):
@@ -61,7 +62,7 @@ def pass_q_decode(
     kv_lengths: Int[Array, " b"] | None = None,
     mask: Bool[Array, "#b #h #l #n"] | None = None,
     bias: Float[Array, "#b #h #l #n"] | None = None,
-    scale: float | Float[Array, ""] | None = None,
+    scale: float | None = None,
     implementation: str | None = None,
     return_lse: bool = False,
 ):
@@ -80,9 +81,19 @@ def pass_q_decode(
 def _decode(f, q, k, v, mesh, axis, kv_lengths, mask, bias, scale, implementation, return_lse):
     check_attend_inputs(q, k, v, mask, bias, kv_lengths)
     axes = mesh_axes(mesh, axis)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    arrays = (q, k, v, kv_lengths, mask, bias, scale)
-    out, lse = f(*arrays, mesh=mesh, axes=axes, implementation=implementation)
+    check_implementation(mesh, implementation)
+    out, lse = f(
+        q,
+        k,
+        v,
+        kv_lengths,
+        mask,
+        bias,
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        mesh=mesh,
+        axes=axes,
+        implementation=implementation,
+    )
     return (out, lse) if return_lse else out
 
 
@@ -99,7 +110,7 @@ def empty_state(q, dv: int, *like) -> AttentionState:
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
-def _ring_decode(q, k, v, kv_lengths, mask, bias, scale, *, mesh, axes, implementation):
+def _ring_decode(q, k, v, kv_lengths, mask, bias, *, scale, mesh, axes, implementation):
     p = count_devices(mesh, axes)
     attend_to = functools.partial(attend_shard, scale=scale, implementation=implementation)
 
@@ -123,7 +134,7 @@ def _ring_decode(q, k, v, kv_lengths, mask, bias, scale, *, mesh, axes, implemen
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
-def _pass_q(q, k, v, kv_lengths, mask, bias, scale, *, mesh, axes, implementation):
+def _pass_q(q, k, v, kv_lengths, mask, bias, *, scale, mesh, axes, implementation):
     p = count_devices(mesh, axes)
     l = q.shape[1]
     share = -(-l // p)  # queries a device sends off

@@ -43,6 +43,20 @@ def mesh_axes(mesh: Mesh | AbstractMesh, axis: str | tuple[str, ...]) -> tuple[s
     return axes
 
 
+def check_implementation(mesh: Mesh | AbstractMesh, implementation: str | None) -> None:
+    """Raise ValueError for "flash" on a mesh of other than CUDA devices.
+
+    An AbstractMesh names no devices and passes, so that a program can be lowered for CUDA
+    where there is none.
+    """
+    if implementation == "flash" and isinstance(mesh, Mesh):
+        platform = mesh.devices.flat[0].platform
+        if platform != "gpu":
+            raise ValueError(
+                f"implementation: 'flash' needs CUDA devices, and the mesh has {platform} devices"
+            )
+
+
 def count_devices(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
     """The number of shards: the devices along the axes."""
     return math.prod(mesh.shape[name] for name in axes)

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 
 from treeattn.arrays import Array
 from treeattn.local import check_attend_inputs
-from treeattn.shards import attend_shard, mesh_axes, over_shards
+from treeattn.shards import attend_shard, check_implementation, mesh_axes, over_shards
 from treeattn.state import AttentionState, finalize, merge, reduce_tree, rescale
 
 
@@ -105,7 +105,7 @@ def tree_decode(
     kv_lengths: Int[Array, " b"] | None = None,
     mask: Bool[Array, "#b #h #l #n"] | None = None,
     bias: Float[Array, "#b #h #l #n"] | None = None,
-    scale: float | Float[Array, ""] | None = None,
+    scale: float | None = None,
     method: str = "allreduce",
     implementation: str | None = None,
     return_lse: bool = False,
@@ -125,6 +125,7 @@ def tree_decode(
     """
     check_attend_inputs(q, k, v, mask, bias, kv_lengths)
     axes = mesh_axes(mesh, axis)
+    check_implementation(mesh, implementation)
     if method not in METHODS:
         raise ValueError(f"method: expected one of {tuple(METHODS)}, got {method!r}")
     out, lse = _tree_decode(
@@ -134,7 +135,7 @@ def tree_decode(
         kv_lengths,
         mask,
         bias,
-        q.shape[-1] ** -0.5 if scale is None else scale,
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
         mesh=mesh,
         axes=axes,
         method=method,
@@ -143,8 +144,8 @@ def tree_decode(
     return (out, lse) if return_lse else out
 
 
-@functools.partial(jax.jit, static_argnames=("mesh", "axes", "method", "implementation"))
-def _tree_decode(q, k, v, kv_lengths, mask, bias, scale, *, mesh, axes, method, implementation):
+@functools.partial(jax.jit, static_argnames=("scale", "mesh", "axes", "method", "implementation"))
+def _tree_decode(q, k, v, kv_lengths, mask, bias, *, scale, mesh, axes, method, implementation):
     def body(q, shard, kv_lengths):
         state = attend_shard(
             q,
