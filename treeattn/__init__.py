@@ -4,8 +4,15 @@ Attention over a set of keys is a small state; the states of disjoint sets merge
 `treeattn.state` for that idea, and the notebooks for where it leads.
 """
 
-from treeattn.cluster import kv_mesh, simulate_devices
+from treeattn.cluster import initialize, kv_mesh, simulate_devices
 from treeattn.draft_tree import choice_tree, expand_tree
+from treeattn.energy import (
+    attention_from_energy,
+    causal_energy,
+    cumulant,
+    energy,
+    log_likelihood,
+)
 from treeattn.local import attend, attention
 from treeattn.prefill import ring_attention, ulysses_attention
 from treeattn.prefix_tree import PackedBeam, pack, prefix_encoding, unpack
@@ -36,13 +43,19 @@ __all__ = [
     "ancestor_mask",
     "attend",
     "attention",
+    "attention_from_energy",
     "beam_from_tree",
+    "causal_energy",
     "choice_tree",
+    "cumulant",
     "depths",
+    "energy",
     "expand_tree",
     "finalize",
     "from_output",
+    "initialize",
     "kv_mesh",
+    "log_likelihood",
     "merge",
     "merge_across",
     "pack",

@@ -1,5 +1,7 @@
-"""Meshes of devices: simulated ones on a CPU, and the axis that the cache is sharded over."""
+"""Devices to shard a cache over: simulated on a CPU, of one process or of many; and meshes."""
 
+import os
+import sys
 from collections.abc import Sequence
 
 import jax
@@ -51,3 +53,54 @@ def kv_mesh(devices: Sequence | None = None, *, nodes: int | None = None) -> Mes
     if nodes < 1 or devices.size % nodes:
         raise ValueError(f"nodes: {devices.size} devices cannot be divided over {nodes} nodes")
     return Mesh(devices.reshape(nodes, -1), ("node", "device"))
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    heartbeat_timeout_seconds: int = 10,
+    initialization_timeout: int = 20,
+    **options,
+) -> None:
+    """Join the other processes of a cluster: `jax.distributed.initialize`, made safe to fail in.
+
+    Call it first in every process; afterwards `jax.devices()` are those of all processes, and
+    a mesh of them works as one process's does. Under SLURM, Open MPI and Kubernetes leave all
+    arguments out, and JAX finds them. Otherwise give the address ("host:port") of process 0,
+    the number of processes, and this one's number from 0.
+
+    heartbeat_timeout_seconds: how long a silent process counts as alive.
+    initialization_timeout:    how many seconds to wait for the others to arrive.
+    options:                   passed on to `jax.distributed.initialize`.
+
+    From here on an uncaught exception ends the process at once, without the orderly shutdown
+    that would wait for the others; the others then find out within the heartbeat's time, or
+    at the next collective, and end as well.
+
+    Raises RuntimeError when not all processes arrive in time.
+    """
+    sys.excepthook = _end_at_once
+    try:
+        jax.distributed.initialize(
+            coordinator_address,
+            num_processes,
+            process_id,
+            heartbeat_timeout_seconds=heartbeat_timeout_seconds,
+            initialization_timeout=initialization_timeout,
+            **options,
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise RuntimeError(
+            f"initialize: process {process_id} of {num_processes} did not find the others at "
+            f"{coordinator_address} within {initialization_timeout} seconds"
+        ) from error
+
+
+def _end_at_once(kind, error, trace) -> None:
+    """Print the exception as Python would, and leave without waiting for anybody."""
+    sys.__excepthook__(kind, error, trace)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

@@ -1,0 +1,52 @@
+"""One process of a small cluster, for test_cluster.py: rank.py ADDRESS PROCESSES ID WHAT.
+
+WHAT: decode, and compare with dense attention; or, after a first collective, "raise" on the
+last process, or "wait" there, to be killed by the test, while the others go on to a second.
+"""
+
+import sys
+import time
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from oracles import dense_attention
+
+import treeattn
+
+
+def decode(mesh, kv_len: int) -> float:
+    """The largest error of `tree_decode` over the mesh, against dense attention."""
+    rng = np.random.default_rng(kv_len)
+    q = rng.normal(size=(2, 1, 4, 16)).astype(np.float32)
+    k, v = (rng.normal(size=(2, kv_len, 2, 16)).astype(np.float32) for _ in "kv")
+    expected = dense_attention(q, k, v)
+    cache = NamedSharding(mesh, P(None, mesh.axis_names))
+    k, v = (jax.make_array_from_callback(x.shape, cache, x.__getitem__) for x in (k, v))
+    errors = []
+    for method in ("allreduce", "butterfly", "gather"):
+        out = treeattn.tree_decode(q, k, v, mesh=mesh, axis=mesh.axis_names, method=method)
+        errors.append(np.abs(np.asarray(out.addressable_shards[0].data) - expected).max())
+    return max(errors)
+
+
+def main() -> None:
+    address, processes, process_id, what = sys.argv[1:]
+    last = int(process_id) == int(processes) - 1
+    treeattn.simulate_devices(2)
+    treeattn.initialize(address, int(processes), int(process_id))
+    mesh = treeattn.kv_mesh(nodes=int(processes))
+    error = decode(mesh, 64)
+    print(f"devices {len(jax.devices())} close {error < 1e-5}", flush=True)
+    if what == "raise" and last:
+        raise ArithmeticError("planted")
+    if what == "wait" and last:
+        print("waiting", flush=True)
+        time.sleep(600)
+    if what != "decode":
+        decode(mesh, 128)
+    print("done", flush=True)
+
+
+main()
