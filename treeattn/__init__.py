@@ -13,6 +13,7 @@ from treeattn.energy import (
     energy,
     log_likelihood,
 )
+from treeattn.llama import Llama
 from treeattn.local import attend, attention
 from treeattn.prefill import ring_attention, ulysses_attention
 from treeattn.prefix_tree import PackedBeam, pack, prefix_encoding, unpack
@@ -38,6 +39,7 @@ from treeattn.tree import merge_across, tree_decode
 
 __all__ = [
     "AttentionState",
+    "Llama",
     "PackedBeam",
     "TokenTree",
     "ancestor_mask",
