@@ -11,6 +11,8 @@ v1's eq. 29-35 are v2's eq. 8-14.
 import math
 from dataclasses import dataclass, fields
 
+Number = int | float
+
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 
 
@@ -113,7 +115,7 @@ def numel_kv(w: Workload, p: int) -> int:
     return 2 * w.batch * w.chunk(p) * w.d_kv
 
 
-def v_allreduce(numel: float, p: int) -> float:
+def v_allreduce(numel: Number, p: int) -> float:
     """V_Allreduce = 2 (p − 1)/p numel: elements that each device sends. (v1 eq. 33, v2 eq. 12.)
 
     What a ring Allreduce sends, the least that any can. Other algorithms send more in fewer

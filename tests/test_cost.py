@@ -1,0 +1,353 @@
+"""The papers' formulas, and the model of what each way of decoding sends, holds and takes."""
+
+import functools
+import subprocess
+import sys
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+
+from treeattn import cost, kv_mesh, tree_decode
+from treeattn.compiled import collectives, count, memory, total_bytes
+from treeattn.formulas import (
+    Workload,
+    mem_ring,
+    mem_tree,
+    numel_kv,
+    numel_state,
+    v_allreduce,
+    v_ring,
+    v_tree,
+)
+from treeattn.ring import pass_q_decode, ring_decode
+from treeattn.strategies import STRATEGIES, attend_seconds, compare, decode_cost, memory_bytes
+from treeattn.topology import PRESETS, preset
+
+DGX = preset("dgx-h100")
+
+
+# ------------------------------------------------------------------------ the papers' formulas
+
+
+def test_the_papers_formulas_as_printed():
+    """v1 eq. 29-35 in their own symbols, for as many key heads as query heads."""
+    b, n_h, d_h, t, p = 3, 16, 128, 4096, 8
+    d = n_h * d_h
+    w = Workload(t * p, batch=b, heads=n_h, head_dim=d_h)
+    assert mem_ring(w, p) == 4 * b * t * d + 2 * b * d
+    assert mem_tree(w, p) == 2 * b * t * d + 2 * b * d + 2 * b * n_h
+    assert numel_kv(w, p) == 2 * b * t * d
+    assert v_ring(w, p) == 2 * b * t * d * p
+    assert numel_state(w) == b * d + 2 * b * n_h
+    assert v_allreduce(100, p) == 2 * 7 / 8 * 100
+    assert v_tree(w, p) == 2 * (p - 1) / p * (b * d + 2 * b * n_h)
+
+
+def test_figure_4():
+    """Figure 4's gap between ring and tree is 524,288,000 bytes at 64,000 keys a device.
+
+    In 2 bytes, at hidden size 2048, on two devices; doubling the hidden size doubles it, to
+    1,048,576,000 bytes, which the papers print as 1040 MB.
+    """
+    for hidden, gap in ((2048, 524_288_000), (4096, 1_048_576_000)):
+        w = Workload(128_000, heads=hidden // 128)
+        assert w.dtype_bytes * numel_kv(w, 2) == gap
+        difference = w.dtype_bytes * (mem_ring(w, 2) - mem_tree(w, 2))
+        assert difference == gap - w.dtype_bytes * 2 * w.heads  # less the state's d and m
+
+
+def test_grouped_queries_shrink_what_a_ring_moves_and_not_what_a_tree_does():
+    full, grouped = Workload(2**20, heads=32), Workload(2**20, heads=32, kv_heads=8)
+    assert numel_kv(full, 8) == 4 * numel_kv(grouped, 8)
+    assert numel_state(full) == numel_state(grouped)
+    # The explainer's "about 4000 times" for Llama 3.1 8B at 32k on 8 devices, per step, is for
+    # 32 key heads; the model has 8 (t d_kv against d + 2 n_h, as the explainer divides).
+    assert [
+        round(numel_kv(w, 8) / 2 / numel_state(w))
+        for w in (Workload(32768, heads=32), Workload(32768, heads=32, kv_heads=8))
+    ] == [4033, 1008]
+
+
+# --------------------------------------------------------------- the model and the compiler
+
+
+def kv_gather(q, k, v, *, mesh, axis):
+    """Every device gets the whole cache: what the strategy "kv-gather" describes."""
+
+    def body(q, k, v):
+        k, v = (jax.lax.all_gather(x, axis, axis=1, tiled=True) for x in (k, v))
+        return jax.nn.dot_product_attention(q, k, v)
+
+    sharded = PartitionSpec(None, axis)
+    specs = (PartitionSpec(), sharded, sharded)
+    return jax.shard_map(
+        body, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False
+    )(q, k, v)
+
+
+PROGRAMS = {
+    "ring": ring_decode,
+    "pass-q": pass_q_decode,
+    "kv-gather": kv_gather,
+    "ring-allreduce": functools.partial(tree_decode, method="allreduce"),
+    "butterfly": functools.partial(tree_decode, method="butterfly"),
+    "gather": functools.partial(tree_decode, method="gather"),
+}
+
+
+@functools.cache
+def compiled(strategy, w, p):
+    mesh = kv_mesh(jax.devices()[:p])
+
+    def cache(heads, length):
+        shape = (w.batch, length, heads, w.head_dim)
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(w.dtype))
+
+    arrays = cache(w.heads, w.queries), *[cache(w.kv_heads, w.context)] * 2
+    program = functools.partial(PROGRAMS[strategy], mesh=mesh, axis="kv")
+    return jax.jit(program).lower(*arrays).compile()
+
+
+GROUPED = Workload(4096, batch=2, heads=8, kv_heads=2, head_dim=32, queries=3, dtype="float32")
+PAPERS = Workload(32768, dtype="float32")
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+@pytest.mark.parametrize("strategy", PROGRAMS)
+def test_the_compiled_program_runs_what_the_model_counts(strategy, p):
+    found = collectives(compiled(strategy, GROUPED, p))
+    if strategy == "pass-q":  # leave out the all-gather that puts dealt-out results together
+        found = [c for c in found if c.kind == "collective-permute"]
+    model = decode_cost(strategy, GROUPED, p, DGX)
+    assert count(found) == model.collectives
+    assert total_bytes(found) == model.operand_bytes
+
+
+def test_reference_counts():
+    """8 devices, 32k keys, float32, 16 heads of 128: the numbers of the papers' own workload."""
+    allreduce = collectives(compiled("ring-allreduce", PAPERS, 8))
+    assert len(allreduce) == 2  # of three written: XLA joins the two sums
+    assert total_bytes(allreduce) == 8320 == 4 * numel_state(PAPERS)
+    butterfly = collectives(compiled("butterfly", PAPERS, 8))
+    assert [(c.kind, c.count, c.operand_bytes) for c in butterfly] == [
+        ("collective-permute", 1, 8320)
+    ] * 3
+    ring = collectives(compiled("ring", PAPERS, 8))
+    assert [(c.kind, c.count) for c in ring] == [("collective-permute", 7)] * 2
+    assert total_bytes(ring) == 469_762_048 == 4 * 7 * numel_kv(PAPERS, 8)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ring-allreduce", "butterfly"])
+def test_compiled_memory(strategy):
+    """A tree holds what eq. 30 says, within a tenth; a ring eq. 29 and, as compiled, one chunk more.
+
+    XLA's ring keeps the caller's chunk as well as the two that it moves.
+    """
+    held = memory(compiled(strategy, PAPERS, 8)).total_bytes
+    model = memory_bytes(strategy, PAPERS, 8)
+    if strategy == "ring":
+        assert model == 4 * mem_ring(PAPERS, 8)
+        model += 4 * numel_kv(PAPERS, 8)
+    if strategy == "ring-allreduce":
+        assert model == 4 * mem_tree(PAPERS, 8)
+    assert 0.95 * model <= held <= 1.1 * model
+
+
+# --------------------------------------------------------------------------- the model itself
+
+
+def test_the_roofline():
+    """One query reads 2 b t d_kv elements and waits for memory; many wait for arithmetic."""
+    w = Workload(640_000, dtype="bfloat16")
+    # 655 MB at 3.35 TB/s: 196 µs, where v1 §6.3 says O(10⁻⁵) s.
+    assert attend_seconds(w, 80_000, 1, DGX.device) == pytest.approx(195.6e-6, rel=1e-3)
+    assert attend_seconds(w, 80_000, 10_000, DGX.device) == pytest.approx(
+        4 * 10_000 * 80_000 * 2048 / 989e12
+    )
+
+
+def test_moving_a_chunk_takes_milliseconds():
+    """v1 §6.3's O(10⁻³) s to move the same chunk: 1.46 ms over NVLink, 13.1 ms over InfiniBand."""
+    chunk = 2 * numel_kv(Workload(640_000), 8)
+    nvlink, infiniband = (DGX.step_seconds(level, chunk) for level in (0, 1))
+    assert nvlink == pytest.approx(1.46e-3, rel=5e-3)
+    assert infiniband == pytest.approx(13.1e-3, rel=5e-3)
+
+
+def test_one_device_sends_nothing():
+    w = Workload(10_000)
+    for c in compare(w, 1, DGX):
+        assert (c.collectives, c.rounds, c.operand_bytes, c.sent_bytes) == (0, 0, 0, 0)
+        assert c.seconds == c.compute_seconds == attend_seconds(w, 10_000, 1, DGX.device)
+
+
+def test_layers_add_up_and_share_their_working_memory():
+    w = Workload(100_000, kv_heads=4)
+    for one, ten in zip(compare(w, 16, DGX), compare(replace(w, layers=10), 16, DGX), strict=True):
+        for field in ("collectives", "rounds", "operand_bytes", "sent_bytes", "seconds"):
+            assert getattr(ten, field) == pytest.approx(10 * getattr(one, field))
+        assert ten.memory_bytes == one.memory_bytes + 9 * 2 * numel_kv(w, 16)
+
+
+def test_overlap_hides_the_shorter_of_attending_and_sending():
+    w = Workload(640_000)
+    plain, hidden = (decode_cost("ring", w, 8, DGX, overlap=o) for o in (False, True))
+    step = plain.compute_seconds / 8
+    sending = plain.latency_seconds + plain.volume_seconds
+    assert plain.seconds == pytest.approx(8 * step + sending)
+    assert hidden.seconds == pytest.approx(step + sending)  # sending is what takes longer
+    many = replace(w, queries=64_000)  # a prefill: now attending does
+    hidden = decode_cost("ring", many, 8, DGX, overlap=True)
+    assert hidden.seconds == pytest.approx(hidden.compute_seconds)
+    tree = [decode_cost("butterfly", w, 8, DGX, overlap=o) for o in (False, True)]
+    assert tree[0] == tree[1]
+
+
+def test_devices_need_not_fill_nodes_nor_divide_the_context():
+    """The longest chunk counts, and the Allreduce that goes by nodes falls back to a tree."""
+    w = Workload(1_000_001)
+    twelve = {c.strategy: c for c in compare(w, 12, DGX)}
+    assert twelve["butterfly"].rounds == 5  # 8 swap in 3 rounds, 4 hand in and get back
+    assert twelve["hierarchical-allreduce"][1:] == twelve["tree-allreduce"][1:]
+    assert twelve["butterfly"].compute_seconds == attend_seconds(w, 83_334, 1, DGX.device)
+
+
+def test_what_limits():
+    w = Workload(640_000)
+    limits = {c.strategy: c.limit for c in compare(w, 8, DGX)}
+    assert limits["ring"] == "link bandwidth"
+    assert limits["butterfly"] == "memory bandwidth"
+    assert decode_cost("ring-allreduce", Workload(10_000), 128, DGX).limit == "latency"
+    assert decode_cost("butterfly", replace(w, queries=10_000), 8, DGX).limit == "arithmetic"
+    assert decode_cost("butterfly", Workload(10**9), 8, DGX).limit == "memory"
+
+
+@given(
+    strategy=st.sampled_from(STRATEGIES),
+    name=st.sampled_from(sorted(PRESETS)),
+    p=st.sampled_from([1, 2, 5, 8, 12, 64, 100]),
+    context=st.integers(1, 10**8),
+    more=st.integers(1, 100),
+    kv_heads=st.sampled_from([1, 4, 16]),
+)
+def test_monotone(strategy, name, p, context, more, kv_heads):
+    """More keys, batch, layers or key heads never cost less; nor does anything cost nothing."""
+    topology = preset(name)
+    w = Workload(context, kv_heads=kv_heads)
+    base = decode_cost(strategy, w, p, topology)
+    assert base.seconds > 0
+    larger = (
+        replace(w, context=context * more),
+        replace(w, batch=more),
+        replace(w, layers=more),
+        replace(w, kv_heads=16),
+        replace(w, queries=more),
+    )
+    for other in larger:
+        found = decode_cost(strategy, other, p, topology)
+        for field in ("seconds", "sent_bytes", "operand_bytes", "memory_bytes"):
+            assert getattr(found, field) >= getattr(base, field) * (1 - 1e-12)
+
+
+@given(
+    strategy=st.sampled_from(STRATEGIES),
+    p=st.sampled_from([2, 8, 12, 64]),
+    context=st.integers(1000, 10**8),
+    unit=st.sampled_from([1e-3, 1e3]),
+)
+def test_dimensions(strategy, p, context, unit):
+    """With every rate in another unit of time, and every delay too, so is every time."""
+    other = replace(
+        DGX,
+        launch=DGX.launch * unit,
+        device=replace(
+            DGX.device,
+            memory_bandwidth=DGX.device.memory_bandwidth / unit,
+            flops=DGX.device.flops / unit,
+        ),
+        levels=tuple(
+            replace(x, latency=x.latency * unit, bandwidth=x.bandwidth / unit) for x in DGX.levels
+        ),
+    )
+    w = Workload(context)
+    there, here = decode_cost(strategy, w, p, other), decode_cost(strategy, w, p, DGX)
+    for field in ("compute_seconds", "latency_seconds", "volume_seconds", "seconds"):
+        assert getattr(there, field) == pytest.approx(unit * getattr(here, field))
+    assert there.limit == here.limit
+
+
+# ------------------------------------------------------------------------------ the program
+
+
+def test_command_line(capsys):
+    assert cost.main(["--topology", "dgx-h100", "--nodes", "16", "--context", "5120000"]) == 0
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert lines[0].startswith("128 × H100 SXM (dgx-h100), 5,120,000 keys: 40,000 a device")
+    assert [line.split()[0] for line in lines[3:11]] == list(STRATEGIES)
+    assert "832 ms" in lines[3] and lines[3].endswith("link bandwidth")
+    assert lines[-1].startswith("fastest: butterfly, 5.62e+03 times as fast as the ring")
+
+
+def test_command_line_as_a_program():
+    command = [sys.executable, "-m", "treeattn.cost", "--devices", "3", "--context", "1000"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0 and found.stderr == ""
+    assert found.stdout.startswith("3 × H100 SXM")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--context", "0"], "context: expected at least 1, got 0"),
+        (["--context", "-5"], "context: expected at least 1, got -5"),
+        (["--context", "9", "--topology", "dgx"], "topology: expected one of dgx-h100"),
+        (["--context", "9", "--nodes", "0"], "p: expected at least 1, got 0"),
+        (["--context", "9", "--devices", "9999"], "at most 4096 devices, got 9999"),
+        (["--context", "9", "--heads", "6", "--kv-heads", "4"], "kv_heads: expected a divisor"),
+        (["--context", "9", "--dtype", "int8"], "dtype: expected one of float64"),
+    ],
+)
+def test_command_line_refuses(capsys, arguments, message):
+    with pytest.raises(SystemExit) as end:
+        cost.main(arguments)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (cost.seconds_text(195.64e-6), "196 µs"),
+        (cost.seconds_text(0.99996), "1 s"),
+        (cost.seconds_text(1e-9), "0.001 µs"),
+        (cost.bytes_text(655_360_000), "655 MB"),
+        (cost.bytes_text(999.9), "1 kB"),
+        (cost.bytes_text(0), "0 B"),
+    ],
+)
+def test_numbers_as_text(text, expected):
+    assert text == expected
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_bad_input():
+    for field in ("context", "batch", "heads", "head_dim", "queries", "layers"):
+        for value, error in ((0, ValueError), (-1, ValueError), (1.5, TypeError)):
+            with pytest.raises(error, match=f"{field}: expected"):
+                Workload(**{"context": 10, field: value})
+    with pytest.raises(ValueError, match="kv_heads: expected a divisor of 16 heads, got 3"):
+        Workload(10, kv_heads=3)
+    with pytest.raises(ValueError, match="dtype: expected one of"):
+        Workload(10, dtype="int8")
+    with pytest.raises(ValueError, match=r"strategy: expected one of ring, .* got 'star'"):
+        decode_cost("star", Workload(10), 8, DGX)
+    with pytest.raises(ValueError, match="p: expected at least 1, got 0"):
+        decode_cost("ring", Workload(10), 0, DGX)
+    with pytest.raises(ValueError, match="at most 4096 devices"):
+        compare(Workload(10), 4097, DGX)
