@@ -95,7 +95,7 @@ def pack(
 
     Memory: the compiled program holds at most 10·B·M·L bytes besides its arguments and
     results, 10 / C of the mask that it returns (a sixtieth, for 64 beams of 32×16). NumPy,
-    which keeps every intermediate, needs some 15 times the mask.
+    which keeps every intermediate, needs 10 to 13 times the mask.
 
     Raises TypeError when beam or lengths are not arrays of integers, ValueError when their
     shapes do not fit, when a length is negative or beyond C (inside jit, where lengths

@@ -1,0 +1,486 @@
+"""Packing beams: against a trie in plain Python, for every small beam and many larger ones."""
+
+import itertools
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plain_trie import plain_pack, plain_trie
+
+from treeattn import PackedBeam, pack, prefix_encoding, unpack
+
+DTYPES = ["int8", "int16", "int32", "int64", "uint32"]
+pack_jit = jax.jit(pack, static_argnames="pad_token")
+encode_jit = jax.jit(prefix_encoding)
+
+
+def assert_packed(packed, encoding, beam, lengths=None, *, pad_token=0):
+    """`packed` and `encoding` are the plain trie's, and nothing but pads beyond it."""
+    size = packed.packed_beam.shape[1]
+    *four, plain_encoding = plain_pack(beam, lengths, pad_token=pad_token, size=size)
+    for name, came, expected in zip(PackedBeam._fields, packed, four, strict=True):
+        assert came.dtype == expected.dtype, name
+        np.testing.assert_array_equal(came, expected, err_msg=name)
+    np.testing.assert_array_equal(encoding, plain_encoding)
+
+
+# The document's worked example: Mars is a red / Mars is reddish when / Mars is dark red.
+MARS = np.array([[[0, 1, 2, 3], [0, 1, 4, 5], [0, 1, 6, 3]]])
+
+
+def test_worked_example():
+    packed_beam, attention_mask, position_offsets, unpack_map = pack(MARS)
+    encoding = prefix_encoding(MARS)
+    np.testing.assert_array_equal(encoding[0], [[0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 2, 2]])
+    np.testing.assert_array_equal(packed_beam[0], [0, 1, 2, 3, 4, 5, 6, 3])
+    np.testing.assert_array_equal(position_offsets[0], [0, 1, 2, 3, 2, 3, 2, 3])
+    np.testing.assert_array_equal(unpack_map[0], [[0, 1, 2, 3], [0, 1, 4, 5], [0, 1, 6, 7]])
+    picture = ["Y       ", "YY      ", "YYY     ", "YYYY    "]
+    picture += ["YY  Y   ", "YY  YY  ", "YY    Y ", "YY    YY"]
+    np.testing.assert_array_equal(attention_mask[0], [[c == "Y" for c in row] for row in picture])
+    selected = np.flatnonzero(encoding[0] == np.arange(3)[:, None])
+    np.testing.assert_array_equal(selected, [0, 1, 2, 3, 6, 7, 10, 11])
+
+
+def test_published_values():
+    """The example in apple/ml-recurrent-drafter's tree_attention_test.py, nodes only.
+
+    Its own tensors go on: two tokens of batch row 1 stand in row 0's padding, and attend.
+    """
+    beam = np.array(
+        [
+            [[91, 92, 93, 95], [91, 92, 94, 96], [91, 92, 93, 97]],
+            [[93, 94, 95, 92], [93, 95, 96, 93], [93, 94, 97, 96]],
+        ]
+    )
+    packed = pack(beam, pad_token=-7)
+    np.testing.assert_array_equal(
+        prefix_encoding(beam),
+        [
+            [[0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 0, 2]],
+            [[0, 0, 0, 0], [0, 1, 1, 1], [0, 0, 2, 2]],
+        ],
+    )
+    np.testing.assert_array_equal(
+        packed.packed_beam,
+        [[91, 92, 93, 95, 94, 96, 97, -7, -7], [93, 94, 95, 92, 95, 96, 93, 97, 96]],
+    )
+    np.testing.assert_array_equal(
+        packed.position_offsets, [[0, 1, 2, 3, 2, 3, 3, 0, 0], [0, 1, 2, 3, 1, 2, 3, 2, 3]]
+    )
+    np.testing.assert_array_equal(
+        packed.unpack_map,
+        [
+            [[0, 1, 2, 3], [0, 1, 4, 5], [0, 1, 2, 6]],
+            [[0, 1, 2, 3], [0, 4, 5, 6], [0, 1, 7, 8]],
+        ],
+    )
+    rows = [
+        "T........",
+        "TT.......",
+        "TTT......",
+        "TTTT.....",
+        "TT..T....",
+        "TT..TT...",
+        "TTT...T..",
+    ]
+    rows += [".........", "........."]
+    np.testing.assert_array_equal(packed.attention_mask[0], [[c == "T" for c in r] for r in rows])
+    rows = [
+        "T........",
+        "TT.......",
+        "TTT......",
+        "TTTT.....",
+        "T...T....",
+        "T...TT...",
+        "T...TTT..",
+    ]
+    rows += ["TT.....T.", "TT.....TT"]
+    np.testing.assert_array_equal(packed.attention_mask[1], [[c == "T" for c in r] for r in rows])
+
+
+def every_beam(rows, width, letters, chunk=1 << 16):
+    """All beams of that shape over an alphabet of `letters`, in chunks, as int8."""
+    size = rows * width
+    for start in range(0, letters**size, chunk):
+        index = np.arange(start, min(start + chunk, letters**size))
+        digits = index[:, None] // letters ** np.arange(size) % letters
+        yield digits.astype(np.int8).reshape(-1, rows, width)
+
+
+def assert_small(beams, lengths=None):
+    """Every beam against the plain trie, in numpy and compiled; masks as bits, for speed."""
+    count, rows, width = beams.shape
+    size = rows * width
+    tokens, masks, offsets, unpack_map, encoding = [], [], [], [], []
+    everywhere = itertools.repeat(None) if lengths is None else lengths.tolist()
+    for beam, ends in zip(beams.tolist(), everywhere, strict=False):
+        token, parent, offset, paths, owners = plain_trie(beam, ends)
+        bits = []
+        for i, up in enumerate(parent):
+            bits.append(1 << i | (bits[up] if up >= 0 else 0))
+        pads = [0] * (size - len(token))
+        tokens.append(token + [-1] * len(pads))
+        masks.append(bits + pads)
+        offsets.append(offset + pads)
+        unpack_map.append([path + [0] * (width - len(path)) for path in paths])
+        encoding.append([owner + [-1] * (width - len(owner)) for owner in owners])
+
+    tokens, masks, offsets = (np.array(x).reshape(count, size) for x in (tokens, masks, offsets))
+    unpack_map, encoding = np.array(unpack_map), np.array(encoding)
+    for module, do_pack, do_encode in (np, pack, prefix_encoding), (jnp, pack_jit, encode_jit):
+        given = [module.asarray(x) for x in ((beams,) if lengths is None else (beams, lengths))]
+        packed = PackedBeam(*map(np.asarray, do_pack(*given, pad_token=-1)))
+        cut = packed.packed_beam.shape[1]  # the longest of the batch, or M·C
+        assert (masks[:, cut:] == 0).all()
+        np.testing.assert_array_equal(packed.packed_beam, tokens[:, :cut])
+        bits = packed.attention_mask @ (1 << np.arange(cut))
+        np.testing.assert_array_equal(bits, masks[:, :cut])
+        np.testing.assert_array_equal(packed.position_offsets, offsets[:, :cut])
+        np.testing.assert_array_equal(packed.unpack_map, unpack_map)
+        np.testing.assert_array_equal(do_encode(*given), encoding)
+
+
+@pytest.mark.parametrize("rows,width", list(itertools.product(range(1, 5), range(1, 4))))
+def test_every_small_beam(rows, width):
+    """All beams with M ≤ 4, C ≤ 3 over three letters: 559,000 of them."""
+    for beams in every_beam(rows, width, letters=3):
+        assert_small(beams)
+
+
+@pytest.mark.parametrize("rows,width", [(1, 3), (2, 3), (3, 2), (3, 3)])
+def test_every_small_beam_of_every_length(rows, width):
+    beams = np.concatenate(list(every_beam(rows, width, letters=2)))
+    lengths = np.array(list(itertools.product(range(width + 1), repeat=rows)))
+    assert_small(np.repeat(beams, len(lengths), axis=0), np.tile(lengths, (len(beams), 1)))
+
+
+def random_beam(rng, shape, dtype=np.int32, letters=3):
+    """Candidates that branch off one another, as a beam search's do; some of them equal."""
+    beam = rng.integers(0, letters, shape)
+    for m in range(1, shape[1]):
+        for b in range(shape[0]):
+            shared = rng.integers(0, shape[2] + 1)
+            beam[b, m, :shared] = beam[b, rng.integers(0, m), :shared]
+    if dtype is not None:  # spread the letters over the whole range of the dtype
+        limits = np.iinfo(dtype)
+        low, high = int(limits.min), int(limits.max)
+        values = [low, high, 0, high // 2, high - 1, low // 2 + 1][:letters]
+        beam = np.array(values, dtype)[beam]
+    return beam
+
+
+@settings(max_examples=150)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    shape=st.tuples(st.integers(1, 5), st.integers(1, 40), st.integers(1, 9)),
+    dtype=st.sampled_from(DTYPES),
+    letters=st.integers(1, 6),
+    ragged=st.booleans(),
+)
+def test_larger_batches(seed, shape, dtype, letters, ragged):
+    rng = np.random.default_rng(seed)
+    beam = random_beam(rng, shape, dtype, letters)
+    lengths = rng.integers(0, shape[2] + 1, shape[:2]).astype(dtype) if ragged else None
+    packed = pack(beam, lengths, pad_token=77)
+    assert_packed(packed, prefix_encoding(beam, lengths), beam, lengths, pad_token=77)
+    back, real = unpack(packed.packed_beam, packed.unpack_map), slice(None)
+    if ragged:
+        real = np.arange(shape[2]) < lengths[..., None]
+    np.testing.assert_array_equal(back[real], beam[real])
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    like=st.sampled_from([((3, 5, 4), "int32", True), ((2, 33, 3), "int64", False)]),
+)
+def test_compiled_packs_the_same(seed, like):
+    """Inside jit L is M·C, and otherwise everything is as outside it."""
+    shape, dtype, ragged = like
+    rng = np.random.default_rng(seed)
+    beam = random_beam(rng, shape, dtype)
+    lengths = rng.integers(0, shape[2] + 1, shape[:2]) if ragged else None
+    packed = pack_jit(beam, lengths, pad_token=5)
+    assert packed.packed_beam.shape == (shape[0], shape[1] * shape[2])
+    assert_packed(packed, encode_jit(beam, lengths), beam, lengths, pad_token=5)
+    size = pack(beam, lengths).packed_beam.shape[1]
+    assert size == np.diagonal(packed.attention_mask, axis1=1, axis2=2).sum(axis=1).max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_jax_outside_jit(dtype):
+    """L is the longest of the batch there, and the arrays are JAX's."""
+    beam = jnp.asarray(random_beam(np.random.default_rng(8), (3, 4, 5), dtype))
+    packed = pack(beam, pad_token=5)
+    assert all(isinstance(x, jax.Array) for x in packed)
+    assert packed.packed_beam.shape == pack(np.asarray(beam)).packed_beam.shape
+    assert_packed(packed, prefix_encoding(beam), beam, pad_token=5)
+
+
+@pytest.mark.parametrize("rows", [31, 32, 33, 64, 65, 97])
+def test_more_candidates_than_a_word_has_bits(rows):
+    beam = random_beam(np.random.default_rng(rows), (2, rows, 3), letters=4)
+    assert_packed(pack(beam), prefix_encoding(beam), beam)
+    assert_packed(pack_jit(beam), encode_jit(beam), beam)
+
+
+def test_three_segments():
+    """A row may take its tokens from two earlier rows and add its own."""
+    beam = np.array([[[1, 2, 3], [1, 4, 5], [1, 4, 6]]])
+    np.testing.assert_array_equal(prefix_encoding(beam)[0, 2], [0, 1, 2])
+    np.testing.assert_array_equal(pack(beam).unpack_map[0], [[0, 1, 2], [0, 3, 4], [0, 3, 5]])
+
+
+def two_segments(beam):
+    """The unpacker in the document's words, for one beam.
+
+    Each candidate is a prefix from the preceding ones, from the packed beam's start on, and
+    the rest, which follows its own start.
+    """
+    packed, unpacker = 0, []
+    for m, owners in enumerate(plain_trie(beam)[-1]):
+        own = owners.count(m)
+        shared = len(owners) - own
+        unpacker.append([*range(shared), *range(packed, packed + own)])
+        packed += own
+    return unpacker
+
+
+def test_two_segments_are_not_enough():
+    """Three candidates suffice to get it wrong, and if they are different and have one root,
+    as a drafter's are, the smallest wrong beams have a row of three segments."""
+    wrong = {"any": [], "drafter's": []}
+    for rows, width in itertools.product(range(1, 4), range(1, 4)):
+        for beam in np.concatenate(list(every_beam(rows, width, letters=2))).tolist():
+            if two_segments(beam) != plain_trie(beam)[3]:
+                wrong["any"].append(beam)
+                if len({row[0] for row in beam}) == 1 and len(set(map(tuple, beam))) == rows:
+                    wrong["drafter's"].append(beam)
+    assert wrong["any"][0] == [[1], [0], [0]]
+    smallest = wrong["drafter's"][0]
+    assert len(smallest) == len(smallest[0]) == 3
+    assert plain_trie(smallest)[4] == [[0, 0, 0], [0, 1, 1], [0, 1, 2]]
+
+
+def test_permuting_candidates_only_renumbers():
+    rng = np.random.default_rng(0)
+    beam = random_beam(rng, (1, 12, 6))
+    order = rng.permutation(12)
+    before, after = pack(beam), pack(beam[:, order])
+    pairs = set(zip(before.unpack_map[0, order].ravel(), after.unpack_map[0].ravel(), strict=True))
+    old, new = map(list, zip(*sorted(pairs), strict=True))
+    assert sorted(old) == sorted(new) == list(range(before.packed_beam.shape[1]))  # a bijection
+    np.testing.assert_array_equal(before.packed_beam[0, old], after.packed_beam[0, new])
+    np.testing.assert_array_equal(before.position_offsets[0, old], after.position_offsets[0, new])
+    np.testing.assert_array_equal(
+        before.attention_mask[0][np.ix_(old, old)], after.attention_mask[0][np.ix_(new, new)]
+    )
+
+
+def test_beams_of_a_batch_do_not_mix():
+    beam = random_beam(np.random.default_rng(1), (6, 5, 4))
+    together = pack(beam, pad_token=-1)
+    sizes = np.diagonal(together.attention_mask, axis1=1, axis2=2).sum(axis=1)
+    assert len(set(sizes)) > 1  # so that some are padded
+    for b, size in enumerate(sizes):
+        alone = pack(beam[b : b + 1])
+        np.testing.assert_array_equal(together.packed_beam[b, :size], alone.packed_beam[0])
+        assert (together.packed_beam[b, size:] == -1).all()
+        np.testing.assert_array_equal(
+            together.attention_mask[b, :size, :size], alone.attention_mask[0]
+        )
+        assert not together.attention_mask[b, size:].any()
+        assert not together.attention_mask[b, :, size:].any()
+        assert (together.position_offsets[b, size:] == 0).all()
+
+
+@pytest.mark.parametrize("module", [np, jnp])
+def test_unpack_any_features(module):
+    rng = np.random.default_rng(2)
+    packed = pack(module.asarray(random_beam(rng, (3, 4, 5))))
+    size = packed.packed_beam.shape[1]
+    for features in (), (7,), (2, 3):
+        x = rng.normal(size=(3, size, *features))
+        back = unpack(module.asarray(x), packed.unpack_map)
+        assert back.shape == (3, 4, 5, *features)
+        assert isinstance(back, np.ndarray if module is np else jax.Array)
+        for index in np.ndindex(3, 4, 5):
+            np.testing.assert_array_equal(back[index], x[index[0], packed.unpack_map[index]])
+
+
+def test_gradients_flow_through_unpack():
+    """A node's gradient is the sum over the candidates that share it."""
+    rng = np.random.default_rng(3)
+    unpack_map = pack(random_beam(rng, (2, 4, 3))).unpack_map
+    x, weight = rng.normal(size=(2, 12, 5)), rng.normal(size=(2, 4, 3, 5))
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(weight * unpack(x, unpack_map))))(x)
+    expected = np.zeros_like(x)
+    for b, m, c in np.ndindex(unpack_map.shape):
+        expected[b, unpack_map[b, m, c]] += weight[b, m, c]
+    np.testing.assert_allclose(gradient, expected, rtol=1e-14)
+
+
+def test_vmap_and_traced_lengths():
+    rng = np.random.default_rng(4)
+    beam = random_beam(rng, (3, 2, 4, 3))
+    lengths = rng.integers(0, 4, (3, 2, 4))
+    packed = jax.vmap(pack)(beam, lengths)
+    for i in range(3):
+        assert_packed(
+            PackedBeam(*(x[i] for x in packed)),
+            prefix_encoding(beam[i], lengths[i]),
+            beam[i],
+            lengths[i],
+        )
+    closed = jax.jit(lambda lengths: pack(beam[0], lengths))(lengths[0])  # the beam a constant
+    np.testing.assert_array_equal(closed.packed_beam, packed.packed_beam[0])
+    clipped = pack_jit(beam[0], np.full((2, 4), 9)), pack_jit(beam[0], np.full((2, 4), -9))
+    np.testing.assert_array_equal(clipped[0].packed_beam, pack_jit(beam[0]).packed_beam)
+    assert not clipped[1].attention_mask.any()
+
+
+@pytest.mark.parametrize("module", [np, jnp])
+@pytest.mark.parametrize("shape", [(2, 0, 3), (2, 3, 0), (0, 3, 2), (1, 1, 1)])
+def test_beams_without_tokens(module, shape):
+    """No candidates, no positions, no batch: a tree without nodes."""
+    batch = shape[0]
+    beam = module.zeros(shape, module.int16)
+    size = 1 if all(shape) else 0
+    for packed in pack(beam), jax.jit(pack)(beam):
+        if isinstance(packed.packed_beam, np.ndarray):
+            assert packed.packed_beam.shape == (batch, size)
+        assert packed.packed_beam.dtype == np.int16
+        assert packed.attention_mask.shape == (batch, *packed.packed_beam.shape[1:] * 2)
+        assert packed.unpack_map.shape == shape
+        assert unpack(packed.packed_beam, packed.unpack_map).shape == shape
+    assert prefix_encoding(beam).shape == shape
+
+
+@pytest.mark.parametrize("module", [np, jnp])
+def test_empty_candidates(module):
+    beam, lengths = module.ones((2, 3, 2), module.uint32), module.zeros((2, 3), module.int32)
+    packed = pack(beam, lengths)
+    assert packed.packed_beam.shape == (2, 0)
+    assert not unpack(packed.packed_beam, packed.unpack_map).any()  # (2, 3, 2) zeros
+    assert (prefix_encoding(beam, lengths) == -1).all()
+    inside = jax.jit(pack)(beam, lengths)
+    assert inside.packed_beam.shape == (2, 6) and not inside.attention_mask.any()
+
+
+def rotate(x, position, base=1e4):
+    """Rotary embedding of x (..., n, d) at positions (..., n)."""
+    half = x.shape[-1] // 2
+    angle = position[..., None] * base ** -(np.arange(half) / half)
+    a, b, cos, sin = x[..., :half], x[..., half:], np.cos(angle), np.sin(angle)
+    return np.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
+def layer(x, position, mask, weights):
+    """Two heads of rotary self-attention, in float64: x (n, 16), mask (n, n)."""
+    outs = []
+    for wq, wk, wv in weights:
+        scores = rotate(x @ wq, position) @ rotate(x @ wk, position).T / np.sqrt(8)
+        scores = np.where(mask, scores, -np.inf)
+        p = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        outs.append(p / p.sum(axis=-1, keepdims=True) @ (x @ wv))
+    return x + np.concatenate(outs, axis=-1)
+
+
+def test_attention_on_packed_tokens_is_attention_on_each_candidate():
+    """Two rotary layers over a context of 7 tokens and the candidates."""
+    rng = np.random.default_rng(5)
+    table, context = rng.normal(size=(9, 16)), rng.integers(0, 9, 7)
+    weights = rng.normal(size=(2, 2, 3, 16, 8)) / 4
+    beam = random_beam(rng, (1, 6, 5), None, letters=9)
+    packed = pack(beam)
+    n, size = len(context), packed.packed_beam.shape[1]
+
+    def run(tokens, position, mask):
+        x = table[np.concatenate([context, tokens])]
+        full = np.tril(np.ones((n + len(tokens),) * 2, bool))
+        full[n:, n:] = mask
+        for w in weights:
+            x = layer(x, np.concatenate([np.arange(n), n + position]), full, w)
+        return x[n:]
+
+    tree = run(packed.packed_beam[0], packed.position_offsets[0], packed.attention_mask[0])
+    alone = [run(row, np.arange(5), np.tril(np.ones((5, 5), bool))) for row in beam[0]]
+    assert size < 30
+    np.testing.assert_allclose(unpack(tree[None], packed.unpack_map)[0], alone, atol=1e-12)
+    wrong = run(packed.packed_beam[0], packed.position_offsets[0] * 0, packed.attention_mask[0])
+    assert np.abs(unpack(wrong[None], packed.unpack_map)[0] - alone).max() > 1e-3
+
+
+@pytest.mark.parametrize("shape", [(64, 32, 16), (8, 64, 4), (4, 200, 2), (16, 33, 1), (2, 1, 9)])
+def test_compiled_memory(shape):
+    """What `pack` promises: temporaries of at most 10·B·M·L bytes."""
+    batch, rows, width = shape
+    compiled = pack_jit.lower(jax.ShapeDtypeStruct(shape, jnp.int32)).compile()
+    memory = compiled.memory_analysis()
+    mask = batch * (rows * width) ** 2
+    assert memory.output_size_in_bytes >= mask
+    assert memory.temp_size_in_bytes <= 10 * batch * rows * rows * width
+    if width >= 16:
+        assert memory.temp_size_in_bytes <= mask / 60
+
+
+def test_numpy_memory():
+    beam = random_beam(np.random.default_rng(6), (8, 32, 16))
+    tracemalloc.start()
+    mask = pack(beam).attention_mask
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 15 * mask.nbytes
+
+
+BEAM = np.zeros((2, 3, 4), np.int32)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("module", [np, jnp])
+@pytest.mark.parametrize(
+    "beam,lengths,error,names",
+    [
+        (BEAM.astype(np.float32), None, TypeError, ["beam", "float32"]),
+        (BEAM.astype(bool), None, TypeError, ["beam", "bool"]),
+        (BEAM[0], None, ValueError, ["beam", "(3, 4)", "3 axes"]),
+        (BEAM[None], None, ValueError, ["beam", "(1, 2, 3, 4)", "3 axes"]),
+        (BEAM, np.zeros((2, 3), np.float32), TypeError, ["lengths", "float32"]),
+        (BEAM, np.zeros((2, 4), np.int32), ValueError, ["lengths", "(2, 3)", "(2, 4)"]),
+        (BEAM, np.zeros(3, np.int32), ValueError, ["lengths", "(2, 3)", "(3,)"]),
+        (BEAM, np.full((2, 3), 5), ValueError, ["lengths", "4", "5", "(0, 0)"]),
+        (BEAM, np.array([[0, 1, 2], [3, -1, 4]]), ValueError, ["lengths", "-1", "(1, 1)"]),
+    ],
+)
+def test_bad_beams(module, beam, lengths, error, names):
+    for function in pack, prefix_encoding:
+        with pytest.raises(error) as raised:
+            function(module.asarray(beam), None if lengths is None else module.asarray(lengths))
+        assert all(name in str(raised.value) for name in names)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    "call,error,names",
+    [
+        (lambda: pack([[[1, 2]]]), TypeError, ["beam", "list"]),
+        (lambda: pack(BEAM, [[1, 2, 3]] * 2), TypeError, ["lengths", "list"]),
+        (lambda: pack(BEAM, pad_token=0.0), TypeError, ["pad_token", "0.0"]),
+        (lambda: pack(BEAM.astype(np.int8), pad_token=128), ValueError, ["pad_token", "int8"]),
+        (lambda: pack(BEAM.astype(np.uint32), pad_token=-1), ValueError, ["pad_token", "uint32"]),
+        (lambda: unpack(np.zeros((2, 9)), BEAM + 0.5), TypeError, ["unpack_map", "float64"]),
+        (lambda: unpack(np.zeros((2, 9)), BEAM[0]), ValueError, ["unpack_map", "(3, 4)"]),
+        (lambda: unpack(np.zeros((1, 9)), BEAM), ValueError, ["packed", "(1, 9)", "2"]),
+        (lambda: unpack(np.zeros(2), BEAM), ValueError, ["packed", "(2,)"]),
+        (lambda: unpack([[1]] * 2, BEAM), TypeError, ["packed", "list"]),
+    ],
+)
+def test_bad_arguments(call, error, names):
+    with pytest.raises(error) as raised:
+        call()
+    assert all(name in str(raised.value) for name in names)
