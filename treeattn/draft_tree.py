@@ -84,8 +84,8 @@ def expand_tree(
 
     A node's score is its path's log-probability, the sum along it. It cannot exceed its
     parent's, so the kept nodes form a tree, and numbering them from most to least probable
-    puts parents first. Paths of probability 0 are left out. When width is the vocabulary's
-    size, these are the `budget` most probable of all paths up to `depth`.
+    puts parents first. Paths of probability 0 are left out. From width = budget on, these are
+    the `budget` most probable of all paths up to `depth`.
 
     Raises ValueError when a number is below 1, or log_probs returns another shape, a NaN, or
     a logarithm above 0.
