@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from plain_trie import plain_mask
 
-from treeattn import beam_from_tree, choice_tree, expand_tree, pack, pack_tree, unpack
+from treeattn import beam_from_tree, beam_search, choice_tree, expand_tree, pack, pack_tree, unpack
 
 # A short list in the style of Medusa's: two heads' best tokens, and a third below the best.
 CHOICES = [(0,), (0, 0), (1,), (0, 1), (2,), (0, 0, 0), (1, 0), (0, 0, 1)]
@@ -114,6 +114,26 @@ def test_expansion_is_the_best_of_all_paths(letters, depth, budget):
     assert (tree.sizes == len(best)).all()
 
 
+def test_beam_search():
+    """Wide enough: all sequences, in order; else the best of the best prefixes."""
+    log_probs, draft = random_draft(9, 3)
+    every = list(itertools.product(range(3), repeat=3))
+    for b, (beam, scores) in enumerate(
+        zip(*beam_search(draft, width=99, length=3, batch=2), strict=True)
+    ):
+        total = {p: sum(log_probs((b, *p[:i]))[p[i]] for i in range(3)) for p in every}
+        best = sorted(total, key=total.get, reverse=True)
+        assert [tuple(row) for row in beam.tolist()] == best
+        np.testing.assert_allclose(scores, [total[p] for p in best], rtol=1e-12)
+    kept = [((), 0.0)]
+    for _ in range(3):
+        longer = [((*p, t), s + log_probs((0, *p))[t]) for p, s in kept for t in range(3)]
+        kept = sorted(longer, key=lambda item: -item[1])[:4]
+    beam, scores = beam_search(draft, width=4, length=3)
+    assert [tuple(row) for row in beam[0].tolist()] == [p for p, _ in kept]
+    np.testing.assert_allclose(scores[0], [s for _, s in kept], rtol=1e-12)
+
+
 def test_expansion_stops_at_its_width():
     """Two nodes of each depth are expanded, into two tokens each."""
     log_probs, draft = random_draft(3, 6)
@@ -203,6 +223,8 @@ def test_impossible_tokens_are_left_out():
         (lambda: expand_tree(None, depth=0, width=1, budget=1), ValueError, ["depth", "0"]),
         (lambda: expand_tree(None, depth=1, width=0, budget=1), ValueError, ["width", "0"]),
         (lambda: expand_tree(None, depth=1, width=1, budget=-1), ValueError, ["budget", "-1"]),
+        (lambda: beam_search(None, width=0, length=1), ValueError, ["width", "0"]),
+        (lambda: beam_search(None, width=1, length=0), ValueError, ["length", "0"]),
         (
             lambda: expand_tree(None, depth=1, width=1, budget=1, batch=0),
             ValueError,

@@ -5,7 +5,7 @@ Attention over a set of keys is a small state; the states of disjoint sets merge
 """
 
 from treeattn.cluster import initialize, kv_mesh, simulate_devices
-from treeattn.draft_tree import choice_tree, expand_tree
+from treeattn.draft_tree import beam_search, choice_tree, expand_tree
 from treeattn.energy import (
     attention_from_energy,
     causal_energy,
@@ -47,6 +47,7 @@ __all__ = [
     "attention",
     "attention_from_energy",
     "beam_from_tree",
+    "beam_search",
     "causal_energy",
     "choice_tree",
     "cumulant",
