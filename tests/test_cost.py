@@ -144,9 +144,9 @@ def test_reference_counts():
 
 @pytest.mark.parametrize("strategy", ["ring", "ring-allreduce", "butterfly"])
 def test_compiled_memory(strategy):
-    """A tree holds what eq. 30 says, within a tenth; a ring eq. 29 and, as compiled, one chunk more.
+    """A tree holds what eq. 30 says, within a tenth; a ring what eq. 29 says, and a chunk more.
 
-    XLA's ring keeps the caller's chunk as well as the two that it moves.
+    XLA keeps the caller's chunk besides the two that the ring moves.
     """
     held = memory(compiled(strategy, PAPERS, 8)).total_bytes
     model = memory_bytes(strategy, PAPERS, 8)

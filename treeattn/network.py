@@ -41,23 +41,40 @@ class Simulated(NamedTuple):
     sent_bytes: np.ndarray
 
 
-def simulate(rounds: Iterable[Round], p: int, topology: Topology) -> Simulated:
+class Sent(NamedTuple):
+    """A round as it was run: the messages, and when each began and arrived. (messages,) each."""
+
+    round: Round
+    start: np.ndarray
+    arrival: np.ndarray
+
+
+def run(rounds: Iterable[Round], p: int, topology: Topology) -> Iterator[Sent]:
     """Run the rounds on the first p devices of the topology, all of which start at 0.
 
     Raises ValueError when the topology has fewer devices.
     """
     topology.check_devices(p)
-    clock, sent, count = np.zeros(p), np.zeros(p), 0
+    clock = np.zeros(p)
     previous = duration = None
     for this in rounds:
         if this is not previous:  # the same round again takes as long again
             previous, duration = this, message_seconds(this, topology)
-        arrival = np.maximum(clock[this.source], clock[this.target]) + duration
-        np.maximum.at(clock, this.source, arrival)
-        np.maximum.at(clock, this.target, arrival)
+        start = np.maximum(clock[this.source], clock[this.target])
+        np.maximum.at(clock, this.source, start + duration)
+        np.maximum.at(clock, this.target, start + duration)
+        yield Sent(this, start, start + duration)
+
+
+def simulate(rounds: Iterable[Round], p: int, topology: Topology) -> Simulated:
+    """What `run` comes to: when all is done, how many rounds that took, and who sent how much."""
+    topology.check_devices(p)
+    seconds, count, sent = 0.0, 0, np.zeros(p)
+    for this, _, arrival in run(rounds, p, topology):
+        seconds = max(seconds, float(arrival.max()))
         sent += np.bincount(this.source, minlength=p) * this.message_bytes
         count += 1
-    return Simulated(float(clock.max()), count, sent)
+    return Simulated(seconds, count, sent)
 
 
 def message_seconds(this: Round, topology: Topology) -> np.ndarray:
