@@ -1,7 +1,9 @@
 """The look that the figures share."""
 
+import io
+
 import matplotlib
-from matplotlib.figure import Figure
+import matplotlib.figure
 
 # A colour-blind-safe cycle (Okabe and Ito), in the order in which figures use it.
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW = (
@@ -22,6 +24,15 @@ RC = {
     "figure.dpi": 110,
     "svg.hashsalt": "treeattn",  # the same SVG at every run
 }
+
+
+class Figure(matplotlib.figure.Figure):
+    """A figure that a notebook shows as a PNG when it ends a cell, whatever its backend."""
+
+    def _repr_png_(self) -> bytes:
+        png = io.BytesIO()
+        self.savefig(png, format="png", metadata={"Software": None})
+        return png.getvalue()
 
 
 def new_figure(width: float = 7.0, height: float = 3.2, **subplots) -> tuple[Figure, object]:
