@@ -40,12 +40,22 @@ class Cache(NamedTuple):
         """The number of tokens that fit, for each text."""
         return self.k[0].shape[1]
 
+    @property
+    def layers(self) -> tuple[tuple[Array, Array], ...]:
+        """The layers' (k, v)."""
+        return tuple(zip(self.k, self.v, strict=True))
+
 
 class NewKeys(NamedTuple):
     """The keys and values of one step's tokens, (batch, l, kv_heads, head_dim) for each layer."""
 
-    k: tuple[Float[Array, "b n h_kv d"], ...]
-    v: tuple[Float[Array, "b n h_kv d"], ...]
+    k: tuple[Float[Array, "b l h_kv d"], ...]
+    v: tuple[Float[Array, "b l h_kv d"], ...]
+
+    @property
+    def layers(self) -> tuple[tuple[Array, Array], ...]:
+        """The layers' (k, v)."""
+        return tuple(zip(self.k, self.v, strict=True))
 
 
 # What each device does with the queries and its shard: q, k, v, and the (batch,) number of keys
@@ -154,6 +164,28 @@ def append(old, new, lengths: Int[Array, " b"], counts: Int[Array, " b"], mesh, 
 
     shard = P(None, axes_of(mesh))
     return over_shards(body, mesh, (shard, P(), P(), P()), shard)(old, new, lengths, counts)
+
+
+def fill(old, new, mesh: Mesh):
+    """Arrays of an empty cache, with the tokens of whole prompts, which come in whole blocks.
+
+    old, new: matching trees of (b, capacity, h_kv, d) and (b, n, h_kv, d), both sharded along
+    axis 1, `new` in the text's order; p² divides n. An all-to-all deals the tokens out.
+    """
+    p, axes = shards_of(mesh), axes_of(mesh)
+
+    def body(_, old, new):
+        def deal(x, y):
+            # This device's n/p neighbours as n/p² rounds of p cards, one for each device.
+            y = y.reshape(len(y), -1, p, *y.shape[2:])
+            y = jax.lax.all_to_all(y, axes, split_axis=2, concat_axis=1, tiled=True)[:, :, 0]
+            y = y[:, : x.shape[1]]  # what does not fit is padding
+            return jax.lax.dynamic_update_slice_in_dim(x, y, 0, axis=1)
+
+        return jax.tree.map(deal, old, new)
+
+    shard = P(None, axes)
+    return over_shards(body, mesh, (shard, shard), shard)(old, new)
 
 
 def grow(cache: Cache, capacity: int, mesh: Mesh | None) -> Cache:

@@ -1,0 +1,115 @@
+"""The compiled programs that a step of a Llama is made of.
+
+A step runs one program for its layers, once for each layer: compiling takes a second instead of
+half a minute, and the memory that one layer needs is free again for the next.
+
+It attends to the cache and to its own new tokens separately, and merges the two states: nothing
+is written before everything is read, and the new tokens may see each other in any way that a
+mask says, a tree of candidates included.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from treeattn.cache import ShardAttention, append, attend_cache, axes_of, fill
+from treeattn.checkpoint import Config
+from treeattn.parallel import among_new
+from treeattn.state import finalize, merge
+from treeattn.transformer import (
+    after_attention,
+    queries_keys_values,
+    rotary_angles,
+    to_logits,
+)
+from treeattn.weights import Layer
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """What the programs depend on besides arrays: a new one compiles anew."""
+
+    config: Config
+    mesh: Mesh | None
+    attention: ShardAttention  # towards the cache
+    implementation: str | None
+
+
+@jax.jit
+def embed(embedding, frequencies, tokens, positions, lengths):
+    """The first layer's input (b, l, d), and the rotary angles (b or 1, l, head_dim / 2).
+
+    positions: (b, l); None: those after a cached text of `lengths` (b,), or from 0 on.
+    """
+    if positions is None:
+        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        positions = positions if lengths is None else lengths[:, None] + positions
+    return embedding[tokens], rotary_angles(positions, frequencies)
+
+
+def run_layer(x, w: Layer, angles, mask, old, lengths, how: How):
+    """One layer: (its output, (the keys, the values) of its tokens).
+
+    old: the layer's cached (keys, values), of which `lengths` (b,) are in use; None without a
+    cache.
+    """
+    q, k, v = queries_keys_values(x, w, angles, how.config)
+    state = among_new(q, k, v, mask, how.implementation)
+    if old is not None:
+        state = merge(attend_cache(q, *old, lengths, how.mesh, how.attention), state)
+    out = finalize(state)[0].astype(x.dtype)
+    return after_attention(x, w, out, how.config), (k, v)
+
+
+@functools.partial(jax.jit, static_argnames="how")
+def extend_layer(x, w, angles, mask, old, lengths, *, how):
+    """`run_layer`; the cache stays as it is."""
+    return run_layer(x, w, angles, mask, old, lengths, how)
+
+
+@functools.partial(jax.jit, static_argnames="how", donate_argnames=("x", "old"))
+def step_layer(x, w, angles, mask, old, lengths, counts, *, how):
+    """`run_layer`, and the layer's cache with `counts` (b,) of the tokens written."""
+    x, new = run_layer(x, w, angles, mask, old, lengths, how)
+    return x, append(old, new, lengths, counts, how.mesh)
+
+
+@functools.partial(jax.jit, static_argnames="mesh", donate_argnames="old")
+def commit_layer(old, new, lengths, counts, select, *, mesh):
+    """The layer's cache with what `extend_layer` returned, or a selection of it, written."""
+    return append(old, new, lengths, counts, mesh, select)
+
+
+@functools.partial(jax.jit, static_argnames=("how", "attention"), donate_argnames=("x", "old"))
+def prefill_layer(x, w, angles, old, *, how, attention):
+    """A layer over whole prompts, sharded along the text: its output, and the empty cache filled.
+
+    attention: like `ring_attention`
+    """
+    q, k, v = queries_keys_values(x, w, angles, how.config)
+    axes = axes_of(how.mesh)
+    out = attention(q, k, v, mesh=how.mesh, axis=axes, implementation=how.implementation)
+    return after_attention(x, w, out, how.config), fill(old, (k, v), how.mesh)
+
+
+@functools.partial(jax.jit, static_argnames="epsilon")
+def logits(x, norm, head, last, *, epsilon):
+    """(b, l, vocabulary) of all tokens, or (b, vocabulary) of each row's token `last` (b,)."""
+    if last is not None:
+        x = jnp.take_along_axis(x, jnp.maximum(last, 0)[:, None, None], axis=1)[:, 0]
+    return to_logits(x, norm, head, epsilon)
+
+
+@jax.jit
+def advance(lengths, counts):
+    """The lengths after `counts` more tokens."""
+    return lengths + counts
+
+
+@jax.jit
+def choose(rows, a, b):
+    """`a` (b, …) in the rows that are True, `b` in the others."""
+    return jnp.where(rows[:, None], a, b)

@@ -1,0 +1,70 @@
+"""What a Llama computes around its attention: pure functions of arrays."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from treeattn.arrays import Array
+from treeattn.checkpoint import Config
+from treeattn.weights import Layer
+
+
+def rms_norm(
+    x: Float[Array, "... d"], weight: Float[Array, " d"], epsilon: float
+) -> Float[Array, "... d"]:
+    """x / √mean(x²), times weight; the division in float32 or wider."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + epsilon)
+    return wide.astype(x.dtype) * weight
+
+
+def rotary_angles(
+    positions: Int[Array, "b l"], frequencies: Float[Array, " half"]
+) -> Float[Array, "b l half"]:
+    """The angle by which each pair of each token's queries and keys is turned."""
+    return positions[..., None].astype(jnp.float32) * frequencies
+
+
+def rotate(
+    x: Float[Array, "b l h d"], angles: Float[Array, "#b l half"]
+) -> Float[Array, "b l h d"]:
+    """Rotary embedding: the pair (x_i, x_{i + d/2}) turned by angle i of its token."""
+    cos, sin = (f(angles)[:, :, None].astype(x.dtype) for f in (jnp.cos, jnp.sin))
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def queries_keys_values(
+    x: Float[Array, "b l width"], w: Layer, angles: Float[Array, "#b l half"], config: Config
+) -> tuple[Float[Array, "b l h d"], Float[Array, "b l h_kv d"], Float[Array, "b l h_kv d"]]:
+    """What a layer's attention gets, from the layer's input x."""
+    h, h_kv = config.heads, config.kv_heads
+    qkv = rms_norm(x, w.attention_norm, config.norm_epsilon) @ w.qkv
+    qkv = qkv if w.qkv_bias is None else qkv + w.qkv_bias
+    qkv = qkv.reshape(*x.shape[:2], h + 2 * h_kv, config.head_dim)
+    q, k, v = jnp.split(qkv, [h, h + h_kv], axis=2)
+    return rotate(q, angles), rotate(k, angles), v
+
+
+def after_attention(
+    x: Float[Array, "b l width"], w: Layer, out: Float[Array, "b l h d"], config: Config
+) -> Float[Array, "b l width"]:
+    """The layer's output, from its input x and its attention's `out`."""
+    h = out.reshape(*x.shape[:2], -1) @ w.output
+    x = x + (h if w.output_bias is None else h + w.output_bias)
+    h = rms_norm(x, w.mlp_norm, config.norm_epsilon) @ w.gate_up
+    gate, up = jnp.split(h if w.gate_up_bias is None else h + w.gate_up_bias, 2, axis=-1)
+    h = (jax.nn.silu(gate) * up) @ w.down
+    return x + (h if w.down_bias is None else h + w.down_bias)
+
+
+def to_logits(
+    x: Float[Array, "... d"],
+    norm: Float[Array, " d"],
+    head: Float[Array, "vocabulary d"],
+    epsilon: float,
+) -> Float[Array, "... vocabulary"]:
+    """float32, or float64 for a model of float64."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    x = rms_norm(x, norm, epsilon)
+    return jnp.einsum("...d,vd->...v", x, head, preferred_element_type=wide)
