@@ -115,6 +115,9 @@ class Checkpoint:
             )
 
 
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
 def _some(names: list[str]) -> str:
     listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return f"{listed} {'is' if len(names) == 1 else 'are'}"
@@ -142,6 +145,13 @@ def open_checkpoint(path: str | Path | None = None) -> Checkpoint:
     path = packaged_model() if path is None else Path(path)
     if not path.exists():
         raise FileNotFoundError(f"path: no file or directory {path}")
+    if path.is_file() and any(path.match(pattern) for pattern in PICKLES):
+        raise ValueError(
+            f"path: {path} is a pickled checkpoint. Unpickling runs whatever code the file holds, "
+            "so it is not read; convert it to safetensors."
+        )
+    if path.suffix == ".safetensors":
+        path = path.parent  # its config.json lies beside it
     checkpoint = open_hugging_face(path) if path.is_dir() else open_gguf(path)
     checkpoint.check()
     return checkpoint
@@ -149,20 +159,10 @@ def open_checkpoint(path: str | Path | None = None) -> Checkpoint:
 
 # Hugging Face directories
 
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-
 
 def open_hugging_face(path: Path) -> Checkpoint:
     """The checkpoint of a directory with config.json and one or many *.safetensors."""
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        pickles = sorted(f.name for pattern in PICKLES for f in path.glob(pattern))
-        if pickles:
-            raise ValueError(
-                f"{path}: only a pickled checkpoint ({pickles[0]}). Unpickling runs whatever code "
-                "the file holds, so it is not read; convert it to safetensors."
-            )
-        raise ValueError(f"{path}: expected config.json and *.safetensors, found neither a shard")
+    files = _shards(path)
     config = hugging_face_config(_json(path / "config.json"), path)
     where, shapes = {}, {}
     for file in files:
@@ -176,6 +176,27 @@ def open_hugging_face(path: Path) -> Checkpoint:
             return shard.get_tensor(name)
 
     return Checkpoint(path, config, tokenizer.from_directory(path), shapes, read)
+
+
+def _shards(path: Path) -> list[Path]:
+    """The directory's safetensors files: those of its index, model.safetensors, or all."""
+    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
+    if index.exists():
+        files = sorted({path / name for name in _json(index).get("weight_map", {}).values()})
+        missing = [f.name for f in files if not f.exists()]
+        if missing:
+            raise ValueError(f"{path}: {_some(missing)} missing, though the index lists it")
+        return files
+    files = [single] if single.exists() else sorted(path.glob("*.safetensors"))
+    if files:
+        return files
+    pickles = sorted(f.name for pattern in PICKLES for f in path.glob(pattern))
+    if pickles:
+        raise ValueError(
+            f"{path}: only a pickled checkpoint ({pickles[0]}). Unpickling runs whatever code the "
+            "file holds, so it is not read; convert it to safetensors."
+        )
+    raise ValueError(f"{path}: expected config.json and *.safetensors, found no safetensors")
 
 
 def _json(path: Path) -> dict:
