@@ -134,10 +134,10 @@ def reduce_chain(states: AttentionState, axis: int = 0) -> AttentionState:
     if len(states.max) == 0:
         shape, dv = states.max.shape[1:], states.numerator.shape[-1]
         return AttentionState.identity(shape, dv, states.max.dtype)
-    first = _take(states, 0)
+    first = jax.tree.map(lambda x: x[0], states)
     # Rescaling to its own pivot changes nothing but the type: that of what merge returns.
     first = rescale(first, first.max)
-    return jax.lax.scan(lambda a, b: (merge(a, b), None), first, _take(states, slice(1, None)))[0]
+    return jax.lax.scan(lambda a, b: (merge(a, b), None), first, _slice(states, 1))[0]
 
 
 def reduce_tree(states: AttentionState, axis: int = 0, *, arity: int = 2) -> AttentionState:
@@ -153,7 +153,7 @@ def reduce_tree(states: AttentionState, axis: int = 0, *, arity: int = 2) -> Att
         return reduce_chain(states)
     while len(states.max) > 1:
         states = tree_round(states, arity)
-    return _take(states, 0)
+    return jax.tree.map(lambda x: x[0], states)
 
 
 def tree_round(states: AttentionState, arity: int) -> AttentionState:
@@ -161,12 +161,11 @@ def tree_round(states: AttentionState, arity: int) -> AttentionState:
 
     The last group may be smaller. The children of a node merge one after another.
     """
-    parents = _take(states, slice(0, None, arity))
+    parents = _slice(states, 0, None, arity)
     for child in range(1, min(arity, len(states.max))):
-        children = _take(states, slice(child, None, arity))
+        children = _slice(states, child, None, arity)
         n = len(children.max)  # the last group may lack this child
-        merged = merge(_take(parents, slice(n)), children)
-        rest = _take(parents, slice(n, None))
+        merged, rest = merge(_slice(parents, 0, n), children), _slice(parents, n)
         parents = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), merged, rest)
     return parents
 
@@ -207,9 +206,9 @@ def _axis_first(states: AttentionState, axis: int) -> AttentionState:
     return jax.tree.map(lambda x: jnp.moveaxis(x, axis % rank, 0), states)
 
 
-def _take(states: AttentionState, index: int | slice) -> AttentionState:
-    """`states[index]` along the first axis."""
-    return jax.tree.map(lambda x: x[index], states)
+def _slice(states: AttentionState, start: int, stop: int | None = None, step: int = 1):
+    """`states[start:stop:step]` along the first axis."""
+    return jax.tree.map(lambda x: jax.lax.slice_in_dim(x, start, stop, step), states)
 
 
 def _integer(name: str, x: int) -> int:
