@@ -1,0 +1,85 @@
+"""Decode text from a Llama, its cache sharded over devices.
+
+python -m treeattn "What is the capital of France?"
+python -m treeattn "What is the capital of France?" --devices 8 --attention tree
+python -m treeattn "Once upon a time" --plain --model path/to/checkpoint --temperature 0.8
+"""
+
+import argparse
+import sys
+import time
+
+import jax
+from tqdm import tqdm
+
+from treeattn.cluster import kv_mesh, simulate_devices
+from treeattn.decoding import stream_text
+from treeattn.llama import Llama
+from treeattn.parallel import TO_CACHE, WHOLE
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m treeattn",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("prompt")
+    add(
+        "--model",
+        help="a GGUF file or a Hugging Face directory; the packaged SmolLM2-135M if not given",
+    )
+    add("--devices", type=int, help="simulate so many CPU devices; the machine's own if not given")
+    add("--attention", default="tree", choices=list(TO_CACHE), help="towards the cache (tree)")
+    add("--prefill", choices=["chunks", *WHOLE], help="for the prompt (ring on several devices)")
+    add("--tokens", type=int, default=128, help="at most so many new ones (128)")
+    add("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+    add("--top-p", type=float, default=1.0)
+    add("--seed", type=int, default=0)
+    add("--plain", action="store_true", help="continue the prompt, rather than answer it")
+    add("--dtype", choices=["float32", "bfloat16", "float16"], help="the checkpoint's if not given")
+    return parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.devices is not None:
+        simulate_devices(args.devices)
+    mesh = kv_mesh() if len(jax.devices()) > 1 else None
+    options = {"attention": args.attention, "prefill_with": args.prefill, "dtype": args.dtype}
+    model = Llama.load(args.model, mesh=mesh, **options)
+    if model.tokenizer is None:
+        raise ValueError(f"{args.model}: the checkpoint has no tokenizer")
+    plain = args.plain or model.tokenizer.chat_template is None
+    ids = (model.tokenizer.encode if plain else model.tokenizer.chat)(args.prompt)
+
+    began = time.perf_counter()
+    bar = tqdm(total=len(ids), desc="prefill", unit=" tokens", file=sys.stderr)
+    pieces = stream_text(
+        model, ids, max_new_tokens=args.tokens, progress=bar.update,
+        temperature=args.temperature, top_p=args.top_p, key=jax.random.key(args.seed),
+    )  # fmt: skip
+    times = []
+    for piece in pieces:
+        bar.close()
+        times.append(time.perf_counter())
+        print(piece, end="", flush=True)
+    print()
+    devices = f"{jax.device_count()} device{'s' if mesh else ''}"
+    report = f"{devices}; prompt: {len(ids)} tokens, {times[0] - began:.1f} s with compiling"
+    if len(times) > 3:  # the second token's time is compiling, too
+        report += f"; then {(len(times) - 3) / (times[-2] - times[1]):.1f} tokens/s"
+    print(report, file=sys.stderr)
+
+
+def main() -> int:
+    try:
+        run(arguments())
+    except (ValueError, FileNotFoundError, RuntimeError) as error:
+        print(f"python -m treeattn: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
