@@ -1,9 +1,14 @@
 """Figures of notebook 06: links, rounds, the papers' figures re-derived, and what lies beyond."""
 
+import functools
 from dataclasses import replace
 
 import matplotlib
 import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import BoundaryNorm, ListedColormap
+from matplotlib.patches import Patch
+from PIL import Image
 
 from treeattn.closed_forms import collective_rounds, collective_seconds
 from treeattn.figures.style import (
@@ -41,7 +46,29 @@ from treeattn.reconcile import (
 from treeattn.strategies import attend_seconds, decode_cost
 from treeattn.topology import H100, Level, Topology, preset
 
-styled = matplotlib.rc_context(RC)  # titles and legends take their style when they are made
+
+class PaletteCanvas(FigureCanvasAgg):
+    """Writes PNGs of at most 256 colours, a third as large: notebooks store many."""
+
+    def print_png(self, file, **_):
+        """As Agg's own, with a palette."""
+        self.draw()
+        picture = Image.fromarray(np.asarray(self.buffer_rgba())).convert("RGB")
+        picture.quantize(256, dither=Image.Dither.NONE).save(file, format="png", optimize=True)
+
+
+def styled(draw):
+    """`draw` in the shared style throughout (titles and legends take it when they are made)."""
+
+    @functools.wraps(draw)
+    def wrapper(*args, **kwargs):
+        with matplotlib.rc_context(RC):
+            figure = draw(*args, **kwargs)
+        PaletteCanvas(figure)
+        return figure
+
+    return wrapper
+
 
 DGX = preset("dgx-h100")
 PAPERS_BLOCK = Workload(640_000)  # v1 §6.3: 16 heads of 128, bfloat16
@@ -289,7 +316,7 @@ def fastest_merge():
     left.annotate("papers' block", (8320, 2), xytext=(3, 4), textcoords="offset points", fontsize=8)
     _colour_legend(figure, LINE_COLOURS)
     figure.suptitle(
-        "Few bytes: fewest rounds win. Many: the Allreduces that send least",
+        "Few bytes: few rounds and launches win. Many: the Allreduce that sends least",
         x=0.01, ha="left", fontsize=11,
     )  # fmt: skip
     return figure
@@ -297,8 +324,6 @@ def fastest_merge():
 
 def _regions(axes, x, y, index, colours):
     """Cells of a log-log plane in the colours of their indices."""
-    from matplotlib.colors import BoundaryNorm, ListedColormap
-
     edges = [np.sqrt(np.r_[v[0] ** 2 / v[1], v] * np.r_[v, v[-1] ** 2 / v[-2]]) for v in (x, y)]
     norm = BoundaryNorm(np.arange(len(colours) + 1) - 0.5, len(colours))
     axes.pcolormesh(*edges, index, cmap=ListedColormap(colours), norm=norm, rasterized=True)
@@ -309,8 +334,6 @@ def _regions(axes, x, y, index, colours):
 
 
 def _colour_legend(figure, colours: dict[str, str]):
-    from matplotlib.patches import Patch
-
     handles = [Patch(color=c, label=name) for name, c in colours.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(colours), fontsize=8.5)
 
