@@ -27,6 +27,8 @@ def execute(path: Path, progress: tqdm) -> nbformat.NotebookNode:
         timeout=600,
         kernel_name="python3",
         record_timing=False,  # times would change the file at every run
+        coalesce_streams=True,  # what a cell prints is one text, however its pieces arrive
+        extra_arguments=["--log-level=ERROR"],
         on_cell_executed=lambda **_: progress.update(),
         resources={},
     )

@@ -1,18 +1,17 @@
-"""Independent oracles: attention by the textbook's formula, in float64 NumPy."""
+"""Independent oracles: attention and its gradients by the textbook's formulas, in float64 NumPy."""
 
 import numpy as np
 
 
-def dense_attention(q, k, v, *, mask=None, bias=None, kv_lengths=None, scale=None, lse=False):
-    """softmax(scale · q kᵀ + bias) v as `treeattn.attend` defines it; 0 where no key is seen.
+def dense_weights(q, k, *, mask=None, bias=None, kv_lengths=None, scale=None):
+    """(P, lse): softmax weights (b, h, l, n), 0 for a query without keys, and lse (b, l, h).
 
-    Layouts as in `attend`. With lse, (out, lse).
+    Layouts as in `treeattn.attend`; k's heads are repeated for grouped queries.
     """
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    n, groups = k.shape[1], q.shape[2] // k.shape[2]
-    k, v = (np.repeat(x, groups, axis=2) for x in (k, v))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    s = np.einsum("blhd,bnhd->bhln", q, k) * scale
+    q, k = (np.asarray(x, np.float64) for x in (q, k))
+    n = k.shape[1]
+    k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
+    s = np.einsum("blhd,bnhd->bhln", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if bias is not None:
         s = s + np.asarray(bias, np.float64)
     if mask is not None:
@@ -21,10 +20,41 @@ def dense_attention(q, k, v, *, mask=None, bias=None, kv_lengths=None, scale=Non
         seen = np.arange(n) < np.asarray(kv_lengths)[:, None]
         s = np.where(seen[:, None, None], s, -np.inf)
     m = np.max(s, axis=-1, keepdims=True, initial=-np.inf)
-    p = np.exp(s - np.where(np.isneginf(m), 0, m))
+    m = np.where(np.isneginf(m), 0, m)
+    p = np.exp(s - m)
     d = p.sum(axis=-1, keepdims=True)
-    out = np.einsum("bhln,bnhd->blhd", p / np.where(d == 0, 1, d), v)
-    if not lse:
-        return out
     with np.errstate(divide="ignore"):
-        return out, (np.where(np.isneginf(m), 0, m) + np.log(d))[..., 0].transpose(0, 2, 1)
+        lse = m + np.log(d)
+    return p / np.where(d == 0, 1, d), lse[..., 0].transpose(0, 2, 1)
+
+
+def dense_attention(q, k, v, **options):
+    """softmax(scale · q kᵀ + bias) v, (b, l, h, dv); `options` as in `dense_weights`."""
+    weights, _ = dense_weights(q, k, **options)
+    v = np.repeat(np.asarray(v, np.float64), q.shape[2] // v.shape[2], axis=2)
+    return np.einsum("bhln,bnhd->blhd", weights, v)
+
+
+def dense_gradients(q, k, v, w, u=0.0, **options):
+    """The gradients of Σ w·out + Σ u·lse with respect to (q, k, v): the chain rule by hand.
+
+    w (b, l, h, dv); u (b, l, h), or 0. A query without keys has lse −∞ and contributes nothing.
+    """
+    weights, _ = dense_weights(q, k, **options)
+    q, k, v, w = (np.asarray(x, np.float64) for x in (q, k, v, w))
+    groups = q.shape[2] // k.shape[2]
+    wide_k, wide_v = (np.repeat(x, groups, axis=2) for x in (k, v))
+    scale = options.get("scale") or q.shape[-1] ** -0.5
+    u = np.broadcast_to(u, q.shape[:3]).transpose(0, 2, 1)[..., None]  # (b, h, l, 1)
+    d_weights = np.einsum("blhd,bnhd->bhln", w, wide_v)
+    mean = (d_weights * weights).sum(axis=-1, keepdims=True)
+    d_scores = weights * (d_weights - mean + u) * scale
+
+    def narrow(x):  # sum over the query heads that share a key head
+        return x.reshape(*x.shape[:2], k.shape[2], groups, -1).sum(axis=3)
+
+    return (
+        np.einsum("bhln,bnhd->blhd", d_scores, wide_k),
+        narrow(np.einsum("bhln,blhd->bnhd", d_scores, q)),
+        narrow(np.einsum("bhln,blhd->bnhd", weights, w)),
+    )

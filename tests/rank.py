@@ -1,7 +1,7 @@
-"""One process of a small cluster, for test_cluster.py: rank.py ADDRESS PROCESSES ID WHAT.
+"""One process of a small cluster, for test_cluster.py: rank.py ADDRESS PROCESSES ID WHAT VICTIM.
 
-WHAT: decode, and compare with dense attention; or, after a first collective, "raise" on the
-last process, or "wait" there, to be killed by the test, while the others go on to a second.
+WHAT: "decode", and compare with dense attention; or, after a first collective, "raise" in the
+process VICTIM, or "wait" there, to be killed by the test, while the others go on to a second.
 """
 
 import sys
@@ -32,16 +32,15 @@ def decode(mesh, kv_len: int) -> float:
 
 
 def main() -> None:
-    address, processes, process_id, what = sys.argv[1:]
-    last = int(process_id) == int(processes) - 1
+    address, processes, process_id, what, victim = sys.argv[1:]
     treeattn.simulate_devices(2)
     treeattn.initialize(address, int(processes), int(process_id))
     mesh = treeattn.kv_mesh(nodes=int(processes))
     error = decode(mesh, 64)
     print(f"devices {len(jax.devices())} close {error < 1e-5}", flush=True)
-    if what == "raise" and last:
+    if what == "raise" and process_id == victim:
         raise ArithmeticError("planted")
-    if what == "wait" and last:
+    if what == "wait" and process_id == victim:
         print("waiting", flush=True)
         time.sleep(600)
     if what != "decode":

@@ -75,13 +75,13 @@ def _gather(state: AttentionState, axis: str) -> AttentionState:
 METHODS = {"allreduce": _allreduce, "butterfly": _butterfly, "gather": _gather}
 
 
-def pack_state(state: AttentionState) -> Float[Array, "... dv+2"]:
+def pack_state(state: AttentionState) -> Float[Array, "... packed"]:
     """The three fields as one array, so that one message carries them: numerator, d, m."""
     m, d, n = state
     return jnp.concatenate([n, d[..., None], m[..., None]], axis=-1)
 
 
-def unpack_state(packed: Float[Array, "... dv+2"]) -> AttentionState:
+def unpack_state(packed: Float[Array, "... packed"]) -> AttentionState:
     """The inverse of `pack_state`."""
     return AttentionState(packed[..., -1], packed[..., -2], packed[..., :-2])
 

@@ -1,0 +1,131 @@
+"""Simulated devices, meshes, and real processes: two of them, one raising, killed or absent."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import treeattn
+
+HERE = Path(__file__).parent
+WITHIN = 30.0  # seconds after a failure by which everybody must have ended
+
+
+def start_rank(port: int, processes: int, rank: int, what: str, victim: int) -> subprocess.Popen:
+    arguments = [f"127.0.0.1:{port}", str(processes), str(rank), what, str(victim)]
+    return subprocess.Popen(
+        [sys.executable, str(HERE / "rank.py"), *arguments],
+        env={**os.environ, "PYTHONPATH": str(HERE), "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.fixture
+def ranks():
+    """Start two ranks (or only the first of two); whatever happens, they end with the test."""
+    started = []
+
+    def start(what: str, victim: int = 1, present: int = 2) -> list[subprocess.Popen]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        started.extend(start_rank(port, 2, rank, what, victim) for rank in range(present))
+        return started
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def read_until(process: subprocess.Popen, line: str) -> None:
+    for came in process.stdout:
+        if came.strip() == line:
+            return
+    raise AssertionError(f"the process ended without printing {line!r}")
+
+
+def test_two_processes_decode_what_one_does(ranks):
+    for process in ranks("decode"):
+        output, _ = process.communicate(timeout=180)
+        assert process.returncode == 0, output
+        assert "devices 4 close True" in output and "done" in output
+
+
+# Process 0 is also the one that coordinates.
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_raising_rank_ends_every_rank(ranks, victim):
+    processes = ranks("raise", victim)
+    output, _ = processes[victim].communicate(timeout=180)
+    assert processes[victim].returncode != 0 and "ArithmeticError: planted" in output
+    assert_ends(processes[1 - victim])
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_every_rank(ranks, victim):
+    processes = ranks("wait", victim)
+    read_until(processes[victim], "waiting")
+    processes[victim].send_signal(signal.SIGKILL)
+    assert_ends(processes[1 - victim])
+
+
+def assert_ends(process: subprocess.Popen) -> None:
+    """In time, unsuccessfully, and saying why."""
+    output, _ = process.communicate(timeout=WITHIN)
+    assert process.returncode != 0
+    assert "done" not in output
+    assert "rror" in output
+
+
+def test_a_rank_that_never_arrives_ends_the_others(ranks):
+    (first,) = ranks("decode", present=1)
+    # Its own start takes some seconds before the 20 that it waits for the other.
+    output, _ = first.communicate(timeout=WITHIN + 15)
+    assert first.returncode != 0
+    assert "did not find the others" in output or "DEADLINE_EXCEEDED" in output
+
+
+def test_simulated_devices_are_what_was_asked_for():
+    n = len(jax.devices())
+    treeattn.simulate_devices(n)  # again, with the same number: nothing to change
+    with pytest.raises(RuntimeError, match=rf"simulate_devices\({n + 1}\).*already started"):
+        treeattn.simulate_devices(n + 1)
+
+
+@pytest.mark.parametrize("n", [0, -3])
+def test_simulating_no_devices_is_refused(n):
+    with pytest.raises(ValueError, match="n: expected at least 1 device"):
+        treeattn.simulate_devices(n)
+
+
+@pytest.mark.parametrize("n", [2.0, "8", True, None])
+def test_simulating_other_than_a_number_is_refused(n, unchecked):
+    with pytest.raises(TypeError, match="n: expected a number of devices"):
+        treeattn.simulate_devices(n)
+
+
+def test_meshes():
+    devices = jax.devices()
+    assert treeattn.kv_mesh().shape == {"kv": len(devices)}
+    assert treeattn.kv_mesh(devices[:6]).shape == {"kv": 6}
+    mesh = treeattn.kv_mesh(devices[:6], nodes=2)
+    assert mesh.shape == {"node": 2, "device": 3}
+    assert list(mesh.devices[0]) == devices[:3]  # neighbours share a node
+
+
+@pytest.mark.parametrize("nodes", [0, 4, -1])
+def test_devices_that_do_not_fill_the_nodes_are_refused(nodes):
+    with pytest.raises(ValueError, match="6 devices cannot be divided"):
+        treeattn.kv_mesh(jax.devices()[:6], nodes=nodes)
+
+
+def test_a_mesh_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="devices: expected at least one"):
+        treeattn.kv_mesh([])
