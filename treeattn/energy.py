@@ -54,7 +54,7 @@ def energy(
     _check_shape("zeta", zeta, (v.shape[1],), "(dv,)")
     if mask is not None:
         k, v = (jnp.where(mask[:, None], x, 0) for x in (k, v))
-    s = _scores(zeta[None], q[None], k, v, scale)[0]
+    s = _scores(zeta, q, k, v, scale)
     return log_sum_exp(s if mask is None else jnp.where(mask, s, -jnp.inf))
 
 
@@ -167,15 +167,19 @@ def log_sum_exp(s: Float[Array, "... n"]) -> Float[Array, "..."]:
 
 
 def _scores(zeta, q, k, v, scale):
-    """scale · q·k_a + ζ·v_a, (l, n), of sources zeta (l, dv) and queries q (l, d)."""
+    """scale · q·k_a + ζ·v_a, (..., n), of sources zeta (..., dv) and queries q (..., d)."""
     dtype = accumulation_dtype(zeta, q, k, v)
     zeta, q, k, v = (x.astype(dtype) for x in (zeta, q, k, v))
     if scale is None:
         scale = q.shape[-1] ** -0.5
-    s = jnp.matmul(q * jnp.asarray(scale, dtype), k.T, precision="highest")
+
+    def dot(x, keys):  # keys first, so that XLA on CPU does not copy them to transpose them
+        return jnp.einsum("nd,...d->...n", keys, x, precision="highest")
+
     # ∞ − ∞ is NaN: a score out of range counts as the largest finite one. Not the source's
     # part: a key that wins the maximum keeps its derivative in ζ.
-    return jnp.minimum(s, jnp.finfo(dtype).max) + jnp.matmul(zeta, v.T, precision="highest")
+    s = jnp.minimum(dot(q * jnp.asarray(scale, dtype), k), jnp.finfo(dtype).max)
+    return s + dot(zeta, v)
 
 
 def _check_inputs(q, k, v, mask=None, rank: int = 1) -> None:

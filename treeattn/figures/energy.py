@@ -28,7 +28,7 @@ def energy_landscape():
     left.clabel(lines, fmt="%d", fontsize=8)
     left.set(xlabel="ζ₁", ylabel="ζ₂", aspect="equal", title="F(ζ) is a convex bowl")
     z = np.asarray(gradients[60, 60])  # ζ = 0
-    right.fill(*_hull(v).T, color=PALE, zorder=0)
+    right.fill(*convex_hull(v).T, color=PALE, zorder=0)
 
     # Rings of sources, and where the gradient sends each.
     angles = jnp.linspace(0, 2 * jnp.pi, 181)
@@ -63,7 +63,7 @@ def energy_landscape():
     return figure
 
 
-def _hull(points: np.ndarray) -> np.ndarray:
+def convex_hull(points: np.ndarray) -> np.ndarray:
     """The corners of the points' convex hull, in turn: gift wrapping."""
     hull, here = [], min(range(len(points)), key=lambda a: tuple(points[a]))
     while here not in hull:
