@@ -1,7 +1,9 @@
 """Formulas for how long the collectives of `treeattn.network` take.
 
 Latency plus bytes over bandwidth, round by round, with the level of links that the round goes
-over: the α-β model. They hold for switches and meshes whose units' sizes are powers of two, in
+over: the α-β model, as Thakur, Rabenseifner and Gropp (2005, "Optimization of collective
+communication operations in MPICH", §3-4) use it for rings, trees and recursive doubling on links
+of one kind. The formulas hold for switches and meshes whose units' sizes are powers of two, in
 which each round of a tree or a butterfly stays on one level; the tests hold them to the
 simulation. Launch costs are not included.
 """

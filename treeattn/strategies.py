@@ -77,7 +77,7 @@ class Cost(NamedTuple):
 
 
 def attend_seconds(w: Workload, keys: int, queries: int, device: Device) -> float:
-    """Roofline of attention of `queries` over `keys` on one device, for the whole batch.
+    """Roofline (Williams et al. 2009) of `queries` over `keys` on one device, for the whole batch.
 
     Reads keys and values once, 2 b keys d_kv elements; multiplies and adds each with every query
     head, 4 b queries keys d operations.

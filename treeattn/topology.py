@@ -157,9 +157,9 @@ def check_positive(name: str, value: Number) -> None:
 # ------------------------------------------------------------------------------- presets
 #
 # Bandwidths, capacities and peak operations are the vendors'. Latencies, no vendor prints: they
-# are the constants by which NVIDIA's NCCL chooses its algorithms (src/graph/tuning.cc, in
-# microseconds: a hop for small messages takes 0.5 over NVLink, 1.0 over PCIe, 2.7 to 5.0 over a
-# network; a collective 3.6 to 4.4 before that). For AMD, TPU and Ethernet they are *assumed*.
+# are the constants by which NVIDIA's NCCL chooses its algorithms (src/graph/tuning.cc; protocol
+# LL, for small messages, in microseconds: a hop takes 0.5 over NVLink, 1.0 over PCIe, 2.7 in a
+# ring or 5.0 in a tree over a network; a collective 3.6 to 4.4 before that). For AMD, TPU and Ethernet they are *assumed*.
 
 _NCCL_LAUNCH = 4.4e-6
 _NVLINK_LATENCY, _PCIE_LATENCY, _NETWORK_LATENCY = 0.5e-6, 1.0e-6, 5.0e-6

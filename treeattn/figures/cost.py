@@ -353,6 +353,10 @@ def launch_crossing():
                 merge_seconds(kind, p, 8320, replace(DGX, launch=float(x)), parts) for x in launch
             ]
             axes.loglog(launch * 1e6, np.array(seconds) * 1e6, color=colour, label=name)
+            if kind == "butterfly":
+                butterfly = np.array(seconds)
+            else:
+                _mark_crossings(axes, launch * 1e6, butterfly * 1e6, np.array(seconds) * 1e6)
         axes.axvline(DGX.launch * 1e6, color=GREY, lw=0.8)
         axes.set(xlabel="µs to launch a collective", title=f"{p} GPUs", ylim=(1, 1000))
     panels[0].annotate(
@@ -426,6 +430,10 @@ def prefill_crossing(p: int = 128, context: int = 1_048_576):
         ):
             seconds = [decode_cost(strategy, w, p, DGX, overlap=overlap).seconds for w in block]
             axes.loglog(queries, seconds, color=colour, label=name)
+            if strategy == "ring":
+                ring = np.array(seconds)
+            else:
+                _mark_crossings(axes, queries, ring, np.array(seconds), below=colour == GREEN)
         attend = [decode_cost("butterfly", w, p, DGX).compute_seconds for w in block]
         axes.loglog(queries, attend, color=GREY, lw=0.9, ls=":", label="attending alone")
         axes.set(xlabel="new queries", title=f"{kv_heads} key heads for 16 query heads")
@@ -437,6 +445,25 @@ def prefill_crossing(p: int = 128, context: int = 1_048_576):
         x=0.01, ha="left", fontsize=11,
     )  # fmt: skip
     return figure
+
+
+def _mark_crossings(axes, x, first, second, below=False):
+    """A dot where two lines of a log-log plot cross, and where on the x-axis that is."""
+    x, gap = np.log(x), np.log(first) - np.log(second)
+    for i in np.nonzero(np.sign(gap[:-1]) * np.sign(gap[1:]) < 0)[0]:
+        part = gap[i] / (gap[i] - gap[i + 1])
+        at = np.exp(x[i] + part * (x[i + 1] - x[i]))
+        y = np.exp(np.log(first[i]) + part * (np.log(first[i + 1]) - np.log(first[i])))
+        axes.plot(at, y, "o", color=INK, ms=4, zorder=5)
+        text = f"{at:.2g}" if at < 100 else f"{float(f'{at:.2g}'):,.0f}"
+        axes.annotate(
+            text,
+            (at, y),
+            xytext=(5, -12) if below else (-4, 5),
+            textcoords="offset points",
+            ha="left" if below else "right",
+            fontsize=8.5,
+        )
 
 
 LIMIT_COLOURS = {
