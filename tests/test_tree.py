@@ -58,8 +58,10 @@ def draw_inputs(seed: int, kv_len: int, batch: int = 2, q_len: int = 2):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("shape", MESHES, ids=lambda s: "x".join(map(str, s)))
 def test_values_and_gradients(shape, method):
-    if method == "gather" and shape not in [(1,), (3,), (8,), (2, 3)]:
+    if method == "gather" and shape not in [(1,), (3,), (2, 3)]:
         pytest.skip("gather is one collective, whatever the number")
+    if method == "allreduce" and shape in [(4,), (5,), (7,), (3, 2), (4, 2)]:
+        pytest.skip("covered by the other numbers: an Allreduce does not depend on their factors")
     # 5 keys: fewer than devices on some meshes; 37 divides by none of them.
     kv_len = 5 if shape in [(6,), (9,), (4, 2)] else 37
 

@@ -40,7 +40,7 @@ def attend_causal(q, k, v, *, scale: float, implementation: str | None = None) -
 
 
 def ring_attention(
-    q: Float[Array, "b n h d"],
+    q: Float[Array, "b l h d"],
     k: Float[Array, "b n h_kv d"],
     v: Float[Array, "b n h_kv dv"],
     *,
@@ -49,7 +49,7 @@ def ring_attention(
     causal: bool = True,
     scale: float | None = None,
     implementation: str | None = None,
-) -> Float[Array, "b n h dv"]:
+) -> Float[Array, "b l h dv"]:
     """Ring Attention with the queries sharded like the keys: prefill (Liu et al. 2023).
 
     Every device keeps its queries and sees all shards of the cache pass. With `causal`, query
@@ -122,7 +122,7 @@ def _ring_attention(q, k, v, *, scale, mesh, axes, causal, implementation):
 
 
 def ulysses_attention(
-    q: Float[Array, "b n h d"],
+    q: Float[Array, "b l h d"],
     k: Float[Array, "b n h_kv d"],
     v: Float[Array, "b n h_kv dv"],
     *,
@@ -131,7 +131,7 @@ def ulysses_attention(
     causal: bool = True,
     scale: float | None = None,
     implementation: str | None = None,
-) -> Float[Array, "b n h dv"]:
+) -> Float[Array, "b l h dv"]:
     """Prefill by two all-to-alls: shards of the sequence become shards of the heads, and back.
 
     Each device attends over the whole sequence for h / p heads (Jacobs et al. 2023, DeepSpeed
