@@ -1,6 +1,6 @@
 """Bytes, rounds, memory and time of decoding with a sharded cache: counted, and calculated.
 
-Five modules, each of which stands on its own, under one name:
+Modules that each stand on their own, under one name:
 
 - `compiled`: the collectives and the memory of a compiled program, as they are
 - `formulas`: what is attended to (`Workload`), and the papers' formulas (v1 eq. 29-35, v2 8-14)
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--topology", default="dgx-h100", help=f"one of {', '.join(PRESETS)}")
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--nodes", type=int, help="full nodes (default 1)")
+    size.add_argument("--nodes", type=int, help="full nodes (default 1), or rows of a torus")
     size.add_argument("--devices", type=int, help="devices, which need not fill their nodes")
     parser.add_argument("--context", type=int, required=True, help="keys in the cache")
     parser.add_argument("--batch", type=int, default=1)

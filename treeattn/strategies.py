@@ -14,14 +14,16 @@ it runs, with what messages, and what each device computes meanwhile.
 | butterfly              | packed states, to a partner a round    | its chunk                |
 | gather                 | packed states, to everybody            | its chunk                |
 
-The first three deal several queries to the devices, ⌈l/p⌉ to each; the others have every device
-attend for all of them. A single query makes the devices of a ring do the same work p times.
+The first three deal several queries to the devices, ⌈l/p⌉ to each, as `ring_attention` does; the
+others have every device attend for all of them. A single query makes the devices of a ring do the
+same work p times.
 
 Computing takes what the roofline says, max(bytes / memory bandwidth, operations / peak); sending,
 what `treeattn.closed_forms` says, with the topology's launch cost for every collective. Nothing
 overlaps, unless asked for. All of these are lower bounds of what a machine would take.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from treeattn.closed_forms import collective_rounds, collective_seconds, collective_sent_bytes
@@ -143,6 +145,38 @@ def memory_bytes(strategy: str, w: Workload, p: int) -> int:
     return cache + query + state
 
 
+class Sending(NamedTuple):
+    """What the collectives of one layer come to; the fields are `Cost`'s."""
+
+    collectives: int
+    rounds: int
+    operand_bytes: int
+    sent_bytes: float
+    latency_seconds: float
+    volume_seconds: float
+
+
+def sending(found: Sequence[Message], p: int, topology: Topology) -> Sending:
+    """The collectives, one after another, on the first p devices of a topology."""
+    g = topology.node_size
+    rows = []
+    for kind, size, times in found:
+        rounds = collective_rounds(kind, p, g)
+        # A program writes these as one collective-permute a round, the others as one collective.
+        launches = rounds if kind in ("ring", "round-trip", "butterfly") else 1
+        empty = collective_seconds(kind, p, 0, topology)
+        row = Sending(
+            launches,
+            rounds,
+            launches * size,
+            collective_sent_bytes(kind, p, size, g),
+            launches * topology.launch + empty,
+            collective_seconds(kind, p, size, topology) - empty,
+        )
+        rows += [row] * times
+    return Sending(*map(sum, zip(*rows, strict=True))) if rows else Sending(0, 0, 0, 0.0, 0.0, 0.0)
+
+
 def decode_cost(
     strategy: str, w: Workload, p: int, topology: Topology, *, overlap: bool = False
 ) -> Cost:
@@ -158,21 +192,8 @@ def decode_cost(
     Raises ValueError for an unknown strategy, and for more devices than the topology joins.
     """
     topology.check_devices(p)
-    found = messages(strategy, w, p)
-    g = topology.node_size
-    launched = rounds = operands = 0
-    sent = latency = volume = 0.0
-    for kind, size, times in found:
-        steps = collective_rounds(kind, p, g)
-        # A program writes these as one collective-permute a round, the others as one collective.
-        permutes = steps if kind in ("ring", "round-trip", "butterfly") else 1
-        empty = collective_seconds(kind, p, 0, topology)
-        launched += times * permutes
-        rounds += times * steps
-        operands += times * permutes * size
-        sent += times * collective_sent_bytes(kind, p, size, g)
-        latency += times * (permutes * topology.launch + empty)
-        volume += times * (collective_seconds(kind, p, size, topology) - empty)
+    sent = sending(messages(strategy, w, p), p, topology)
+    latency, volume = sent.latency_seconds, sent.volume_seconds
 
     visits = p if strategy in ("ring", "pass-q") else 1
     keys = w.context if strategy == "kv-gather" else w.chunk(p)
@@ -188,20 +209,17 @@ def decode_cost(
     held = memory_bytes(strategy, w, p)
     parts = {"latency": latency, "link bandwidth": volume}
     parts |= {"memory bandwidth": read} if read >= arithmetic else {"arithmetic": arithmetic}
-    limit = "memory" if held > topology.device.memory_bytes else max(parts, key=parts.get)
+    fits = held <= topology.device.memory_bytes
     n = w.layers
     return Cost(
         strategy,
-        n * launched,
-        n * rounds,
-        n * operands,
-        n * sent,
-        held,
-        n * compute,
-        n * latency,
-        n * volume,
-        n * seconds,
-        limit,
+        *(n * x for x in sent[:4]),
+        memory_bytes=held,
+        compute_seconds=n * compute,
+        latency_seconds=n * latency,
+        volume_seconds=n * volume,
+        seconds=n * seconds,
+        limit=max(parts, key=parts.get) if fits else "memory",
     )
 
 

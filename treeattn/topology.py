@@ -26,7 +26,7 @@ class Device:
 
     memory_bytes:     capacity
     memory_bandwidth: bytes per second
-    flops:            dense bfloat16 operations per second
+    flops:            dense bfloat16 operations per second, used for every dtype
     """
 
     name: str
@@ -44,7 +44,7 @@ class Level:
     """Links that join `size` units: devices, at the innermost level, else units of the level below.
 
     name:      of the interconnect
-    size:      units that it joins; the outermost level may join more
+    size:      units that it joins, at most
     latency:   seconds a message waits on it
     bandwidth: bytes per second and direction, of one link
     links:     links that a unit has to this level, shared evenly by its devices in order; one
@@ -159,7 +159,8 @@ def check_positive(name: str, value: Number) -> None:
 # Bandwidths, capacities and peak operations are the vendors'. Latencies, no vendor prints: they
 # are the constants by which NVIDIA's NCCL chooses its algorithms (src/graph/tuning.cc; protocol
 # LL, for small messages, in microseconds: a hop takes 0.5 over NVLink, 1.0 over PCIe, 2.7 in a
-# ring or 5.0 in a tree over a network; a collective 3.6 to 4.4 before that). For AMD, TPU and Ethernet they are *assumed*.
+# ring or 5.0 in a tree over a network; a collective 3.6 to 4.4 before that). For AMD, TPU and
+# Ethernet they are *assumed*.
 
 _NCCL_LAUNCH = 4.4e-6
 _NVLINK_LATENCY, _PCIE_LATENCY, _NETWORK_LATENCY = 0.5e-6, 1.0e-6, 5.0e-6
