@@ -2,6 +2,7 @@
 
 import itertools
 import tracemalloc
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_trie import plain_pack, plain_trie
 
-from treeattn import PackedBeam, pack, prefix_encoding, unpack
+from treeattn import Llama, PackedBeam, beam_search, pack, prefix_encoding, unpack
 
 DTYPES = ["int8", "int16", "int32", "int64", "uint32"]
 pack_jit = jax.jit(pack, static_argnames="pad_token")
@@ -414,6 +415,68 @@ def test_attention_on_packed_tokens_is_attention_on_each_candidate():
     np.testing.assert_allclose(unpack(tree[None], packed.unpack_map)[0], alone, atol=1e-12)
     wrong = run(packed.packed_beam[0], packed.position_offsets[0] * 0, packed.attention_mask[0])
     assert np.abs(unpack(wrong[None], packed.unpack_map)[0] - alone).max() > 1e-3
+
+
+def searched(model, prompts, width, length):
+    """(beam, run): the model's own beam search, and what runs a packed tree after the prompts."""
+    cache = model.new_cache(len(prompts), 48)
+    first, cache = model.prefill(prompts, cache)
+
+    def run(tree):
+        positions = cache.lengths[:, None] + tree.position_offsets
+        mask = tree.attention_mask
+        return model.extend(tree.packed_beam, cache, positions=positions, mask=mask)[0]
+
+    def log_probs(paths):
+        batch, n, d = paths.shape
+        if d == 0:
+            return jax.nn.log_softmax(first)[:, None]
+        beam = np.zeros((batch, width, length), np.int32)
+        beam[:, :n, :d] = paths
+        tree = pack_jit(beam, np.where(np.arange(width) < n, d, 0) + np.zeros((batch, 1), int))
+        return jax.nn.log_softmax(unpack(run(tree), tree.unpack_map)[:, :n, d - 1])
+
+    return beam_search(log_probs, width=width, length=length, batch=len(prompts))[0], run
+
+
+def assert_as_alone(model, prompts, beam, run, atol):
+    """Logits of packed candidates, two of each beam compared with plain passes of their own."""
+    tree = pack_jit(beam)
+    logits = unpack(run(tree), tree.unpack_map)
+    some, length = [0, beam.shape[1] - 1], beam.shape[2]
+    longest = max(map(len, prompts))
+    texts = [
+        [*p, *beam[b, m], *[0] * (longest - len(p))] for b, p in enumerate(prompts) for m in some
+    ]
+    alone = np.asarray(model.logits(np.array(texts))).reshape(
+        len(prompts), len(some), -1, logits.shape[-1]
+    )
+    for b, p in enumerate(prompts):
+        expected = alone[b, :, len(p) : len(p) + length]
+        np.testing.assert_allclose(logits[b, some], expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("name", ["llama2", "llama3"])
+def test_packed_llama_logits_in_float64(name):
+    model = Llama.load(Path(__file__).parent / "data" / "llamas" / name, dtype=jnp.float64)
+    rng = np.random.default_rng(7)
+    prompts = [rng.integers(0, model.config.vocabulary, n).tolist() for n in (9, 4)]
+    beam, run = searched(model, prompts, width=5, length=4)
+    assert pack(beam).packed_beam.shape[1] < 20
+    assert_as_alone(model, prompts, beam, run, atol=1e-12)
+    assert_as_alone(model, prompts, beam[:, ::-1].copy(), run, atol=1e-12)
+
+
+def test_packed_logits_of_a_real_model():
+    """Beams that SmolLM2-135M's search finds: they share a lot, and pack to the trie."""
+    model = Llama.load(None)
+    prompts = [model.tokenizer.encode(p) for p in ("The capital of France is", "1, 2, 3, 4,")]
+    beam, run = searched(model, prompts, width=8, length=4)
+    assert "Paris" in model.tokenizer.decode(beam[0, 0].tolist())
+    packed = pack(beam)
+    assert_packed(packed, prefix_encoding(beam), beam)
+    assert packed.packed_beam.shape[1] <= 20  # of 32
+    assert_as_alone(model, prompts, beam, run, atol=1e-3)
 
 
 @pytest.mark.parametrize("shape", [(64, 32, 16), (8, 64, 4), (4, 200, 2), (16, 33, 1), (2, 1, 9)])
