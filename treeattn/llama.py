@@ -1,7 +1,8 @@
 """A Llama whose attention is a parameter, over a cache that is sharded along the text."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -19,7 +20,6 @@ from treeattn.checkpoint import Config, open_checkpoint
 from treeattn.parallel import to_cache, whole
 from treeattn.steps import How
 from treeattn.tokenizer import Tokenizer
-from treeattn.transformer import queries_keys_values
 from treeattn.weights import Weights, load_weights, place
 
 
@@ -93,10 +93,14 @@ class Llama:
         q (b, l, heads, head_dim) and k, v (b, l, kv_heads, head_dim)."""
         if not 0 <= layer < self.config.layers:
             raise ValueError(f"layer: expected 0 … {self.config.layers - 1}, got {layer}")
+        return next(itertools.islice(self.layers_qkv(token_ids), layer, None))
+
+    def layers_qkv(self, token_ids: Int[Array, "b l"]) -> Iterator[tuple[Array, Array, Array]]:
+        """`layer_qkv` of one layer after the other, in a single pass."""
         x, angles = self._embed(self._tokens(token_ids))
-        for w in self.weights.layers[:layer]:
+        for w in self.weights.layers:
+            yield steps.layer_qkv(x, w, angles, config=self.config)
             x, _ = steps.extend_layer(x, w, angles, None, None, None, how=self._how)
-        return queries_keys_values(x, self.weights.layers[layer], angles, self.config)
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache for `batch` texts of up to `capacity` tokens (rounded up), sharded."""

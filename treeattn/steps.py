@@ -64,6 +64,9 @@ def run_layer(x, w: Layer, angles, mask, old, lengths, how: How):
     return after_attention(x, w, out, how.config), (k, v)
 
 
+layer_qkv = jax.jit(queries_keys_values, static_argnames="config")
+
+
 @functools.partial(jax.jit, static_argnames="how")
 def extend_layer(x, w, angles, mask, old, lengths, *, how):
     """`run_layer`; the cache stays as it is."""
