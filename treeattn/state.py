@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from treeattn.arrays import Array, check_floating, check_same_dtype
@@ -39,7 +40,7 @@ class AttentionState(NamedTuple):
 
     @staticmethod
     def identity(
-        shape: tuple[int, ...], value_dim: int, dtype: jnp.dtype = jnp.float32
+        shape: tuple[int, ...], value_dim: int, dtype: DTypeLike = jnp.float32
     ) -> "AttentionState":
         """The state of no keys, (−∞, 0, 0), for `shape` queries and values of `value_dim`."""
         if not jnp.issubdtype(dtype, jnp.floating):
