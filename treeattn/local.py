@@ -1,26 +1,19 @@
-"""Attention on one device: queries and keys in, an `AttentionState` out.
+"""Attention on one device: queries and keys in, an `AttentionState` out."""
 
-The keys are read once, in blocks: each block's scores become a state, and the states merge
-(the iteration of v1 eq. 2–4, v2 eq. 1–3, a block at a time, as in FlashAttention).
-"""
-
-import functools
-
-import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from treeattn.arrays import (
     Array,
-    accumulation_dtype,
     check_broadcasts,
     check_floating,
     check_rank,
     check_same_dtype,
 )
-from treeattn.state import AttentionState, finalize, merge
+from treeattn.blockwise import attend_blockwise, varying_like
+from treeattn.state import AttentionState, finalize
 
-BLOCK = 256  # keys read at a time
+__all__ = ["attend", "attend_blockwise", "attention", "check_attend_inputs", "varying_like"]
 
 
 def attend(
@@ -101,114 +94,3 @@ def check_attend_inputs(q, k, v, mask=None, bias=None, kv_lengths=None) -> None:
             raise ValueError(
                 f"kv_lengths: expected shape ({b},), one a row, got {kv_lengths.shape}"
             )
-
-
-@functools.partial(jax.jit, inline=True)
-def attend_blockwise(q, k, v, mask, bias, kv_lengths, scale) -> AttentionState:
-    """`attend` in plain JAX; its arguments are checked already."""
-    b, l, h, _ = q.shape
-    if kv_lengths is not None and b > 1:
-        # A row at a time, so that a short row does not read the blocks of a long one.
-        def row(x):
-            return attend_blockwise(*jax.tree.map(lambda a: a[None], x), scale)
-
-        mask, bias = (
-            x if x is None else jnp.broadcast_to(x, (b, *x.shape[1:])) for x in (mask, bias)
-        )
-        states = jax.lax.map(row, (q, k, v, mask, bias, kv_lengths))
-        return jax.tree.map(lambda x: x[:, 0], states)
-
-    dtype = accumulation_dtype(q, k, v)
-    h_kv, dv = v.shape[2:]
-    # Query heads grouped by the key head they read: (b, h_kv, group, l, d).
-    q = (q.astype(dtype) * scale).reshape(b, l, h_kv, h // h_kv, -1).transpose(0, 2, 3, 1, 4)
-    mask, bias = (x if x is None else _group_heads(x, h_kv) for x in (mask, bias))
-
-    state = AttentionState.identity(q.shape[:-1], dv, dtype)
-    # Before the loop: a cast inside a branch would put its transpose, an Allreduce, into the
-    # branch's backward pass, where devices that skip the block would leave the others waiting.
-    q, k, v, bias, state = varying_like((q, k, v, bias, state), q, k, v, mask, bias, kv_lengths)
-    n = k.shape[1]
-    size = min(n, BLOCK)
-
-    def add_block(state, start):
-        # The last block starts early enough to be whole, and skips what was seen already.
-        first = jnp.minimum(start, n - size)
-        slice_keys = functools.partial(
-            jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=size
-        )
-        position = first + jnp.arange(size)
-        visible = position >= start
-        if kv_lengths is not None:
-            visible &= position < kv_lengths
-        if mask is not None:
-            visible &= mask if mask.shape[-1] == 1 else slice_keys(mask, axis=-1)
-        added = bias if bias is None or bias.shape[-1] == 1 else slice_keys(bias, axis=-1)
-        return merge(
-            state, _block_state(q, slice_keys(k, axis=1), slice_keys(v, axis=1), visible, added)
-        )
-
-    def visit(state, start):
-        # The branch keeps blocks past the longest row from being read. It also keeps XLA on
-        # CPU from moving the cast of a half-precision block out of the loop, which would
-        # write a float32 copy of the whole cache.
-        longest = n if kv_lengths is None else jnp.max(kv_lengths)
-        more = start < jax.lax.optimization_barrier(jnp.minimum(longest, n))
-        return jax.lax.cond(more, jax.checkpoint(add_block), lambda s, _: s, state, start), None
-
-    if n:
-        state, _ = jax.lax.scan(visit, state, jnp.arange(0, n, size))
-    return jax.tree.map(
-        lambda x: x.transpose(0, 3, 1, 2, *range(4, x.ndim)).reshape(b, l, h, *x.shape[4:]), state
-    )
-
-
-def varying_like(tree, *arrays):
-    """`tree`, typed as differing between the devices along every axis that an array differs along.
-
-    Inside `shard_map` a loop's carry must have the type that its body gives it; elsewhere this
-    does nothing.
-    """
-    axes = frozenset().union(*(jax.typeof(x).vma for x in arrays if x is not None))
-
-    def cast(x):
-        missing = tuple(axes - jax.typeof(x).vma)
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(cast, tree)
-
-
-def _group_heads(x, h_kv: int):
-    """(b, h, l, n) -> (b, h_kv, group, l, n), or (b, 1, 1, l, n) when all heads share it."""
-    b, h, l, n = x.shape
-    return x.reshape((b, 1, 1, l, n) if h == 1 else (b, h_kv, h // h_kv, l, n))
-
-
-def _block_state(q, k, v, visible, bias) -> AttentionState:
-    """One block's state, (b, h_kv, group, l): q as grouped above, k and v (b, size, h_kv, ·)."""
-    k, v = k.astype(q.dtype), v.astype(q.dtype)
-    s = _scores(q, k)
-    if bias is not None:
-        s = s + bias.astype(s.dtype)
-    # ∞ − ∞ is NaN: a score out of range counts as the largest finite one.
-    s = jnp.minimum(s, jnp.finfo(s.dtype).max)
-    s = jnp.where(visible, s, -jnp.inf)
-    m = jax.lax.stop_gradient(jnp.max(s, axis=-1))
-    p = jnp.exp(s - jnp.where(m == -jnp.inf, 0, m)[..., None])
-    return AttentionState(m, jnp.sum(p, axis=-1), _weighted_sum(p, v))
-
-
-def _scores(q, k):
-    """q·k (b, h_kv, group, l, size)."""
-    if q.shape[2] * q.shape[3] == 1:  # one query a key head: no matrix product to gain from
-        k = k.transpose(0, 2, 1, 3)[:, :, None, None]
-        return jnp.sum(q[..., None, :] * k, axis=-1)
-    return jnp.einsum("bkgld,bnkd->bkgln", q, k)
-
-
-def _weighted_sum(p, v):
-    """Σ_a p_a v_a (b, h_kv, group, l, dv)."""
-    if p.shape[2] * p.shape[3] == 1:
-        v = v.transpose(0, 2, 1, 3)[:, :, None, None]
-        return jnp.sum(p[..., None] * v, axis=-2)
-    return jnp.einsum("bkgln,bnkd->bkgld", p, v)

@@ -1,0 +1,293 @@
+"""Attention in plain JAX, a block of keys at a time: the kernel of `treeattn.local.attend`.
+
+A block's scores become a state, and the states of the blocks merge (the iteration of v1
+eq. 2–4, v2 eq. 1–3, a block at a time, as in FlashAttention). The keys and values are read
+once, where they lie; what is held besides them does not grow with their number.
+
+A decoding step does so little arithmetic that memory sets its pace, if XLA lets it. What
+XLA:CPU needs for that is said where it is done; benchmarks/local_attention.py measures it.
+
+Here queries are (b, h_kv, group, l, d), grouped by the key head that they read, and already
+scaled; scores (b, h_kv, group, l, size); mask and bias (b, h_kv, group, l, n), or 1 for an
+axis that shares them. Keys and values stay as they came, (b, n, h_kv, ·).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from treeattn.arrays import accumulation_dtype
+from treeattn.state import AttentionState, finite, merge
+
+BLOCK = 1024  # keys read at a time, at most
+SCORES = 1 << 22  # scores held at a time, about: many queries get shorter blocks
+STREAMS = 8  # terms of a sum that is written out; XLA:CPU stops fusing at 16
+FEW_QUERIES = 8  # queries a key head, up to which no matrix product is worth its copies
+
+
+@functools.partial(jax.jit, inline=True)
+def attend_blockwise(q, k, v, mask, bias, kv_lengths, scale) -> AttentionState:
+    """`attend` for checked arguments and a scale."""
+    b, l, h, d = q.shape
+    n, h_kv = k.shape[1:3]
+    dtype = accumulation_dtype(q, k, v)
+    arrays = (q, k, v, mask, bias, kv_lengths)
+    if n == 0:
+        return varying_like(AttentionState.identity((b, l, h), v.shape[-1], dtype), *arrays)
+    q = (q.astype(dtype) * scale).reshape(b, l, h_kv, h // h_kv, d).transpose(0, 2, 3, 1, 4)
+    mask, bias = (x if x is None else _group_heads(x, h_kv) for x in (mask, bias))
+    bias = bias if bias is None else bias.astype(dtype)
+    if kv_lengths is not None:
+        wide = kv_lengths.astype(jnp.promote_types(kv_lengths.dtype, jnp.int32))
+        kv_lengths = jnp.clip(wide, 0, n).astype(jnp.int32)
+    # Before the loop: a cast inside a branch would put its transpose, an Allreduce, into the
+    # branch's backward pass, where devices that skip the block would leave the others waiting.
+    arrays = (q, k, v, mask, bias, kv_lengths)
+    state = _attend(*varying_like(arrays, *arrays))
+    return jax.tree.map(
+        lambda x: x.transpose(0, 3, 1, 2, *range(4, x.ndim)).reshape(b, l, h, *x.shape[4:]), state
+    )
+
+
+def varying_like(tree, *arrays):
+    """`tree`, typed as differing between the devices along every axis that an array differs along.
+
+    Inside `shard_map` a loop's carry must have the type that its body gives it; elsewhere this
+    does nothing.
+    """
+    axes = frozenset().union(*(jax.typeof(x).vma for x in arrays if x is not None))
+
+    def cast(x):
+        missing = tuple(axes - jax.typeof(x).vma)
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree)
+
+
+def _group_heads(x, h_kv: int):
+    """(b, h, l, n) -> (b, h_kv, group, l, n), or (b, 1, 1, l, n) when all heads share it."""
+    b, h, l, n = x.shape
+    return x.reshape((b, 1, 1, l, n) if h == 1 else (b, h_kv, h // h_kv, l, n))
+
+
+@jax.custom_jvp
+def _attend(q, k, v, mask, bias, lengths) -> AttentionState:
+    b = q.shape[0]
+    if lengths is None or b == 1:
+        return _attend_rows(0, b, q, k, v, mask, bias, lengths)
+
+    def row(i):  # one at a time, so that a short row does not read the blocks of a long one
+        own = (
+            x if x is None or x.shape[0] == 1 else lax.dynamic_slice_in_dim(x, i, 1)
+            for x in (q, mask, bias, lengths)
+        )
+        q_i, mask_i, bias_i, length = own
+        return _attend_rows(i, 1, q_i, k, v, mask_i, bias_i, length)
+
+    states = lax.map(row, jnp.arange(b, dtype=jnp.int32))
+    return jax.tree.map(lambda x: x[:, 0], states)
+
+
+def _attend_rows(row, rows: int, q, k, v, mask, bias, lengths) -> AttentionState:
+    """The state of q's rows, whose keys and values are rows row … row + rows − 1 of k and v."""
+    n = k.shape[1]
+    size = _block_size(q, n)
+    few = _few_queries(q, n)
+    scores, weighted_sum = (_stream_scores, _stream_sum) if few else (_matrix_scores, _matrix_sum)
+    small, half = _shrink(q)
+    read = functools.partial(_read, row=row, rows=rows, dtype=q.dtype)
+
+    def add_block(state, start):
+        first, visible, added = _seen(start, size, n, mask, bias, lengths)
+        s = _limit(scores(small, read(k, first, size)) * half * half, visible, added)
+        m = jnp.max(s, axis=-1)
+        p = jnp.exp(s - finite(m)[..., None])
+        # Weights that sum to at most 1 keep the sum of the values in range, too.
+        sum_of = functools.partial(weighted_sum, p / BLOCK)
+        numerator = finite(sum_of(lambda at, size: read(v, first + at, size)) * BLOCK)
+        return merge(state, AttentionState(m, jnp.sum(p, axis=-1), numerator))
+
+    state = AttentionState.identity(q.shape[:-1], v.shape[-1], q.dtype)
+    state = varying_like(state, q, k, v, mask, bias, lengths)
+    return _over_blocks(add_block, state, size, n, lengths)
+
+
+def _over_blocks(add_block, state, size: int, n: int, lengths, *blocks):
+    """add_block(…add_block(state, 0, *blocks[0])…), for the blocks that any row sees."""
+    longest = n if lengths is None else jnp.max(lengths)
+
+    def visit(state, block):
+        # The branch keeps blocks past the longest row from being read. It also keeps XLA:CPU
+        # from moving the widening of half-precision keys out of the loop, which would write a
+        # float32 copy of the whole cache.
+        more = block[0] < lax.optimization_barrier(jnp.asarray(longest, jnp.int32))
+        return lax.cond(more, add_block, lambda state, *_: state, state, *block), None
+
+    starts = jnp.arange(0, n, size, dtype=jnp.int32)
+    return lax.scan(jax.checkpoint(visit, prevent_cse=False), state, (starts, *blocks))[0]
+
+
+def _few_queries(q, n: int) -> bool:
+    """Whether sums over streams serve these queries better than matrix products."""
+    _, _, group, l, d = q.shape
+    return group * l <= FEW_QUERIES and n >= BLOCK // 2 and d % 8 == 0 and d <= 256
+
+
+def _block_size(q, n: int) -> int:
+    """Keys a block: at most BLOCK, at most n, nearly equal; for streams a multiple of STREAMS."""
+    b, h_kv, group, l, _ = q.shape
+    most = BLOCK
+    if not _few_queries(q, n):
+        most = min(max(SCORES // max(b * h_kv * group * l, 1), 128), BLOCK)
+        return -(-n // -(-n // most))
+    blocks = -(-n // most)
+    size = -(-n // (blocks * STREAMS)) * STREAMS
+    return size if size <= n else -(-n // ((blocks + 1) * STREAMS)) * STREAMS
+
+
+def _seen(start, size: int, n: int, mask, bias, lengths):
+    """(first, visible, bias): the block's first key, who sees which of its keys, its bias.
+
+    The last block starts early enough to be whole, and hides what was seen before.
+    """
+    first = jnp.minimum(start, n - size)
+    position = first + jnp.arange(size, dtype=jnp.int32)
+    visible = (position >= start)[None, None, None, None]
+    if lengths is not None:
+        visible &= position < lengths[:, None, None, None, None]
+
+    def cut(x):
+        return x if x.shape[-1] == 1 else lax.dynamic_slice_in_dim(x, first, size, axis=-1)
+
+    if mask is not None:
+        visible &= cut(mask)
+    if bias is not None:
+        bias = cut(bias)
+        visible &= bias > -jnp.inf
+    return first, visible, bias
+
+
+def _shrink(q):
+    """(q / f², f): f a power of two for each query, so that no partial sum of q·k overflows."""
+    largest = jnp.max(jnp.abs(q), axis=-1, keepdims=True, initial=0)
+    exponent = jnp.ceil(jnp.maximum(jnp.log2(largest) + jnp.log2(q.shape[-1]), 0) / 2)
+    exponent = lax.stop_gradient(exponent).astype(jnp.int32)
+    return jnp.ldexp(q, -2 * exponent), jnp.ldexp(jnp.ones_like(largest), exponent)
+
+
+def _limit(s, visible, bias):
+    """The scores with their bias, within the dtype's range (∞ − ∞ is NaN); −∞ where hidden."""
+    top = jnp.finfo(s.dtype).max
+    s = jnp.clip(s, -top, top)
+    if bias is not None:
+        s = jnp.clip(s + bias, -top, top)
+    return jnp.where(visible, s, -jnp.inf)
+
+
+def _read(x, first, size: int, *, row, rows: int, dtype):
+    """(rows, size, h_kv, ·): keys first … first + size − 1 in the accumulation dtype."""
+    bits = x.dtype == jnp.bfloat16
+    if bits:  # XLA:CPU slices no bfloat16: it would widen all of x, and slice that
+        x = lax.bitcast_convert_type(x, jnp.uint16)
+    start = [jnp.asarray(i, jnp.int32) for i in (row, first, 0, 0)]
+    x = lax.dynamic_slice(x, start, (rows, size, *x.shape[2:]))
+    if bits:  # the upper half of a float32
+        x = lax.bitcast_convert_type(x.astype(jnp.uint32) << 16, jnp.float32)
+    return x.astype(dtype)
+
+
+def _matrix_scores(q, k):
+    return jnp.einsum("bkgld,bnkd->bkgln", q, k)
+
+
+def _matrix_sum(p, read):
+    return jnp.einsum("bkgln,bnkd->bkgld", p, read(0, p.shape[-1]))
+
+
+# Few queries: XLA would transpose the keys for a matrix product, and write out the products of
+# a sum over more than 32 terms before adding them. These sums become one loop over the keys each,
+# vectorized, on all cores.
+
+
+def _stream_scores(q, k):
+    d = q.shape[-1]
+    terms = max(t for t in range(1, STREAMS + 1) if d % (8 * t) == 0)
+    q = q[:, None].reshape(q.shape[0], 1, *q.shape[1:-1], terms, -1)
+    k = k[:, :, :, None, None].reshape(*k.shape[:3], 1, 1, terms, -1)
+    s = sum(q[..., t, :] * k[..., t, :] for t in range(terms))
+    return jnp.moveaxis(jnp.sum(s, axis=-1), 1, -1)
+
+
+def _stream_sum(p, read):
+    each = p.shape[-1] // STREAMS
+    p = jnp.moveaxis(p, -1, 1)[..., None]
+    # One slice a stream, each a run of neighbouring keys: where slices share an index, XLA
+    # reloads it for every element, and does not vectorize.
+    n = sum(
+        p[:, i * each : (i + 1) * each] * read(i * each, each)[:, :, :, None, None]
+        for i in range(STREAMS)
+    )
+    return jnp.sum(n, axis=1)
+
+
+@functools.partial(_attend.defjvp, symbolic_zeros=True)
+def _attend_jvp(primals, tangents):
+    """The derivative: that of a second pass over the blocks, relative to the final pivot.
+
+    The pivot is constant, so the blocks only add up: nothing has to be kept of each.
+    """
+    state = _attend(*primals)
+    q, k, v, mask, bias, lengths = primals
+    arguments = {"q": q, "k": k, "v": v, "bias": bias}
+    tangents = dict(zip(arguments, (*tangents[:3], tangents[4]), strict=True))
+    tangents = {
+        name: t for name, t in tangents.items() if t is not None and not isinstance(t, SymbolicZero)
+    }
+
+    def sums(moving):
+        return _sums(**arguments | moving, mask=mask, lengths=lengths, m=state.max)
+
+    moving = {name: arguments[name] for name in tangents}
+    _, (d, n) = jax.jvp(sums, (moving,), (tangents,))
+    return state, AttentionState(jnp.zeros_like(state.max), d, n)
+
+
+def _sums(q, k, v, bias, *, mask, lengths, m):
+    """(Σ exp(s − m), Σ exp(s − m) v), m constant: what a state holds, made to be differentiated."""
+    n = k.shape[1]
+    size = _block_size(q, n)
+    m = lax.stop_gradient(finite(m))[..., None]
+    small, half = _shrink(q)
+    # Handed to the loop as blocks: each then gets its gradient in its place, where slices of
+    # one array would add up arrays of its size.
+    blocks = {"k": _blocks(k, 1, size), "v": _blocks(v, 1, size)}
+    if bias is not None and bias.shape[-1] == n:
+        blocks["bias"] = _blocks(bias, -1, size)
+
+    def add_block(sums, start, block):
+        _, visible, _ = _seen(start, size, n, mask, None, lengths)
+        added = block.get("bias", bias)
+        if added is not None:
+            visible &= added > -jnp.inf
+        keys, values = block["k"].astype(q.dtype), block["v"].astype(q.dtype)
+        s = _limit(_matrix_scores(small, keys) * half * half, visible, added)
+        p = jnp.exp(s - m)
+        return sums[0] + jnp.sum(p, -1), sums[1] + _matrix_sum(p, lambda *_: values)
+
+    zeros = jnp.zeros(m.shape[:-1], m.dtype), jnp.zeros((*m.shape[:-1], v.shape[-1]), m.dtype)
+    zeros = varying_like(zeros, q, k, v, mask, bias, lengths)
+    return _over_blocks(add_block, zeros, size, n, lengths, blocks)
+
+
+def _blocks(x, axis: int, size: int):
+    """The blocks of `x` along `axis`, along a new first axis; the last is the last `size`."""
+    n = x.shape[axis]
+    whole = -(-n // size) - 1
+    axis %= x.ndim
+    head = lax.slice_in_dim(x, 0, whole * size, axis=axis)
+    head = head.reshape(*x.shape[:axis], whole, size, *x.shape[axis + 1 :])
+    last = lax.slice_in_dim(x, n - size, n, axis=axis)
+    return jnp.concatenate([jnp.moveaxis(head, axis, 0), last[None]])
