@@ -229,6 +229,77 @@ def test_what_limits():
     assert decode_cost("butterfly", Workload(10**9), 8, DGX).limit == "memory"
 
 
+def test_papers_volumes_in_one_unit():
+    """eq. 31 sums over devices for one step, eq. 35 is one device's share: p/(p − 1) apart."""
+    w, p = Workload(640_000), 8
+    one_device = (p - 1) * numel_kv(w, p)
+    assert v_ring(w, p) / one_device == pytest.approx(p / (p - 1))
+    assert decode_cost("ring", w, p, DGX).sent_bytes == w.dtype_bytes * one_device
+    assert decode_cost("ring-allreduce", w, p, DGX).sent_bytes == pytest.approx(4 * v_tree(w, p))
+
+
+def test_memory_of_many_layers():
+    """Half the memory for one block; for many layers' caches the ring's extra chunk is one more."""
+    for layers in (1, 32):
+        w = Workload(128_000, layers=layers)
+        ring, tree = (memory_bytes(s, w, 2) for s in ("ring", "ring-allreduce"))
+        assert ring / tree == pytest.approx((layers + 1) / layers, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_no_ring_decodes_one_token_faster(name):
+    """Not even over a link of 1 ms and 1 TB/s: it has more rounds, and more bytes."""
+    topology = preset(name)
+    links = replace(topology.levels[0], latency=1e-3, bandwidth=1e12)
+    for there in (topology, replace(topology, levels=(links, *topology.levels[1:]))):
+        for p in (2, 8, 64):
+            ring, tree = (
+                decode_cost(s, Workload(640_000), p, there).seconds for s in ("ring", "butterfly")
+            )
+            assert ring > tree
+
+
+def test_where_ring_and_tree_send_as_much():
+    """For l = N/2 · d_kv / (d + 2 n_h) new tokens, bfloat16 keys against float32 states."""
+    for kv_heads in (1, 4, 16):
+        w = Workload(2**20, kv_heads=kv_heads)
+        even = replace(w, queries=round(w.context / 2 * w.d_kv / (w.d + 2 * w.heads)))
+        ring, tree = (decode_cost(s, even, 128, DGX) for s in ("ring", "ring-allreduce"))
+        assert ring.sent_bytes == pytest.approx(tree.sent_bytes, rel=1e-3)
+
+
+def test_prefill_is_the_rings():
+    """Overlapping, with all tokens new; the tree's with one in a thousand."""
+    w = Workload(2**20)
+    for queries, ring_wins in ((2**10, False), (2**20, True)):
+        many = replace(w, queries=queries)
+        ring = decode_cost("ring", many, 128, DGX, overlap=True).seconds
+        assert (ring < decode_cost("hierarchical-allreduce", many, 128, DGX).seconds) == ring_wins
+
+
+def test_butterfly_against_allreduces_by_what_a_launch_costs():
+    """On 128 GPUs seven launches are worth it up to 13 µs each; on 8, three, up to 4.6 µs."""
+    for p, even in ((8, 4.6e-6), (128, 13.0e-6)):
+        for factor, butterfly_wins in ((0.95, True), (1.05, False)):
+            there = replace(DGX, launch=factor * even)
+            butterfly, tree = (
+                decode_cost(s, Workload(640_000), p, there).seconds
+                for s in ("butterfly", "tree-allreduce")
+            )
+            assert (butterfly < tree) == butterfly_wins
+
+
+def test_more_devices_stop_helping_a_tree_and_never_help_a_ring():
+    """Llama 3.1 8B: a million keys are fastest on 64 devices; a ring waits for all keys to pass."""
+    llama = Workload(10**6, heads=32, kv_heads=8, layers=32)
+    seconds = {p: decode_cost("butterfly", llama, p, DGX).seconds for p in (8, 32, 64, 256, 4096)}
+    assert min(seconds, key=seconds.get) == 64
+    long = replace(llama, context=10**8)
+    floor = 32 * 2 * long.context * long.d_kv * 2 / DGX.levels[1].bandwidth
+    for p in (128, 512, 2048):
+        assert decode_cost("ring", long, p, DGX).seconds == pytest.approx(floor, rel=0.1)
+
+
 @given(
     strategy=st.sampled_from(STRATEGIES),
     name=st.sampled_from(sorted(PRESETS)),

@@ -513,7 +513,7 @@ def scaling():
     axes.set(
         xlabel="devices (H100, eight to a node)",
         ylabel="s a token: attention of Llama 3.1 8B",
-        title="More devices help until the rounds take as long as reading a chunk",
+        title="More devices help until a doubling saves less reading than its round costs",
         xlim=(2.6, 5200),
     )
     axes.set_xticks(devices, [str(p) for p in devices])
