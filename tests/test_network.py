@@ -37,7 +37,7 @@ THREE_LEVELS = Topology(
 )
 # The H200's links are the H100's.
 HIERARCHIES = [
-    *(t for t in PRESETS.values() if t.is_power_of_two() and t.name != "dgx-h200"),
+    *(t for t in PRESETS.values() if t.has_closed_forms() and t.name != "dgx-h200"),
     THREE_LEVELS,
 ]
 
@@ -60,8 +60,10 @@ def test_closed_forms_are_the_simulation(kind, topology):
 def test_collective_seconds_simulates_where_no_formula_holds():
     torus = preset("tpu-v5p")
     six = replace(torus, levels=(Level("six to a node", 6, 1e-6, 1e9), Level("all", 8, 1e-5, 1e8)))
-    for topology in (torus, six):
-        assert not topology.is_power_of_two()
+    near, far = preset("ethernet").levels
+    three_ports = replace(torus, levels=(near, replace(far, links=3)))
+    for topology in (torus, six, three_ports):
+        assert not topology.has_closed_forms()
         for kind in SCHEDULES:
             for p in (2, 7, 12, 40):
                 expected = simulate(schedule(kind, p, 1e6, topology), p, topology).seconds

@@ -126,7 +126,7 @@ def collective_seconds(kind: str, p: int, message_bytes: Number, topology: Topol
         raise ValueError(f"kind: expected one of {', '.join(SCHEDULES)}, got {kind!r}")
     if p == 1:
         return 0.0
-    if topology.is_power_of_two():
+    if topology.has_closed_forms():
         return FORMULAS[kind](p, message_bytes, topology)
     if kind in ("ring", "round-trip", "all-gather"):  # the slowest link's step, every time
         step = message_seconds(next(schedule(kind, p, message_bytes, topology)), topology).max()

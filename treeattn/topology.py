@@ -139,9 +139,10 @@ class Topology:
             share = min(senders, math.ceil(self.unit_sizes()[level] / link.links))
         return link.latency + share * message_bytes / link.bandwidth
 
-    def is_power_of_two(self) -> bool:
-        """Whether the closed forms hold: switches or meshes whose units' sizes are powers of 2."""
-        sizes = [size for level in self.levels[:-1] for size in (level.size, level.links or 1)]
+    def has_closed_forms(self) -> bool:
+        """Whether `closed_forms` hold: there is no torus, and sizes and links are powers of two."""
+        sizes = [level.size for level in self.levels[:-1]]
+        sizes += [level.links or 1 for level in self.levels]
         torus = isinstance(self.levels[0].wiring, tuple)
         return not torus and all(size & (size - 1) == 0 for size in sizes)
 
