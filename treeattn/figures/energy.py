@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeattn.energy import energy
+from treeattn.energy import cumulant, energy
 from treeattn.figures.style import BLUE, GREY, INK, ORANGE, PALE, RED, new_figure
+from treeattn.llama import Llama
 
 
 def example_head():
@@ -63,6 +64,72 @@ def energy_landscape():
     return figure
 
 
+TEXT = "The capital of France is Paris, and the capital of Italy is Rome. The capital of Germany is"
+
+
+def real_heads(text: str = TEXT):
+    """What the packaged model's query heads see at the text's last token.
+
+    (q (layers, heads, d), k (layers, heads, n, d), v the same, tokens: n strings)
+    """
+    model = Llama.load(None)
+    ids = model.tokenizer.encode(text)
+    layers = model.layers_qkv(np.array([ids]))
+    q, k, v = (np.stack(x) for x in zip(*([x[0] for x in layer] for layer in layers), strict=True))
+    group = q.shape[2] // k.shape[2]
+    k, v = (np.repeat(x, group, axis=2).swapaxes(1, 2) for x in (k, v))
+    return q[:, -1], k, v, [model.tokenizer.decode([i]) for i in ids]
+
+
+@jax.jit
+@jax.vmap
+@jax.vmap
+def effective_keys_and_spread(q, k, v):
+    """Of one head: exp(entropy) of its weights, and tr κ₂ / ⟨|v|²⟩, from 0 to 1.
+
+    ⟨|v|²⟩ = |attention|² + tr κ₂: the spread is the share of the attended values that cancels.
+    """
+    weights = jax.nn.softmax(k @ q / jnp.sqrt(len(q)))
+    variance = jnp.trace(cumulant(2, q, k, v))
+    total = jnp.sum(cumulant(1, q, k, v) ** 2) + variance
+    return jnp.exp(jnp.sum(jax.scipy.special.entr(weights))), variance / total
+
+
+def spread_of_values(heads=None, pair=((16, 5), (26, 8))):
+    """How many keys each head of a real model attends to, and how far their values agree."""
+    q, k, v, tokens = real_heads() if heads is None else heads
+    effective, spread = effective_keys_and_spread(q, k, v)
+    mosaic = [["all", "first"], ["all", "second"]]
+    figure, _ = new_figure(9.0, 4.2)
+    figure.clear()
+    axes = figure.subplot_mosaic(mosaic, width_ratios=[1, 1.15])
+    axes["all"].scatter(effective, spread, s=14, color=GREY, alpha=0.6, lw=0)
+    axes["all"].set(xscale="log", ylim=(0, 1), xlabel="effective keys, exp(entropy of the weights)")
+    axes["all"].set(ylabel="tr κ₂ / ⟨|v|²⟩: the share that cancels")
+    axes["all"].set_title("The weights do not tell whether values agree", loc="left")
+    axes["all"].set_xticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
+    for at, panel, color in zip(pair, ("first", "second"), (BLUE, RED), strict=True):
+        axes["all"].plot(effective[at], spread[at], "o", color=color, ms=8)
+        weights = jax.nn.softmax(k[at] @ q[at] / np.sqrt(q.shape[-1]))
+        size = np.linalg.norm(v[at], axis=-1)
+        here = np.arange(len(tokens))
+        axes[panel].bar(here, weights, width=0.8, color=color)
+        axes[panel].plot(here, size / size.max(), "_", color=INK, ms=9, mew=1.5)
+        axes[panel].set_xticks([])
+        axes[panel].set(ylim=(0, 1.4), yticks=[0, 0.5, 1])
+        name = f"layer {at[0]}, head {at[1]}: {effective[at]:.1f} keys, {spread[at]:.0%} cancels"
+        axes[panel].set_title(name, loc="left", color=color, fontsize=10)
+    axes["second"].set_xticks(
+        here, [t.strip() for t in tokens], rotation=60, ha="right", fontsize=8
+    )
+    axes["first"].plot([], [], "_", color=INK, mew=1.5, label="|v|, of the largest")
+    axes["first"].bar([0], [0], color=GREY, label="attention weight")
+    axes["first"].legend(fontsize=8, loc="upper right", ncols=2, frameon=False)
+    for each in axes.values():
+        each.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
 def convex_hull(points: np.ndarray) -> np.ndarray:
     """The corners of the points' convex hull, in turn: gift wrapping."""
     hull, here = [], min(range(len(points)), key=lambda a: tuple(points[a]))
@@ -77,4 +144,4 @@ def convex_hull(points: np.ndarray) -> np.ndarray:
     return points[hull]
 
 
-FIGURES = {"energy_landscape": energy_landscape}
+FIGURES = {"energy_landscape": energy_landscape, "spread_of_values": spread_of_values}
