@@ -498,7 +498,7 @@ def test_numpy_memory():
     mask = pack(beam).attention_mask
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 15 * mask.nbytes
+    assert peak < 6 * mask.nbytes
 
 
 BEAM = np.zeros((2, 3, 4), np.int32)
