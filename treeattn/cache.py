@@ -89,7 +89,7 @@ def new_cache(
 ) -> Cache:
     """An empty cache for `capacity` tokens a text, rounded up to a multiple of the devices."""
     if batch < 1 or capacity < 1:
-        raise ValueError(f"batch, capacity: expected at least 1, got {batch} and {capacity}")
+        raise ValueError(f"batch and capacity: expected at least 1, got {batch} and {capacity}")
     p = shards_of(mesh)
     shape = (batch, p * -(-capacity // p), kv_heads, head_dim)
 

@@ -82,8 +82,9 @@ class Llama:
     def logits(self, token_ids: Int[Array, "b l"]) -> Float[Array, "b l vocabulary"]:
         """One full causal pass without a cache; float32, or float64 for a model of float64."""
         x, angles = self._embed(self._tokens(token_ids))
+        how = dataclasses.replace(self._how, attention=None)
         for w in self.weights.layers:
-            x, _ = steps.extend_layer(x, w, angles, None, None, None, how=self._how)
+            x, _ = steps.extend_layer(x, w, angles, None, None, None, how=how)
         return self._logits(x)
 
     def layer_qkv(
@@ -98,9 +99,10 @@ class Llama:
     def layers_qkv(self, token_ids: Int[Array, "b l"]) -> Iterator[tuple[Array, Array, Array]]:
         """`layer_qkv` of one layer after the other, in a single pass."""
         x, angles = self._embed(self._tokens(token_ids))
+        how = dataclasses.replace(self._how, attention=None)
         for w in self.weights.layers:
             yield steps.layer_qkv(x, w, angles, config=self.config)
-            x, _ = steps.extend_layer(x, w, angles, None, None, None, how=self._how)
+            x, _ = steps.extend_layer(x, w, angles, None, None, None, how=how)
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache for `batch` texts of up to `capacity` tokens (rounded up), sharded."""
@@ -228,9 +230,10 @@ class Llama:
         along = NamedSharding(self.mesh, P(None, caches.axes_of(self.mesh)))
         tokens = jax.make_array_from_callback(tokens.shape, along, lambda index: tokens[index])
         x, angles = self._embed(tokens)
+        how = dataclasses.replace(self._how, attention=None)  # the same program for all
         layers = []
         for w, old in zip(self.weights.layers, cache.layers, strict=True):
-            x, old = steps.prefill_layer(x, w, angles, old, how=self._how, attention=attention)
+            x, old = steps.prefill_layer(x, w, angles, old, how=how, attention=attention)
             layers.append(old)
         cache = Cache(*zip(*layers, strict=True), steps.advance(cache.lengths, lengths))
         return self._logits(x, lengths - 1), cache

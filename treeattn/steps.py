@@ -34,7 +34,7 @@ class How:
 
     config: Config
     mesh: Mesh | None
-    attention: ShardAttention  # towards the cache
+    attention: ShardAttention | None  # towards the cache; None where there is none
     implementation: str | None
 
 

@@ -1,0 +1,249 @@
+"""The cache and the steps, on a small random Llama: any partition, any order, any lengths."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from treeattn import Llama, ancestor_mask, depths, kv_mesh
+from treeattn import cache as caches
+from treeattn.parallel import TO_CACHE
+from treeattn.steps import step_layer
+
+SMALL = Path(__file__).parent / "data" / "llamas" / "llama3"
+TEXT = np.random.default_rng(0).integers(0, 96, 41)
+
+
+@pytest.fixture(scope="module")
+def one():
+    return Llama.load(SMALL)
+
+
+@pytest.fixture(scope="module")
+def eight(one):
+    return one.on(kv_mesh(jax.devices()[:8]))
+
+
+@pytest.fixture(scope="module")
+def dense(one):
+    """The logits after each token of TEXT, (41, vocabulary)."""
+    return np.asarray(one.logits(TEXT[None])[0])
+
+
+def check(logits, want):
+    np.testing.assert_allclose(logits, want, atol=1e-4)
+
+
+@pytest.mark.parametrize("attention", TO_CACHE)
+def test_every_attention_agrees_with_the_full_pass(eight, dense, attention):
+    model = eight.using(attention)
+    logits, cache = model.prefill([TEXT[:30].tolist()], model.new_cache(1, 48))
+    check(logits[0], dense[29])
+    for i in range(30, 39):
+        logits, cache = model.step(TEXT[None, i : i + 1], cache, last=True)
+        check(logits[0], dense[i])
+
+
+@pytest.mark.parametrize("nodes, p, attention", [(None, 3, "tree"), (2, 6, "butterfly")])
+def test_other_meshes(one, dense, nodes, p, attention):
+    model = one.on(kv_mesh(jax.devices()[:p], nodes=nodes), attention=attention)
+    logits, cache = model.prefill([TEXT[:30].tolist()], model.new_cache(1, 48))
+    check(logits[0], dense[29])
+    check(model.step(TEXT[None, 30:], cache)[0][0], dense[30:])  # several at once
+
+
+def test_one_device(one, dense):
+    logits, cache = one.prefill([TEXT[:30].tolist()], one.new_cache(1, 48))
+    check(logits[0], dense[29])
+    check(one.step(TEXT[None, 30:], cache)[0][0], dense[30:])
+
+
+@pytest.mark.parametrize("prefill_with", ["chunks", "ring"])
+def test_prefill_of_several_lengths(eight, one, prefill_with):
+    model = eight.using("tree", prefill_with=prefill_with)
+    prompts = [TEXT[:n].tolist() for n in (5, 40, 1)]
+    done = []
+    logits, cache = model.prefill(prompts, model.new_cache(3, 48), chunk=16, progress=done.append)
+    assert cache.lengths.tolist() == [5, 40, 1] and sum(done) == 46
+    want = np.asarray(one.logits(np.stack([TEXT] * 3)))
+    check(logits, want[0, [4, 39, 0]])
+    # … and each goes on by itself, one of them not at all.
+    step, cache = model.step(TEXT[[5, 0, 1]][:, None], cache, counts=np.array([1, 0, 1]))
+    assert cache.lengths.tolist() == [6, 40, 2]
+    check(step[[0, 2], 0], want[0, [5, 1]])
+
+
+def test_ulysses(one, dense):
+    model = one.on(kv_mesh(jax.devices()[:2]), prefill_with="ulysses")
+    logits, cache = model.prefill([TEXT[:30].tolist()], model.new_cache(1, 48))
+    check(logits[0], dense[29])
+    check(model.step(TEXT[None, 30:], cache)[0][0], dense[30:])
+
+
+def test_a_second_prompt_goes_after_the_first(eight, dense):
+    _, cache = eight.prefill([TEXT[:30].tolist()], eight.new_cache(1, 48))
+    logits, cache = eight.prefill([TEXT[30:].tolist()], cache)
+    check(logits[0], dense[-1])
+
+
+def test_shards_stay_balanced_and_hold_the_same_keys(one, eight):
+    _, alone = one.prefill([TEXT.tolist()], one.new_cache(1, 48))
+    cache = eight.new_cache(1, 48)
+    for start, stop in ((0, 3), (3, 11), (11, 26), (26, 41)):
+        _, cache = eight.prefill([TEXT[start:stop].tolist()], cache)
+        counts = [int(caches.shard_lengths(cache.lengths, r, 8)[0]) for r in range(8)]
+        assert sum(counts) == stop and max(counts) - min(counts) <= 1
+        # What the device really holds: the rows in use, and zeros after them.
+        for shard in cache.k[1].addressable_shards:
+            used = np.abs(np.asarray(shard.data)[0]).sum((1, 2)) > 0
+            rank = shard.index[1].start // 6
+            assert used[: counts[rank]].all()
+    for x, y in zip(alone.k + alone.v, cache.k + cache.v, strict=True):
+        check(caches.in_order(y, 8)[:, :41], x[:, :41])
+
+
+def test_growing_keeps_every_token_where_it_is(eight, dense):
+    _, cache = eight.prefill([TEXT[:30].tolist()], eight.new_cache(1, 32))
+    before = [np.asarray(s.data) for s in cache.k[0].addressable_shards]
+    cache = eight.grow(cache, 64)
+    assert cache.capacity == 64
+    for x, shard in zip(before, cache.k[0].addressable_shards, strict=True):
+        np.testing.assert_array_equal(x, np.asarray(shard.data)[:, : x.shape[1]])
+    check(eight.step(TEXT[None, 30:31], cache)[0][0, 0], dense[30])
+    with pytest.raises(ValueError, match="capacity: expected at least the 64"):
+        eight.grow(eight.new_cache(1, 64), 32)
+
+
+def test_a_growing_text_does_not_compile_anew(eight):
+    _, cache = eight.prefill([TEXT[:8].tolist()], eight.new_cache(1, 48))
+    _, cache = eight.step(TEXT[None, 8:9], cache)
+    compiled = step_layer._cache_size()
+    for i in range(9, 20):
+        _, cache = eight.step(TEXT[None, i : i + 1], cache)
+    assert step_layer._cache_size() == compiled
+
+
+def test_a_step_gives_up_its_cache(one):
+    cache = one.new_cache(1, 48)
+    one.step(TEXT[None, :1], cache)
+    assert cache.k[0].is_deleted()  # written in place
+
+
+def test_a_tree_of_candidates(eight, one):
+    """Packed tokens with a tree mask: each sees the text and its ancestors; one path is kept."""
+
+    def after(text):  # the logits after `text`, in full passes of one length
+        return one.logits(np.array([text + [0] * (41 - len(text))]))[0, len(text) - 1]
+
+    parents = np.array([-1, 0, 0, 1, 2, 2])
+    tokens = np.array([7, 11, 12, 13, 14, 15])
+    text = TEXT[:20]
+    _, cache = eight.prefill([text.tolist()], eight.new_cache(1, 48))
+    positions = 20 + depths(parents)[None]
+    mask = ancestor_mask(parents)[None]
+    logits, new = eight.extend(tokens[None], cache, positions=positions, mask=mask)
+    for i in range(len(tokens)):
+        path = [i]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        check(logits[0, i], after([*text, *tokens[path]]))
+
+    # Accept 7, 12, 15, and go on from there.
+    select = np.array([[0, 2, 5, 0]])
+    cache = eight.commit(cache, new, select=select, counts=np.array([3]))
+    assert cache.lengths.tolist() == [23]
+    check(eight.step(np.array([[3]]), cache)[0][0, 0], after([*text, 7, 12, 15, 3]))
+
+
+def test_commit_without_a_selection(eight, dense):
+    _, cache = eight.prefill([TEXT[:20].tolist()], eight.new_cache(1, 48))
+    logits, new = eight.extend(TEXT[None, 20:30], cache)
+    check(logits[0], dense[20:30])
+    cache = eight.commit(cache, new)
+    check(eight.step(TEXT[None, 30:31], cache)[0][0, 0], dense[30])
+
+
+def test_an_attention_of_ones_own(eight, dense):
+    def blind(q, k, v, lengths, axes):
+        state = TO_CACHE["gather"](q, k, v, lengths, axes, implementation=None)
+        return state._replace(denominator=state.denominator * 0, numerator=state.numerator * 0)
+
+    cache = eight.prefill([TEXT[:20].tolist()], eight.new_cache(1, 48))[1]
+    seen = eight.using(blind).extend(TEXT[None, 20:21], cache)[0][0, 0]
+    assert np.isfinite(seen).all() and np.abs(seen - dense[20]).max() > 0.1
+
+
+def test_layer_qkv_is_what_the_cache_holds(one):
+    _, cache = one.prefill([TEXT.tolist()], one.new_cache(1, 48))
+    for layer in range(2):
+        q, k, v = one.layer_qkv(TEXT[None], layer)
+        assert q.shape == (1, 41, 4, 8) and k.shape == v.shape == (1, 41, 2, 8)
+        check(cache.k[layer][:, :41], k)
+        check(cache.v[layer][:, :41], v)
+
+
+def test_the_model_in_float64_agrees(one, dense):
+    wide = Llama.load(SMALL, dtype=jnp.float64).logits(TEXT[None])[0]
+    assert wide.dtype == jnp.float64
+    check(dense, wide)
+
+
+def test_token_rows_are_a_permutation():
+    for p in (1, 3, 8):
+        rows = caches.token_rows(np.arange(24), 24, p)
+        assert sorted(rows) == list(range(24))
+        assert (rows[:p] % (24 // p) == 0).all()  # the first p tokens begin the p shards
+
+
+# What a step refuses
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"tokens": [[96]]}, "tokens: expected ids from 0 to 95, got 96"),
+        ({"tokens": [[-1]]}, "tokens: expected ids from 0 to 95, got -1"),
+        ({"tokens": [1, 2]}, "tokens: expected integers"),
+        ({"tokens": [[0.5]]}, "tokens: expected integers"),
+        ({"tokens": [[1], [2]]}, "tokens: the cache has 1 texts, got 2 rows"),
+        ({"tokens": [[1] * 49]}, "tokens: 49 tokens do not fit into a cache of 48"),
+        ({"positions": np.zeros((1, 2), np.int32)}, "positions: expected shape"),
+        ({"mask": np.ones((1, 1, 1))}, "mask: expected booleans"),
+        ({"mask": np.ones((1, 2, 2), bool)}, "mask: expected booleans"),
+        ({"counts": np.array([1, 1])}, "counts: expected shape"),
+    ],
+)
+def test_bad_steps(one, unchecked, arguments, message):
+    cache = one.new_cache(1, 48)
+    with pytest.raises(ValueError, match=message):
+        one.step(**{"tokens": [[1]], "cache": cache} | arguments)
+    assert not cache.k[0].is_deleted()
+
+
+@pytest.mark.parametrize(
+    "prompts, message",
+    [
+        ([[1] * 49], "prompts: 49 tokens do not fit into a cache of 48"),
+        ([[1, 96]], "tokens: expected ids from 0 to 95, got 96"),
+        ([[]], "prompts: expected 1, none of them empty"),
+        ([[1], [2]], "prompts: expected 1, none of them empty, got lengths"),
+    ],
+)
+def test_bad_prompts(one, prompts, message):
+    cache, done = one.new_cache(1, 48), []
+    with pytest.raises(ValueError, match=message):
+        one.prefill(prompts, cache, progress=done.append)
+    assert not done and not cache.k[0].is_deleted()
+
+
+def test_bad_options(one, unchecked):
+    with pytest.raises(ValueError, match=r"attention: expected one of .*'tree'.* got 'trees'"):
+        one.using("trees")
+    with pytest.raises(ValueError, match=r"prefill: expected one of .* got 'tree'"):
+        one.using("tree", prefill_with="tree")
+    with pytest.raises(ValueError, match="layer: expected 0 … 1, got 2"):
+        one.layer_qkv(TEXT[None], 2)
+    with pytest.raises(ValueError, match="capacity: expected at least 1"):
+        one.new_cache(1, 0)
