@@ -456,9 +456,8 @@ def assert_as_alone(model, prompts, beam, run, atol):
         np.testing.assert_allclose(logits[b, some], expected, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("name", ["llama2", "llama3"])
-def test_packed_llama_logits_in_float64(name):
-    model = Llama.load(Path(__file__).parent / "data" / "llamas" / name, dtype=jnp.float64)
+def test_packed_llama_logits_in_float64():
+    model = Llama.load(Path(__file__).parent / "data" / "llamas" / "llama3", dtype=jnp.float64)
     rng = np.random.default_rng(7)
     prompts = [rng.integers(0, model.config.vocabulary, n).tolist() for n in (9, 4)]
     beam, run = searched(model, prompts, width=5, length=4)
@@ -470,12 +469,12 @@ def test_packed_llama_logits_in_float64(name):
 def test_packed_logits_of_a_real_model():
     """Beams that SmolLM2-135M's search finds: they share a lot, and pack to the trie."""
     model = Llama.load(None)
-    prompts = [model.tokenizer.encode(p) for p in ("The capital of France is", "1, 2, 3, 4,")]
-    beam, run = searched(model, prompts, width=8, length=4)
+    prompts = [model.tokenizer.encode("The capital of France is")]
+    beam, run = searched(model, prompts, width=8, length=3)
     assert "Paris" in model.tokenizer.decode(beam[0, 0].tolist())
     packed = pack(beam)
     assert_packed(packed, prefix_encoding(beam), beam)
-    assert packed.packed_beam.shape[1] <= 20  # of 32
+    assert packed.packed_beam.shape[1] <= 16  # of 24
     assert_as_alone(model, prompts, beam, run, atol=1e-3)
 
 
