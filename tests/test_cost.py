@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from treeattn import cost, kv_mesh, tree_decode
+from treeattn.closed_forms import merge_seconds
 from treeattn.compiled import collectives, count, memory, total_bytes
 from treeattn.formulas import (
     Workload,
@@ -287,6 +288,17 @@ def test_butterfly_against_allreduces_by_what_a_launch_costs():
                 for s in ("butterfly", "tree-allreduce")
             )
             assert (butterfly < tree) == butterfly_wins
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[3:])
+@pytest.mark.parametrize("name", ["dgx-h100", "ethernet", "tpu-v5p"])
+def test_merging_is_what_a_strategy_sends(strategy, name):
+    """`merge_seconds` by the size of a state, and `decode_cost` by the workload, are the same."""
+    topology, w = preset(name), Workload(1_000_000, batch=100)
+    for p in (2, 8, 24, 64):
+        cost = decode_cost(strategy, w, p, topology)
+        seconds = merge_seconds(strategy, p, 4 * numel_state(w), topology)
+        assert seconds == pytest.approx(cost.latency_seconds + cost.volume_seconds)
 
 
 def test_more_devices_stop_helping_a_tree_and_never_help_a_ring():

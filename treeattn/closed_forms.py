@@ -132,3 +132,22 @@ def collective_seconds(kind: str, p: int, message_bytes: Number, topology: Topol
         step = message_seconds(next(schedule(kind, p, message_bytes, topology)), topology).max()
         return collective_rounds(kind, p) * float(step)
     return simulate(schedule(kind, p, message_bytes, topology), p, topology).seconds
+
+
+def merge_seconds(
+    kind: str, p: int, state_bytes: Number, topology: Topology, parts: int = 2
+) -> float:
+    """Seconds to merge states of that size across p devices, launches included.
+
+    kind: "gather", for an all-gather of packed states; "butterfly", a launch for every round; or
+          an Allreduce, of which there are `parts`: 3 as Algorithm 3 writes them, 2 as XLA joins
+          them. The bytes are those of all parts together.
+    """
+    if kind == "gather":
+        return topology.launch + collective_seconds("all-gather", p, state_bytes, topology)
+    seconds = collective_seconds(kind, p, state_bytes, topology)
+    if kind == "butterfly":
+        return collective_rounds(kind, p) * topology.launch + seconds
+    return (
+        parts * topology.launch + seconds + (parts - 1) * collective_seconds(kind, p, 0, topology)
+    )

@@ -33,7 +33,8 @@ class Collective(NamedTuple):
     count:         how often it runs, with the trip counts of the loops around it
     operand_bytes: what a device puts in, each time, all operands of a joined collective
     result_bytes:  what a device gets out, each time
-    shapes:        its operands, as in ("f32[1,16,128]", "f32[1,16]")
+    shapes:        its operands, as in ("f32[1,16,128]", "f32[1,16]"); the largest first, since
+                   the order in which XLA joins them means nothing
     devices:       how many take part in a group; for a collective-permute, pairs that send;
                    0 when the program does not say, which means all
     """
@@ -168,7 +169,7 @@ def _collective(
         times,
         sum(map(hlo.shape_bytes, operands)),
         sum(map(hlo.shape_bytes, results)),
-        tuple(operands),
+        tuple(sorted(operands, key=hlo.shape_bytes, reverse=True)),
         _devices(this.attributes),
     )
 
