@@ -78,8 +78,9 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
     """The state of the union of two disjoint sets of keys.
 
     Associative and commutative up to rounding, with `AttentionState.identity` as identity.
-    The result has the wider of the two dtypes. Raises a TypeError or ValueError when `a` or
-    `b` is no state, its fields do not fit each other, or the two differ in shape.
+    The result has the wider of the two dtypes. Finite fields, or a pivot of −∞, never give a
+    NaN: sums saturate. Raises a TypeError or ValueError when `a` or `b` is no state, its
+    fields do not fit each other, or the two differ in shape.
     """
     check_state(a=a, b=b)
     if a.numerator.shape != b.numerator.shape:
@@ -95,13 +96,13 @@ def finalize(state: AttentionState) -> tuple[Float[Array, "... dv"], Float[Array
     """(out, lse): the attention n / d (..., dv), and log Σ exp(s) = m + log d (...,).
 
     out has the state's dtype; lse, a natural logarithm, is never below float32. The state of
-    no keys gives (0, −∞).
+    no keys gives (0, −∞). Sums beyond the dtype's range count as its largest finite number.
     """
     check_state(state=state)
     m, d, n = state
     empty = (d == 0) | (m == -jnp.inf)
     d = jnp.where(empty, 1, finite(d))
-    out = jnp.where(empty[..., None], 0, n / d[..., None])
+    out = jnp.where(empty[..., None], 0, finite(n) / d[..., None])
     lse_dtype = jnp.promote_types(m.dtype, jnp.float32)
     lse = m.astype(lse_dtype) + jnp.log(d.astype(lse_dtype))
     return out, jnp.where(empty, -jnp.inf, lse)

@@ -85,11 +85,12 @@ def count_rounds(p: int, arity: int) -> int:
 
 
 def merge_rounds(largest: int = 128) -> Figure:
-    """Rounds against the number of states: chain and trees, counted at every p to `largest`."""
+    """Rounds against the number of states, to a power of two: chain, and trees at every p."""
     figure, ax = new_figure(7.0, 3.4)
     ps = np.arange(2, largest + 1)
-    chain = [count_merges(reduce_chain, scalar_states(p))[1] for p in ps]
-    ax.plot(ps, chain, color=ORANGE, label="chain")
+    powers = 2 ** np.arange(1, largest.bit_length())
+    chain = [count_merges(reduce_chain, scalar_states(p))[1] for p in powers]
+    ax.plot(powers, chain, color=ORANGE, label="chain")
     for arity, color in ((2, BLUE), (4, GREEN), (8, RED)):
         rounds = [count_rounds(p, arity) for p in ps]
         ax.step(ps, rounds, where="mid", color=color, label=f"tree, {arity} children a node")

@@ -1,0 +1,699 @@
+"""The monoid of attention states against float64 dense attention, and what breaks elsewhere."""
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import treeattn.state
+from treeattn import (
+    AttentionState,
+    attend,
+    finalize,
+    from_output,
+    kv_mesh,
+    merge,
+    reduce_chain,
+    reduce_tree,
+    scan_states,
+)
+from treeattn.figures.merge import (
+    ANIMATIONS,
+    count_merges,
+    count_rounds,
+    eight_leaves,
+    merge_tree_frame,
+    rounding_errors,
+    scalar_states,
+)
+
+N, DV, PARTS = 12, 2, 5  # keys, their values' width, parts they are split into
+
+
+# ---------------------------------------------------------------- oracles
+
+
+def dense(s, v, c, e):
+    """(out, lse, dL/ds, dL/dv) in float64 numpy, by formula, for L = c·out + e·lse.
+
+    No keys: out 0, lse −∞, and both gradients 0.
+    """
+    s, v, c = (np.asarray(x, np.float64) for x in (s, v, c))
+    m = s.max(initial=-np.inf)
+    if m == -np.inf:
+        return np.zeros(v.shape[-1]), -np.inf, np.zeros_like(s), np.zeros_like(v)
+    p = np.exp(s - m)
+    lse = m + np.log(p.sum())
+    p /= p.sum()
+    out = p @ v
+    return out, lse, p * ((v - out) @ c + e), p[:, None] * c
+
+
+def states_of(s, v, parts):
+    """One state a part, (PARTS,), of the keys with scores s (N,) that `parts` gives to it."""
+    s = jnp.where(parts == jnp.arange(PARTS)[:, None], s, -jnp.inf)
+    m = jnp.max(s, axis=1)
+    w = jnp.exp(s - jnp.where(m == -jnp.inf, 0, m)[:, None])
+    return AttentionState(m, w.sum(1), w @ v)
+
+
+def last_of_scan(states):
+    return jax.tree.map(lambda x: x[-1], scan_states(states))
+
+
+def right_to_left(states):
+    """Not one of ours: a bracketing that no public reduction uses."""
+    states = [AttentionState(*(x[i] for x in states)) for i in range(PARTS)]
+    return functools.reduce(lambda right, left: merge(left, right), reversed(states))
+
+
+REDUCTIONS = [reduce_chain, reduce_tree, last_of_scan]
+ORDERS = {
+    "chain": reduce_chain,
+    "scan": last_of_scan,
+    "right to left": right_to_left,
+    **{f"tree of {k}": functools.partial(reduce_tree, arity=k) for k in (2, 3, 4, 7)},
+}
+
+
+def run_of(order):
+    """Jitted: scores, values, part of each key, and the parts' order -> as `dense`."""
+
+    def loss(s, v, parts, permutation, c, e):
+        states = jax.tree.map(lambda x: x[permutation], states_of(s, v, parts))
+        out, lse = finalize(ORDERS[order](states))
+        return jnp.sum(c * out) + e * jnp.where(lse == -jnp.inf, 0, lse), (out, lse)
+
+    @jax.jit
+    def run(*arguments):
+        gradients, results = jax.grad(loss, (0, 1), has_aux=True)(*arguments)
+        return *results, *gradients
+
+    return run
+
+
+RUNS = {order: run_of(order) for order in ORDERS}
+SCORES = st.one_of(
+    st.floats(-10, 10, width=32),
+    st.sampled_from([-math.inf, 0.0, 1e4, -1e4, 65504.0, -65504.0, 88.7, -103.0]),
+)
+CASES = 2000
+seen = []
+
+
+@settings(max_examples=CASES)
+@given(
+    s=st.lists(SCORES, min_size=N, max_size=N),
+    parts=st.lists(st.integers(0, PARTS - 1), min_size=N, max_size=N),
+    permutation=st.permutations(range(PARTS)),
+    order=st.sampled_from(list(ORDERS)),
+    dtype=st.sampled_from(["float32", "float64"]),
+    e=st.sampled_from([0.0, 1.0, -0.5]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_order_of_any_split_is_dense_attention(s, parts, permutation, order, dtype, e, seed):
+    """Each case is one split of 12 keys into 5 parts (empty ones too), merged in one order."""
+    rng = np.random.default_rng(seed)
+    s = np.array(s, dtype)
+    v, c = rng.normal(size=(N, DV)).astype(dtype), rng.normal(size=DV).astype(dtype)
+    got = RUNS[order](s, v, np.array(parts), np.array(permutation), c, np.array(e, dtype))
+    # exp's relative error is its argument's absolute one: ε·88 where it has not vanished.
+    rtol = 3e-5 if dtype == "float32" else 1e-11
+    for x, wanted in zip(got, dense(s, v, c, e), strict=True):
+        np.testing.assert_allclose(x, wanted, rtol=rtol, atol=rtol)
+    seen.append(order)
+
+
+def test_that_the_cases_were_generated():
+    if not seen:
+        pytest.skip("the generated cases did not run")
+    assert len(seen) >= CASES and set(seen) == set(ORDERS)
+
+
+# ---------------------------------------------------------------- the laws
+
+
+def random_states(rng, shape, dv=3, dtype=np.float32):
+    return AttentionState(
+        jnp.asarray(rng.normal(size=shape) * 5, dtype),
+        jnp.asarray(rng.uniform(0.5, 20, size=shape), dtype),
+        jnp.asarray(rng.normal(size=(*shape, dv)), dtype),
+    )
+
+
+def sums(state):
+    """What a state stands for, relative to one pivot for all: (d, n) in float64."""
+    m, d, n = (np.asarray(x, np.float64) for x in state)
+    return d * np.exp(m), n * np.exp(m)[..., None]
+
+
+DTYPES = ["float16", "bfloat16", "float32", "float64"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_merge_adds_what_states_stand_for(dtype):
+    rng = np.random.default_rng(0)
+    a, b = (random_states(rng, (64,), dtype=dtype) for _ in range(2))
+    rtol = 8 * float(jnp.finfo(dtype).eps)
+    for got, x, y in zip(sums(merge(a, b)), sums(a), sums(b), strict=True):
+        np.testing.assert_allclose(got, x + y, rtol=rtol, atol=rtol * np.max(abs(x) + abs(y)))
+    for x, y in zip(merge(a, b), merge(b, a), strict=True):
+        np.testing.assert_allclose(*(np.asarray(z, np.float64) for z in (x, y)), rtol=rtol)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_identity_changes_no_bit(dtype):
+    state = random_states(np.random.default_rng(1), (16,), dtype=dtype)
+    none = AttentionState.identity((16,), 3, dtype)
+    for merged in (merge(none, state), merge(state, none)):
+        for x, y in zip(merged, state, strict=True):
+            assert x.dtype == dtype and (x == y).all()
+    for x, y in zip(merge(none, none), none, strict=True):
+        assert (x == y).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_finalize_keeps_the_dtype_but_never_a_half_precision_lse(dtype):
+    out, lse = finalize(random_states(np.random.default_rng(2), (4,), dtype=dtype))
+    assert out.dtype == dtype
+    assert lse.dtype == ("float64" if dtype == "float64" else "float32")
+
+
+def test_the_wider_dtype_wins():
+    rng = np.random.default_rng(3)
+    merged = merge(random_states(rng, (2,)), random_states(rng, (2,), dtype=np.float64))
+    assert {x.dtype for x in merged} == {np.dtype("float64")}
+    half = from_output(jnp.ones((2, 3), "bfloat16"), jnp.ones(2, "float16"))
+    assert {x.dtype for x in half} == {np.dtype("float32")}
+
+
+@pytest.mark.parametrize("value_of_none", [np.nan, np.inf, 7.0])
+@pytest.mark.parametrize("infinity", [-np.inf, np.inf])
+def test_an_infinite_lse_means_no_keys(infinity, value_of_none):
+    rng = np.random.default_rng(4)
+    out, lse = rng.normal(size=(4, 3)), rng.normal(size=4)
+    lse[[0, 2]] = infinity
+    out[[0, 2]] = value_of_none
+    state = from_output(out, lse)
+    assert (state.max[::2] == -np.inf).all() and not state.numerator[::2].any()
+    again, lse_again = finalize(state)
+    np.testing.assert_allclose(again[1::2], out[1::2])
+    np.testing.assert_allclose(lse_again[1::2], lse[1::2])
+    assert not again[::2].any() and (lse_again[::2] == -np.inf).all()
+
+    def loss(out, lse):
+        out, lse = finalize(merge(from_output(out, lse), from_output(out, lse)))
+        return out.sum() + jnp.where(jnp.isinf(lse), 0, lse).sum()
+
+    for gradient in jax.grad(loss, (0, 1))(out, lse):
+        assert not gradient[::2].any() and np.isfinite(gradient).all()
+        np.testing.assert_allclose(gradient[1::2], 1, rtol=1e-12)
+
+
+def test_a_pivot_of_minus_infinity_hides_whatever_stands_beside_it():
+    state = AttentionState(jnp.full(1, -jnp.inf), jnp.ones(1), jnp.ones((1, 2)))
+    out, lse = finalize(state)
+    assert not out.any() and lse[0] == -jnp.inf
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_empty_states_anywhere(reduce):
+    states = random_states(np.random.default_rng(5), (4, 2), dtype=np.float64)
+    run = jax.jit(lambda states: finalize(reduce(states)))
+    for pattern in itertools.product([False, True], repeat=4):
+        hide = np.array(pattern)[:, None]
+        holed = AttentionState(
+            np.where(hide, -np.inf, states.max),
+            np.where(hide, 0, states.denominator),
+            np.where(hide[..., None], 0, states.numerator),
+        )
+        d, n = (x.sum(0) for x in sums(holed))
+        out, lse = run(holed)
+        np.testing.assert_allclose(out, n / np.where(d, d, 1)[:, None], rtol=1e-12, atol=1e-14)
+        np.testing.assert_allclose(np.exp(lse), d, rtol=1e-12)
+
+
+@pytest.mark.parametrize("reduce", [reduce_chain, reduce_tree])
+def test_no_states_at_all_are_no_keys(reduce):
+    out, lse = finalize(reduce(AttentionState.identity((2, 0), 3), axis=1))
+    assert out.shape == (2, 3) and not out.any() and (lse == -np.inf).all()
+    assert scan_states(AttentionState.identity((0, 2), 3)).max.shape == (0, 2)
+
+
+# ---------------------------------------------------------------- range
+
+
+def awkward_states(large):
+    """Empty ones, pivots at the ends of float32, and sums of ±`large`."""
+    largest = float(jnp.finfo("float32").max)
+    pivots = [-np.inf, -np.inf, largest, -largest, 1e4, -1e4, 0, 0, 0, 0]
+    sums = [0, 0, 1, 1, 1, 1, large, large, large, large]
+    values = [0, 0, 1, 1, 1, 1, large, large, -large, -large]
+    return AttentionState(*(np.float32(x) for x in (pivots, sums, np.array(values)[:, None])))
+
+
+def check_no_nan(reduce=reduce_tree):
+    """No field or output of a reduction of awkward but finite states is NaN; no gradient
+    either, as long as a product with a sum stays in range."""
+
+    @jax.jit  # anew at every call, so that what was patched is traced
+    def run(states):
+        reduced = reduce(states)
+        return *reduced, *finalize(reduced)
+
+    gradients = jax.jit(jax.grad(lambda x: finalize(reduce(x))[0].sum()))
+    largest = float(jnp.finfo("float32").max)
+    for order in (np.arange(10), np.arange(10)[::-1], np.arange(10) % 2, [0, 6, 8, 7, 9] * 2):
+        states = AttentionState(*(x[np.array(order)] for x in awkward_states(largest)))
+        assert not any(np.isnan(x).any() for x in run(states))
+        states = AttentionState(*(x[np.array(order)] for x in awkward_states(1e18)))
+        assert all(np.isfinite(x).all() for x in gradients(states))
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_no_nan_from_finite_states(reduce):
+    check_no_nan(reduce)
+
+
+def test_a_weight_of_zero_times_an_infinite_numerator():
+    near = AttentionState(jnp.zeros(1), jnp.ones(1), jnp.ones((1, 1)))
+    far = AttentionState(jnp.full(1, -1e4), jnp.ones(1), jnp.full((1, 1), jnp.inf))
+    assert finalize(merge(near, far))[0] == 1
+
+
+def test_an_infinite_score_takes_all_the_weight():
+    one = AttentionState(jnp.full(1, jnp.inf), jnp.ones(1), jnp.full((1, 1), 5.0))
+    rest = AttentionState(jnp.zeros(1), jnp.ones(1), jnp.ones((1, 1)))
+    assert finalize(merge(one, rest))[0] == finalize(merge(rest, one))[0] == 5
+
+
+def test_exponentials_beyond_the_range_of_float16():
+    """lse 2·10⁴: exp(lse) overflows in every dtype, the difference of two does not."""
+    lse = jnp.array([20000.0, 20000.0 + math.log(3)])
+    out, merged = finalize(reduce_tree(from_output(jnp.array([[0.0], [4.0]]), lse)))
+    np.testing.assert_allclose(out, [3.0], rtol=1e-12)
+    np.testing.assert_allclose(merged, 20000 + math.log(4), rtol=1e-15)
+
+
+def test_a_nan_is_not_hidden():
+    state = AttentionState(jnp.zeros(1), jnp.ones(1), jnp.full((1, 1), jnp.nan))
+    assert jnp.isnan(finalize(merge(state, AttentionState.identity((1,), 1)))[0]).all()
+
+
+# ---------------------------------------------------------------- other forms of the merge
+
+
+def test_output_and_lse_and_sigmoid_forms():
+    rng = np.random.default_rng(6)
+    out, lse = rng.normal(size=(2, 9, 3)), rng.normal(size=(2, 9)) * 10
+    a, b = (from_output(o, l) for o, l in zip(out, lse, strict=True))
+    merged_out, merged_lse = finalize(merge(a, b))
+    total = np.logaddexp(*lse)
+    weighted = (out * np.exp(lse - total)[..., None]).sum(0)
+    np.testing.assert_allclose(merged_out, weighted, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(merged_lse, total, rtol=1e-12)
+    gate = jax.nn.sigmoid(lse[1] - lse[0])[:, None]
+    np.testing.assert_allclose(merged_out, out[0] + gate * (out[1] - out[0]), rtol=1e-12)
+    np.testing.assert_allclose(merged_lse, lse[0] - jax.nn.log_sigmoid(lse[0] - lse[1]), rtol=1e-12)
+
+
+def test_the_reduction_notes_formulas_along_a_tree():
+    """(m, z, y) by the note's three equations in plain Python, four shards, two levels."""
+    rng = np.random.default_rng(7)
+    s, v = rng.normal(size=(4, 3)) * 4, rng.normal(size=(4, 3))
+    level = []
+    for scores, values in zip(s, v, strict=True):
+        m = max(scores)
+        e = [math.exp(x - m) for x in scores]
+        level.append((m, math.fsum(e), math.fsum(x * y for x, y in zip(e, values, strict=True))))
+    leaves = AttentionState(*(np.array(x) for x in zip(*level, strict=True)))
+    leaves = leaves._replace(numerator=leaves.numerator[:, None])
+    while len(level) > 1:
+        pairs, level = zip(level[::2], level[1::2], strict=True), []
+        for (ma, za, ya), (mb, zb, yb) in pairs:
+            m = max(ma, mb)
+            wa, wb = math.exp(ma - m), math.exp(mb - m)
+            level.append((m, za * wa + zb * wb, ya * wa + yb * wb))
+    root = reduce_tree(leaves)
+    np.testing.assert_allclose([float(x.squeeze()) for x in root], level[0], rtol=1e-14)
+    p = np.exp(s - s.max())
+    np.testing.assert_allclose(level[0][2] / level[0][1], (p * v).sum() / p.sum(), rtol=1e-13)
+
+
+def test_golden_values_of_the_eight_leaves():
+    """Plain Python over the figure's scores and values; the figure prints them."""
+    s, v = [1, 3, 0.5, 2, -1, 4, 1.5], [2, -1, 4, 1, 3, 0.5, -2]
+    z = math.fsum(map(math.exp, s))
+    out, lse = finalize(reduce_tree(eight_leaves()))
+    wanted = math.fsum(math.exp(x) * y for x, y in zip(s, v, strict=True)) / z
+    np.testing.assert_allclose(out, [wanted], rtol=1e-5)
+    np.testing.assert_allclose(lse, math.log(z), rtol=1e-6)
+
+
+# ---------------------------------------------------------------- causal attention as a scan
+
+
+def test_scan_is_causal_attention():
+    """One state for each query and key, scanned along the keys: its diagonal is causal."""
+    rng = np.random.default_rng(8)
+    s, v = rng.normal(size=(7, 7)) * 3, rng.normal(size=(7, 2))
+    one_key = AttentionState(jnp.asarray(s), jnp.ones((7, 7)), jnp.broadcast_to(v, (7, 7, 2)))
+    outs, lses = finalize(scan_states(one_key, axis=-1))
+    for i in range(7):
+        for j in range(7):
+            out, lse, *_ = dense(s[i, : j + 1], v[: j + 1], np.zeros(2), 0)
+            np.testing.assert_allclose(outs[i, j], out, rtol=1e-12, atol=1e-14)
+            np.testing.assert_allclose(lses[i, j], lse, rtol=1e-12)
+
+
+def test_shards_of_a_cache_merge_to_attention_over_it():
+    rng = np.random.default_rng(9)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, n, h, 8))) for n, h in ((3, 4), (20, 2), (20, 2)))
+    whole = finalize(attend(q, k, v))
+    cuts = [0, 1, 1, 8, 20]  # an empty shard too
+
+    @jax.jit
+    def sharded(q, k, v):
+        shards = [attend(q, k[:, i:j], v[:, i:j]) for i, j in itertools.pairwise(cuts)]
+        return finalize(reduce_tree(jax.tree.map(lambda *x: jnp.stack(x, 1), *shards), axis=1))
+
+    for got, wanted in zip(sharded(q, k, v), whole, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-14)
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def check_derivatives(loss, x):
+    """First and second derivatives of a scalar function along one direction, by differences."""
+    rng = np.random.default_rng(10)
+    u = jax.tree.map(lambda y: rng.normal(size=y.shape), x)
+    along = jax.jit(lambda h: loss(jax.tree.map(lambda y, z: y + h * z, x, u)))
+    slope, h = jax.jit(jax.grad(along)), 1e-4
+    np.testing.assert_allclose(slope(0.0), (along(h) - along(-h)) / (2 * h), rtol=1e-6)
+    curvature = jax.jit(jax.grad(jax.grad(along)))(0.0)
+    np.testing.assert_allclose(curvature, (slope(h) - slope(-h)) / (2 * h), rtol=1e-6)
+
+
+def squares(state):
+    out, lse = finalize(state)
+    return jnp.sum(out**2) + jnp.sum(lse**2)
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_derivatives_by_every_field_against_finite_differences(reduce):
+    """max included: what is differentiated is d·eᵐ and n·eᵐ, wherever the pivots are stopped."""
+    states = random_states(np.random.default_rng(10), (3, 2), dtype=np.float64)
+    check_derivatives(lambda x: squares(reduce(x)), states)
+
+
+def test_derivatives_by_output_and_lse_against_finite_differences():
+    rng = np.random.default_rng(11)
+    out, lse = rng.normal(size=(3, 4, 2)), rng.normal(size=(3, 4))
+    check_derivatives(lambda x: squares(reduce_tree(from_output(*x))), (out, lse))
+
+
+def test_a_tie_between_pivots_has_the_same_gradient_as_none():
+    """maximum's own gradient splits at a tie; a stopped pivot has none to split."""
+
+    def lse(m):
+        return finalize(reduce_tree(AttentionState(m, jnp.ones(2), jnp.ones((2, 1)))))[1]
+
+    np.testing.assert_allclose(jax.grad(lse)(jnp.zeros(2)), [0.5, 0.5], rtol=1e-12)
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_gradients_are_zero_where_there_are_no_keys(reduce):
+    states = jax.tree.map(
+        lambda x, y: jnp.concatenate([x, y]),
+        AttentionState.identity((2, 3), 2, jnp.float64),
+        random_states(np.random.default_rng(12), (2, 3), dtype=np.float64, dv=2),
+    )
+
+    @jax.jit
+    @jax.grad
+    def gradients(states):
+        out, lse = finalize(reduce(states))
+        return jnp.sum(out**2) + jnp.sum(jnp.where(jnp.isinf(lse), 0, lse))
+
+    for gradient in gradients(states):
+        assert np.isfinite(gradient).all() and gradient[2:].any() and not gradient[:2].any()
+    for gradient in gradients(jax.tree.map(lambda x: x[:2], states)):
+        assert not gradient.any()
+
+
+# ---------------------------------------------------------------- jit, vmap, shard_map
+
+
+@pytest.mark.parametrize(("reduce", "axis"), [(reduce_chain, -1), (reduce_tree, 1), (None, -3)])
+def test_axis_vmap_and_jit(reduce, axis):
+    states = random_states(np.random.default_rng(13), (3, 4, 5), dtype=np.float64)
+
+    @jax.jit
+    def run(states):
+        if reduce is None:
+            scanned = scan_states(states, axis=axis)
+            return finalize(jax.tree.map(lambda x: jnp.moveaxis(x, axis % 3, 0)[-1], scanned))
+        return finalize(reduce(states, axis=axis))
+
+    moved = jax.tree.map(lambda x: np.moveaxis(x, axis % 3, 0), states)
+    d, n = (x.sum(0) for x in sums(moved))
+    mapped = jax.jit(jax.vmap(jax.vmap(lambda x: finalize(reduce_tree(x)), 1), 1))(moved)
+    for out, lse in (run(states), mapped):
+        np.testing.assert_allclose(out, n / d[..., None], rtol=1e-12, atol=1e-14)
+        np.testing.assert_allclose(lse, np.log(d), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("reduce", "differing"),
+    [
+        (reduce_chain, "all"),
+        (reduce_chain, "max"),
+        (reduce_tree, "denominator"),
+        (last_of_scan, "numerator"),
+    ],
+)
+def test_inside_shard_map_whichever_fields_differ_between_devices(reduce, differing):
+    states = random_states(np.random.default_rng(14), (8, 3), dtype=np.float64)
+    mesh = kv_mesh(jax.devices()[:4])
+    specs = AttentionState(
+        *(P("kv") if differing in ("all", name) else P() for name in states._fields)
+    )
+    local = AttentionState(
+        *(x if spec else x[:2] for x, spec in zip(states, map(len, specs), strict=True))
+    )
+
+    def shard(states):
+        return jax.tree.map(lambda x: x[None], finalize(reduce(states)))
+
+    @jax.jit
+    @jax.value_and_grad
+    def run(states):
+        out, lse = jax.shard_map(shard, mesh=mesh, in_specs=(specs,), out_specs=P("kv"))(states)
+        return jnp.sum(out**2) + jnp.sum(lse**2)
+
+    @jax.jit
+    @jax.value_and_grad
+    def wanted(states):
+        total = 0
+        for i in range(4):
+            some = AttentionState(
+                *(
+                    x[2 * i : 2 * i + 2] if spec else x
+                    for x, spec in zip(states, map(len, specs), strict=True)
+                )
+            )
+            out, lse = finalize(reduce(some))
+            total += jnp.sum(out**2) + jnp.sum(lse**2)
+        return total
+
+    for x, y in zip(jax.tree.leaves(run(local)), jax.tree.leaves(wanted(local)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-14)
+
+
+# ---------------------------------------------------------------- work and depth
+
+
+def check_tree_counts(ps, arities):
+    """⌈log_k p⌉ rounds and p − 1 merges; of a binary tree the longest path is the rounds."""
+    for p in ps:
+        for k in arities:
+            rounds = 0  # the smallest r with kʳ ≥ p, in integers
+            while k**rounds < p:
+                rounds += 1
+            tree = functools.partial(treeattn.state.reduce_tree, arity=k)
+            work, depth = count_merges(tree, scalar_states(p))
+            assert work == p - 1, (p, k, work)
+            assert count_rounds(p, k) == rounds, (p, k)
+            assert rounds <= depth <= (k - 1) * rounds, (p, k, depth)
+
+
+def test_rounds_and_merges_of_trees():
+    check_tree_counts(range(1, 129), (2,))
+    check_tree_counts((1, 2, 9, 10, 28, 64, 65, 100, 128), (3, 4, 8))
+    check_tree_counts((5,), (200,))
+
+
+def test_chain_and_scan_counts():
+    for p in (1, 2, 3, 8, 100, 128):
+        assert count_merges(reduce_chain, scalar_states(p)) == (p - 1, p - 1)
+        work, depth = count_merges(scan_states, scalar_states(p))
+        assert work < 2 * p and depth <= 2 * math.ceil(math.log2(p))
+
+
+@pytest.mark.parametrize(("n", "p"), [(128, 1), (128, 8), (128, 128), (120, 5)])
+def test_theorem_1(n, p):
+    """n keys on p processors: n/p − 1 merges in a chain, then ⌈log₂ p⌉ rounds of the tree."""
+
+    def reduce(states):
+        shards = jax.tree.map(lambda x: x.reshape(p, n // p, *x.shape[1:]), states)
+        return reduce_tree(reduce_chain(shards, axis=1))
+
+    assert count_merges(reduce, scalar_states(n)) == (n - 1, n // p - 1 + math.ceil(math.log2(p)))
+
+
+# ---------------------------------------------------------------- rounding
+
+
+def test_rounding_by_order_and_dtype():
+    """What notebook 04 says of its figure, with 64 states; ε is the dtype's."""
+    errors = {key: error for key, (_, error) in rounding_errors(64).items()}
+    for dtype in ("float32", "float16", "bfloat16"):
+        eps = float(jnp.finfo(dtype).eps)
+        assert errors[dtype, "tree"][-1] < 3 * eps and errors[dtype, "scan"].max() < 3 * eps
+        assert errors[dtype, "chain"][-1] > errors[dtype, "tree"][-1]
+        assert errors[dtype, "chain of (out, lse)"][-1] > errors[dtype, "chain"][-1]
+
+
+# ---------------------------------------------------------------- checks that can fail
+
+
+def test_without_the_guard_the_checks_fail(monkeypatch):
+    check_no_nan()
+    monkeypatch.setattr(treeattn.state, "finite", lambda x: x)
+    none = AttentionState.identity((1,), 1)
+    assert jnp.isnan(merge(none, none).denominator).all()
+    with pytest.raises(AssertionError):
+        check_no_nan()
+
+
+def check_merge_of_outputs():
+    """Merging (out, lse) of shards is exact to float32's rounding."""
+    rng = np.random.default_rng(15)
+    out, lse = rng.normal(size=(8, 32, 4)), rng.normal(size=(8, 32)) + 9
+    w = np.exp(lse - lse.max(0))
+    wanted = (out * w[..., None]).sum(0) / w.sum(0)[..., None]
+    states = treeattn.state.from_output(jnp.float32(out), jnp.float32(lse))
+    got, total = jax.jit(lambda x: finalize(reduce_tree(x)))(states)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(total, lse.max(0) + np.log(w.sum(0)), rtol=1e-6)
+
+
+def test_with_a_bfloat16_lse_the_check_fails(monkeypatch):
+    check_merge_of_outputs()
+
+    def halved(out, lse):
+        return from_output(out, lse.astype(jnp.bfloat16))
+
+    monkeypatch.setattr(treeattn.state, "from_output", halved)
+    with pytest.raises(AssertionError):
+        check_merge_of_outputs()
+
+
+def test_with_a_chain_for_the_tree_the_counter_notices(monkeypatch):
+    def chain(states, axis=0, *, arity=2):
+        return reduce_chain(states, axis)
+
+    monkeypatch.setattr(treeattn.state, "reduce_tree", chain)
+    with pytest.raises(AssertionError):
+        check_tree_counts((8,), (2,))
+
+
+# ---------------------------------------------------------------- bad input
+
+
+STATE = AttentionState(jnp.zeros(3), jnp.ones(3), jnp.ones((3, 2)))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: reduce_tree(STATE, arity=1), ValueError, r"arity: .*at least 2, got 1"),
+        (lambda: reduce_tree(STATE, arity=2.0), TypeError, r"arity: .*integer, got 2\.0"),
+        (lambda: reduce_tree(STATE, axis=1), ValueError, r"axis: .*1 axes.*got 1"),
+        (lambda: reduce_chain(STATE, axis=-2), ValueError, r"axis: .*got -2"),
+        (lambda: scan_states(STATE, axis="kv"), TypeError, r"axis: .*integer, got 'kv'"),
+        (
+            lambda: reduce_tree(jax.tree.map(lambda x: x[0], STATE)),
+            ValueError,
+            r"axis: .*0 axes of states\.max",
+        ),
+        (lambda: merge(STATE, tuple(STATE)), TypeError, r"b: .*AttentionState, got tuple"),
+        (
+            lambda: merge(STATE, AttentionState.identity((1,), 2)),
+            ValueError,
+            r"b: .*\(3, 2\), got \(1, 2\)",
+        ),
+        (
+            lambda: merge(STATE._replace(denominator=jnp.ones(1)), STATE),
+            ValueError,
+            r"a: expected shapes.*\(3,\), \(1,\) and \(3, 2\)",
+        ),
+        (
+            lambda: finalize(STATE._replace(numerator=jnp.ones(3))),
+            ValueError,
+            r"state: expected shapes",
+        ),
+        (
+            lambda: finalize(STATE._replace(max=jnp.zeros(3, int))),
+            TypeError,
+            r"state\.max: expected a floating-point array, got dtype int",
+        ),
+        (
+            lambda: finalize(STATE._replace(max=0.0)),
+            TypeError,
+            r"state\.max: expected an array, got float",
+        ),
+        (
+            lambda: scan_states(STATE._replace(max=jnp.zeros(3, "float16"))),
+            TypeError,
+            r"expected one dtype, got states\.max float16",
+        ),
+        (
+            lambda: from_output(jnp.ones((1, 2, 4, 8)), jnp.ones((1, 4, 2))),
+            ValueError,
+            r"lse: .*\(1, 2, 4\), got \(1, 4, 2\)",
+        ),
+        (
+            lambda: from_output(jnp.ones((3, 2), int), jnp.ones(3)),
+            TypeError,
+            r"out: expected a floating-point",
+        ),
+        (lambda: AttentionState.identity((3,), 2, int), TypeError, r"dtype: .*floating-point"),
+    ],
+)
+def test_bad_input(unchecked, call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+# ---------------------------------------------------------------- the animation
+
+
+def test_the_animation_has_a_frame_for_each_half_round(tmp_path):
+    from PIL import Image
+
+    ANIMATIONS["merge_tree"](tmp_path / "tree.gif")
+    with Image.open(tmp_path / "tree.gif") as image:
+        assert image.n_frames == 7
+    assert (tmp_path / "tree.gif").stat().st_size < 400_000
+    assert {"m −∞\nd 0.00\nn 0.00", "m 4.0\nd 1.67\nn 0.34"} <= {
+        text.get_text() for text in merge_tree_frame().axes[0].texts
+    }
