@@ -132,6 +132,68 @@ def test_the_cross_hessians_of_causal_energy_are_zero():
         close(hessian[i, :, i], np.cov(v[: i + 1].T, aweights=p, ddof=0))
 
 
+def printed(zeta, q, k, v, *, source_of="query", hold=lambda m: m):
+    """F_tot in one line of NumPy each, to be mutated: `hold` is what is done to the maximum."""
+    ours = zeta @ v.T if source_of == "query" else jnp.sum(zeta * v, axis=-1)
+    s = jnp.where(np.tri(len(q), dtype=bool), q @ k.T / np.sqrt(q.shape[1]) + ours, -jnp.inf)
+    m = hold(jnp.max(s, axis=1))
+    return jnp.sum(jnp.log(jnp.sum(jnp.exp(s - m[:, None]), axis=1)))
+
+
+@pytest.mark.parametrize(
+    "f, is_attention",
+    [
+        (causal_energy, True),
+        (functools.partial(printed, hold=jax.lax.stop_gradient), True),
+        (printed, False),  # the maximum not stopped
+        (functools.partial(printed, hold=jax.lax.stop_gradient, source_of="key"), False),
+    ],
+    ids=["ours", "written out", "maximum not stopped", "ζ_a for ζ_i"],
+)
+def test_mutations_are_caught(f, is_attention):
+    (_, _, k, v), _ = draw(5, 4, 3, "none", 9)
+    q = np.random.default_rng(10).normal(size=(5, 4))
+    weights = [brute_force(np.zeros(3), q[i], k[: i + 1], v[: i + 1], None)[1] for i in range(5)]
+    rows = np.stack([p @ v[: i + 1] for i, p in enumerate(weights)])
+    gradient = jax.jit(jax.grad(f))(np.zeros((5, 3)), q, k, v)
+    assert np.allclose(gradient, rows, rtol=1e-12, atol=1e-12) == is_attention
+
+
+def test_vmap_gives_causal_grouped_query_attention_and_its_gradients():
+    batch, length, kv_heads, group, d, dv = 2, 6, 2, 3, 4, 3
+    rng = np.random.default_rng(11)
+    q = rng.normal(size=(batch, length, kv_heads * group, d))
+    k, v = (rng.normal(size=(batch, length, kv_heads, size)) for size in (d, dv))
+    mask = np.tri(length, dtype=bool)
+
+    def one(q, k, v, mask):
+        return attention_from_energy(q, k, v, mask=mask)
+
+    queries = jax.vmap(one, in_axes=(0, None, None, 0))
+    heads = jax.vmap(queries, in_axes=(1, None, None, None), out_axes=1)
+    kv = jax.vmap(heads, in_axes=(1, 1, 1, None), out_axes=1)
+    rows = jax.vmap(kv, in_axes=(0, 0, 0, None))
+
+    def by_energy(q, k, v):
+        out = rows(q.reshape(batch, length, kv_heads, group, d), k, v, mask)
+        return out.reshape(batch, length, kv_heads * group, dv)
+
+    def dense(q, k, v):
+        k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+        s = jnp.einsum("blhd,bnhd->bhln", q, k) / np.sqrt(d)
+        return jnp.einsum("bhln,bnhv->blhv", jax.nn.softmax(jnp.where(mask, s, -jnp.inf)), v)
+
+    cotangent = rng.normal(size=(batch, length, kv_heads * group, dv))
+
+    def everything(f):
+        out, pull = jax.vjp(jax.jit(f), q, k, v)
+        return [out, *pull(cotangent)]
+
+    for a, b in zip(everything(by_energy), everything(dense), strict=True):
+        close(a, b)
+    close(by_energy(q, k, v), treeattn.attention(q, k, v, mask=mask[None, None]))
+
+
 def test_no_queries_and_no_keys():
     k = v = np.zeros((0, 3))
     assert causal_energy(v, k, k, v) == 0

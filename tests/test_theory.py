@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 import sympy as sp
 
-from treeattn import attention_from_energy, cumulant, energy, log_likelihood
+from treeattn import (
+    attention_from_energy,
+    causal_energy,
+    cumulant,
+    energy,
+    log_likelihood,
+)
+from treeattn.figures.autodiff import flops
 
 N, D = 3, 2
 SCORES = sp.Matrix(N, N, sp.symbols("s1:4(1:4)", real=True))  # s_ia = q_i · k_a
@@ -97,6 +104,25 @@ def test_causal_attention_is_the_gradient_of_f_tot():  # v1 eq. 16–17, v2 eq. 
     assert all(same(slope(F_TOT, ZETA[i, A]), attention(i, A)) for i, A in CELLS)
     cross = {sp.diff(F_TOT, ZETA[i, A], ZETA[j, B]) for i, A in CELLS for j, B in CELLS if i != j}
     assert cross == {0}
+
+
+def test_running_sums_are_attention():  # v1 eq. 2–4, v2 eq. 1–3
+    for A in range(D):
+        numerator, denominator = 0, 0
+        for a in range(N):
+            e = sp.exp(SCORES[LAST, a])
+            numerator, denominator = numerator + VALUES[a, A] * e, denominator + e
+        assert same(numerator / denominator, attention(LAST, A))
+
+
+def test_the_taylor_series_of_z():  # v1 eq. 12, v2 eq. 21
+    t = sp.Symbol("t")
+    along = {x: t * x for x in SOURCE}
+    series = sp.series((Z / Z.subs(AT_ZERO)).subs(along, simultaneous=True), t, 0, 4).removeO()
+    help_of = [SOURCE.dot(VALUES[a, :]) for a in range(N)]
+    for order in range(4):
+        moment = mean(lambda a, order=order: help_of[a] ** order) / sp.factorial(order)
+        assert same(series.coeff(t, order), moment)
 
 
 def test_heads_add_up_for_a_shared_source_only():  # v1 eq. 18–20, v2 eq. 27–29
@@ -307,6 +333,22 @@ def test_hopfield_networks_tie_values_to_keys():
     assert not np.allclose(free, free.T)
 
 
+def test_the_gradient_in_the_input_is_a_modified_attention():  # v1 §2, v2 App. A
+    """Of a log-sum-exp of scores between tokens: each token counts as query and as key."""
+    rng = np.random.default_rng(4)
+    x, w_q, w_k = (rng.normal(size=s) for s in ((6, 4), (4, 4), (4, 4)))
+
+    @jax.jit
+    @jax.grad
+    def gradient(x):
+        return jnp.sum(jax.scipy.special.logsumexp(x @ w_q.T @ (x @ w_k.T).T, axis=1))
+
+    p = np.asarray(jax.nn.softmax(x @ w_q.T @ (x @ w_k.T).T))
+    as_query, as_key = p @ (x @ w_k.T) @ w_q, p.T @ (x @ w_q.T) @ w_k
+    np.testing.assert_allclose(gradient(x), as_query + as_key, rtol=1e-10)
+    assert not np.allclose(gradient(x), as_query)
+
+
 # Safe softmax and Algorithms 1 and 2
 
 
@@ -391,9 +433,19 @@ def test_the_maximum_over_devices_has_no_derivative():
 
 @pytest.mark.parametrize("d, dv", [(64, 64), (32, 128)])
 def test_the_gradient_costs_a_constant_factor(d, dv):  # v1 §5.2, v2 §5.2
-    from treeattn.figures.autodiff import flops
-
     for n in (256, 1024):
         shapes = (dv,), (d,), (n, d), (n, dv)
         ratio = flops(jax.value_and_grad(energy), *shapes) / flops(energy, *shapes)
         assert abs(ratio - (d + 2 * dv) / (d + dv)) < 0.02
+
+
+def test_the_gradient_keeps_a_few_numbers_a_key():  # v1 §5.2, v2 §5.2
+    n, d = 4096, 64
+    arrays = [jax.ShapeDtypeStruct(s, "float32") for s in ((d,), (d,), (n, d), (n, d))]
+    compiled = jax.jit(jax.value_and_grad(energy)).lower(*arrays).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 20 * n  # keys and values: 512 n
+
+
+def test_all_queries_cost_quadratically():  # v1 §1, §3
+    small, large = (flops(causal_energy, *[(n, 64)] * 4) for n in (256, 512))
+    assert 3.9 < large / small < 4.1

@@ -123,7 +123,7 @@ def cumulant(
     for i in range(order):  # one sweep backwards, from a scalar; then forwards
         derivative = jax.jacfwd(derivative) if i else jax.grad(derivative)
     value = derivative(jnp.zeros(v.shape[1], accumulation_dtype(q, k, v)))
-    return value.astype(q.dtype) if order else value
+    return value.astype(jnp.result_type(q)) if order else value
 
 
 def log_likelihood(
