@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 from matplotlib.patches import Rectangle
 
-from treeattn.draft_tree import choice_tree
+from treeattn.draft_tree import beam_search, choice_tree, expand_tree
+from treeattn.figures.llama import packaged_model
 from treeattn.figures.style import (
     BLUE,
     GREEN,
@@ -18,7 +20,7 @@ from treeattn.figures.style import (
     SKY,
     new_figure,
 )
-from treeattn.prefix_tree import pack, prefix_encoding
+from treeattn.prefix_tree import pack, prefix_encoding, unpack
 from treeattn.token_tree import depths, leaf_paths, tree_from_beam
 
 ROWS = (BLUE, ORANGE, GREEN, PURPLE, SKY)  # a candidate's colour, in turn
@@ -284,6 +286,49 @@ def expanded_tree(parents, labels, probabilities):
     return figure
 
 
+PROMPTS = ("The capital of France is", "Once upon a time, there was a little", "1, 2, 3, 4, 5, 6,")
+
+
+class PromptDraft:
+    """The packaged model after some prompts, as what `beam_search` and `expand_tree` ask."""
+
+    def __init__(self, prompts=PROMPTS):
+        self.model = packaged_model()
+        ids = [self.model.tokenizer.encode(prompt) for prompt in prompts]
+        self.first, self.cache = self.model.prefill(ids, self.model.new_cache(len(ids), 32))
+
+    def __call__(self, paths):
+        depth = paths.shape[2]
+        if depth == 0:
+            return jax.nn.log_softmax(self.first)[:, None]
+        tree = pack(paths)
+        logits, _ = self.model.extend(
+            tree.packed_beam,
+            self.cache,
+            positions=self.cache.lengths[:, None] + tree.position_offsets,
+            mask=tree.attention_mask,
+        )
+        return jax.nn.log_softmax(unpack(logits, tree.unpack_map)[:, :, -1])
+
+    def token(self, t: int) -> str:
+        """A token as it may be written into a box; those that end a text have no letters."""
+        return repr(self.model.tokenizer.decode([t]))[1:-1] or "(end)"
+
+
+def searched_packing():
+    """`packing_saves` for the beams that the packaged model's search finds."""
+    beams, _ = beam_search(PromptDraft(), width=12, length=6, batch=len(PROMPTS))
+    return packing_saves(dict(zip(PROMPTS, beams, strict=True)))
+
+
+def grown_tree():
+    """`expanded_tree` for the packaged model as the draft."""
+    draft = PromptDraft(PROMPTS[:1])
+    tree, scores = expand_tree(draft, depth=4, width=4, budget=14)
+    labels = [draft.token(t) for t in tree.tokens[0].tolist()]
+    return expanded_tree(tree.parents[0], labels, np.exp(scores[0]))
+
+
 FIGURES = {
     "prefix_tree_beam": beam_as_tree,
     "prefix_tree_encoding": encoding_borders,
@@ -291,4 +336,6 @@ FIGURES = {
     "prefix_tree_mask": tree_mask,
     "prefix_tree_segments": unpacker_segments,
     "prefix_tree_choices": fixed_choices,
+    "prefix_tree_saving": searched_packing,
+    "prefix_tree_grown": grown_tree,
 }
