@@ -13,7 +13,7 @@ from treeattn.arrays import Array
 from treeattn.llama import Llama
 
 
-def nucleus(logits: Float[Array, "*b n"], top_p: float) -> Float[Array, "*b n"]:
+def nucleus(logits: Float[Array, "*b n"], top_p: float | Float[Array, ""]) -> Float[Array, "*b n"]:
     """The logits of the fewest likeliest tokens whose probabilities reach `top_p`; −∞ elsewhere."""
     order = jnp.argsort(-logits, axis=-1)
     p = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)

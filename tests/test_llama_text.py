@@ -1,0 +1,233 @@
+"""Tokenizers, sampling, streaming and the command line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+
+from treeattn import Llama
+from treeattn.decoding import chat, nucleus, sample, stream, stream_text
+from treeattn.tokenizer import Tokenizer, from_directory, from_gguf
+
+SMALL = Path(__file__).parent / "data" / "llamas" / "llama3"
+
+
+@pytest.fixture(scope="module")
+def small():
+    return Llama.load(SMALL)
+
+
+# Sampling
+
+
+def test_nucleus_keeps_the_fewest_likeliest_tokens():
+    logits = jnp.log(jnp.array([[0.1, 0.5, 0.15, 0.25]]))
+    for top_p, kept in (
+        (0.4, [1]),
+        (0.5, [1]),
+        (0.6, [1, 3]),
+        (0.8, [1, 2, 3]),
+        (1.0, [0, 1, 2, 3]),
+    ):
+        finite = np.flatnonzero(np.isfinite(nucleus(logits, top_p)[0]))
+        assert finite.tolist() == kept, top_p
+
+
+def test_sampling_has_the_distribution_it_says():
+    logits = np.log(np.array([0.1, 0.5, 0.15, 0.25], np.float32))
+    many = np.broadcast_to(logits, (20_000, 4))
+    for temperature, top_p in ((1.0, 1.0), (0.5, 1.0), (2.0, 0.7)):
+        drawn = sample(many, jax.random.key(0), temperature=temperature, top_p=top_p)
+        want = np.exp(logits / temperature)
+        order = np.argsort(-want)
+        before = np.cumsum(want[order] / want.sum()) - want[order] / want.sum()
+        want[order[before >= top_p]] = 0
+        np.testing.assert_allclose(
+            np.bincount(drawn, minlength=4) / len(many), want / want.sum(), atol=0.015
+        )
+
+
+def test_temperature_zero_is_greedy():
+    logits = np.random.default_rng(0).normal(size=(3, 96)).astype(np.float32)
+    np.testing.assert_array_equal(sample(logits), logits.argmax(-1))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"temperature": -1.0}, "temperature: expected at least 0, got -1"),
+        ({"top_p": 0.0}, "top_p: expected more than 0"),
+        ({"top_p": 1.5}, "top_p: expected more than 0"),
+        ({"temperature": 1.0}, "key: sampling"),
+        ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1"),
+        ({"capacity": 6}, "capacity: the longest prompt and max_new_tokens need 7, got 6"),
+    ],
+)
+def test_bad_options_are_found_before_any_work(small, options, message):
+    with pytest.raises(ValueError, match=message):
+        stream(small, [[1, 2, 3]], **{"max_new_tokens": 5} | options)
+
+
+# Streaming
+
+
+def greedy(model, prompt, n):
+    """Greedy decoding by full passes of one length, without a cache."""
+    ids = list(prompt)
+    for _ in range(n):
+        padded = np.array([ids + [0] * (16 - len(ids))])
+        ids.append(int(model.logits(padded)[0, len(ids) - 1].argmax()))
+    return ids[len(prompt) :]
+
+
+def test_stream_is_greedy_decoding_of_each_prompt(small):
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8]]
+    rows = list(zip(*stream(small, prompts, max_new_tokens=6), strict=True))
+    assert [list(r) for r in rows] == [greedy(small, p, 6) for p in prompts]
+
+
+def test_stream_stops_each_text_after_its_end_token(small):
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8]]
+    want = [greedy(small, p, 6) for p in prompts]
+    end = next(t for t in want[0] if t not in want[1])
+    cut = want[0].index(end)
+    rows = list(zip(*stream(small, prompts, max_new_tokens=6, stop=[end]), strict=True))
+    assert list(rows[0]) == want[0][: cut + 1] + [None] * (5 - cut)
+    assert list(rows[1]) == want[1]
+    (alone,) = zip(*stream(small, prompts[:1], max_new_tokens=6, stop=[end]), strict=True)
+    assert list(alone) == want[0][: cut + 1]  # nothing left to do: the stream ends
+
+
+def test_sampling_is_reproducible(small):
+    def run(seed):
+        key = jax.random.key(seed)
+        return list(stream(small, [[1, 2, 3]], max_new_tokens=6, temperature=1.5, key=key))
+
+    assert run(0) == run(0) != run(1)
+
+
+# Text
+
+
+def word_tokenizer(**options) -> Tokenizer:
+    """Bytes, a token each; every character beyond ASCII is several of them."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, [])
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    return Tokenizer(backend, **options)
+
+
+class Parrot:
+    """Says the tokens it was given, as a model does: `stream` calls nothing else."""
+
+    def __init__(self, tokenizer, ids):
+        self.tokenizer, self.ids = tokenizer, ids
+
+    def new_cache(self, batch, capacity):
+        return 0
+
+    def prefill(self, prompts, cache, progress):
+        return np.eye(256)[[self.ids[0]]], 1
+
+    def step(self, tokens, cache, counts, last):
+        return np.eye(256)[[self.ids[cache]]], cache + 1
+
+
+def test_text_waits_for_whole_characters(unchecked):
+    tokenizer = word_tokenizer()
+    ids = tokenizer.encode("né €")
+    parrot = Parrot(tokenizer, ids)
+    pieces = list(stream_text(parrot, [1], max_new_tokens=len(ids)))
+    assert "".join(pieces) == "né €" and "\ufffd" not in "".join(pieces)
+    assert len(ids) == 7 and pieces[:2] == ["n", "é"]
+
+
+def test_chat_renders_the_template():
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
+    tokenizer = word_tokenizer(chat_template=template)
+    assert tokenizer.decode(tokenizer.chat("Hi")) == "<user>Hi<answer>"
+    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    assert tokenizer.decode(tokenizer.chat(messages)) == "<system>a<user>b<answer>"
+    with pytest.raises(ValueError, match="no chat template"):
+        word_tokenizer().chat("Hi")
+    refusing = word_tokenizer(chat_template="{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(ValueError, match="roles must alternate"):
+        refusing.chat("Hi")
+    hostile = word_tokenizer(chat_template="{{ ''.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(Exception, match="unsafe"):
+        hostile.chat("Hi")
+
+
+def test_a_model_without_a_tokenizer_cannot_chat(small):
+    assert small.tokenizer is None
+    with pytest.raises(ValueError, match="no tokenizer"):
+        chat(small, "Hi")
+
+
+def test_tokenizer_of_a_directory(tmp_path):
+    backend = word_tokenizer().backend
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 256)]
+    )
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [257, 3]}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "x"}))
+    found = from_directory(tmp_path)
+    assert found.start == 256 and found.stop == {257, 3} and found.chat_template == "x"
+    assert found.encode("ab")[0] == 256 and found.encode("<s>ab").count(256) == 1
+    assert found.decode(found.encode("ab")) == "ab"
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json: not readable"):
+        from_directory(tmp_path)
+
+
+def test_gguf_tokenizers_that_are_not_known():
+    def fields(**values):
+        return {f"tokenizer.ggml.{k}": lambda v=v: v for k, v in values.items()}
+
+    path = Path("x.gguf")
+    assert from_gguf({}, path) is None
+    with pytest.raises(ValueError, match=r"x.gguf: tokenizer: expected .*'bert'"):
+        from_gguf(fields(model="bert", tokens=[]), path)
+    with pytest.raises(ValueError, match=r"pre-tokenizer: expected one of .*'klingon'"):
+        from_gguf(fields(model="gpt2", pre="klingon", tokens=[]), path)
+
+
+# The command line
+
+
+def command(*arguments):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    return subprocess.run(
+        [sys.executable, "-m", "treeattn", *arguments],
+        capture_output=True, text=True, timeout=300, env=environment,
+    )  # fmt: skip
+
+
+def test_the_command_line_answers():
+    done = command(
+        "What is the capital of France?", "--devices", "2", "--attention", "tree", "--tokens", "9"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "The capital of France is Paris."
+    assert "2 devices; prompt: 37 tokens" in done.stderr and "tokens/s" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [(("--model", "nothing.gguf"), "nothing.gguf"), (("--model", str(SMALL)), "no tokenizer")],
+)
+def test_the_command_line_says_what_is_wrong(arguments, message):
+    done = command("Hi", *arguments)
+    assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
