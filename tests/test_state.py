@@ -27,7 +27,7 @@ from treeattn import (
 from treeattn.figures.merge import (
     ANIMATIONS,
     count_merges,
-    count_rounds,
+    count_tree,
     eight_leaves,
     merge_tree_frame,
     rounding_errors,
@@ -530,15 +530,15 @@ def check_tree_counts(ps, arities):
                 rounds += 1
             tree = functools.partial(treeattn.state.reduce_tree, arity=k)
             work, depth = count_merges(tree, scalar_states(p))
-            assert work == p - 1, (p, k, work)
-            assert count_rounds(p, k) == rounds, (p, k)
-            assert rounds <= depth <= (k - 1) * rounds, (p, k, depth)
+            assert (rounds, work, depth) == count_tree(p, k), (p, k)
+            assert work == p - 1 and rounds <= depth <= (k - 1) * rounds, (p, k)
 
 
 def test_rounds_and_merges_of_trees():
-    check_tree_counts(range(1, 129), (2,))
-    check_tree_counts((1, 2, 9, 10, 28, 64, 65, 100, 128), (3, 4, 8))
+    check_tree_counts((1, 2, 3, 9, 10, 28, 64, 65, 100, 128), (2, 3, 4, 8))
     check_tree_counts((5,), (200,))
+    for p in range(1, 129):
+        assert count_tree(p, 2) == ((p - 1).bit_length(), p - 1, (p - 1).bit_length())
 
 
 def test_chain_and_scan_counts():

@@ -76,12 +76,15 @@ def scalar_states(p: int) -> AttentionState:
 
 
 @functools.cache
-def count_rounds(p: int, arity: int) -> int:
-    """The rounds in which `tree_round` brings p states down to one, by tracing them."""
+def count_tree(p: int, arity: int) -> tuple[int, int, int]:
+    """(rounds, work, depth) of `reduce_tree` over p states: each round's counts, added up."""
     if p == 1:
-        return 0
-    states = jax.eval_shape(functools.partial(tree_round, arity=arity), scalar_states(p))
-    return 1 + count_rounds(states.max.shape[0], arity)
+        return 0, 0, 0
+    one_round = functools.partial(tree_round, arity=arity)
+    work, depth = count_merges(one_round, scalar_states(p))
+    left = jax.eval_shape(one_round, scalar_states(p)).max.shape[0]
+    rounds, more_work, more_depth = count_tree(left, arity)
+    return 1 + rounds, work + more_work, depth + more_depth
 
 
 def merge_rounds(largest: int = 128) -> Figure:
@@ -91,15 +94,15 @@ def merge_rounds(largest: int = 128) -> Figure:
     powers = 2 ** np.arange(1, largest.bit_length())
     chain = [count_merges(reduce_chain, scalar_states(p))[1] for p in powers]
     ax.plot(powers, chain, color=ORANGE, label="chain")
-    for arity, color in ((2, BLUE), (4, GREEN), (8, RED)):
-        rounds = [count_rounds(p, arity) for p in ps]
+    for arity, color in ((2, BLUE), (3, GREEN), (4, RED)):
+        rounds = [count_tree(p, arity)[0] for p in ps]
         ax.step(ps, rounds, where="mid", color=color, label=f"tree, {arity} children a node")
     ax.set(xlabel="states p", ylabel="rounds", xscale="log", yscale="log")
     ax.set_xticks([2, 4, 8, 16, 32, 64, 128], [2, 4, 8, 16, 32, 64, 128])
     ax.set_yticks([1, 2, 3, 4, 7, 15, 31, 63, 127], [1, 2, 3, 4, 7, 15, 31, 63, 127])
     ax.minorticks_off()
     ax.set_title(
-        f"{largest} states: {chain[-1]} rounds as a chain, {count_rounds(largest, 2)} as a "
+        f"{largest} states: {chain[-1]} rounds as a chain, {count_tree(largest, 2)[0]} as a "
         f"binary tree, {largest - 1} merges either way",
         loc="left",
         fontsize=11,
