@@ -1,5 +1,11 @@
 """The packaged model: real text, decoded from a cache on one device and on eight."""
 
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,16 +46,45 @@ def test_first_tokens_answer_the_question(smollm, answer):
     assert "Paris" in smollm.tokenizer.decode(answer[0])
 
 
-@pytest.mark.parametrize("attention", ["tree", "butterfly"])
+@pytest.mark.parametrize("attention", ["tree", "butterfly", "ring"])
 def test_eight_devices_decode_the_same_text(smollm, question, answer, attention):
     model = smollm.on(kv_mesh(jax.devices()[:8]), attention=attention)
     ids, logits = decode(model, question, 3)
     assert ids == answer[0][:3]
-    np.testing.assert_allclose(logits, answer[1][:3], atol=1e-4)
+    np.testing.assert_allclose(logits, answer[1][:3], atol=1e-4, rtol=1e-5)
+
+
+def test_two_processes_decode_the_same_text(answer, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    script = Path(__file__).parent / "llama_rank.py"
+    files = [tmp_path / f"{rank}.npz" for rank in range(2)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), address, str(rank), str(file)],
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, file in enumerate(files)
+    ]
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=300)
+            assert process.returncode == 0, output
+    finally:
+        for process in processes:
+            process.kill()
+    for file in files:
+        found = np.load(file)
+        assert found["ids"].tolist() == found["streamed"].tolist() == answer[0][:3]
+        np.testing.assert_allclose(found["logits"], answer[1][:3], atol=1e-4)
 
 
 def test_full_pass_agrees_with_the_cache(smollm, question, answer):
     text = np.array([question + answer[0]])
     logits = smollm.logits(text)[0, len(question) - 1 : -1]
     assert logits.dtype == jnp.float32
-    np.testing.assert_allclose(logits, answer[1], atol=1e-4)
+    np.testing.assert_allclose(logits, answer[1], atol=1e-4, rtol=1e-5)

@@ -1,0 +1,30 @@
+"""One of two processes that decode together, for test_llama.py: llama_rank.py ADDRESS ID FILE.
+
+FILE gets this process's tokens and logits; each process has two devices.
+"""
+
+import sys
+
+import numpy as np
+
+import treeattn
+from treeattn.decoding import stream
+
+
+def main() -> None:
+    address, process_id, file = sys.argv[1:]
+    treeattn.simulate_devices(2)
+    treeattn.initialize(address, 2, int(process_id), initialization_timeout=120)
+    model = treeattn.Llama.load(None, mesh=treeattn.kv_mesh(nodes=2))
+    prompt = model.tokenizer.chat("What is the capital of France?")
+    logits, cache = model.prefill([prompt], model.new_cache(1, 64))
+    ids, seen = [], []
+    for _ in range(3):
+        seen.append(np.asarray(logits[0]))
+        ids.append(int(seen[-1].argmax()))
+        logits, cache = model.step(np.array([ids[-1:]]), cache, last=True)
+    streamed = [row[0] for row in stream(model, [prompt], max_new_tokens=3, capacity=64)]
+    np.savez(file, ids=ids, logits=np.array(seen), streamed=streamed)
+
+
+main()
