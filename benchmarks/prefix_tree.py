@@ -1,6 +1,6 @@
 """Packing 64 beams of 32×16 with the mask: jitted `treeattn.pack` against a trie in plain Python.
 
-python benchmarks/prefix_tree.py            about 15 seconds on a quiet machine
+python benchmarks/prefix_tree.py            about 10 seconds
 python benchmarks/prefix_tree.py --rounds 40
 """
 
@@ -77,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20, help="timings of each, taken in turn")
     rounds = parser.parse_args().rounds
-    print(f"{rounds} rounds of 4 kinds of beams; about {rounds * 0.7:.0f} s on a quiet machine")
+    print(f"{rounds} rounds of 4 kinds of beams; about {rounds * 0.4:.0f} s")
     print(
         f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, "
         f"{platform.system()}, Python {platform.python_version()}, jax {jax.__version__} on "
