@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import treeattn
 from treeattn import attention_from_energy, causal_energy, cumulant, energy, log_likelihood
+from treeattn.energy import log_sum_exp
 
 # (n, d, dv): one key, dv ≠ d both ways, many keys
 SHAPES = [(1, 1, 1), (5, 4, 3), (7, 2, 6), (40, 8, 1)]
@@ -222,6 +223,14 @@ def test_nothing_visible_gives_minus_infinity_and_zero_derivatives(dtype):
     for gradient in gradients(zeta, q, k, v):
         assert not np.any(gradient)
     assert log_likelihood(zeta, zeta, q, k, v, mask=nothing) == np.inf
+
+
+@pytest.mark.parametrize("s", [[-np.inf] * 3, [0.5, -np.inf, 1.5]], ids=["no keys", "two keys"])
+def test_hidden_scores_have_no_derivative(s):
+    """Of log-sum-exp itself: with a mask in front of it, the mask would hide a NaN."""
+    p = np.exp(s) / max(sum(np.exp(s)), 1e-300)
+    close(jax.jit(jax.grad(log_sum_exp))(np.array(s)), p)
+    close(jax.jit(jax.hessian(log_sum_exp))(np.array(s)), np.diag(p) - np.outer(p, p))
 
 
 def test_what_masked_keys_hold_does_not_matter():

@@ -157,13 +157,12 @@ def log_sum_exp(s: Float[Array, "... n"]) -> Float[Array, "..."]:
     in the exponent, is another function of ζ.
     """
     m = jax.lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf))
-    empty, hidden = m == -jnp.inf, s == -jnp.inf
+    empty = m == -jnp.inf
     m = jnp.where(empty, 0, m)
-    # Where nothing is to be summed the argument, too, must be harmless: a derivative passes
-    # through both branches of a `where`.
-    terms = jnp.where(hidden, 0, jnp.exp(jnp.where(hidden, 0, s - m[..., None])))
-    total = jnp.where(empty, 1, jnp.sum(terms, axis=-1))
-    return jnp.where(empty, -jnp.inf, m + jnp.log(total))
+    total = jnp.sum(jnp.exp(s - m[..., None]), axis=-1)
+    # The logarithm's argument, too, must be harmless where there are no keys: a derivative
+    # passes through both branches of a `where`.
+    return jnp.where(empty, -jnp.inf, m + jnp.log(jnp.where(empty, 1, total)))
 
 
 def _scores(zeta, q, k, v, scale):
