@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import gguf
@@ -13,7 +16,7 @@ import pytest
 import safetensors.numpy
 
 from treeattn import Llama, kv_mesh
-from treeattn.checkpoint import open_checkpoint, packaged_model
+from treeattn.checkpoint import hugging_face_config, open_checkpoint, packaged_model
 from treeattn.weights import rotary_frequencies
 
 LLAMAS = Path(__file__).parent / "data" / "llamas"
@@ -86,7 +89,7 @@ def test_llama3_scaling_slows_long_waves_only():
 # GGUF, written here from the same checkpoints
 
 
-def write_gguf(name: str, path: Path, kind=gguf.GGMLQuantizationType.F32, **changes) -> Path:
+def write_gguf(name: str | Path, path: Path, kind=gguf.GGMLQuantizationType.F32, **changes) -> Path:
     """The checkpoint `name` as a GGUF file; matrices that `kind` can hold are stored in it."""
     fields = config(LLAMAS / name)
     writer = gguf.GGUFWriter(path, changes.get("architecture", "llama"))
@@ -304,3 +307,57 @@ def test_an_empty_directory(tmp_path):
 
 def test_the_packaged_model_is_found():
     assert packaged_model().suffix == ".gguf"
+
+
+# Memory
+
+MEASURE = """
+import sys, threading, time
+import jax
+from treeattn import Llama
+
+def anonymous():  # what no file backs: pages of the checkpoint itself the system can drop
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) * 1024
+
+def watch():
+    while not done.is_set():
+        peak[0] = max(peak[0], anonymous())
+        time.sleep(0.0005)
+
+jax.device_put(0.0).block_until_ready()
+Llama.load(sys.argv[2])  # what is imported late, and the threads
+done, before = threading.Event(), anonymous()
+peak = [before]
+thread = threading.Thread(target=watch)
+thread.start()
+model = Llama.load(sys.argv[1])
+jax.block_until_ready(model.weights)
+done.set()
+thread.join()
+weights = sum(x.nbytes for x in jax.tree.leaves(model.weights))
+print((peak[0] - before) / weights)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measured with Linux's /proc")
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+def test_loading_takes_little_more_than_the_weights(kind, tmp_path):
+    """140 MB of float32: the peak, above what the process had before, in units of the weights."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}
+    fields = config(LLAMAS / "llama3") | sizes | {"vocab_size": 8000, "head_dim": 128}
+    folder = tmp_path / "large"
+    folder.mkdir()
+    write(folder, fields)
+    shapes = hugging_face_config(fields, folder).tensors()
+    rng = np.random.default_rng(0)
+    tensors = {name: rng.random(shape, np.float32) for name, shape in shapes.items()}
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    if kind == "gguf":
+        folder = write_gguf(folder, tmp_path / "large.gguf")
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(folder), str(LLAMAS / "llama3")],
+        capture_output=True, text=True, timeout=200, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert 0.95 < float(done.stdout) < 1.2
