@@ -1,5 +1,6 @@
 """Tokenizers, sampling, streaming and the command line."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -192,16 +193,52 @@ def test_tokenizer_of_a_directory(tmp_path):
         from_directory(tmp_path)
 
 
-def test_gguf_tokenizers_that_are_not_known():
-    def fields(**values):
-        return {f"tokenizer.ggml.{k}": lambda v=v: v for k, v in values.items()}
+def gguf_fields(**values):
+    return {f"tokenizer.ggml.{name}": lambda v=v: v for name, v in values.items()}
 
+
+def test_sentence_pieces_of_gguf_merge_the_best_first():
+    """Against the definition: join the two neighbours whose piece scores best, until none do."""
+    letters = [*"▁abc"]
+    pieces = ["ab", "bc", "▁a", "abc", "ca", "▁ab", "cab", "aa", "▁c"]
+    bytes_ = [f"<0x{i:02X}>" for i in range(256)]
+    tokens = ["<unk>", "<s>", "</s>", *bytes_, *letters, *pieces]
+    rng = np.random.default_rng(0)
+    scores = [0.0] * (259 + len(letters)) + rng.permutation(len(pieces)).astype(float).tolist()
+    kinds = [2, 3, 3] + [6] * 256 + [1] * (len(letters) + len(pieces))
+    tokenizer = from_gguf(
+        gguf_fields(
+            model="llama", tokens=tokens, scores=scores, token_type=kinds,
+            bos_token_id=1, eos_token_id=2, unknown_token_id=0,
+        ),
+        Path("x.gguf"),
+    )  # fmt: skip
+
+    def encode(text):
+        parts = list("▁" + text.replace(" ", "▁"))
+        while True:
+            pairs = enumerate(itertools.pairwise(parts))
+            scored = [(scores[tokens.index(a + b)], -i) for i, (a, b) in pairs if a + b in pieces]
+            if not scored:
+                return [1] + [tokens.index(p) for p in parts]
+            i = -max(scored)[1]
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+
+    for _ in range(200):
+        text = "c" + "".join(rng.choice([*"abc "], rng.integers(0, 12)))
+        assert tokenizer.encode(text) == encode(text), text
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode(tokenizer.encode("a é")) == "a é"  # bytes, where there is no piece
+    assert tokenizer.stop == {2} and tokenizer.start == 1
+
+
+def test_gguf_tokenizers_that_are_not_known():
     path = Path("x.gguf")
     assert from_gguf({}, path) is None
     with pytest.raises(ValueError, match=r"x.gguf: tokenizer: expected .*'bert'"):
-        from_gguf(fields(model="bert", tokens=[]), path)
+        from_gguf(gguf_fields(model="bert", tokens=[]), path)
     with pytest.raises(ValueError, match=r"pre-tokenizer: expected one of .*'klingon'"):
-        from_gguf(fields(model="gpt2", pre="klingon", tokens=[]), path)
+        from_gguf(gguf_fields(model="gpt2", pre="klingon", tokens=[]), path)
 
 
 # The command line

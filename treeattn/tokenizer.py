@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import tokenizers
-from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 # How a text is cut before byte pairs are merged, by the name that GGUF files give it.
 LLAMA_3 = (
@@ -102,29 +102,72 @@ def from_gguf(fields: dict, path: Path) -> Tokenizer | None:
     kind = get("ggml.model")
     if kind is None:
         return None
-    tokens, kinds = get("ggml.tokens"), get("ggml.token_type")
-    ids = {token: i for i, token in enumerate(tokens)}
     if kind == "gpt2":
-        pre = get("ggml.pre", "default")
-        if pre not in PRE_TOKENIZERS:
-            raise ValueError(
-                f"{path}: pre-tokenizer: expected one of {tuple(PRE_TOKENIZERS)}, got {pre!r}"
-            )
-        merges = [tuple(pair.split(" ")) for pair in get("ggml.merges")]
-        backend = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=merges))
-        backend.pre_tokenizer = PRE_TOKENIZERS[pre]()
-        backend.decoder = decoders.ByteLevel()
+        backend = _byte_pairs(get, path)
+    elif kind == "llama":
+        backend = _sentence_pieces(get)
     else:
-        raise ValueError(f"{path}: tokenizer: expected model 'gpt2', got {kind!r}")
-    control = [t for t, kind in zip(tokens, kinds or [1] * len(tokens), strict=True) if kind == 3]
+        raise ValueError(f"{path}: tokenizer: expected model 'gpt2' or 'llama', got {kind!r}")
+    tokens = get("ggml.tokens")
+    kinds = get("ggml.token_type", [1] * len(tokens))
+    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == 3]
     backend.add_special_tokens(control)
     ends = (get("ggml.eos_token_id"), get("ggml.eot_token_id"))
     return Tokenizer(
         backend,
         stop=frozenset(i for i in ends if i is not None),
-        start=get("ggml.bos_token_id") if get("ggml.add_bos_token", False) else None,
+        start=get("ggml.bos_token_id") if get("ggml.add_bos_token", kind == "llama") else None,
         chat_template=get("chat_template"),
     )
+
+
+def _byte_pairs(get, path: Path) -> tokenizers.Tokenizer:
+    """Byte-level pairs, merged in the order of the file's list: GPT-2's, Llama 3's."""
+    pre = get("ggml.pre", "default")
+    if pre not in PRE_TOKENIZERS:
+        raise ValueError(
+            f"{path}: pre-tokenizer: expected one of {tuple(PRE_TOKENIZERS)}, got {pre!r}"
+        )
+    ids = {token: i for i, token in enumerate(get("ggml.tokens"))}
+    merges = [tuple(pair.split(" ")) for pair in get("ggml.merges")]
+    backend = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=merges))
+    backend.pre_tokenizer = PRE_TOKENIZERS[pre]()
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentence_pieces(get) -> tokenizers.Tokenizer:
+    """Pieces of text in which ▁ is a space, the best-scored merge first: Llama 2's."""
+    tokens, scores = get("ggml.tokens"), get("ggml.scores")
+    ids = {token: i for i, token in enumerate(tokens)}
+    # Any two pieces that join to a piece are a merge, as good as what they join to.
+    joins = [
+        (-score, ids[token[:i]], ids[token[i:]])
+        for token, score in zip(tokens, scores, strict=True)
+        for i in range(1, len(token))
+        if token[:i] in ids and token[i:] in ids
+    ]
+    merges = [(tokens[a], tokens[b]) for _, a, b in sorted(joins)]
+    unknown = get("ggml.unknown_token_id")
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab=ids,
+            merges=merges,
+            unk_token=None if unknown is None else tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    spaces = [normalizers.Replace(" ", "▁")]
+    strip = []
+    if get("ggml.add_space_prefix", True):
+        spaces.insert(0, normalizers.Prepend("▁"))
+        strip.append(decoders.Strip(" ", 1, 0))
+    backend.normalizer = normalizers.Sequence(spaces)
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return backend
 
 
 def from_directory(path: Path) -> Tokenizer | None:
