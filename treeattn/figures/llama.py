@@ -1,6 +1,8 @@
 """Figures of notebook 08: a real Llama over a sharded cache."""
 
 import functools
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -172,9 +174,72 @@ def largest_score(q, k):
     return jnp.max(jnp.where(jnp.tri(l, dtype=bool), scores, -jnp.inf))
 
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "llama.json"
+# Seconds for a prompt and ten tokens, tree and ring, by thousands of tokens: v2, Tables 1 and 2.
+PAPER = {
+    "8 × H100, Llama 3.1 8B": {
+        32: (0.60, 2.57), 64: (1.08, 4.42), 128: (2.68, 6.38), 256: (2.89, 8.19),
+    },
+    "4 × MI300X, Llama 3.1 8B": {
+        32: (1.05, 3.57), 64: (2.36, 7.33), 128: (6.43, 16.40), 256: (15.30, 35.12),
+    },
+    "2 × RTX 4090, Llama 3.2 1B": {
+        8: (0.34, 1.38), 16: (0.58, 2.77), 20: (0.74, 3.47), 32: (1.01, 5.45),
+    },
+}  # fmt: skip
+
+
+def _bars(ax, labels, tree, ring) -> None:
+    """Tree and ring side by side, with their ratio above."""
+    x, tree, ring = np.arange(len(labels)), np.array(tree), np.array(ring)
+    ax.bar(x - 0.2, tree, 0.38, color=BLUE, label="tree")
+    ax.bar(x + 0.2, ring, 0.38, color=ORANGE, label="ring")
+    for i, ratio in enumerate(ring / tree):
+        ax.text(i, max(ring[i], tree[i]) * 1.02, f"×{ratio:.1f}", ha="center", fontsize=8)
+    ax.set_xticks(x, labels)
+    ax.set_xlabel("context")
+
+
+def decode_times() -> Figure:
+    """Milliseconds of a decoding step by context and number of simulated devices."""
+    rows = json.loads(RESULTS.read_text())["devices"]
+    counts = sorted({r["devices"] for r in rows})
+    figure, axes = new_figure(8, 3.2, ncols=len(counts), sharey=True)
+    for ax, p in zip(axes, counts, strict=True):
+        mine = [r for r in rows if r["devices"] == p]
+        labels = [f"{r['context'] // 1024}k" for r in mine]
+        _bars(ax, labels, [r["tree"] for r in mine], [r["ring"] for r in mine])
+        ax.set_title(f"{p} devices", fontsize=9, loc="left")
+    axes[0].set_ylabel("milliseconds a token")
+    axes[0].legend(fontsize=8, loc="upper left")
+    figure.suptitle("Decoding a token: the ring's extra work grows with context and devices",
+                    x=0.01, ha="left", fontsize=11)  # fmt: skip
+    return figure
+
+
+def tree_against_ring() -> Figure:
+    """Seconds for a prompt and ten tokens: measured here, and as the paper printed them."""
+    rows = json.loads(RESULTS.read_text())["table"]
+    here = {r["context"] / 1024: (r["tree"], r["ring"]) for r in rows}
+    panels = {"here: 8 simulated, SmolLM2 135M": here} | PAPER
+    figure, axes = new_figure(10, 3.2, ncols=len(panels))
+    for ax, (name, times) in zip(axes, panels.items(), strict=True):
+        _bars(ax, [f"{c:g}k" for c in times], *zip(*times.values(), strict=True))
+        ax.set_title(name, fontsize=9, loc="left")
+    axes[0].set_ylabel("seconds")
+    axes[0].legend(fontsize=8, loc="upper left")
+    figure.suptitle(
+        "A prompt and ten more tokens: measured here, and in the paper's Tables 1 and 2",
+        x=0.01, ha="left", fontsize=11,
+    )  # fmt: skip
+    return figure
+
+
 FIGURES = {
     "llama_striped_cache": striped_cache,
     "llama_head_over_shards": head_over_shards,
     "llama_shard_shares": shard_shares,
     "llama_score_ranges": score_ranges,
+    "llama_decode_times": decode_times,
+    "llama_tree_against_ring": tree_against_ring,
 }

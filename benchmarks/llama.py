@@ -1,0 +1,215 @@
+"""How fast the packaged Llama runs, against Hugging Face transformers and against itself.
+
+    python benchmarks/llama.py                 all of it; a few minutes
+    python benchmarks/llama.py single          one device, in turn with transformers if installed
+    python benchmarks/llama.py devices table
+
+Everything is measured in one process, in turn, after a first run that compiles. `single` compares
+prefill and decoding with transformers on the same float32 weights. `devices` has the time of a
+decoding step by context and number of simulated devices, tree against ring; `table` is the
+experiment of the paper's Table 1, a prompt and ten more tokens. Caches of a given context are
+filled with random numbers: a step's time does not depend on them. Writes
+benchmarks/results/llama.json.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from treeattn import Llama, kv_mesh, simulate_devices
+from treeattn.cache import Cache
+from treeattn.checkpoint import open_checkpoint
+
+RESULTS = Path(__file__).parent / "results" / "llama.json"
+ROOM = 32  # tokens that a cache has room for besides its context
+
+
+def timed(f) -> float:
+    """Seconds that f takes, its result included."""
+    began = time.perf_counter()
+    jax.block_until_ready(f())
+    return time.perf_counter() - began
+
+
+def in_turn(candidates: dict, rounds: int) -> dict[str, float]:
+    """The median time of each candidate, measured in turn, after a round that compiles."""
+    for f in candidates.values():
+        timed(f)
+    times = {name: [] for name in candidates}
+    for _ in range(rounds):
+        for name, f in candidates.items():
+            times[name].append(timed(f))
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def full_cache(model: Llama, context: int) -> Cache:
+    """A cache that holds `context` random tokens, with ROOM for more."""
+    empty = model.new_cache(1, context + ROOM)
+    rng = np.random.default_rng(0)
+    content = rng.normal(size=empty.k[0].shape).astype(np.float32)
+    fill = jax.jit(lambda x: x + content, donate_argnums=0)
+    k, v = (tuple(fill(x) for x in layers) for layers in (empty.k, empty.v))
+    return Cache(k, v, empty.lengths + np.int32(context))
+
+
+def decoder(model: Llama, context: int, n: int):
+    """A function that decodes n tokens greedily, always after the same context."""
+    cache = [full_cache(model, context)]
+
+    def run():
+        c = cache[0]
+        lengths, token = c.lengths, np.array([[1]])
+        for _ in range(n):
+            logits, c = model.step(token, c, last=True)
+            token = np.asarray(logits).argmax(-1)[:, None]
+        cache[0] = c._replace(lengths=lengths)  # forget them again
+        return logits
+
+    return run
+
+
+# transformers, with the same weights
+
+
+def transformers_model():
+    """The packaged checkpoint as transformers' LlamaForCausalLM, in float32."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    checkpoint = open_checkpoint()
+    c = checkpoint.config
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=c.vocabulary,
+            hidden_size=c.width,
+            intermediate_size=c.mlp_width,
+            num_hidden_layers=c.layers,
+            num_attention_heads=c.heads,
+            num_key_value_heads=c.kv_heads,
+            max_position_embeddings=c.context,
+            rms_norm_eps=c.norm_epsilon,
+            tie_word_embeddings=c.tied,
+            rope_parameters={"rope_type": "default", "rope_theta": c.rotary_base},
+        )
+    ).eval()
+    state = {name: torch.from_numpy(checkpoint.read(name).copy()) for name in checkpoint.shapes}
+    model.load_state_dict(state, strict=False)
+    model.tie_weights()
+    return model
+
+
+def transformers_runs(model, context: int, n: int):
+    """(prefill of `context` tokens, decoding of n tokens after a random context)."""
+    import torch
+    from transformers import DynamicCache
+
+    c = model.config
+    tokens = torch.arange(context)[None] % 1000 + 100
+    shape = (1, c.num_key_value_heads, context, c.hidden_size // c.num_attention_heads)
+    content = torch.randn(shape)
+
+    @torch.inference_mode()
+    def prefill():
+        return model(tokens, use_cache=True, logits_to_keep=1).logits[0, -1].numpy()
+
+    cache = DynamicCache()
+    for layer in range(c.num_hidden_layers):
+        cache.update(content.clone(), content.clone(), layer)
+
+    @torch.inference_mode()
+    def decode():
+        token = torch.tensor([[1]])
+        for _ in range(n):
+            out = model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            token = out.logits[:, -1].argmax(-1)[:, None]
+        cache.crop(-n)  # forget them again
+        return out.logits.numpy()
+
+    return prefill, decode
+
+
+def single(model: Llama, rounds: int = 3, n: int = 4) -> dict:
+    """Tokens per second of one device, and of transformers."""
+    other = None
+    if importlib.util.find_spec("transformers") and importlib.util.find_spec("torch"):
+        other = transformers_model()
+    prompt = (np.arange(1024) % 1000 + 100).tolist()
+    first = {"treeattn": lambda: model.prefill([prompt], model.new_cache(1, 1024))[0]}
+    if other is not None:
+        first["transformers"] = transformers_runs(other, 1024, n)[0]
+        ours, theirs = np.asarray(first["treeattn"]())[0], first["transformers"]()
+        print(f"logits differ by at most {np.abs(ours - theirs).max():.1e}", flush=True)
+    result = {}
+
+    def report(name, speeds):
+        result[name] = speeds
+        print(name, {k: round(v, 1) for k, v in speeds.items()}, "tokens/s", flush=True)
+
+    for context in (2048, 8192):
+        runs = {"treeattn": decoder(model, context, n)}
+        if other is not None:
+            runs["transformers"] = transformers_runs(other, context, n)[1]
+        report(f"decode at {context}", {k: n / t for k, t in in_turn(runs, rounds).items()})
+    report("prefill 1024", {k: 1024 / t for k, t in in_turn(first, rounds).items()})
+    return result
+
+
+def devices(model: Llama, rounds: int = 3, n: int = 2) -> list[dict]:
+    """Milliseconds of a decoding step, by context and number of devices, tree and ring."""
+    rows = []
+    for p, context in tqdm([(p, c) for p in (2, 4, 8) for c in (1024, 4096)]):
+        placed = model.on(kv_mesh(jax.devices()[:p]))
+        runs = {a: decoder(placed.using(a), context, n) for a in ("tree", "ring")}
+        times = {a: 1000 * t / n for a, t in in_turn(runs, rounds).items()}
+        rows.append({"devices": p, "context": context} | times)
+        tqdm.write(f"p={p} context={context}: { ({a: round(t) for a, t in times.items()}) } ms")
+    return rows
+
+
+def table(model: Llama, rounds: int = 2, n: int = 10) -> list[dict]:
+    """Seconds of a ring prefill and ten more tokens on 8 devices, tree and ring."""
+    rows, placed = [], model.on(kv_mesh(jax.devices()[:8]))
+    for context in tqdm((512, 1024, 2048)):
+        prompt = (np.arange(context) % 1000 + 100).tolist()
+
+        def run(attention, prompt=prompt):
+            model = placed.using(attention)
+            logits, cache = model.prefill([prompt], model.new_cache(1, len(prompt) + ROOM))
+            for _ in range(n):
+                token = np.asarray(logits).argmax(-1)[:, None]
+                logits, cache = model.step(token, cache, last=True)
+            return logits
+
+        times = in_turn({a: lambda a=a: run(a) for a in ("tree", "ring")}, rounds)
+        rows.append({"context": context} | times)
+        tqdm.write(f"context {context}: { ({a: round(t, 2) for a, t in times.items()}) } s")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parts = ("single", "devices", "table")
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}; all when left out")
+    wanted = parser.parse_args().parts or parts
+    # Eight simulated devices would slow one down: it gets a process with one.
+    simulate_devices(1 if list(wanted) == ["single"] else 8)
+    model = Llama.load(None)
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results["machine"] = f"{os.cpu_count()} {platform.machine()} cores, {jax.default_backend()}"
+    for part in wanted:
+        results[part] = {"single": single, "devices": devices, "table": table}[part](model)
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
