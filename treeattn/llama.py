@@ -187,7 +187,7 @@ class Llama:
         prompts: Sequence[Sequence[int]],
         cache: Cache,
         *,
-        chunk: int = 256,
+        chunk: int = 512,
         progress: Callable[[int], None] = lambda tokens: None,
     ) -> tuple[Float[Array, "b vocabulary"], Cache]:
         """Run prompts of any lengths: (logits after each, cache). It gives up `cache`.

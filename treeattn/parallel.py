@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from treeattn.cache import ShardAttention
@@ -60,6 +61,8 @@ def pass_q(q, k, v, lengths, axes, *, implementation) -> AttentionState:
     return jax.tree.map(lambda x: gather(x)[:, :l], state)
 
 
+CAUSAL_BLOCK = 256  # tokens of a prompt that attend to each other under one mask
+
 TO_CACHE = {
     "tree": functools.partial(tree, method="allreduce"),
     "butterfly": functools.partial(tree, method="butterfly"),
@@ -81,9 +84,23 @@ def to_cache(attention: str | ShardAttention, implementation: str | None = None)
 
 def among_new(q, k, v, mask, implementation: str | None) -> AttentionState:
     """The state of a step's tokens after each other; mask (b, l, l), or None: causal."""
-    if mask is None:
+    if mask is not None:
+        return attend(q, k, v, mask=mask[:, None])
+    l = q.shape[1]
+    if l <= CAUSAL_BLOCK:
         return attend_causal(q, k, v, scale=q.shape[-1] ** -0.5, implementation=implementation)
-    return attend(q, k, v, mask=mask[:, None])
+    # The later half sees all of the earlier half, and nobody looks at what comes after him:
+    # two triangles and a square, instead of a square twice as wide that is half masked.
+    half = -(-l // 2)
+    first, later = (
+        [x[:, part] for x in (q, k, v)] for part in (slice(None, half), slice(half, None))
+    )
+    earlier = attend(later[0], *first[1:], implementation=implementation)
+    states = (
+        among_new(*first, None, implementation),
+        merge(earlier, among_new(*later, None, implementation)),
+    )
+    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *states)
 
 
 WHOLE = {"ring": ring_attention, "ulysses": ulysses_attention}
