@@ -25,7 +25,6 @@ from treeattn.state import AttentionState, finite, merge
 BLOCK = 1024  # keys read at a time, at most
 SCORES = 1 << 22  # scores held at a time, about: many queries get shorter blocks
 STREAMS = 8  # terms of a sum that is written out; XLA:CPU stops fusing at 16
-FEW_QUERIES = 8  # queries a key head, up to which no matrix product is worth its copies
 
 
 @functools.partial(jax.jit, inline=True)
@@ -117,7 +116,7 @@ def _attend_rows(row, rows: int, q, k, v, mask, bias, lengths) -> AttentionState
 
 def _over_blocks(add_block, state, size: int, n: int, lengths, *blocks):
     """add_block(…add_block(state, 0, *blocks[0])…), for the blocks that any row sees."""
-    longest = n if lengths is None else jnp.max(lengths)
+    longest = n if lengths is None else jnp.max(lengths, initial=0)
 
     def visit(state, block):
         # The branch keeps blocks past the longest row from being read. It also keeps XLA:CPU
@@ -131,9 +130,9 @@ def _over_blocks(add_block, state, size: int, n: int, lengths, *blocks):
 
 
 def _few_queries(q, n: int) -> bool:
-    """Whether sums over streams serve these queries better than matrix products."""
+    """Whether sums over streams serve these queries better than matrix products (measured)."""
     _, _, group, l, d = q.shape
-    return group * l <= FEW_QUERIES and n >= BLOCK // 2 and d % 8 == 0 and d <= 256
+    return 16 * group * l <= d <= 256 and d % 8 == 0 and n >= BLOCK // 2
 
 
 def _block_size(q, n: int) -> int:
@@ -200,6 +199,10 @@ def _read(x, first, size: int, *, row, rows: int, dtype):
 
 
 def _matrix_scores(q, k):
+    if q.shape[2] * q.shape[3] < q.shape[4]:
+        # XLA:CPU transposes the second factor: let that be the smaller one.
+        s = lax.dot_general(k, q, (((3,), (4,)), ((0, 2), (0, 1))))
+        return jnp.moveaxis(s, 2, -1)
     return jnp.einsum("bkgld,bnkd->bkgln", q, k)
 
 
