@@ -1,4 +1,4 @@
-"""Write every figure into a folder: python -m treeattn.figures figures"""
+"""Write every figure into a folder: python -m treeattn.figures figures (some minutes)"""
 
 import argparse
 import importlib
@@ -8,6 +8,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 import treeattn.figures
+from treeattn.figures.merge import ANIMATIONS
 
 
 def all_figures() -> dict[str, object]:
@@ -25,9 +26,15 @@ def main() -> None:
     parser.add_argument("only", nargs="*", help="names of figures; all when left out")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    for name, draw in tqdm(all_figures().items(), unit="figure"):
-        if not args.only or name in args.only:
-            draw().savefig(args.folder / f"{name}.png", metadata={"Software": None})
+    figures = all_figures() | ANIMATIONS
+    wanted = args.only or list(figures)
+    if unknown := set(wanted) - set(figures):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(sorted(figures))}")
+    for name in tqdm(wanted, unit="figure"):
+        if name in ANIMATIONS:
+            ANIMATIONS[name](args.folder / f"{name}.gif")
+        else:
+            figures[name]().savefig(args.folder / f"{name}.png", metadata={"Software": None})
 
 
 if __name__ == "__main__":
