@@ -26,15 +26,14 @@ def main() -> None:
     parser.add_argument("only", nargs="*", help="names of figures; all when left out")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    figures = all_figures() | ANIMATIONS
+    figures = all_figures()
     wanted = args.only or list(figures)
     if unknown := set(wanted) - set(figures):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(sorted(figures))}")
     for name in tqdm(wanted, unit="figure"):
+        figures[name]().savefig(args.folder / f"{name}.png", metadata={"Software": None})
         if name in ANIMATIONS:
             ANIMATIONS[name](args.folder / f"{name}.gif")
-        else:
-            figures[name]().savefig(args.folder / f"{name}.png", metadata={"Software": None})
 
 
 if __name__ == "__main__":
