@@ -1,0 +1,43 @@
+"""The README's Python, run block after block as a reader would, in a process of its own."""
+
+import doctest
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from treeattn import simulate_devices
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def run_blocks() -> None:
+    """Run every ```python block in one namespace; what follows a >>> must be what it prints."""
+    simulate_devices(8)  # as one of the blocks will, but before the first uses JAX
+    names = {}
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    runner = doctest.DocTestRunner()
+    for number, block in enumerate(blocks):
+        if "initialize()" in block:  # needs a cluster; tests/test_cluster.py has one
+            continue
+        if ">>>" in block:
+            test = doctest.DocTestParser().get_doctest(block, names, f"block {number}", None, 0)
+            runner.run(test, clear_globs=False)
+            names = test.globs
+        else:
+            exec(block, names)
+    results = runner.summarize()
+    print(f"{len(blocks)} blocks, {results.attempted} examples, {results.failed} failed")
+    sys.exit(results.failed > 0)
+
+
+def test_the_readme_runs():
+    process = subprocess.run(
+        [sys.executable, __file__], capture_output=True, text=True, timeout=300
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "Paris" in process.stdout and " 0 failed" in process.stdout
+
+
+if __name__ == "__main__":
+    run_blocks()
