@@ -87,6 +87,27 @@ def sent_by_context(sent: Mapping[str, Mapping[int, int]]) -> Figure:
     return figure
 
 
+def decode_ratios(rows: Sequence[Mapping]) -> Figure:
+    """Time relative to the tree by Allreduce, by number of devices: benchmarks/decode.py's rows."""
+    keys = max(row["keys"] for row in rows)
+    rows = [row for row in rows if row["keys"] == keys and row["ms"]]
+    tree = {row["p"]: row["ms"] for row in rows if row["name"] == "tree, allreduce"}
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    figure, ax = new_figure(7.0, 3.2)
+    for i, name in enumerate(names):
+        mine = [row for row in rows if row["name"] == name]
+        x = [list(tree).index(row["p"]) + (i - len(names) / 2 + 0.5) * 0.13 for row in mine]
+        ratios = [row["ms"] / tree[row["p"]] for row in mine]
+        bars = ax.bar(x, ratios, 0.12, label=name)
+        ax.bar_label(bars, fmt="%.1f", fontsize=7, padding=1)
+    ax.set_xticks(range(len(tree)), [f"{p} devices" for p in tree])
+    ax.set(yscale="log", ylabel="time / tree by Allreduce")
+    ax.legend(ncols=3, fontsize=8, loc="upper left")
+    ax.set_ylim(top=ax.get_ylim()[1] * 3)
+    ax.set_title(f"One query over {keys // 1024}k keys, simulated devices on shared cores")
+    return figure
+
+
 def _bytes(n: int) -> str:
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if n >= size:

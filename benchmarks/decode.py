@@ -1,0 +1,183 @@
+"""Tree decoding (each method) beside ring, pass-Q and gathering the cache, on simulated devices.
+
+python benchmarks/decode.py                      p = 2, 4, 8; 32k to 512k keys; about 5 minutes
+python benchmarks/decode.py --processes 2        the same calls over real processes (gloo)
+python benchmarks/decode.py --write              also benchmarks/results/decode.md, and the figure
+
+One call of each contestant in turn, medians. The devices share this machine's cores, so the
+*ratios* show work and bytes, not a cluster: in a ring every device attends to all p shards, and
+here they do so on the same cores. Bytes and memory are those of the compiled program, exactly.
+"""
+
+import argparse
+import datetime
+import functools
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from tqdm import tqdm
+
+import treeattn
+from treeattn.compiled import collectives, memory, total_bytes
+
+HEADS, KV_HEADS, DIM = 16, 4, 128
+BUDGET = 12e9  # bytes that all simulated devices may hold together
+
+
+def gather_decode(q, k, v, *, mesh, axis):
+    """Every device collects the whole cache and attends to it alone."""
+
+    def body(q, k, v):
+        k, v = (jax.lax.all_gather(x, axis, axis=1, tiled=True) for x in (k, v))
+        return treeattn.attention(q, k, v)
+
+    specs = {"in_specs": (P(), P(None, axis), P(None, axis)), "out_specs": P()}
+    return jax.shard_map(body, mesh=mesh, check_vma=False, **specs)(q, k, v)
+
+
+CONTESTANTS = {
+    "tree, allreduce": treeattn.tree_decode,
+    "tree, butterfly": functools.partial(treeattn.tree_decode, method="butterfly"),
+    "tree, gather": functools.partial(treeattn.tree_decode, method="gather"),
+    "pass-Q": treeattn.pass_q_decode,
+    "ring": treeattn.ring_decode,
+    "gather the cache": gather_decode,
+}
+
+
+def inputs(mesh, kv_len: int):
+    """A query on every device, and a cache sharded over them; the same numbers everywhere."""
+    cache = NamedSharding(mesh, P(None, "kv"))
+
+    def shard(index):
+        start = index[1].start or 0
+        rows = (index[1].stop or kv_len) - start
+        rng = np.random.default_rng(start)
+        return rng.standard_normal((1, rows, KV_HEADS, DIM), dtype=np.float32)
+
+    shape = (1, kv_len, KV_HEADS, DIM)
+    k, v = (jax.make_array_from_callback(shape, cache, shard) for _ in "kv")
+    return np.ones((1, 1, HEADS, DIM), np.float32), k, v
+
+
+def measure(mesh, kv_len: int, rounds: int) -> list[dict]:
+    """A row a contestant: milliseconds, bytes a device sends, bytes a device holds."""
+    arguments, p = inputs(mesh, kv_len), mesh.devices.size
+    rows, calls = [], {}
+    for name, decode in CONTESTANTS.items():
+        program = jax.jit(functools.partial(decode, mesh=mesh, axis="kv")).lower(*arguments)
+        program = program.compile()
+        held = memory(program).total_bytes
+        row = {"name": name, "p": p, "keys": kv_len, "ms": None, "held": held}
+        row["sent"] = total_bytes(collectives(program))
+        rows.append(row)
+        if held * p <= BUDGET:
+            calls[name] = program
+    times = {name: [] for name in calls}
+    for turn in range(rounds + 1):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            jax.block_until_ready(call(*arguments))
+            if turn:  # the first warms up
+                times[name].append(1e3 * (time.perf_counter() - start))
+    for row in rows:
+        if row["name"] in times:
+            row["ms"] = statistics.median(times[row["name"]])
+    return rows
+
+
+def table(rows: list[dict]) -> list[str]:
+    """Markdown: a line a measurement, its time also relative to the tree by Allreduce."""
+    lines = ["| p | keys | method | ms | × tree | sent by a device | held by a device |"]
+    lines.append("|---" * 7 + "|")
+    for row in rows:
+        same = (r for r in rows if (r["p"], r["keys"]) == (row["p"], row["keys"]))
+        tree = next(same)["ms"]
+        if row["ms"] is None:
+            times = "not run: too large", "–"
+        else:
+            times = f"{row['ms']:.1f}", f"{row['ms'] / tree:.1f}"
+        sizes = f"{row['sent']:,} B", f"{row['held'] / 2**20:.1f} MiB"
+        cells = (str(row["p"]), f"{row['keys'] // 1024}k", row["name"], *times, *sizes)
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def machine() -> str:
+    return (
+        f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, "
+        f"Python {platform.python_version()}, jax {version('jax')}"
+    )
+
+
+def run_rank(address: str, processes: int, rank: int, keys: list[int], rounds: int) -> None:
+    """One real process; the first prints the table."""
+    treeattn.simulate_devices(1)
+    treeattn.initialize(address, processes, rank)
+    mesh = treeattn.kv_mesh()
+    rows = [row for n in keys for row in measure(mesh, n, rounds)]
+    if rank == 0:
+        print("\n".join(table(rows)))
+
+
+def start_processes(count: int) -> int:
+    """This script again, once a process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    ranks = [
+        subprocess.Popen([sys.executable, *sys.argv, "--rank", f"{address} {rank}"])
+        for rank in range(count)
+    ]
+    return max(rank.wait() for rank in ranks)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--devices", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--keys", type=int, nargs="+", default=[2**15, 2**17, 2**19])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--processes", type=int, help="real processes in place of devices")
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    parser.add_argument("--write", action="store_true", help="also into benchmarks/results")
+    args = parser.parse_args()
+    if args.rank:
+        address, rank = args.rank.split()
+        run_rank(address, args.processes, int(rank), args.keys, args.rounds)
+        return 0
+    if args.processes:
+        return start_processes(args.processes)
+
+    treeattn.simulate_devices(max(args.devices))
+    rows = []
+    for p, n in tqdm([(p, n) for p in args.devices for n in args.keys], unit="case"):
+        rows += measure(treeattn.kv_mesh(jax.devices()[:p]), n, args.rounds)
+    lines = [
+        f"One query, {HEADS} heads of {DIM} over {KV_HEADS} key heads, float32; medians in turn on "
+        f"simulated devices. {machine()}.",
+        "",
+        *table(rows),
+    ]
+    print("\n".join(lines))
+    if args.write:
+        from treeattn.figures.tree import decode_ratios
+
+        here = Path(__file__).parent
+        (here / "results" / "decode.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        decode_ratios(rows).savefig(here.parent / "figures" / "decode_ratios.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
