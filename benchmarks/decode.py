@@ -1,7 +1,8 @@
 """Tree decoding (each method) beside ring, pass-Q and gathering the cache, on simulated devices.
 
 python benchmarks/decode.py                      p = 2, 4, 8; 32k to 512k keys; about 5 minutes
-python benchmarks/decode.py --processes 2        the same calls over real processes (gloo)
+python benchmarks/decode.py --processes 2        the same calls over real processes (gloo), and
+                                                 ring-attention-pytorch's tree, if installed
 python benchmarks/decode.py --write              also benchmarks/results/decode.md, and the figure
 
 One call of each contestant in turn, medians. The devices share this machine's cores, so the
@@ -71,8 +72,36 @@ def inputs(mesh, kv_len: int):
     return np.ones((1, 1, HEADS, DIM), np.float32), k, v
 
 
-def measure(mesh, kv_len: int, rounds: int) -> list[dict]:
-    """A row a contestant: milliseconds, bytes a device sends, bytes a device holds."""
+def torch_tree(address: str, processes: int, rank: int):
+    """kv_len -> a call of ring-attention-pytorch's tree decoding over gloo; None without it.
+
+    It knows no grouped heads, and gets the key heads repeated.
+    """
+    try:
+        import torch
+        from ring_attention_pytorch import tree_attn_decode
+    except ImportError as missing:
+        if rank == 0:
+            print(f"without ring-attention-pytorch: {missing}")
+        return None
+    host, port = address.split(":")
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://{host}:{int(port) + 1}", world_size=processes, rank=rank
+    )
+
+    def prepare(kv_len: int):
+        q = torch.ones(1, HEADS, 1, DIM)
+        k, v = (torch.randn(1, HEADS, kv_len // processes, DIM) for _ in "kv")
+        return lambda: tree_attn_decode(q, k, v, shard_kv_seq=False)
+
+    return prepare
+
+
+def measure(mesh, kv_len: int, rounds: int, others: dict | None = None) -> list[dict]:
+    """A row a contestant: milliseconds, bytes a device sends, bytes a device holds.
+
+    others: name -> a call without arguments, timed in turn with ours.
+    """
     arguments, p = inputs(mesh, kv_len), mesh.devices.size
     rows, calls = [], {}
     for name, decode in CONTESTANTS.items():
@@ -83,12 +112,15 @@ def measure(mesh, kv_len: int, rounds: int) -> list[dict]:
         row["sent"] = total_bytes(collectives(program))
         rows.append(row)
         if held * p <= BUDGET:
-            calls[name] = program
+            calls[name] = functools.partial(program, *arguments)
+    for name, call in (others or {}).items():
+        rows.append({"name": name, "p": p, "keys": kv_len, "ms": None, "held": None, "sent": None})
+        calls[name] = call
     times = {name: [] for name in calls}
     for turn in range(rounds + 1):
         for name, call in calls.items():
             start = time.perf_counter()
-            jax.block_until_ready(call(*arguments))
+            jax.block_until_ready(call())
             if turn:  # the first warms up
                 times[name].append(1e3 * (time.perf_counter() - start))
     for row in rows:
@@ -108,7 +140,9 @@ def table(rows: list[dict]) -> list[str]:
             times = "not run: too large", "–"
         else:
             times = f"{row['ms']:.1f}", f"{row['ms'] / tree:.1f}"
-        sizes = f"{row['sent']:,} B", f"{row['held'] / 2**20:.1f} MiB"
+        sizes = "–", "–"
+        if row["sent"] is not None:
+            sizes = f"{row['sent']:,} B", f"{row['held'] / 2**20:.1f} MiB"
         cells = (str(row["p"]), f"{row['keys'] // 1024}k", row["name"], *times, *sizes)
         lines.append("| " + " | ".join(cells) + " |")
     return lines
@@ -126,7 +160,10 @@ def run_rank(address: str, processes: int, rank: int, keys: list[int], rounds: i
     treeattn.simulate_devices(1)
     treeattn.initialize(address, processes, rank)
     mesh = treeattn.kv_mesh()
-    rows = [row for n in keys for row in measure(mesh, n, rounds)]
+    prepare, rows = torch_tree(address, processes, rank), []
+    for n in keys:
+        others = {"PyTorch tree": prepare(n)} if prepare else None
+        rows += measure(mesh, n, rounds, others)
     if rank == 0:
         print("\n".join(table(rows)))
 
