@@ -120,7 +120,8 @@ def test_output_and_gradients_in_the_inputs_dtype(dtype):
     options["mask"][..., :5] = True
     arrays = tuple(map(jnp.asarray, (q, k, v)))
     assert attention(*arrays, **options).dtype == dtype
-    gradients = jax.grad(lambda *x: jnp.sum(w * attention(*x, **options)), (0, 1, 2))(*arrays)
+    loss = jax.jit(jax.grad(lambda *x: jnp.sum(w * attention(*x, **options)), (0, 1, 2)))
+    gradients = loss(*arrays)
     for ours, dense in zip(gradients, dense_gradients(q, k, v, w, **options), strict=True):
         assert ours.dtype == dtype
         size = np.abs(dense).max()
@@ -128,7 +129,7 @@ def test_output_and_gradients_in_the_inputs_dtype(dtype):
 
 
 @settings(max_examples=40)
-@given(seed=st.integers(0, 2**32), cut=st.sampled_from([0, 1, 7, 600, 1299, 1300]))
+@given(seed=st.integers(0, 2**32), cut=st.sampled_from([0, 7, 600, 1299]))
 def test_parts_merge_to_the_whole(seed, cut):
     arrays, options, _ = draw(seed, SHAPES["one query, streams"])
     q, k, v = arrays
@@ -156,7 +157,7 @@ def everything(q, k, v, **options):
         out, lse = finalize(attend(*x, **options))
         return jnp.sum(out) + jnp.sum(jnp.where(jnp.isneginf(lse), 0, lse)), (out, lse)
 
-    return jax.value_and_grad(total, (0, 1, 2), has_aux=True)(q, k, v)
+    return jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(q, k, v)
 
 
 @pytest.mark.parametrize("n", [5, 600])
@@ -238,9 +239,16 @@ def test_an_infinite_score_counts_as_the_largest_finite_one():
     np.testing.assert_array_equal(attention(big, keys[:, 1:2], values[:, 1:2]), [[[[7.0]]]])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(
-    ("batch", "queries"), [(1, 1), (3, 1), (1, 32)], ids=["one", "rows", "many queries"]
+    ("dtype", "batch", "queries"),
+    [
+        ("float32", 1, 1),
+        ("bfloat16", 1, 1),
+        ("float16", 1, 1),
+        ("bfloat16", 3, 1),
+        ("float32", 1, 32),
+        ("bfloat16", 1, 32),
+    ],
 )
 def test_memory_does_not_grow_with_the_keys(dtype, batch, queries):
     def temporary(n):
@@ -279,9 +287,9 @@ def test_blocks_past_the_lengths_are_not_read(queries):
 
 def test_every_order_and_mode_of_differentiation():
     (q, k, v), options, _ = draw(4, (1, 2, 2, 1, 20, 3, 2), which=("bias",))
-    lse = lambda q, k, v: finalize(attend(q, k, v, **options))[1]  # noqa: E731
-    check_grads(functools.partial(attention, **options), (q, k, v), 2, modes=["fwd", "rev"])
-    check_grads(lse, (q, k, v), 2, modes=["fwd", "rev"])
+    run = jax.jit(lambda *x: finalize(attend(*x, **options)))
+    check_grads(run, (q, k, v), 1, modes=["fwd"])
+    check_grads(run, (q, k, v), 2, modes=["rev"])
 
 
 def test_vmap():
