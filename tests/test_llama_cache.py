@@ -9,8 +9,9 @@ import pytest
 
 from treeattn import Llama, ancestor_mask, depths, kv_mesh
 from treeattn import cache as caches
+from treeattn.compiled import memory
 from treeattn.parallel import TO_CACHE
-from treeattn.steps import step_layer
+from treeattn.steps import commit_layer, extend_layer
 
 SMALL = Path(__file__).parent / "data" / "llamas" / "llama3"
 TEXT = np.random.default_rng(0).integers(0, 96, 41)
@@ -119,10 +120,28 @@ def test_growing_keeps_every_token_where_it_is(eight, dense):
 def test_a_growing_text_does_not_compile_anew(eight):
     _, cache = eight.prefill([TEXT[:8].tolist()], eight.new_cache(1, 48))
     _, cache = eight.step(TEXT[None, 8:9], cache)
-    compiled = step_layer._cache_size()
+    compiled = extend_layer._cache_size()
     for i in range(9, 20):
         _, cache = eight.step(TEXT[None, i : i + 1], cache)
-    assert step_layer._cache_size() == compiled
+    assert extend_layer._cache_size() == compiled
+
+
+def test_a_step_copies_no_cache(one):
+    x, angles = one._embed(TEXT[None, :1], cache := one.new_cache(1, 2**16))
+    layer, old, counts = one.weights.layers[0], cache.layers[0], np.ones(1, np.int32)
+    read = extend_layer.lower(x, layer, angles, None, old, cache.lengths, how=one._how)
+    _, new = read.compile()(x, layer, angles, None, old, cache.lengths)
+    write = commit_layer.lower(old, new, cache.lengths, counts, None, mesh=None)
+    for program in read.compile(), write.compile():
+        assert memory(program).temporary_bytes < old[0].nbytes / 4
+
+
+def test_many_steps_over_devices(one):  # nobody looks at the logits, and all run at once
+    model = one.on(kv_mesh(jax.devices()[:2]))
+    cache = model.new_cache(1, 64)
+    for i in range(60):
+        _, cache = model.step(TEXT[None, i % 41 : i % 41 + 1], cache)
+    assert cache.lengths == 60
 
 
 def test_a_step_gives_up_its_cache(one):

@@ -88,6 +88,14 @@ def test_values_and_gradients(name, which):
     check()
 
 
+@pytest.mark.parametrize("d", [16, 24, 32, 40, 48, 56, 64, 72, 96, 128, 256])
+def test_one_query_of_every_width(d):  # the sum over d is written out in other ways for each
+    (q, k, v), _, _ = draw(d, (1, 1, 2, 2, BLOCK // 2 + 3, d, 8), which=())
+    out, lse = finalize(attend(q, k, v))
+    np.testing.assert_allclose(out, dense_attention(q, k, v), atol=1e-12)
+    np.testing.assert_allclose(lse, dense_weights(q, k)[1], rtol=1e-12)
+
+
 @functools.cache
 def jitted(_shape, _dtype):
     return jax.jit(attend)

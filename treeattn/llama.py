@@ -126,14 +126,8 @@ class Llama:
         Every token sees the whole cache. mask[b, i, j] says whether token i sees token j of
         the same call; None is causal. positions defaults to those after the cached text.
         """
-        tokens = self._tokens(tokens)
-        _check_new(tokens, cache, positions, mask)
-        x, angles = self._embed(tokens, cache, positions)
-        layers = []
-        for w, old in zip(self.weights.layers, cache.layers, strict=True):
-            x, new = steps.extend_layer(x, w, angles, mask, old, cache.lengths, how=self._how)
-            layers.append(new)
-        return self._logits(x), NewKeys(*zip(*layers, strict=True))
+        x, new = self._run_layers(self._tokens(tokens), cache, positions, mask)
+        return self._logits(x), new
 
     def commit(
         self,
@@ -150,6 +144,7 @@ class Llama:
         """
         m = (select if select is not None else new.k[0]).shape[1]
         counts = self._counts(counts, m, cache)
+        steps.wait_on_cpus(new, self.mesh)
         layers = [
             steps.commit_layer(old, new, cache.lengths, counts, select, mesh=self.mesh)
             for old, new in zip(cache.layers, new.layers, strict=True)
@@ -172,15 +167,9 @@ class Llama:
         last:   only the logits after each row's last real token, (b, vocabulary)
         """
         tokens = self._tokens(tokens)
-        _check_new(tokens, cache, positions, mask)
         counts = self._counts(counts, tokens.shape[1], cache)
-        x, angles = self._embed(tokens, cache, positions)
-        layers = []
-        for w, old in zip(self.weights.layers, cache.layers, strict=True):
-            x, old = steps.step_layer(x, w, angles, mask, old, cache.lengths, counts, how=self._how)
-            layers.append(old)
-        cache = Cache(*zip(*layers, strict=True), steps.advance(cache.lengths, counts))
-        return self._logits(x, counts - 1 if last else None), cache
+        x, new = self._run_layers(tokens, cache, positions, mask)
+        return self._logits(x, counts - 1 if last else None), self.commit(cache, new, counts=counts)
 
     def prefill(
         self,
@@ -242,6 +231,15 @@ class Llama:
     def _how(self) -> How:
         attention = to_cache(self.attention, self.implementation)
         return How(self.config, self.mesh, attention, self.implementation)
+
+    def _run_layers(self, tokens, cache: Cache, positions, mask) -> tuple[Array, NewKeys]:
+        _check_new(tokens, cache, positions, mask)
+        x, angles = self._embed(tokens, cache, positions)
+        layers = []
+        for w, old in zip(self.weights.layers, cache.layers, strict=True):
+            x, new = steps.extend_layer(x, w, angles, mask, old, cache.lengths, how=self._how)
+            layers.append(new)
+        return x, NewKeys(*zip(*layers, strict=True))
 
     def _embed(self, tokens, cache: Cache | None = None, positions=None):
         w, lengths = self.weights, None if cache is None else cache.lengths

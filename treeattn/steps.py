@@ -5,7 +5,8 @@ half a minute, and the memory that one layer needs is free again for the next.
 
 It attends to the cache and to its own new tokens separately, and merges the two states: nothing
 is written before everything is read, and the new tokens may see each other in any way that a
-mask says, a tree of candidates included.
+mask says, a tree of candidates included. Writing is a program of its own (`commit_layer`): a
+program that read a cache in a loop and then wrote to it would copy all of it in between.
 """
 
 import dataclasses
@@ -73,11 +74,14 @@ def extend_layer(x, w, angles, mask, old, lengths, *, how):
     return run_layer(x, w, angles, mask, old, lengths, how)
 
 
-@functools.partial(jax.jit, static_argnames="how", donate_argnames=("x", "old"))
-def step_layer(x, w, angles, mask, old, lengths, counts, *, how):
-    """`run_layer`, and the layer's cache with `counts` (b,) of the tokens written."""
-    x, new = run_layer(x, w, angles, mask, old, lengths, how)
-    return x, append(old, new, lengths, counts, how.mesh)
+def wait_on_cpus(arrays, mesh: Mesh | None) -> None:
+    """Return when `arrays` are there, if simulated devices compute them.
+
+    XLA:CPU keeps a thread for a small program while that waits for its inputs. With one for every
+    device, none is left for the collectives that the inputs come from, and nothing moves again.
+    """
+    if mesh is not None and mesh.devices.flat[0].platform == "cpu":
+        jax.block_until_ready(arrays)
 
 
 @functools.partial(jax.jit, static_argnames="mesh", donate_argnames="old")
