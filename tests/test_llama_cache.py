@@ -127,10 +127,10 @@ def test_a_growing_text_does_not_compile_anew(eight):
 
 
 def test_a_step_copies_no_cache(one):
-    x, angles = one._embed(TEXT[None, :1], cache := one.new_cache(1, 2**16))
+    x, turn = one._embed(TEXT[None, :1], cache := one.new_cache(1, 2**16))
     layer, old, counts = one.weights.layers[0], cache.layers[0], np.ones(1, np.int32)
-    read = extend_layer.lower(x, layer, angles, None, old, cache.lengths, how=one._how)
-    _, new = read.compile()(x, layer, angles, None, old, cache.lengths)
+    read = extend_layer.lower(x, layer, turn, None, old, cache.lengths, how=one._how)
+    _, new = read.compile()(x, layer, turn, None, old, cache.lengths)
     write = commit_layer.lower(old, new, cache.lengths, counts, None, mesh=None)
     for program in read.compile(), write.compile():
         assert memory(program).temporary_bytes < old[0].nbytes / 4

@@ -23,7 +23,7 @@ from treeattn.arrays import accumulation_dtype
 from treeattn.state import AttentionState, finite, merge
 
 BLOCK = 1024  # keys read at a time, at most
-SCORES = 1 << 22  # scores held at a time, about: many queries get shorter blocks
+SCORES = 1 << 20  # scores held at a time, about: they stay in the cache of a core
 STREAMS = 8  # terms of a sum that is written out; XLA:CPU stops fusing at 16
 
 
@@ -104,10 +104,8 @@ def _attend_rows(row, rows: int, q, k, v, mask, bias, lengths) -> AttentionState
         s = _limit(scores(small, read(k, first, size)) * half * half, visible, added)
         m = jnp.max(s, axis=-1)
         p = jnp.exp(s - finite(m)[..., None])
-        # Weights that sum to at most 1 keep the sum of the values in range, too.
-        sum_of = functools.partial(weighted_sum, p / BLOCK)
-        numerator = finite(sum_of(lambda at, size: read(v, first + at, size)) * BLOCK)
-        return merge(state, AttentionState(m, jnp.sum(p, axis=-1), numerator))
+        numerator = weighted_sum(p, lambda at, size: read(v, first + at, size))
+        return merge(state, AttentionState(m, jnp.sum(p, axis=-1), finite(numerator)))
 
     state = AttentionState.identity(q.shape[:-1], v.shape[-1], q.dtype)
     state = varying_like(state, q, k, v, mask, bias, lengths)
@@ -173,8 +171,9 @@ def _shrink(q):
     """(q / f², f): f a power of two for each query, so that no partial sum of q·k overflows."""
     largest = jnp.max(jnp.abs(q), axis=-1, keepdims=True, initial=0)
     exponent = jnp.ceil(jnp.maximum(jnp.log2(largest) + jnp.log2(q.shape[-1]), 0) / 2)
-    exponent = lax.stop_gradient(exponent).astype(jnp.int32)
-    return jnp.ldexp(q, -2 * exponent), jnp.ldexp(jnp.ones_like(largest), exponent)
+    exponent, one = lax.stop_gradient(exponent).astype(jnp.int32), jnp.ones_like(largest)
+    f, inverse = jnp.ldexp(one, exponent), jnp.ldexp(one, -exponent)
+    return q * inverse * inverse, f  # XLA would make q / f / f a division by f², which overflows
 
 
 def _limit(s, visible, bias):
@@ -207,7 +206,9 @@ def _matrix_scores(q, k):
 
 
 def _matrix_sum(p, read):
-    return jnp.einsum("bkgln,bnkd->bkgld", p, read(0, p.shape[-1]))
+    """Σ p v, with p at most 1. Values divided by their number keep the sum in range."""
+    v = read(0, p.shape[-1]) / BLOCK
+    return jnp.einsum("bkgln,bnkd->bkgld", p, v) * BLOCK
 
 
 # Few queries: XLA would transpose the keys for a matrix product, and write out the products of
@@ -237,15 +238,16 @@ def _terms(d: int) -> tuple[range | tuple[int, ...], int]:
 
 
 def _stream_sum(p, read):
+    """Σ p v, with p at most 1. Weights divided by their number keep the sum in range."""
     each = p.shape[-1] // STREAMS
-    p = jnp.moveaxis(p, -1, 1)[..., None]
+    p = jnp.moveaxis(p / BLOCK, -1, 1)[..., None]
     # One slice a stream, each a run of neighbouring keys: where slices share an index, XLA
     # reloads it for every element, and does not vectorize.
     n = sum(
         p[:, i * each : (i + 1) * each] * read(i * each, each)[:, :, :, None, None]
         for i in range(STREAMS)
     )
-    return jnp.sum(n, axis=1)
+    return jnp.sum(n, axis=1) * BLOCK
 
 
 @functools.partial(_attend.defjvp, symbolic_zeros=True)

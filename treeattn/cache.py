@@ -10,6 +10,7 @@ that its length says all there is to know.
     …
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -92,22 +93,22 @@ def new_cache(
         raise ValueError(f"batch and capacity: expected at least 1, got {batch} and {capacity}")
     p = shards_of(mesh)
     shape = (batch, p * -(-capacity // p), kv_heads, head_dim)
+    return _empty(layers, shape, jnp.dtype(dtype), mesh)()
 
-    def zeros():
-        return tuple(jnp.zeros(shape, dtype) for _ in range(layers))
+
+@functools.cache  # so that another cache of the same kind compiles nothing
+def _empty(layers: int, shape: tuple[int, ...], dtype, mesh: Mesh | None) -> Callable[[], Cache]:
+    """A compiled function that makes an empty cache, every shard on its device."""
 
     def build():
-        return Cache(zeros(), zeros(), jnp.zeros(batch, jnp.int32))
+        k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(layers)) for _ in "kv")
+        return Cache(k, v, jnp.zeros(shape[0], jnp.int32))
 
-    return jax.jit(build, out_shardings=shardings(layers, mesh))()
-
-
-def shardings(layers: int, mesh: Mesh | None) -> Cache | None:
-    """The cache's shardings, for jit; None on a single device."""
-    if mesh is None:
-        return None
-    along = (NamedSharding(mesh, P(None, axes_of(mesh))),) * layers
-    return Cache(along, along, NamedSharding(mesh, P()))
+    shardings = None
+    if mesh is not None:
+        along = (NamedSharding(mesh, P(None, axes_of(mesh))),) * layers
+        shardings = Cache(along, along, NamedSharding(mesh, P()))
+    return jax.jit(build, out_shardings=shardings)
 
 
 def over_shards(body, mesh: Mesh | None, in_specs, out_specs):

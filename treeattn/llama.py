@@ -81,10 +81,10 @@ class Llama:
 
     def logits(self, token_ids: Int[Array, "b l"]) -> Float[Array, "b l vocabulary"]:
         """One full causal pass without a cache; float32, or float64 for a model of float64."""
-        x, angles = self._embed(self._tokens(token_ids))
+        x, turn = self._embed(self._tokens(token_ids))
         how = dataclasses.replace(self._how, attention=None)
         for w in self.weights.layers:
-            x, _ = steps.extend_layer(x, w, angles, None, None, None, how=how)
+            x, _ = steps.extend_layer(x, w, turn, None, None, None, how=how)
         return self._logits(x)
 
     def layer_qkv(
@@ -98,11 +98,11 @@ class Llama:
 
     def layers_qkv(self, token_ids: Int[Array, "b l"]) -> Iterator[tuple[Array, Array, Array]]:
         """`layer_qkv` of one layer after the other, in a single pass."""
-        x, angles = self._embed(self._tokens(token_ids))
+        x, turn = self._embed(self._tokens(token_ids))
         how = dataclasses.replace(self._how, attention=None)
         for w in self.weights.layers:
-            yield steps.layer_qkv(x, w, angles, config=self.config)
-            x, _ = steps.extend_layer(x, w, angles, None, None, None, how=how)
+            yield steps.layer_qkv(x, w, turn, config=self.config)
+            x, _ = steps.extend_layer(x, w, turn, None, None, None, how=how)
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache for `batch` texts of up to `capacity` tokens (rounded up), sharded."""
@@ -176,7 +176,7 @@ class Llama:
         prompts: Sequence[Sequence[int]],
         cache: Cache,
         *,
-        chunk: int = 512,
+        chunk: int = 1024,
         progress: Callable[[int], None] = lambda tokens: None,
     ) -> tuple[Float[Array, "b vocabulary"], Cache]:
         """Run prompts of any lengths: (logits after each, cache). It gives up `cache`.
@@ -197,7 +197,8 @@ class Llama:
         for prompt in prompts:
             self._tokens(np.asarray(prompt)[None])
         attention, longest = whole(self.prefill_with, self.mesh), int(lengths.max())
-        if attention is not None and not np.asarray(cache.lengths).any():
+        empty = not np.asarray(cache.lengths).any()
+        if attention is not None and empty:
             result = self._prefill_whole(prompts, lengths, cache, attention)
             progress(int(lengths.sum()))
             return result
@@ -206,7 +207,8 @@ class Llama:
         for start in range(0, tokens.shape[1], chunk):
             counts = np.clip(lengths - start, 0, chunk)
             piece = tokens[:, start : start + chunk]
-            new, cache = self.step(piece, cache, counts=counts, last=True)
+            x, keys = self._run_layers(piece, cache, read=start > 0 or not empty)
+            new, cache = self._logits(x, counts - 1), self.commit(cache, keys, counts=counts)
             logits = new if logits is None else steps.choose(counts > 0, new, logits)
             progress(int(counts.sum()))
         return logits, cache
@@ -218,11 +220,11 @@ class Llama:
         tokens = _padded(prompts, longest, p * p * -(-coarse // (p * p)))
         along = NamedSharding(self.mesh, P(None, caches.axes_of(self.mesh)))
         tokens = jax.make_array_from_callback(tokens.shape, along, lambda index: tokens[index])
-        x, angles = self._embed(tokens)
+        x, turn = self._embed(tokens)
         how = dataclasses.replace(self._how, attention=None)  # the same program for all
         layers = []
         for w, old in zip(self.weights.layers, cache.layers, strict=True):
-            x, old = steps.prefill_layer(x, w, angles, old, how=how, attention=attention)
+            x, old = steps.prefill_layer(x, w, turn, old, how=how, attention=attention)
             layers.append(old)
         cache = Cache(*zip(*layers, strict=True), steps.advance(cache.lengths, lengths))
         return self._logits(x, lengths - 1), cache
@@ -232,12 +234,18 @@ class Llama:
         attention = to_cache(self.attention, self.implementation)
         return How(self.config, self.mesh, attention, self.implementation)
 
-    def _run_layers(self, tokens, cache: Cache, positions, mask) -> tuple[Array, NewKeys]:
+    def _run_layers(
+        self, tokens, cache: Cache, positions=None, mask=None, read: bool = True
+    ) -> tuple[Array, NewKeys]:
+        """The last layer's output, and all layers' new keys. read: whether they see the cache."""
         _check_new(tokens, cache, positions, mask)
-        x, angles = self._embed(tokens, cache, positions)
-        layers = []
+        x, turn = self._embed(tokens, cache, positions)
+        how, lengths, layers = self._how, cache.lengths, []
+        if not read:
+            how, lengths = dataclasses.replace(how, attention=None), None
         for w, old in zip(self.weights.layers, cache.layers, strict=True):
-            x, new = steps.extend_layer(x, w, angles, mask, old, cache.lengths, how=self._how)
+            old = old if read else None
+            x, new = steps.extend_layer(x, w, turn, mask, old, lengths, how=how)
             layers.append(new)
         return x, NewKeys(*zip(*layers, strict=True))
 

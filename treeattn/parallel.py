@@ -86,21 +86,16 @@ def among_new(q, k, v, mask, implementation: str | None) -> AttentionState:
     """The state of a step's tokens after each other; mask (b, l, l), or None: causal."""
     if mask is not None:
         return attend(q, k, v, mask=mask[:, None])
-    l = q.shape[1]
-    if l <= CAUSAL_BLOCK:
-        return attend_causal(q, k, v, scale=q.shape[-1] ** -0.5, implementation=implementation)
-    # The later half sees all of the earlier half, and nobody looks at what comes after him:
-    # two triangles and a square, instead of a square twice as wide that is half masked.
-    half = -(-l // 2)
-    first, later = (
-        [x[:, part] for x in (q, k, v)] for part in (slice(None, half), slice(half, None))
-    )
-    earlier = attend(later[0], *first[1:], implementation=implementation)
-    states = (
-        among_new(*first, None, implementation),
-        merge(earlier, among_new(*later, None, implementation)),
-    )
-    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *states)
+    rows = []
+    for start in range(0, q.shape[1], CAUSAL_BLOCK):
+        # All see what came before this block, without a mask; nobody looks at what comes after.
+        q_i, k_i, v_i = (x[:, start : start + CAUSAL_BLOCK] for x in (q, k, v))
+        row = attend_causal(q_i, k_i, v_i, scale=q.shape[-1] ** -0.5, implementation=implementation)
+        if start:
+            earlier = attend(q_i, k[:, :start], v[:, :start], implementation=implementation)
+            row = merge(earlier, row)
+        rows.append(row)
+    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *rows)
 
 
 WHOLE = {"ring": ring_attention, "ulysses": ulysses_attention}

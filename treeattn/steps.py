@@ -23,7 +23,7 @@ from treeattn.state import finalize, merge
 from treeattn.transformer import (
     after_attention,
     queries_keys_values,
-    rotary_angles,
+    rotation,
     to_logits,
 )
 from treeattn.weights import Layer
@@ -41,23 +41,23 @@ class How:
 
 @jax.jit
 def embed(embedding, frequencies, tokens, positions, lengths):
-    """The first layer's input (b, l, d), and the rotary angles (b or 1, l, head_dim / 2).
+    """The first layer's input (b, l, d), and its `Rotation` (b or 1, l, head_dim / 2).
 
     positions: (b, l); None: those after a cached text of `lengths` (b,), or from 0 on.
     """
     if positions is None:
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         positions = positions if lengths is None else lengths[:, None] + positions
-    return embedding[tokens], rotary_angles(positions, frequencies)
+    return embedding[tokens], rotation(positions, frequencies, embedding.dtype)
 
 
-def run_layer(x, w: Layer, angles, mask, old, lengths, how: How):
+def run_layer(x, w: Layer, turn, mask, old, lengths, how: How):
     """One layer: (its output, (the keys, the values) of its tokens).
 
     old: the layer's cached (keys, values), of which `lengths` (b,) are in use; None without a
     cache.
     """
-    q, k, v = queries_keys_values(x, w, angles, how.config)
+    q, k, v = queries_keys_values(x, w, turn, how.config)
     state = among_new(q, k, v, mask, how.implementation)
     if old is not None:
         state = merge(attend_cache(q, *old, lengths, how.mesh, how.attention), state)
@@ -69,9 +69,9 @@ layer_qkv = jax.jit(queries_keys_values, static_argnames="config")
 
 
 @functools.partial(jax.jit, static_argnames="how")
-def extend_layer(x, w, angles, mask, old, lengths, *, how):
+def extend_layer(x, w, turn, mask, old, lengths, *, how):
     """`run_layer`; the cache stays as it is."""
-    return run_layer(x, w, angles, mask, old, lengths, how)
+    return run_layer(x, w, turn, mask, old, lengths, how)
 
 
 def wait_on_cpus(arrays, mesh: Mesh | None) -> None:
@@ -91,12 +91,12 @@ def commit_layer(old, new, lengths, counts, select, *, mesh):
 
 
 @functools.partial(jax.jit, static_argnames=("how", "attention"), donate_argnames=("x", "old"))
-def prefill_layer(x, w, angles, old, *, how, attention):
+def prefill_layer(x, w, turn, old, *, how, attention):
     """A layer over whole prompts, sharded along the text: its output, and the empty cache filled.
 
     attention: like `ring_attention`
     """
-    q, k, v = queries_keys_values(x, w, angles, how.config)
+    q, k, v = queries_keys_values(x, w, turn, how.config)
     axes = axes_of(how.mesh)
     out = attention(q, k, v, mesh=how.mesh, axis=axes, implementation=how.implementation)
     return after_attention(x, w, out, how.config), fill(old, (k, v), how.mesh)

@@ -1,5 +1,7 @@
 """What a Llama computes around its attention: pure functions of arrays."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
@@ -18,24 +20,28 @@ def rms_norm(
     return wide.astype(x.dtype) * weight
 
 
-def rotary_angles(
-    positions: Int[Array, "b l"], frequencies: Float[Array, " half"]
-) -> Float[Array, "b l half"]:
-    """The angle by which each pair of each token's queries and keys is turned."""
-    return positions[..., None].astype(jnp.float32) * frequencies
+class Rotation(NamedTuple):
+    """By which angle each pair of each token's queries and keys is turned."""
+
+    cos: Float[Array, "#b l half"]
+    sin: Float[Array, "#b l half"]
 
 
-def rotate(
-    x: Float[Array, "b l h d"], angles: Float[Array, "#b l half"]
-) -> Float[Array, "b l h d"]:
+def rotation(positions: Int[Array, "#b l"], frequencies: Float[Array, " half"], dtype) -> Rotation:
+    """The turns of tokens at these positions. Computed in float32, once for all layers."""
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    return Rotation(jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype))
+
+
+def rotate(x: Float[Array, "b l h d"], turn: Rotation) -> Float[Array, "b l h d"]:
     """Rotary embedding: the pair (x_i, x_{i + d/2}) turned by angle i of its token."""
-    cos, sin = (f(angles)[:, :, None].astype(x.dtype) for f in (jnp.cos, jnp.sin))
+    cos, sin = (y[:, :, None] for y in turn)
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
 def queries_keys_values(
-    x: Float[Array, "b l width"], w: Layer, angles: Float[Array, "#b l half"], config: Config
+    x: Float[Array, "b l width"], w: Layer, turn: Rotation, config: Config
 ) -> tuple[Float[Array, "b l h d"], Float[Array, "b l h_kv d"], Float[Array, "b l h_kv d"]]:
     """What a layer's attention gets, from the layer's input x."""
     h, h_kv = config.heads, config.kv_heads
@@ -43,7 +49,7 @@ def queries_keys_values(
     qkv = qkv if w.qkv_bias is None else qkv + w.qkv_bias
     qkv = qkv.reshape(*x.shape[:2], h + 2 * h_kv, config.head_dim)
     q, k, v = jnp.split(qkv, [h, h + h_kv], axis=2)
-    return rotate(q, angles), rotate(k, angles), v
+    return rotate(q, turn), rotate(k, turn), v
 
 
 def after_attention(
