@@ -3,7 +3,7 @@
 python benchmarks/decode.py                      p = 2, 4, 8; 32k to 512k keys; about 7 minutes
 python benchmarks/decode.py --processes 2        the same calls over real processes (gloo), and
                                                  ring-attention-pytorch's tree, if installed
-python benchmarks/decode.py --write              also into benchmarks/results, and the figure
+python benchmarks/decode.py --write              also into benchmarks/results
 
 Two calls of each contestant in turn, of which the second counts; medians. The devices share this
 machine's cores, so the *ratios* show work and bytes, not a cluster: in a ring every device attends
@@ -14,6 +14,7 @@ program, exactly.
 import argparse
 import datetime
 import functools
+import json
 import os
 import platform
 import socket
@@ -33,6 +34,7 @@ from tqdm import tqdm
 import treeattn
 from treeattn.compiled import collectives, memory, total_bytes
 
+RESULTS = Path(__file__).parent / "results"
 HEADS, KV_HEADS, DIM = 16, 4, 128
 BUDGET = 12e9  # bytes that all simulated devices may hold together
 
@@ -162,8 +164,7 @@ def report(rows: list[dict], where: str, file: str | None) -> None:
     ]
     print("\n".join(lines))
     if file:
-        path = Path(__file__).parent / "results" / file
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        (RESULTS / file).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def machine() -> str:
@@ -221,11 +222,9 @@ def main() -> int:
     for p, n in tqdm([(p, n) for p in args.devices for n in args.keys], unit="case"):
         rows += measure(treeattn.kv_mesh(jax.devices()[:p]), n, args.rounds)
     report(rows, "simulated devices", "decode.md" if args.write else None)
-    if args.write:
-        from treeattn.figures.tree import decode_ratios
-
-        here = Path(__file__).parent
-        decode_ratios(rows).savefig(here.parent / "figures" / "decode_ratios.png")
+    if args.write:  # for `python -m treeattn.figures figures decode_ratios`
+        text = "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n"
+        (RESULTS / "decode.json").write_text(text, encoding="utf-8")
     return 0
 
 

@@ -1,11 +1,14 @@
 """Figures of tree decoding: who swaps with whom, and how much the devices send."""
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from treeattn.figures.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, PURPLE, RED, new_figure
 
+MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "decode.json"
 COLOURS = {
     "allreduce": BLUE,
     "butterfly": GREEN,
@@ -87,24 +90,38 @@ def sent_by_context(sent: Mapping[str, Mapping[int, int]]) -> Figure:
     return figure
 
 
-def decode_ratios(rows: Sequence[Mapping]) -> Figure:
-    """Time relative to the tree by Allreduce, by number of devices: benchmarks/decode.py's rows."""
+def decode_ratios(rows: Sequence[Mapping] | None = None) -> Figure:
+    """Time, bytes and memory by method and number of devices: rows of benchmarks/decode.py."""
+    rows = json.loads(MEASURED.read_text(encoding="utf-8")) if rows is None else rows
     keys = max(row["keys"] for row in rows)
-    rows = [row for row in rows if row["keys"] == keys and row["ms"]]
-    tree = {row["p"]: row["ms"] for row in rows if row["name"] == "tree, allreduce"}
-    names = list(dict.fromkeys(row["name"] for row in rows))
-    figure, ax = new_figure(7.0, 3.2)
-    for i, name in enumerate(names):
-        mine = [row for row in rows if row["name"] == name]
-        x = [list(tree).index(row["p"]) + (i - len(names) / 2 + 0.5) * 0.13 for row in mine]
-        ratios = [row["ms"] / tree[row["p"]] for row in mine]
-        bars = ax.bar(x, ratios, 0.12, label=name)
-        ax.bar_label(bars, fmt="%.1f", fontsize=7, padding=1)
-    ax.set_xticks(range(len(tree)), [f"{p} devices" for p in tree])
-    ax.set(yscale="log", ylabel="time / tree by Allreduce")
-    ax.legend(ncols=3, fontsize=8, loc="upper left")
-    ax.set_ylim(top=ax.get_ylim()[1] * 3)
-    ax.set_title(f"One query over {keys // 1024}k keys, simulated devices on shared cores")
+    rows = [row for row in rows if row["keys"] == keys]
+    names, devices = (list(dict.fromkeys(row[key] for row in rows)) for key in ("name", "p"))
+    figure, panels = new_figure(7.0, 6.4, nrows=3, sharex=True)
+    titles = "time, × tree by Allreduce", "bytes that a device sends", "bytes that a device holds"
+    for ax, title, key in zip(panels, titles, ("ms", "sent", "held"), strict=True):
+        for i, name in enumerate(names):
+            mine = {row["p"]: row[key] for row in rows if row["name"] == name}
+            if key == "ms":
+                tree = {row["p"]: row["ms"] for row in rows if row["name"] == names[0]}
+                mine = {p: ms and ms / tree[p] for p, ms in mine.items()}
+            x = [devices.index(p) + (i - len(names) / 2 + 0.5) * 0.14 for p in mine]
+            bars = ax.bar(x, [value or 0 for value in mine.values()], 0.13, label=name)
+            ratio = [f"{v:.1f}" if v else "" for v in mine.values()]
+            labels = ratio if key == "ms" else [_bytes(v) for v in mine.values()]
+            ax.bar_label(bars, labels, fontsize=7, padding=1, rotation=90)
+        ax.set(yscale="linear" if key == "held" else "log", ylabel=title)
+        low, high = ax.get_ylim()
+        room = 1.4 * high if key == "held" else high * (high / low) ** 0.3  # for the labels
+        ax.set_ylim(low, room)
+        for at, value in zip(x, mine.values(), strict=True):
+            if value is None:
+                ax.text(at, 1.1 * low, "too large", fontsize=7, rotation=90, ha="center")
+        ax.yaxis.set_major_formatter(lambda y, _, key=key: f"{y:g}" if key == "ms" else _bytes(y))
+        ax.yaxis.set_minor_formatter("")
+    panels[-1].set_xticks(range(len(devices)), [f"{p} devices" for p in devices])
+    panels[0].set_title(f"One query over {keys // 1024}k keys, simulated devices on shared cores")
+    handles = panels[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     return figure
 
 
@@ -112,7 +129,7 @@ def _bytes(n: int) -> str:
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if n >= size:
             return f"{n / size:.3g} {unit}"
-    return f"{n} B"
+    return f"{n:g} B"
 
 
 def tree_of_trees(nodes: int = 2, devices: int = 4) -> Figure:
@@ -137,4 +154,8 @@ def tree_of_trees(nodes: int = 2, devices: int = 4) -> Figure:
     return figure
 
 
-FIGURES = {"butterfly": butterfly, "tree_of_trees": tree_of_trees}
+FIGURES = {
+    "butterfly": butterfly,
+    "tree_of_trees": tree_of_trees,
+    "decode_ratios": decode_ratios,
+}
