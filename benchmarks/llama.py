@@ -13,12 +13,14 @@ benchmarks/results/llama.json.
 """
 
 import argparse
+import datetime
 import importlib.util
 import json
 import os
 import platform
 import statistics
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
@@ -204,7 +206,10 @@ def main() -> None:
     simulate_devices(1 if list(wanted) == ["single"] else 8)
     model = Llama.load(None)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    results["machine"] = f"{os.cpu_count()} {platform.machine()} cores, {jax.default_backend()}"
+    results["machine"] = (
+        f"{datetime.date.today()}, {os.cpu_count()} {platform.machine()} cores, "
+        f"{jax.default_backend()}, jax {version('jax')}"
+    )
     for part in wanted:
         results[part] = {"single": single, "devices": devices, "table": table}[part](model)
         RESULTS.parent.mkdir(exist_ok=True)

@@ -2,10 +2,8 @@
 
 A block's scores become a state, and the states of the blocks merge (the iteration of v1
 eq. 2–4, v2 eq. 1–3, a block at a time, as in FlashAttention). The keys and values are read
-once, where they lie; what is held besides them does not grow with their number.
-
-A decoding step does so little arithmetic that memory sets its pace, if XLA lets it. What
-XLA:CPU needs for that is said where it is done; benchmarks/local_attention.py measures it.
+once, where they lie; what is held besides them does not grow with their number. How the scores
+of a block and its sums are computed, treeattn/products.py says.
 
 Here queries are (b, h_kv, group, l, d), grouped by the key head that they read, and already
 scaled; scores (b, h_kv, group, l, size); mask and bias (b, h_kv, group, l, n), or 1 for an
@@ -19,12 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from treeattn import products
 from treeattn.arrays import accumulation_dtype
+from treeattn.products import BLOCK, STREAMS
 from treeattn.state import AttentionState, finite, merge
 
-BLOCK = 1024  # keys read at a time, at most
-SCORES = 1 << 20  # scores held at a time, about: they stay in the cache of a core
-STREAMS = 8  # terms of a sum that is written out; XLA:CPU stops fusing at 16
+SCORES = 1 << 20  # scores held at a time, about: more of them fall out of the caches
 
 
 @functools.partial(jax.jit, inline=True)
@@ -94,10 +92,11 @@ def _attend_rows(row, rows: int, q, k, v, mask, bias, lengths) -> AttentionState
     """The state of q's rows, whose keys and values are rows row … row + rows − 1 of k and v."""
     n = k.shape[1]
     size = _block_size(q, n)
-    few = _few_queries(q, n)
-    scores, weighted_sum = (_stream_scores, _stream_sum) if few else (_matrix_scores, _matrix_sum)
+    few = products.few_queries(q, n)
+    scores = products.stream_scores if few else products.matrix_scores
+    weighted_sum = products.stream_sum if few else products.matrix_sum
     small, half = _shrink(q)
-    read = functools.partial(_read, row=row, rows=rows, dtype=q.dtype)
+    read = functools.partial(products.read, row=row, rows=rows, dtype=q.dtype)
 
     def add_block(state, start):
         first, visible, added = _seen(start, size, n, mask, bias, lengths)
@@ -127,17 +126,11 @@ def _over_blocks(add_block, state, size: int, n: int, lengths, *blocks):
     return lax.scan(jax.checkpoint(visit, prevent_cse=False), state, (starts, *blocks))[0]
 
 
-def _few_queries(q, n: int) -> bool:
-    """Whether sums over streams serve these queries better than matrix products (measured)."""
-    _, _, group, l, d = q.shape
-    return 16 * group * l <= d <= 256 and d % 8 == 0 and n >= BLOCK // 2
-
-
 def _block_size(q, n: int) -> int:
     """Keys a block: at most BLOCK, at most n, nearly equal; for streams a multiple of STREAMS."""
     b, h_kv, group, l, _ = q.shape
     most = BLOCK
-    if not _few_queries(q, n):
+    if not products.few_queries(q, n):
         most = min(max(SCORES // max(b * h_kv * group * l, 1), 128), BLOCK)
         return -(-n // -(-n // most))
     blocks = -(-n // most)
@@ -185,71 +178,6 @@ def _limit(s, visible, bias):
     return jnp.where(visible, s, -jnp.inf)
 
 
-def _read(x, first, size: int, *, row, rows: int, dtype):
-    """(rows, size, h_kv, ·): keys first … first + size − 1 in the accumulation dtype."""
-    bits = x.dtype == jnp.bfloat16
-    if bits:  # XLA:CPU slices no bfloat16: it would widen all of x, and slice that
-        x = lax.bitcast_convert_type(x, jnp.uint16)
-    start = [jnp.asarray(i, jnp.int32) for i in (row, first, 0, 0)]
-    x = lax.dynamic_slice(x, start, (rows, size, *x.shape[2:]))
-    if bits:  # the upper half of a float32
-        x = lax.bitcast_convert_type(x.astype(jnp.uint32) << 16, jnp.float32)
-    return x.astype(dtype)
-
-
-def _matrix_scores(q, k):
-    if q.shape[2] * q.shape[3] < q.shape[4]:
-        # XLA:CPU transposes the second factor: let that be the smaller one.
-        s = lax.dot_general(k, q, (((3,), (4,)), ((0, 2), (0, 1))))
-        return jnp.moveaxis(s, 2, -1)
-    return jnp.einsum("bkgld,bnkd->bkgln", q, k)
-
-
-def _matrix_sum(p, read):
-    """Σ p v, with p at most 1. Values divided by their number keep the sum in range."""
-    v = read(0, p.shape[-1]) / BLOCK
-    return jnp.einsum("bkgln,bnkd->bkgld", p, v) * BLOCK
-
-
-# Few queries: XLA would transpose the keys for a matrix product, and write out the products of
-# a sum over more than 32 terms before adding them. These sums become one loop over the keys each,
-# vectorized, on all cores.
-
-
-def _stream_scores(q, k):
-    starts, width = _terms(q.shape[-1])
-    q, k = q[:, None], k[:, :, :, None, None]
-    s, done = 0, 0
-    for start in starts:
-        part = slice(start, start + width)
-        own = jnp.arange(start, part.stop) >= done
-        s, done = s + jnp.where(own, q[..., part], 0) * k[..., part], part.stop
-    return jnp.moveaxis(jnp.sum(s, axis=-1), 1, -1)
-
-
-def _terms(d: int) -> tuple[range | tuple[int, ...], int]:
-    """(starts, width) of the slices of q and k whose products are added before they are summed."""
-    if 24 < d <= 64:
-        # LLVM unrolls sums of up to 64 products and then no longer vectorizes them. Three slices
-        # that overlap make 72.
-        return (0, (d - 24) // 2, d - 24), 24
-    terms = max(t for t in range(1, STREAMS + 1) if d % (8 * t) == 0)
-    return range(0, d, d // terms), d // terms
-
-
-def _stream_sum(p, read):
-    """Σ p v, with p at most 1. Weights divided by their number keep the sum in range."""
-    each = p.shape[-1] // STREAMS
-    p = jnp.moveaxis(p / BLOCK, -1, 1)[..., None]
-    # One slice a stream, each a run of neighbouring keys: where slices share an index, XLA
-    # reloads it for every element, and does not vectorize.
-    n = sum(
-        p[:, i * each : (i + 1) * each] * read(i * each, each)[:, :, :, None, None]
-        for i in range(STREAMS)
-    )
-    return jnp.sum(n, axis=1) * BLOCK
-
-
 @functools.partial(_attend.defjvp, symbolic_zeros=True)
 def _attend_jvp(primals, tangents):
     """The derivative: that of a second pass over the blocks, relative to the final pivot.
@@ -290,9 +218,9 @@ def _sums(q, k, v, bias, *, mask, lengths, m):
         if added is not None:
             visible &= added > -jnp.inf
         keys, values = block["k"].astype(q.dtype), block["v"].astype(q.dtype)
-        s = _limit(_matrix_scores(small, keys) * half * half, visible, added)
+        s = _limit(products.matrix_scores(small, keys) * half * half, visible, added)
         p = jnp.exp(s - m)
-        return sums[0] + jnp.sum(p, -1), sums[1] + _matrix_sum(p, lambda *_: values)
+        return sums[0] + jnp.sum(p, -1), sums[1] + products.matrix_sum(p, lambda *_: values)
 
     zeros = jnp.zeros(m.shape[:-1], m.dtype), jnp.zeros((*m.shape[:-1], v.shape[-1]), m.dtype)
     zeros = varying_like(zeros, q, k, v, mask, bias, lengths)
