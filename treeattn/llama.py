@@ -169,7 +169,8 @@ class Llama:
         tokens = self._tokens(tokens)
         counts = self._counts(counts, tokens.shape[1], cache)
         x, new = self._run_layers(tokens, cache, positions, mask)
-        return self._logits(x, counts - 1 if last else None), self.commit(cache, new, counts=counts)
+        cache = self.commit(cache, new, counts=counts)
+        return self._logits(x, counts - 1 if last else None), cache
 
     def prefill(
         self,
@@ -202,13 +203,15 @@ class Llama:
             result = self._prefill_whole(prompts, lengths, cache, attention)
             progress(int(lengths.sum()))
             return result
-        chunk = min(chunk, max(16, 1 << (longest - 1).bit_length()))
-        tokens, logits = _padded(prompts, longest, chunk), None
-        for start in range(0, tokens.shape[1], chunk):
-            counts = np.clip(lengths - start, 0, chunk)
-            piece = tokens[:, start : start + chunk]
+        tokens, logits = _padded(prompts, longest, max(chunk, 16)), None
+        for start in range(0, longest, chunk):
+            # The last piece is padded to a power of two: few lengths, each of which compiles.
+            size = min(chunk, max(16, 1 << (longest - start - 1).bit_length()))
+            counts = np.clip(lengths - start, 0, size)
+            piece = tokens[:, start : start + size]
             x, keys = self._run_layers(piece, cache, read=start > 0 or not empty)
-            new, cache = self._logits(x, counts - 1), self.commit(cache, keys, counts=counts)
+            cache = self.commit(cache, keys, counts=counts)
+            new = self._logits(x, counts - 1)
             logits = new if logits is None else steps.choose(counts > 0, new, logits)
             progress(int(counts.sum()))
         return logits, cache
