@@ -210,6 +210,17 @@ def test_finite_inputs_make_no_nan(n, dtype, seed, qk):
     assert not np.any(np.isnan(out)) and np.all(np.isfinite(lse))
 
 
+@pytest.mark.parametrize("n", [1, 5, 100, BLOCK + 3])
+@pytest.mark.parametrize("l", [1, 40])
+@pytest.mark.parametrize("which", range(3), ids="qkv")
+def test_a_nan_is_not_lost(which, l, n):
+    arrays, _, _ = draw(0, (1, l, 2, 2, n, 64, 64), dtype=np.float32, which=())
+    arrays[which][:, 0] = np.nan
+    out, lse = finalize(attend(*arrays))
+    assert np.all(np.isnan(out[:, 0]))
+    assert np.all(np.isnan(lse[:, 0])) == (which < 2)
+
+
 @pytest.mark.parametrize("scale", [1e4, -1e4])
 def test_scores_far_from_zero(scale):
     (q, k, v), _, _ = draw(1, SHAPES["one query, streams"], which=())

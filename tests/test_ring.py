@@ -15,6 +15,8 @@ from test_tree import draw_inputs, make_mesh
 
 import treeattn
 from treeattn.compiled import collectives, count, total_bytes
+from treeattn.prefill import CAUSAL_BLOCK, attend_causal
+from treeattn.state import finalize
 
 DECODERS = {"ring": treeattn.ring_decode, "pass-Q": treeattn.pass_q_decode}
 PREFILLS = {"ring": treeattn.ring_attention, "Ulysses": treeattn.ulysses_attention}
@@ -91,6 +93,53 @@ def test_full_prefill_takes_more_keys_than_queries():
     for prefill in PREFILLS.values():
         out = prefill(q, k, v, mesh=make_mesh((2,)), axis="kv", causal=False)
         np.testing.assert_allclose(out, dense_attention(q, k, v), atol=1e-12)
+
+
+# A whole text on one device: halved until its parts are short.
+
+
+@functools.cache
+def causal_value_and_gradients(_length):
+    def loss(q, k, v, w, u):
+        out, lse = finalize(attend_causal(q, k, v, scale=0.3))
+        return jnp.sum(w * out) + jnp.sum(u * lse), (out, lse)
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+
+
+@pytest.mark.parametrize("length", [1, CAUSAL_BLOCK, CAUSAL_BLOCK + 1, 3 * CAUSAL_BLOCK + 5])
+def test_causal_halves_values_and_gradients(length):
+    options = {"mask": np.tri(length, dtype=bool)[None, None], "scale": 0.3}
+
+    @settings(max_examples=4, deadline=None)
+    @given(st.integers(0, 2**32 - 1))
+    def check(seed):
+        rng = np.random.default_rng(seed)
+        q, w = rng.normal(size=(2, length, 6, 8)) * 2, rng.normal(size=(2, length, 6, 5))
+        k, v = rng.normal(size=(2, length, 2, 8)), rng.normal(size=(2, length, 2, 5))
+        u = rng.normal(size=(2, length, 6))
+        (_, (out, lse)), grads = causal_value_and_gradients(length)(q, k, v, w, u)
+        np.testing.assert_allclose(out, dense_attention(q, k, v, **options), atol=1e-12)
+        np.testing.assert_allclose(lse, dense_weights(q, k, **options)[1], atol=1e-12)
+        for got, expected in zip(grads, dense_gradients(q, k, v, w, u, **options), strict=True):
+            np.testing.assert_allclose(got, expected, atol=1e-11)
+
+    check()
+
+
+def test_causal_halves_compute_few_hidden_scores(monkeypatch):
+    seen = []
+    attend = treeattn.prefill.attend
+
+    def counting(q, k, v, **options):
+        seen.append(q.shape[0] * q.shape[1] * k.shape[1])
+        return attend(q, k, v, **options)
+
+    monkeypatch.setattr(treeattn.prefill, "attend", counting)
+    n, block = 1024, CAUSAL_BLOCK
+    q = jnp.ones((1, n, 2, 8))
+    jax.make_jaxpr(functools.partial(attend_causal, scale=1.0))(q, q, q)
+    assert sum(seen) == n * (n - block) // 2 + n * block  # half of n², and half of each diagonal
 
 
 # What the compiled programs send.

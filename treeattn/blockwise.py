@@ -94,17 +94,17 @@ def _attend_rows(row, rows: int, q, k, v, mask, bias, lengths) -> AttentionState
     size = _block_size(q, n)
     few = products.few_queries(q, n)
     scores = products.stream_scores if few else products.matrix_scores
-    weighted_sum = products.stream_sum if few else products.matrix_sum
+    sums = products.stream_sums if few else products.matrix_sums
     small, half = _shrink(q)
     read = functools.partial(products.read, row=row, rows=rows, dtype=q.dtype)
 
     def add_block(state, start):
         first, visible, added = _seen(start, size, n, mask, bias, lengths)
         s = _limit(scores(small, read(k, first, size)) * half * half, visible, added)
-        m = jnp.max(s, axis=-1)
+        m = products.row_max(s)
         p = jnp.exp(s - finite(m)[..., None])
-        numerator = weighted_sum(p, lambda at, size: read(v, first + at, size))
-        return merge(state, AttentionState(m, jnp.sum(p, axis=-1), finite(numerator)))
+        denominator, numerator = sums(p, lambda at, size: read(v, first + at, size))
+        return merge(state, AttentionState(m, denominator, finite(numerator)))
 
     state = AttentionState.identity(q.shape[:-1], v.shape[-1], q.dtype)
     state = varying_like(state, q, k, v, mask, bias, lengths)
@@ -141,23 +141,28 @@ def _block_size(q, n: int) -> int:
 def _seen(start, size: int, n: int, mask, bias, lengths):
     """(first, visible, bias): the block's first key, who sees which of its keys, its bias.
 
-    The last block starts early enough to be whole, and hides what was seen before.
+    visible is None when everybody sees all. The last block starts early enough to be whole, and
+    hides what was seen before.
     """
     first = jnp.minimum(start, n - size)
     position = first + jnp.arange(size, dtype=jnp.int32)
-    visible = (position >= start)[None, None, None, None]
+    visible = (position >= start)[None, None, None, None] if n % size else None
     if lengths is not None:
-        visible &= position < lengths[:, None, None, None, None]
+        visible = _both(visible, position < lengths[:, None, None, None, None])
 
     def cut(x):
         return x if x.shape[-1] == 1 else lax.dynamic_slice_in_dim(x, first, size, axis=-1)
 
     if mask is not None:
-        visible &= cut(mask)
+        visible = _both(visible, cut(mask))
     if bias is not None:
         bias = cut(bias)
-        visible &= bias > -jnp.inf
+        visible = _both(visible, bias > -jnp.inf)
     return first, visible, bias
+
+
+def _both(visible, more):
+    return more if visible is None else visible & more
 
 
 def _shrink(q):
@@ -175,7 +180,7 @@ def _limit(s, visible, bias):
     s = jnp.clip(s, -top, top)
     if bias is not None:
         s = jnp.clip(s + bias, -top, top)
-    return jnp.where(visible, s, -jnp.inf)
+    return s if visible is None else jnp.where(visible, s, -jnp.inf)
 
 
 @functools.partial(_attend.defjvp, symbolic_zeros=True)
@@ -216,11 +221,11 @@ def _sums(q, k, v, bias, *, mask, lengths, m):
         _, visible, _ = _seen(start, size, n, mask, None, lengths)
         added = block.get("bias", bias)
         if added is not None:
-            visible &= added > -jnp.inf
+            visible = _both(visible, added > -jnp.inf)
         keys, values = block["k"].astype(q.dtype), block["v"].astype(q.dtype)
         s = _limit(products.matrix_scores(small, keys) * half * half, visible, added)
         p = jnp.exp(s - m)
-        return sums[0] + jnp.sum(p, -1), sums[1] + products.matrix_sum(p, lambda *_: values)
+        return jax.tree.map(jnp.add, sums, products.matrix_sums(p, lambda *_: values))
 
     zeros = jnp.zeros(m.shape[:-1], m.dtype), jnp.zeros((*m.shape[:-1], v.shape[-1]), m.dtype)
     zeros = varying_like(zeros, q, k, v, mask, bias, lengths)

@@ -61,8 +61,6 @@ def pass_q(q, k, v, lengths, axes, *, implementation) -> AttentionState:
     return jax.tree.map(lambda x: gather(x)[:, :l], state)
 
 
-CAUSAL_BLOCK = 256  # tokens of a prompt that attend to each other under one mask
-
 TO_CACHE = {
     "tree": functools.partial(tree, method="allreduce"),
     "butterfly": functools.partial(tree, method="butterfly"),
@@ -86,16 +84,7 @@ def among_new(q, k, v, mask, implementation: str | None) -> AttentionState:
     """The state of a step's tokens after each other; mask (b, l, l), or None: causal."""
     if mask is not None:
         return attend(q, k, v, mask=mask[:, None])
-    rows = []
-    for start in range(0, q.shape[1], CAUSAL_BLOCK):
-        # All see what came before this block, without a mask; nobody looks at what comes after.
-        q_i, k_i, v_i = (x[:, start : start + CAUSAL_BLOCK] for x in (q, k, v))
-        row = attend_causal(q_i, k_i, v_i, scale=q.shape[-1] ** -0.5, implementation=implementation)
-        if start:
-            earlier = attend(q_i, k[:, :start], v[:, :start], implementation=implementation)
-            row = merge(earlier, row)
-        rows.append(row)
-    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *rows)
+    return attend_causal(q, k, v, scale=q.shape[-1] ** -0.5, implementation=implementation)
 
 
 WHOLE = {"ring": ring_attention, "ulysses": ulysses_attention}

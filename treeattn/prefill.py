@@ -29,14 +29,41 @@ from treeattn.shards import (
 from treeattn.state import AttentionState, finalize, merge
 
 _STATIC = ("scale", "mesh", "axes", "causal", "implementation")
+CAUSAL_BLOCK = 128  # queries under one mask, at most: half of the scores under it are hidden
 
 
 def attend_causal(q, k, v, *, scale: float, implementation: str | None = None) -> AttentionState:
-    """`attend` where query i sees keys 0 … i, of as many keys as queries."""
+    """`attend` where query i sees keys 0 … i, of as many keys as queries.
+
+    The text is halved until its parts are short. Each part sees itself under a mask. On the way
+    back up, the second of two neighbours sees all of the first, and the states merge: a tree over
+    the text, which computes few of the scores that causality hides.
+    """
     if flash.resolve(implementation, q, k, v) == "flash":
         return flash.flash_attend(q, k, v, None, scale, causal=True)
-    mask = jnp.tri(q.shape[1], dtype=bool)[None, None]
-    return attend(q, k, v, mask=mask, scale=scale, implementation="blockwise")
+    (b, l), parts = q.shape[:2], 1
+    while parts * CAUSAL_BLOCK < l:
+        parts *= 2
+    size = -(-l // parts)
+    q, k, v = (pad_axis(x, 1, parts * size) for x in (q, k, v))  # padded keys come last: unseen
+    see = functools.partial(attend, scale=scale, implementation="blockwise")
+    mask = jnp.tri(size, dtype=bool)[None, None]
+    state = see(*_split((q, k, v), b * parts, size), mask=mask)
+    while parts > 1:
+        parts, size = parts // 2, size * 2
+        state, q, k, v = _split((state, q, k, v), b * parts, size)
+        second = merge(see(_half(q, 1), _half(k, 0), _half(v, 0)), _half(state, 1))
+        state = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), _half(state, 0), second)
+    return jax.tree.map(lambda x: x[:, :l], state)
+
+
+def _split(tree, rows: int, size: int):
+    """Rows of a text as more, or fewer, of `size` tokens: (b, l, …) -> (rows, size, …)."""
+    return jax.tree.map(lambda x: x.reshape(rows, size, *x.shape[2:]), tree)
+
+
+def _half(tree, which: int):
+    return jax.tree.map(lambda x: jnp.split(x, 2, axis=1)[which], tree)
 
 
 def ring_attention(

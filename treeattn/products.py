@@ -9,6 +9,7 @@ Here queries are (b, h_kv, group, l, d), keys and values (b, size, h_kv, ·), sc
 """
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 BLOCK = 1024  # keys read at a time, at most
@@ -33,6 +34,15 @@ def read(x, first, size: int, *, row, rows: int, dtype):
     return x.astype(dtype)
 
 
+def row_max(s):
+    """max over the last axis, of scores that are not NaN; for a row of NaN, any of it.
+
+    jnp.max hands a NaN on, and is not vectorized for it.
+    """
+    start = np.asarray(-np.inf, s.dtype)
+    return lax.reduce(s, start, lambda a, b: lax.select(a > b, a, b), (s.ndim - 1,))
+
+
 def matrix_scores(q, k):
     if q.shape[2] * q.shape[3] < q.shape[4]:
         # XLA:CPU transposes the second factor: let that be the smaller one.
@@ -41,10 +51,12 @@ def matrix_scores(q, k):
     return jnp.einsum("bkgld,bnkd->bkgln", q, k)
 
 
-def matrix_sum(p, read):
-    """Σ p v, with p at most 1. Values divided by their number keep the sum in range."""
-    v = read(0, p.shape[-1]) / BLOCK
-    return jnp.einsum("bkgln,bnkd->bkgld", p, v) * BLOCK
+def matrix_sums(p, read):
+    """(Σ p, Σ p v), with p at most 1. Values divided by their number keep the sum in range."""
+    size = p.shape[-1]
+    v = read(0, size) / BLOCK
+    total = jnp.einsum("bkgln,n->bkgl", p, jnp.ones(size, p.dtype))  # faster than jnp.sum
+    return total, jnp.einsum("bkgln,bnkd->bkgld", p, v) * BLOCK
 
 
 # Few queries: XLA would transpose the keys for a matrix product, and write out the products of
@@ -73,8 +85,9 @@ def _terms(d: int) -> tuple[range | tuple[int, ...], int]:
     return range(0, d, d // terms), d // terms
 
 
-def stream_sum(p, read):
-    """Σ p v, with p at most 1. Weights divided by their number keep the sum in range."""
+def stream_sums(p, read):
+    """(Σ p, Σ p v), with p at most 1. Weights divided by their number keep the sum in range."""
+    total = jnp.sum(p, axis=-1)
     each = p.shape[-1] // STREAMS
     p = jnp.moveaxis(p / BLOCK, -1, 1)[..., None]
     # One slice a stream, each a run of neighbouring keys: where slices share an index, XLA
@@ -83,4 +96,4 @@ def stream_sum(p, read):
         p[:, i * each : (i + 1) * each] * read(i * each, each)[:, :, :, None, None]
         for i in range(STREAMS)
     )
-    return jnp.sum(n, axis=1) * BLOCK
+    return total, jnp.sum(n, axis=1) * BLOCK
