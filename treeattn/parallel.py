@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from treeattn.cache import ShardAttention
