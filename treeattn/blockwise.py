@@ -98,13 +98,19 @@ def _attend_rows(row, rows: int, q, k, v, mask, bias, lengths) -> AttentionState
     small, half = _shrink(q)
     read = functools.partial(products.read, row=row, rows=rows, dtype=q.dtype)
 
-    def add_block(state, start):
+    def see(start):
         first, visible, added = _seen(start, size, n, mask, bias, lengths)
         s = _limit(scores(small, read(k, first, size)) * half * half, visible, added)
         m = products.row_max(s)
         p = jnp.exp(s - finite(m)[..., None])
         denominator, numerator = sums(p, lambda at, size: read(v, first + at, size))
-        return merge(state, AttentionState(m, denominator, finite(numerator)))
+        return AttentionState(m, denominator, finite(numerator))
+
+    if size == n and lengths is None:
+        return see(jnp.int32(0))
+
+    def add_block(state, start):
+        return merge(state, see(start))
 
     state = AttentionState.identity(q.shape[:-1], v.shape[-1], q.dtype)
     state = varying_like(state, q, k, v, mask, bias, lengths)
@@ -167,7 +173,7 @@ def _both(visible, more):
 
 def _shrink(q):
     """(q / f², f): f a power of two for each query, so that no partial sum of q·k overflows."""
-    largest = jnp.max(jnp.abs(q), axis=-1, keepdims=True, initial=0)
+    largest = products.row_max(jnp.abs(q))[..., None]
     exponent = jnp.ceil(jnp.maximum(jnp.log2(largest) + jnp.log2(q.shape[-1]), 0) / 2)
     exponent, one = lax.stop_gradient(exponent).astype(jnp.int32), jnp.ones_like(largest)
     f, inverse = jnp.ldexp(one, exponent), jnp.ldexp(one, -exponent)

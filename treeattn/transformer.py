@@ -20,6 +20,14 @@ def rms_norm(
     return wide.astype(x.dtype) * weight
 
 
+def linear(
+    x: Float[Array, "... d"], matrix: Float[Array, "out d"], bias: Float[Array, " out"] | None
+) -> Float[Array, "... out"]:
+    """x Wᵀ + bias."""
+    y = jnp.einsum("...d,od->...o", x, matrix)
+    return y if bias is None else y + bias
+
+
 class Rotation(NamedTuple):
     """By which angle each pair of each token's queries and keys is turned."""
 
@@ -45,8 +53,7 @@ def queries_keys_values(
 ) -> tuple[Float[Array, "b l h d"], Float[Array, "b l h_kv d"], Float[Array, "b l h_kv d"]]:
     """What a layer's attention gets, from the layer's input x."""
     h, h_kv = config.heads, config.kv_heads
-    qkv = rms_norm(x, w.attention_norm, config.norm_epsilon) @ w.qkv
-    qkv = qkv if w.qkv_bias is None else qkv + w.qkv_bias
+    qkv = linear(rms_norm(x, w.attention_norm, config.norm_epsilon), w.qkv, w.qkv_bias)
     qkv = qkv.reshape(*x.shape[:2], h + 2 * h_kv, config.head_dim)
     q, k, v = jnp.split(qkv, [h, h + h_kv], axis=2)
     return rotate(q, turn), rotate(k, turn), v
@@ -56,12 +63,10 @@ def after_attention(
     x: Float[Array, "b l width"], w: Layer, out: Float[Array, "b l h d"], config: Config
 ) -> Float[Array, "b l width"]:
     """The layer's output, from its input x and its attention's `out`."""
-    h = out.reshape(*x.shape[:2], -1) @ w.output
-    x = x + (h if w.output_bias is None else h + w.output_bias)
-    h = rms_norm(x, w.mlp_norm, config.norm_epsilon) @ w.gate_up
-    gate, up = jnp.split(h if w.gate_up_bias is None else h + w.gate_up_bias, 2, axis=-1)
-    h = (jax.nn.silu(gate) * up) @ w.down
-    return x + (h if w.down_bias is None else h + w.down_bias)
+    x = x + linear(out.reshape(*x.shape[:2], -1), w.output, w.output_bias)
+    h = linear(rms_norm(x, w.mlp_norm, config.norm_epsilon), w.gate_up, w.gate_up_bias)
+    gate, up = jnp.split(h, 2, axis=-1)
+    return x + linear(jax.nn.silu(gate) * up, w.down, w.down_bias)
 
 
 def to_logits(
