@@ -11,6 +11,7 @@ from treeattn import Llama, ancestor_mask, depths, kv_mesh
 from treeattn import cache as caches
 from treeattn.compiled import memory
 from treeattn.parallel import TO_CACHE
+from treeattn.prefill import CAUSAL_BLOCK
 from treeattn.steps import commit_layer, extend_layer
 
 SMALL = Path(__file__).parent / "data" / "llamas" / "llama3"
@@ -74,6 +75,23 @@ def test_prefill_of_several_lengths(eight, one, prefill_with):
     step, cache = model.step(TEXT[[5, 0, 1]][:, None], cache, counts=np.array([1, 0, 1]))
     assert cache.lengths.tolist() == [6, 40, 2]
     check(step[[0, 2], 0], want[0, [5, 1]])
+
+
+@pytest.mark.parametrize("devices", [None, 3])
+def test_a_long_prompt_in_pieces(one, devices):
+    """Pieces of which the last layer computes one token, padded ones and short ones."""
+    model = one if devices is None else one.on(kv_mesh(jax.devices()[:devices]))
+    text, lengths = np.resize(TEXT, 2 * CAUSAL_BLOCK + 45), (2 * CAUSAL_BLOCK + 45, 7, 200)
+    prompts = [text[:n].tolist() for n in lengths]
+    want = np.asarray(one.logits(np.stack([text])))[0]
+    for chunk in (2 * CAUSAL_BLOCK, 1024):
+        cache = model.new_cache(3, 2 * CAUSAL_BLOCK + 64)
+        logits, cache = model.using("tree", prefill_with="chunks").prefill(
+            prompts, cache, chunk=chunk
+        )
+        check(logits, want[[n - 1 for n in lengths]])
+        logits, cache = model.step(text[[0, *lengths[1:]], None], cache)
+        check(logits[1:, 0], want[[lengths[1], lengths[2]]])
 
 
 def test_ulysses(one, dense):

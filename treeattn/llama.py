@@ -18,6 +18,7 @@ from treeattn.arrays import Array
 from treeattn.cache import Cache, NewKeys, ShardAttention
 from treeattn.checkpoint import Config, open_checkpoint
 from treeattn.parallel import to_cache, whole
+from treeattn.prefill import CAUSAL_BLOCK
 from treeattn.steps import How
 from treeattn.tokenizer import Tokenizer
 from treeattn.weights import Weights, load_weights, place
@@ -209,7 +210,10 @@ class Llama:
             size = min(chunk, max(16, 1 << (longest - start - 1).bit_length()))
             counts = np.clip(lengths - start, 0, size)
             piece = tokens[:, start : start + size]
-            x, keys = self._run_layers(piece, cache, read=start > 0 or not empty)
+            # In a long piece the last layer computes only what is read of it. In a short one
+            # that would save less than it takes to compile.
+            last = counts - 1 if size > CAUSAL_BLOCK else None
+            x, keys = self._run_layers(piece, cache, read=start > 0 or not empty, last=last)
             cache = self.commit(cache, keys, counts=counts)
             new = self._logits(x, counts - 1)
             logits = new if logits is None else steps.choose(counts > 0, new, logits)
@@ -238,17 +242,20 @@ class Llama:
         return How(self.config, self.mesh, attention, self.implementation)
 
     def _run_layers(
-        self, tokens, cache: Cache, positions=None, mask=None, read: bool = True
+        self, tokens, cache: Cache, positions=None, mask=None, read: bool = True, last=None
     ) -> tuple[Array, NewKeys]:
-        """The last layer's output, and all layers' new keys. read: whether they see the cache."""
+        """The last layer's output, and all layers' new keys.
+
+        read: whether they see the cache; last: (b,) as in `steps.run_layer`, for the last layer
+        """
         _check_new(tokens, cache, positions, mask)
         x, turn = self._embed(tokens, cache, positions)
         how, lengths, layers = self._how, cache.lengths, []
         if not read:
             how, lengths = dataclasses.replace(how, attention=None), None
-        for w, old in zip(self.weights.layers, cache.layers, strict=True):
-            old = old if read else None
-            x, new = steps.extend_layer(x, w, turn, mask, old, lengths, how=how)
+        for i, (w, old) in enumerate(zip(self.weights.layers, cache.layers, strict=True)):
+            old, wanted = old if read else None, last if i == self.config.layers - 1 else None
+            x, new = steps.extend_layer(x, w, turn, mask, old, lengths, wanted, how=how)
             layers.append(new)
         return x, NewKeys(*zip(*layers, strict=True))
 

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from treeattn.cache import ShardAttention, append, attend_cache, axes_of, fill
 from treeattn.checkpoint import Config
+from treeattn.local import attend
 from treeattn.parallel import among_new
 from treeattn.state import finalize, merge
 from treeattn.transformer import (
@@ -51,14 +52,19 @@ def embed(embedding, frequencies, tokens, positions, lengths):
     return embedding[tokens], rotation(positions, frequencies, embedding.dtype)
 
 
-def run_layer(x, w: Layer, turn, mask, old, lengths, how: How):
+def run_layer(x, w: Layer, turn, mask, old, lengths, last, how: How):
     """One layer: (its output, (the keys, the values) of its tokens).
 
-    old: the layer's cached (keys, values), of which `lengths` (b,) are in use; None without a
-    cache.
+    old:  the layer's cached (keys, values), of which `lengths` (b,) are in use; None without a
+          cache
+    last: (b,) the one token of each row whose output is wanted, without a mask; None: of all
     """
     q, k, v = queries_keys_values(x, w, turn, how.config)
-    state = among_new(q, k, v, mask, how.implementation)
+    if last is None:
+        state = among_new(q, k, v, mask, how.implementation)
+    else:
+        x, q = take_token(x, last), take_token(q, last)
+        state = attend(q, k, v, kv_lengths=last + 1, implementation=how.implementation)
     if old is not None:
         state = merge(attend_cache(q, *old, lengths, how.mesh, how.attention), state)
     out = finalize(state)[0].astype(x.dtype)
@@ -68,10 +74,16 @@ def run_layer(x, w: Layer, turn, mask, old, lengths, how: How):
 layer_qkv = jax.jit(queries_keys_values, static_argnames="config")
 
 
+def take_token(x, last):
+    """(b, 1, …): token last[row] of every row; its first where `last` is −1, its only one too."""
+    last = jnp.clip(last, 0, x.shape[1] - 1).reshape(-1, *[1] * (x.ndim - 1))
+    return jnp.take_along_axis(x, last, axis=1)
+
+
 @functools.partial(jax.jit, static_argnames="how")
-def extend_layer(x, w, turn, mask, old, lengths, *, how):
+def extend_layer(x, w, turn, mask, old, lengths, last=None, *, how):
     """`run_layer`; the cache stays as it is."""
-    return run_layer(x, w, turn, mask, old, lengths, how)
+    return run_layer(x, w, turn, mask, old, lengths, last, how)
 
 
 def wait_on_cpus(arrays, mesh: Mesh | None) -> None:
@@ -106,7 +118,7 @@ def prefill_layer(x, w, turn, old, *, how, attention):
 def logits(x, norm, head, last, *, epsilon):
     """(b, l, vocabulary) of all tokens, or (b, vocabulary) of each row's token `last` (b,)."""
     if last is not None:
-        x = jnp.take_along_axis(x, jnp.maximum(last, 0)[:, None, None], axis=1)[:, 0]
+        x = take_token(x, last)[:, 0]
     return to_logits(x, norm, head, epsilon)
 
 
