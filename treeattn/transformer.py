@@ -1,5 +1,6 @@
 """What a Llama computes around its attention: pure functions of arrays."""
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -20,11 +21,21 @@ def rms_norm(
     return wide.astype(x.dtype) * weight
 
 
+FEW_TOKENS = 64  # up to which W xᵀ is computed faster than x Wᵀ
+
+
 def linear(
-    x: Float[Array, "... d"], matrix: Float[Array, "out d"], bias: Float[Array, " out"] | None
+    x: Float[Array, "... d"],
+    matrix: Float[Array, "out d"],
+    bias: Float[Array, " out"] | None = None,
+    dtype=None,
 ) -> Float[Array, "... out"]:
-    """x Wᵀ + bias."""
-    y = jnp.einsum("...d,od->...o", x, matrix)
+    """x Wᵀ + bias, summed up in `dtype`, or x's."""
+    if math.prod(x.shape[:-1]) > FEW_TOKENS:
+        y = jnp.einsum("...d,od->...o", x, matrix, preferred_element_type=dtype)
+    else:  # XLA:CPU rearranges the second factor: let that be the smaller one
+        y = jnp.einsum("od,...d->o...", matrix, x, preferred_element_type=dtype)
+        y = jnp.moveaxis(y, 0, -1)
     return y if bias is None else y + bias
 
 
@@ -78,4 +89,4 @@ def to_logits(
     """float32, or float64 for a model of float64."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     x = rms_norm(x, norm, epsilon)
-    return jnp.einsum("...d,vd->...v", x, head, preferred_element_type=wide)
+    return linear(x, head, dtype=wide)
