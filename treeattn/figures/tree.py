@@ -65,11 +65,13 @@ def _row(ax, y: int, holds: Sequence[int], p: int) -> None:
         ax.text(i, y, str(n), ha="center", va="center", fontsize=9, color="white" if full else INK)
 
 
-def sent_by_context(sent: Mapping[str, Mapping[int, int]]) -> Figure:
+def sent_by_context(sent: Mapping[str, Mapping[int, int]] | None = None) -> Figure:
     """Bytes that a device sends for one decode step, by the length of the context.
 
-    sent: method -> {context: bytes}, as `treeattn.compiled` reads them from the programs.
+    sent: method -> {context: bytes}, as `treeattn.compiled` reads them from the programs; those
+          of benchmarks/decode.py for eight devices when None.
     """
+    sent = _sent(8) if sent is None else sent
     figure, ax = new_figure(7.0, 3.4)
     for method, by_context in sent.items():
         contexts, values = list(by_context), list(by_context.values())
@@ -88,6 +90,15 @@ def sent_by_context(sent: Mapping[str, Mapping[int, int]]) -> Figure:
     ax.minorticks_off()
     ax.set_title("A tree's messages do not grow with the context; a ring's do")
     return figure
+
+
+def _sent(p: int) -> dict[str, dict[int, int]]:
+    sent = {}
+    for row in json.loads(MEASURED.read_text(encoding="utf-8")):
+        method = row["name"].removeprefix("tree, ")
+        if row["p"] == p and method in ("allreduce", "pass-Q", "ring"):
+            sent.setdefault(method, {})[row["keys"]] = row["sent"]
+    return sent
 
 
 def decode_ratios(rows: Sequence[Mapping] | None = None) -> Figure:
@@ -157,5 +168,6 @@ def tree_of_trees(nodes: int = 2, devices: int = 4) -> Figure:
 FIGURES = {
     "butterfly": butterfly,
     "tree_of_trees": tree_of_trees,
+    "sent_by_context": sent_by_context,
     "decode_ratios": decode_ratios,
 }
