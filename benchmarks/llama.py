@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from treeattn import Llama, kv_mesh, simulate_devices
 from treeattn.cache import Cache
-from treeattn.checkpoint import open_checkpoint
+from treeattn.model_files import open_checkpoint
 
 RESULTS = Path(__file__).parent / "results" / "llama.json"
 ROOM = 32  # tokens that a cache has room for besides its context

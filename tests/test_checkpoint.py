@@ -16,7 +16,8 @@ import pytest
 import safetensors.numpy
 
 from treeattn import Llama, kv_mesh
-from treeattn.checkpoint import hugging_face_config, open_checkpoint, packaged_model
+from treeattn.hugging_face import hugging_face_config
+from treeattn.model_files import open_checkpoint, packaged_model
 from treeattn.weights import rotary_frequencies
 
 LLAMAS = Path(__file__).parent / "data" / "llamas"

@@ -22,6 +22,15 @@ DECODERS = {"ring": treeattn.ring_decode, "pass-Q": treeattn.pass_q_decode}
 PREFILLS = {"ring": treeattn.ring_attention, "Ulysses": treeattn.ulysses_attention}
 
 
+def check_dense(result, q, k, v, w, u, **options):
+    """((_, (out, lse)), gradients of Σ w·out + Σ u·lse) is what dense attention gives."""
+    (_, (out, lse)), grads = result
+    np.testing.assert_allclose(out, dense_attention(q, k, v, **options), atol=1e-12)
+    np.testing.assert_allclose(lse, dense_weights(q, k, **options)[1], atol=1e-12)
+    for got, expected in zip(grads, dense_gradients(q, k, v, w, u, **options), strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-11)
+
+
 @functools.cache
 def decode_value_and_gradients(shape, name):
     mesh = make_mesh(shape)
@@ -45,11 +54,8 @@ def test_decoding_values_and_gradients(shape, name):
     @given(st.integers(0, 2**32 - 1))
     def check(seed):
         (q, k, v), options, w, u = draw_inputs(seed, kv_len)
-        (_, (out, lse)), grads = decode_value_and_gradients(shape, name)(q, k, v, options, w, u)
-        np.testing.assert_allclose(out, dense_attention(q, k, v, **options), atol=1e-12)
-        np.testing.assert_allclose(lse, dense_weights(q, k, **options)[1], atol=1e-12)
-        for got, expected in zip(grads, dense_gradients(q, k, v, w, u, **options), strict=True):
-            np.testing.assert_allclose(got, expected, atol=1e-11)
+        result = decode_value_and_gradients(shape, name)(q, k, v, options, w, u)
+        check_dense(result, q, k, v, w, u, **options)
 
     check()
 
@@ -118,11 +124,8 @@ def test_causal_halves_values_and_gradients(length):
         q, w = rng.normal(size=(2, length, 6, 8)) * 2, rng.normal(size=(2, length, 6, 5))
         k, v = rng.normal(size=(2, length, 2, 8)), rng.normal(size=(2, length, 2, 5))
         u = rng.normal(size=(2, length, 6))
-        (_, (out, lse)), grads = causal_value_and_gradients(length)(q, k, v, w, u)
-        np.testing.assert_allclose(out, dense_attention(q, k, v, **options), atol=1e-12)
-        np.testing.assert_allclose(lse, dense_weights(q, k, **options)[1], atol=1e-12)
-        for got, expected in zip(grads, dense_gradients(q, k, v, w, u, **options), strict=True):
-            np.testing.assert_allclose(got, expected, atol=1e-11)
+        result = causal_value_and_gradients(length)(q, k, v, w, u)
+        check_dense(result, q, k, v, w, u, **options)
 
     check()
 

@@ -16,7 +16,8 @@ from treeattn import cache as caches
 from treeattn import steps
 from treeattn.arrays import Array
 from treeattn.cache import Cache, NewKeys, ShardAttention
-from treeattn.checkpoint import Config, open_checkpoint
+from treeattn.config import Config
+from treeattn.model_files import open_checkpoint
 from treeattn.parallel import to_cache, whole
 from treeattn.prefill import CAUSAL_BLOCK
 from treeattn.steps import How
@@ -254,7 +255,8 @@ class Llama:
         if not read:
             how, lengths = dataclasses.replace(how, attention=None), None
         for i, (w, old) in enumerate(zip(self.weights.layers, cache.layers, strict=True)):
-            old, wanted = old if read else None, last if i == self.config.layers - 1 else None
+            old = old if read else None
+            wanted = last if i == self.config.layers - 1 else None
             x, new = steps.extend_layer(x, w, turn, mask, old, lengths, wanted, how=how)
             layers.append(new)
         return x, NewKeys(*zip(*layers, strict=True))

@@ -35,7 +35,7 @@ def read(x, first, size: int, *, row, rows: int, dtype):
 
 
 def row_max(s):
-    """max over the last axis, of scores that are not NaN; for a row of NaN, any of it.
+    """max over the last axis. It may pass over a NaN, which still reaches the sums.
 
     jnp.max hands a NaN on, and is not vectorized for it.
     """

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from treeattn.cache import ShardAttention, append, attend_cache, axes_of, fill
-from treeattn.checkpoint import Config
+from treeattn.config import Config
 from treeattn.local import attend
 from treeattn.parallel import among_new
 from treeattn.state import finalize, merge

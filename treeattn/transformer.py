@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from treeattn.arrays import Array
-from treeattn.checkpoint import Config
+from treeattn.config import Config
 from treeattn.weights import Layer
 
 

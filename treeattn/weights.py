@@ -15,7 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float
 
 from treeattn.arrays import Array
-from treeattn.checkpoint import Checkpoint, Config
+from treeattn.checkpoint import Checkpoint
+from treeattn.config import Config
 
 
 class Layer(NamedTuple):
