@@ -23,7 +23,7 @@ def open_hugging_face(path: Path) -> Checkpoint:
     where, shapes = {}, {}
     for file in files:
         with _safetensors(file) as shard:
-            for name in shard.keys():  # noqa: SIM118 (it is no dict)
+            for name in shard.keys():  # a shard is no dict
                 where[name], shapes[name] = file, tuple(shard.get_slice(name).get_shape())
 
     def read(name: str) -> np.ndarray:
