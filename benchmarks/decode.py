@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import treeattn
-from treeattn.compiled import collectives, memory, total_bytes
+from treeattn.cost.program import collectives, memory, total_bytes
 
 RESULTS = Path(__file__).parent / "results"
 HEADS, KV_HEADS, DIM = 16, 4, 128

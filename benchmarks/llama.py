@@ -28,8 +28,8 @@ import numpy as np
 from tqdm import tqdm
 
 from treeattn import Llama, kv_mesh, simulate_devices
-from treeattn.cache import Cache
-from treeattn.model_files import open_checkpoint
+from treeattn.llama.cache import Cache
+from treeattn.llama.files import open_checkpoint
 
 RESULTS = Path(__file__).parent / "results" / "llama.json"
 ROOM = 32  # tokens that a cache has room for besides its context

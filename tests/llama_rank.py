@@ -8,7 +8,7 @@ import sys
 import numpy as np
 
 import treeattn
-from treeattn.decoding import stream
+from treeattn.llama.text import stream
 
 
 def main() -> None:

@@ -16,9 +16,9 @@ import pytest
 import safetensors.numpy
 
 from treeattn import Llama, kv_mesh
-from treeattn.hugging_face import hugging_face_config
-from treeattn.model_files import open_checkpoint, packaged_model
-from treeattn.weights import rotary_frequencies
+from treeattn.llama.files import open_checkpoint, packaged_model
+from treeattn.llama.hugging_face import hugging_face_config
+from treeattn.llama.weights import rotary_frequencies
 
 LLAMAS = Path(__file__).parent / "data" / "llamas"
 NAMES = sorted(f.name for f in LLAMAS.iterdir())

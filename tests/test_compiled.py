@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from treeattn import kv_mesh
-from treeattn.compiled import Collective, collectives, count, memory, table, total_bytes
+from treeattn.cost.program import Collective, collectives, count, memory, table, total_bytes
 
 REPLICATED, SHARDED = PartitionSpec(), PartitionSpec("kv")
 X = jnp.ones((2, 16), jnp.float32)

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from treeattn import cost, kv_mesh, tree_decode
-from treeattn.closed_forms import merge_seconds
-from treeattn.compiled import collectives, count, memory, total_bytes
-from treeattn.formulas import (
+from treeattn.cost.closed_forms import merge_seconds
+from treeattn.cost.formulas import (
     Workload,
     mem_ring,
     mem_tree,
@@ -25,9 +24,10 @@ from treeattn.formulas import (
     v_ring,
     v_tree,
 )
-from treeattn.ring import pass_q_decode, ring_decode
-from treeattn.strategies import STRATEGIES, attend_seconds, compare, decode_cost, memory_bytes
-from treeattn.topology import PRESETS, preset
+from treeattn.cost.program import collectives, count, memory, total_bytes
+from treeattn.cost.strategies import STRATEGIES, attend_seconds, compare, decode_cost, memory_bytes
+from treeattn.cost.topology import PRESETS, preset
+from treeattn.devices.ring import pass_q_decode, ring_decode
 
 DGX = preset("dgx-h100")
 

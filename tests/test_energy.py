@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import treeattn
 from treeattn import attention_from_energy, causal_energy, cumulant, energy, log_likelihood
-from treeattn.energy import log_sum_exp
+from treeattn.idea.energy import log_sum_exp
 
 # (n, d, dv): one key, dv ≠ d both ways, many keys
 SHAPES = [(1, 1, 1), (5, 4, 3), (7, 2, 6), (40, 8, 1)]

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from treeattn import Llama, ancestor_mask, depths, kv_mesh
-from treeattn import cache as caches
-from treeattn.compiled import memory
-from treeattn.parallel import TO_CACHE
-from treeattn.prefill import CAUSAL_BLOCK
-from treeattn.steps import commit_layer, extend_layer
+from treeattn.cost.program import memory
+from treeattn.devices.prefill import CAUSAL_BLOCK
+from treeattn.llama import cache as caches
+from treeattn.llama.parallel import TO_CACHE
+from treeattn.llama.steps import commit_layer, extend_layer
 
 SMALL = Path(__file__).parent / "data" / "llamas" / "llama3"
 TEXT = np.random.default_rng(0).integers(0, 96, 41)

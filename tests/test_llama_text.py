@@ -14,8 +14,8 @@ import pytest
 import tokenizers
 
 from treeattn import Llama
-from treeattn.decoding import chat, nucleus, sample, stream, stream_text
-from treeattn.tokenizer import Tokenizer, from_directory, from_gguf
+from treeattn.llama.text import chat, nucleus, sample, stream, stream_text
+from treeattn.llama.tokenizer import Tokenizer, from_directory, from_gguf
 
 SMALL = Path(__file__).parent / "data" / "llamas" / "llama3"
 

@@ -12,8 +12,8 @@ from jax.test_util import check_grads
 from oracles import dense_attention, dense_gradients, dense_weights
 
 from treeattn import attend, attention, finalize, merge
-from treeattn.blockwise import BLOCK
-from treeattn.compiled import memory
+from treeattn.cost.program import memory
+from treeattn.kernel.blockwise import BLOCK
 
 # (batch, queries, heads, key heads, keys, head_dim, value head_dim)
 SHAPES = {

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeattn.closed_forms import (
+from treeattn.cost.closed_forms import (
     FORMULAS,
     collective_rounds,
     collective_seconds,
     collective_sent_bytes,
 )
-from treeattn.network import (
+from treeattn.cost.network import (
     SCHEDULES,
     Round,
     message_seconds,
@@ -21,7 +21,7 @@ from treeattn.network import (
     simulate,
     torus_coordinates,
 )
-from treeattn.topology import H100, PRESETS, Device, Level, Topology, preset
+from treeattn.cost.topology import H100, PRESETS, Device, Level, Topology, preset
 
 # Three levels, and links to share: each device of a group of 4 has half a link out of it, and
 # the 16 devices of a rack share one.

@@ -2,8 +2,8 @@
 
 import pytest
 
-from treeattn.formulas import Workload
-from treeattn.printed import (
+from treeattn.cost.formulas import Workload
+from treeattn.cost.printed import (
     FIGURE_3_CONTEXT,
     FIGURE_3_DEVICES,
     FIGURE_3_SPEEDUP,
@@ -13,7 +13,7 @@ from treeattn.printed import (
     Measured,
     Row,
 )
-from treeattn.reconcile import (
+from treeattn.cost.reconcile import (
     H100_8B,
     MI300X_8B,
     RTX4090_1B,
@@ -23,8 +23,8 @@ from treeattn.reconcile import (
     fit_step,
     table_steps,
 )
-from treeattn.strategies import decode_cost
-from treeattn.topology import preset
+from treeattn.cost.strategies import decode_cost
+from treeattn.cost.topology import preset
 
 DGX = preset("dgx-h100")
 BLOCK = Workload(FIGURE_3_CONTEXT)

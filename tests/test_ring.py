@@ -14,9 +14,9 @@ from oracles import dense_attention, dense_gradients, dense_weights
 from test_tree import draw_inputs, make_mesh
 
 import treeattn
-from treeattn.compiled import collectives, count, total_bytes
-from treeattn.prefill import CAUSAL_BLOCK, attend_causal
-from treeattn.state import finalize
+from treeattn.cost.program import collectives, count, total_bytes
+from treeattn.devices.prefill import CAUSAL_BLOCK, attend_causal
+from treeattn.idea.state import finalize
 
 DECODERS = {"ring": treeattn.ring_decode, "pass-Q": treeattn.pass_q_decode}
 PREFILLS = {"ring": treeattn.ring_attention, "Ulysses": treeattn.ulysses_attention}
@@ -132,13 +132,13 @@ def test_causal_halves_values_and_gradients(length):
 
 def test_causal_halves_compute_few_hidden_scores(monkeypatch):
     seen = []
-    attend = treeattn.prefill.attend
+    attend = treeattn.devices.prefill.attend
 
     def counting(q, k, v, **options):
         seen.append(q.shape[0] * q.shape[1] * k.shape[1])
         return attend(q, k, v, **options)
 
-    monkeypatch.setattr(treeattn.prefill, "attend", counting)
+    monkeypatch.setattr(treeattn.devices.prefill, "attend", counting)
     n, block = 1024, CAUSAL_BLOCK
     q = jnp.ones((1, n, 2, 8))
     jax.make_jaxpr(functools.partial(attend_causal, scale=1.0))(q, q, q)
@@ -187,7 +187,7 @@ def test_ulysses_exchanges_four_times():
 
 
 def test_flash_prefill_is_lowered_with_its_causal_kernel(monkeypatch):
-    from treeattn import flash
+    from treeattn.kernel import flash
 
     for module in flash.load():
         monkeypatch.setattr(module, "get_sm_count", lambda *_: 132)

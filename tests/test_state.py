@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-import treeattn.state
+import treeattn.idea.state
 from treeattn import (
     AttentionState,
     attend,
@@ -528,7 +528,7 @@ def check_tree_counts(ps, arities):
             rounds = 0  # the smallest r with kʳ ≥ p, in integers
             while k**rounds < p:
                 rounds += 1
-            tree = functools.partial(treeattn.state.reduce_tree, arity=k)
+            tree = functools.partial(treeattn.idea.state.reduce_tree, arity=k)
             work, depth = count_merges(tree, scalar_states(p))
             assert (rounds, work, depth) == count_tree(p, k), (p, k)
             assert work == p - 1 and rounds <= depth <= (k - 1) * rounds, (p, k)
@@ -577,7 +577,7 @@ def test_rounding_by_order_and_dtype():
 
 def test_without_the_guard_the_checks_fail(monkeypatch):
     check_no_nan()
-    monkeypatch.setattr(treeattn.state, "finite", lambda x: x)
+    monkeypatch.setattr(treeattn.idea.state, "finite", lambda x: x)
     none = AttentionState.identity((1,), 1)
     assert jnp.isnan(merge(none, none).denominator).all()
     with pytest.raises(AssertionError):
@@ -590,7 +590,7 @@ def check_merge_of_outputs():
     out, lse = rng.normal(size=(8, 32, 4)), rng.normal(size=(8, 32)) + 9
     w = np.exp(lse - lse.max(0))
     wanted = (out * w[..., None]).sum(0) / w.sum(0)[..., None]
-    states = treeattn.state.from_output(jnp.float32(out), jnp.float32(lse))
+    states = treeattn.idea.state.from_output(jnp.float32(out), jnp.float32(lse))
     got, total = jax.jit(lambda x: finalize(reduce_tree(x)))(states)
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(total, lse.max(0) + np.log(w.sum(0)), rtol=1e-6)
@@ -602,7 +602,7 @@ def test_with_a_bfloat16_lse_the_check_fails(monkeypatch):
     def halved(out, lse):
         return from_output(out, lse.astype(jnp.bfloat16))
 
-    monkeypatch.setattr(treeattn.state, "from_output", halved)
+    monkeypatch.setattr(treeattn.idea.state, "from_output", halved)
     with pytest.raises(AssertionError):
         check_merge_of_outputs()
 
@@ -611,7 +611,7 @@ def test_with_a_chain_for_the_tree_the_counter_notices(monkeypatch):
     def chain(states, axis=0, *, arity=2):
         return reduce_chain(states, axis)
 
-    monkeypatch.setattr(treeattn.state, "reduce_tree", chain)
+    monkeypatch.setattr(treeattn.idea.state, "reduce_tree", chain)
     with pytest.raises(AssertionError):
         check_tree_counts((8,), (2,))
 

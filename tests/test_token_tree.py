@@ -18,7 +18,7 @@ from treeattn import (
     tree_from_beam,
     unpack,
 )
-from treeattn.token_tree import leaf_paths
+from treeattn.trees.token_tree import leaf_paths
 
 
 def random_parents(rng, shape, roots=0.2):

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from oracles import dense_attention, dense_gradients, dense_weights
 
 import treeattn
-from treeattn.compiled import collectives, count, memory, total_bytes
-from treeattn.tree import METHODS, merge_across
+from treeattn.cost.program import collectives, count, memory, total_bytes
+from treeattn.devices.tree import METHODS, merge_across
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 6
 MESHES = [(p,) for p in range(1, 10)] + [(2, 2), (2, 3), (3, 2), (4, 2)]
@@ -177,7 +177,7 @@ def test_a_sharded_cache_stays_where_it_is():
 
 @pytest.fixture
 def flash(monkeypatch):
-    from treeattn import flash
+    from treeattn.kernel import flash
 
     modules = flash.load()
     for module in modules:

@@ -1,24 +1,31 @@
 """Tree Attention in JAX.
 
 Attention over a set of keys is a small state; the states of disjoint sets merge. See
-`treeattn.state` for that idea, and the notebooks for where it leads.
+`treeattn.idea.state` for that idea, and the notebooks for where it leads.
+
+    idea      attention is the gradient of an energy, and a small state that merges
+    kernel    one device: queries and keys in, a state out
+    devices   many devices: a cache in shards, and the ways to merge what each has seen
+    trees     candidates of tokens, packed for one pass
+    llama     a Llama whose attention is a parameter, and text from it
+    cost      bytes, rounds, memory and time: counted, and calculated
+    figures   every figure
+
+Each stands on those above it only (trees and cost on fewer).
 """
 
-from treeattn.cluster import initialize, kv_mesh, simulate_devices
-from treeattn.draft_tree import beam_search, choice_tree, expand_tree
-from treeattn.energy import (
+from treeattn.devices.mesh import initialize, kv_mesh, simulate_devices
+from treeattn.devices.prefill import ring_attention, ulysses_attention
+from treeattn.devices.ring import pass_q_decode, ring_decode
+from treeattn.devices.tree import merge_across, tree_decode
+from treeattn.idea.energy import (
     attention_from_energy,
     causal_energy,
     cumulant,
     energy,
     log_likelihood,
 )
-from treeattn.llama import Llama
-from treeattn.local import attend, attention
-from treeattn.prefill import ring_attention, ulysses_attention
-from treeattn.prefix_tree import PackedBeam, pack, prefix_encoding, unpack
-from treeattn.ring import pass_q_decode, ring_decode
-from treeattn.state import (
+from treeattn.idea.state import (
     AttentionState,
     finalize,
     from_output,
@@ -27,7 +34,10 @@ from treeattn.state import (
     reduce_tree,
     scan_states,
 )
-from treeattn.token_tree import (
+from treeattn.kernel.attend import attend, attention
+from treeattn.trees.beam import PackedBeam, pack, prefix_encoding, unpack
+from treeattn.trees.draft import beam_search, choice_tree, expand_tree
+from treeattn.trees.token_tree import (
     TokenTree,
     ancestor_mask,
     beam_from_tree,
@@ -35,7 +45,6 @@ from treeattn.token_tree import (
     pack_tree,
     tree_from_beam,
 )
-from treeattn.tree import merge_across, tree_decode
 
 __all__ = [
     "AttentionState",
@@ -76,3 +85,16 @@ __all__ = [
     "ulysses_attention",
     "unpack",
 ]
+
+
+def __getattr__(name: str):
+    """`Llama`, when it is asked for: it needs packages that the rest does without."""
+    if name == "Llama":
+        from treeattn.llama.model import Llama
+
+        return Llama
+    raise AttributeError(f"module 'treeattn' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

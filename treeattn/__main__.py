@@ -12,10 +12,10 @@ import time
 import jax
 from tqdm import tqdm
 
-from treeattn.cluster import kv_mesh, simulate_devices
-from treeattn.decoding import stream_text
-from treeattn.llama import Llama
-from treeattn.parallel import TO_CACHE, WHOLE
+from treeattn.devices.mesh import kv_mesh, simulate_devices
+from treeattn.llama.model import Llama
+from treeattn.llama.parallel import TO_CACHE, WHOLE
+from treeattn.llama.text import stream_text
 
 
 def arguments() -> argparse.Namespace:

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeattn.energy import energy
 from treeattn.figures.energy import convex_hull, example_head
 from treeattn.figures.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, new_figure
+from treeattn.idea.energy import energy
 
 
 def flops(function, *shapes) -> float:

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeattn.energy import attention_from_energy, energy, log_likelihood
 from treeattn.figures.style import BLUE, GREY, INK, ORANGE, PALE, RED, new_figure
+from treeattn.idea.energy import attention_from_energy, energy, log_likelihood
 
 
 def example_line():

@@ -4,12 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from treeattn.closed_forms import collective_rounds
-from treeattn.figures.canvas import styled
-from treeattn.figures.style import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, SKY, new_figure
-from treeattn.formulas import Workload, mem_ring, mem_tree, numel_kv
-from treeattn.network import run, schedule
-from treeattn.printed import (
+from treeattn.cost.closed_forms import collective_rounds
+from treeattn.cost.formulas import Workload, mem_ring, mem_tree, numel_kv
+from treeattn.cost.network import run, schedule
+from treeattn.cost.printed import (
     FIGURE_3_CONTEXT,
     FIGURE_3_DEVICES,
     FIGURE_3_SPEEDUP,
@@ -18,7 +16,7 @@ from treeattn.printed import (
     TABLE_1_MI300X,
     TABLE_2_RTX4090,
 )
-from treeattn.reconcile import (
+from treeattn.cost.reconcile import (
     H100_8B,
     MI300X_8B,
     RTX4090_1B,
@@ -26,8 +24,10 @@ from treeattn.reconcile import (
     fit_step,
     table_steps,
 )
-from treeattn.strategies import attend_seconds, decode_cost
-from treeattn.topology import H100, preset
+from treeattn.cost.strategies import attend_seconds, decode_cost
+from treeattn.cost.topology import H100, preset
+from treeattn.figures.canvas import styled
+from treeattn.figures.style import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, SKY, new_figure
 
 DGX = preset("dgx-h100")
 PAPERS_BLOCK = Workload(640_000)  # v1 §6.3: 16 heads of 128, bfloat16

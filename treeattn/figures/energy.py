@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeattn.energy import cumulant, energy
 from treeattn.figures.style import BLUE, GREY, INK, ORANGE, PALE, RED, new_figure
-from treeattn.llama import Llama
+from treeattn.idea.energy import cumulant, energy
+from treeattn.llama.model import Llama
 
 
 def example_head():

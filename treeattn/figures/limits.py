@@ -6,13 +6,13 @@ import numpy as np
 from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.patches import Patch
 
-from treeattn.closed_forms import merge_seconds
+from treeattn.cost.closed_forms import merge_seconds
+from treeattn.cost.formulas import Workload
+from treeattn.cost.strategies import decode_cost
+from treeattn.cost.topology import H100, Level, Topology, preset
 from treeattn.figures.canvas import styled
 from treeattn.figures.cost import DGX, LLAMA_8B
 from treeattn.figures.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, new_figure
-from treeattn.formulas import Workload
-from treeattn.strategies import decode_cost
-from treeattn.topology import H100, Level, Topology, preset
 
 MERGE_COLOURS = {
     "gather": GREEN,

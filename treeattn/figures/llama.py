@@ -20,9 +20,9 @@ from treeattn.figures.style import (
     SKY,
     new_figure,
 )
-from treeattn.llama import Llama
-from treeattn.local import attend
-from treeattn.state import finalize
+from treeattn.idea.state import finalize
+from treeattn.kernel.attend import attend
+from treeattn.llama.model import Llama
 
 TEXT = (
     "As every child knows, Paris is the capital of France, and the river Seine runs through it. "

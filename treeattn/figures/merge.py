@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from treeattn.figures.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, new_figure
-from treeattn.state import (
+from treeattn.idea.state import (
     AttentionState,
     finalize,
     from_output,

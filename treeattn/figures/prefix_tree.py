@@ -6,7 +6,6 @@ import jax
 import numpy as np
 from matplotlib.patches import Rectangle
 
-from treeattn.draft_tree import beam_search, choice_tree, expand_tree
 from treeattn.figures.llama import packaged_model
 from treeattn.figures.style import (
     BLUE,
@@ -20,8 +19,9 @@ from treeattn.figures.style import (
     SKY,
     new_figure,
 )
-from treeattn.prefix_tree import pack, prefix_encoding, unpack
-from treeattn.token_tree import depths, leaf_paths, tree_from_beam
+from treeattn.trees.beam import pack, prefix_encoding, unpack
+from treeattn.trees.draft import beam_search, choice_tree, expand_tree
+from treeattn.trees.token_tree import depths, leaf_paths, tree_from_beam
 
 ROWS = (BLUE, ORANGE, GREEN, PURPLE, SKY)  # a candidate's colour, in turn
 MARS = ("Mars is a red", "Mars is reddish when", "Mars is dark red")

@@ -68,7 +68,7 @@ def _row(ax, y: int, holds: Sequence[int], p: int) -> None:
 def sent_by_context(sent: Mapping[str, Mapping[int, int]] | None = None) -> Figure:
     """Bytes that a device sends for one decode step, by the length of the context.
 
-    sent: method -> {context: bytes}, as `treeattn.compiled` reads them from the programs; those
+    sent: method -> {context: bytes}, as `treeattn.cost.program` reads them from the programs; those
           of benchmarks/decode.py for eight devices when None.
     """
     sent = _sent(8) if sent is None else sent

@@ -1,0 +1,49 @@
+"""What `strategies` calculates, as lines of text."""
+
+from collections.abc import Sequence
+
+from treeattn.cost.formulas import Number
+from treeattn.cost.strategies import Cost
+
+
+def cost_table(costs: Sequence[Cost]) -> str:
+    """The costs as lines of text: time and its parts, what is sent and held, what limits."""
+    fastest = min(c.seconds for c in costs)
+    rows = [
+        ("strategy", "time", "×", "attend", "latency", "links", "sent", "held", "limited by"),
+        *(
+            (
+                c.strategy,
+                seconds_text(c.seconds),
+                f"{c.seconds / fastest:.3g}",
+                seconds_text(c.compute_seconds),
+                seconds_text(c.latency_seconds),
+                seconds_text(c.volume_seconds),
+                bytes_text(c.sent_bytes),
+                bytes_text(c.memory_bytes),
+                c.limit,
+            )
+            for c in costs
+        ),
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for name, *middle, limit in rows:
+        middle = [text.rjust(width) for text, width in zip(middle, widths[1:-1], strict=True)]
+        lines.append("  ".join([name.ljust(widths[0]), *middle, limit]))
+    return "\n".join(lines)
+
+
+def seconds_text(seconds: Number) -> str:
+    """Three digits and a unit: 0.000195 -> "195 µs"."""
+    return _scaled(seconds, (("s", 1), ("ms", 1e-3), ("µs", 1e-6)))
+
+
+def bytes_text(count: Number) -> str:
+    """Three digits and a decimal unit: 655360000 -> "655 MB"."""
+    return _scaled(count, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1)))
+
+
+def _scaled(value: Number, units: tuple[tuple[str, Number], ...]) -> str:
+    name, size = next((unit for unit in units if value >= 0.9995 * unit[1]), units[-1])
+    return f"{float(f'{value / size:.3g}'):g} {name}"

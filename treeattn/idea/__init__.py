@@ -1,0 +1,1 @@
+"""The idea: attention is the gradient of an energy, and a small state that merges."""

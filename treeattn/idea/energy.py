@@ -1,0 +1,202 @@
+"""Attention as the gradient of a scalar: the energy of one query over its keys.
+
+With a source ζ beside the query's scores,
+
+    F(ζ) = log Σ_a exp(q·k_a + ζ·v_a)                               (v1 eq. 15, v2 eq. 6, 24)
+
+is the cumulant generating function of the values under the attention weights: its gradient at
+ζ = 0 is attention, its Hessian there their covariance. `scale` multiplies q·k, as everywhere
+in this package; the papers leave it out.
+
+All functions take one query head: q (d,), k (n, d), v (n, dv), and mask (n,), True where the
+query may see the key. q, k and v share a floating-point dtype. Sums are in float32, or float64
+when an input is. When no key is visible F is −∞, and its derivatives of every order, in every
+argument, are zeros. `jax.vmap` maps them over queries, heads and batches.
+
+They raise TypeError for dtypes and ValueError for shapes that do not fit, naming the argument.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float
+
+from treeattn.idea.arrays import (
+    Array,
+    accumulation_dtype,
+    check_floating,
+    check_rank,
+    check_same_dtype,
+)
+
+Scale = float | int | Float[Array, ""] | None
+
+
+def energy(
+    zeta: Float[Array, " dv"],
+    q: Float[Array, " d"],
+    k: Float[Array, "n d"],
+    v: Float[Array, "n dv"],
+    *,
+    mask: Bool[Array, " n"] | None = None,
+    scale: Scale = None,
+) -> Float[Array, ""]:
+    """F(ζ) = log Σ_a exp(scale · q·k_a + ζ·v_a) over the visible keys (v1 eq. 15, v2 eq. 6).
+
+    zeta:  (dv,) the source. At 0, F is the lse of the scores.
+    scale: multiplies q·k; 1/√d when None.
+
+    A scalar, float32 or float64; −∞ when no key is visible. What masked keys and values hold
+    does not matter.
+    """
+    _check_inputs(q, k, v, mask)
+    check_floating(zeta=zeta)
+    _check_shape("zeta", zeta, (v.shape[1],), "(dv,)")
+    if mask is not None:
+        k, v = (jnp.where(mask[:, None], x, 0) for x in (k, v))
+    s = _scores(zeta, q, k, v, scale)
+    return log_sum_exp(s if mask is None else jnp.where(mask, s, -jnp.inf))
+
+
+def causal_energy(
+    zeta: Float[Array, "n dv"],
+    q: Float[Array, "n d"],
+    k: Float[Array, "n d"],
+    v: Float[Array, "n dv"],
+    *,
+    scale: Scale = None,
+) -> Float[Array, ""]:
+    """F_tot = Σ_i log Σ_{a ≤ i} exp(scale · q_i·k_a + ζ_i·v_a), a scalar (v1 eq. 16, v2 eq. 25).
+
+    zeta (n, dv) and q (n, d): a source and a query for each of the n keys. The gradient in
+    zeta at 0 is causal attention, (n, dv).
+    """
+    _check_inputs(q, k, v, rank=2)
+    check_floating(zeta=zeta)
+    _check_shape("q", q, k.shape, "a query for each key, (n, d)")
+    _check_shape("zeta", zeta, v.shape, "a source for each key, (n, dv)")
+    s = _scores(zeta, q, k, v, scale)
+    return jnp.sum(log_sum_exp(jnp.where(jnp.tri(len(q), dtype=bool), s, -jnp.inf)))
+
+
+def attention_from_energy(
+    q: Float[Array, " d"],
+    k: Float[Array, "n d"],
+    v: Float[Array, "n dv"],
+    *,
+    mask: Bool[Array, " n"] | None = None,
+    scale: Scale = None,
+) -> Float[Array, " dv"]:
+    """∇F(0), by `jax.grad`: attention, (dv,) in q's dtype (v1 eq. 5, 14; v2 eq. 5, 23).
+
+    0 when no key is visible.
+    """
+    return cumulant(1, q, k, v, mask=mask, scale=scale)
+
+
+def cumulant(
+    order: int,
+    q: Float[Array, " d"],
+    k: Float[Array, "n d"],
+    v: Float[Array, "n dv"],
+    *,
+    mask: Bool[Array, " n"] | None = None,
+    scale: Scale = None,
+) -> Float[Array, "..."]:
+    """The derivative of F of that order at 0: `order` axes of length dv, in q's dtype.
+
+    Of the values, with the attention weights as their probabilities: order 1 is the mean,
+    which is attention; 2 the covariance; 3 the third central moment. From 4 on, cumulants and
+    central moments differ. Order 0 is F(0), the lse, in float32 or float64.
+
+    Memory grows as n · dv**(order − 1).
+    """
+    if isinstance(order, bool) or not isinstance(order, int | np.integer):
+        raise TypeError(f"order: expected an integer, got {order!r}")
+    if order < 0:
+        raise ValueError(f"order: expected 0 or more, got {order}")
+    _check_inputs(q, k, v, mask)
+
+    def derivative(zeta):
+        return energy(zeta, q, k, v, mask=mask, scale=scale)
+
+    for i in range(order):  # one sweep backwards, from a scalar; then forwards
+        derivative = jax.jacfwd(derivative) if i else jax.grad(derivative)
+    value = derivative(jnp.zeros(v.shape[1], accumulation_dtype(q, k, v)))
+    return value.astype(jnp.result_type(q)) if order else value
+
+
+def log_likelihood(
+    zeta: Float[Array, " dv"],
+    z: Float[Array, " dv"],
+    q: Float[Array, " d"],
+    k: Float[Array, "n d"],
+    v: Float[Array, "n dv"],
+    *,
+    mask: Bool[Array, " n"] | None = None,
+    scale: Scale = None,
+) -> Float[Array, ""]:
+    """Γ(ζ, z) = z·ζ − F(ζ), one query's term of v2 eq. 30; a scalar, ∞ when no key is visible.
+
+    It is the log-likelihood of ζ in the exponential family of the values, tilted from the
+    attention weights, when the observed mean of the values is z. Its one stationary point in
+    (ζ, z) is (0, attention), a saddle: neither a minimum nor a maximum.
+    """
+    check_floating(z=z)
+    _check_shape("z", z, zeta.shape, "zeta's shape")
+    f = energy(zeta, q, k, v, mask=mask, scale=scale)
+    dtype = jnp.promote_types(f.dtype, z.dtype)
+    return jnp.dot(z.astype(dtype), zeta.astype(dtype), precision="highest") - f
+
+
+def log_sum_exp(s: Float[Array, "... n"]) -> Float[Array, "..."]:
+    """log Σ_a exp(s_a) over the last axis, relative to the largest s (v1 eq. 1, 37; v2 eq. 4, 36).
+
+    −∞ scores count as no key, and no keys give −∞, with derivatives 0 at every order. The
+    pivot m is a constant, added back: log Σ exp(s − m) alone, or with m differentiated only
+    in the exponent, is another function of ζ.
+    """
+    m = jax.lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf))
+    empty = m == -jnp.inf
+    m = jnp.where(empty, 0, m)
+    total = jnp.sum(jnp.exp(s - m[..., None]), axis=-1)
+    # The logarithm's argument, too, must be harmless where there are no keys: a derivative
+    # passes through both branches of a `where`.
+    return jnp.where(empty, -jnp.inf, m + jnp.log(jnp.where(empty, 1, total)))
+
+
+def _scores(zeta, q, k, v, scale):
+    """scale · q·k_a + ζ·v_a, (..., n), of sources zeta (..., dv) and queries q (..., d)."""
+    dtype = accumulation_dtype(zeta, q, k, v)
+    zeta, q, k, v = (x.astype(dtype) for x in (zeta, q, k, v))
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+
+    def dot(x, keys):  # keys first, so that XLA on CPU does not copy them to transpose them
+        return jnp.einsum("nd,...d->...n", keys, x, precision="highest")
+
+    # ∞ − ∞ is NaN: a score out of range counts as the largest finite one. Not the source's
+    # part: a key that wins the maximum keeps its derivative in ζ.
+    s = jnp.minimum(dot(q * jnp.asarray(scale, dtype), k), jnp.finfo(dtype).max)
+    return s + dot(zeta, v)
+
+
+def _check_inputs(q, k, v, mask=None, rank: int = 1) -> None:
+    check_floating(q=q, k=k, v=v)
+    check_same_dtype(q=q, k=k, v=v)
+    check_rank(rank, ("(d,)", "(n, d)")[rank - 1], q=q)
+    check_rank(2, "(n, d)", k=k)
+    check_rank(2, "(n, dv)", v=v)
+    if k.shape[1] != q.shape[-1]:
+        raise ValueError(f"k: expected (n, d) with d {q.shape[-1]} as in q, got {k.shape}")
+    if len(v) != len(k):
+        raise ValueError(f"v: expected a value for each of the {len(k)} keys, got {v.shape}")
+    if mask is not None:
+        if getattr(mask, "dtype", None) != jnp.bool_:
+            raise TypeError(f"mask: expected booleans, got {getattr(mask, 'dtype', mask)}")
+        _check_shape("mask", mask, (len(k),), "(n,)")
+
+
+def _check_shape(name: str, x: Array, shape: tuple[int, ...], layout: str) -> None:
+    if x.shape != shape:
+        raise ValueError(f"{name}: expected {layout} = {shape}, got shape {x.shape}")

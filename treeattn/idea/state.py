@@ -1,0 +1,220 @@
+"""The state of an attention that has seen some of the keys, and how two such states merge.
+
+Attention of a query over keys with scores s_a and values v_a is n / d with
+
+    d = Σ_a exp(s_a),    n = Σ_a exp(s_a) v_a.
+
+Sums over disjoint sets of keys add, so every partition of the keys, reduced in any order,
+gives the same attention. To stay in range, a state keeps both sums relative to a pivot m,
+usually the largest score seen: (m, d, n) stands for (d·eᵐ, n·eᵐ), and `merge` adds what
+two states stand for. (v1 §5.1; v2 §5.1.)
+
+**No keys** is the state (−∞, 0, 0), the identity of `merge`. It finalizes to output 0 and
+lse −∞, and its gradients are zeros.
+
+Every function here works under jit, vmap, grad and shard_map.
+"""
+
+import operator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Float
+
+from treeattn.idea.arrays import Array, check_floating, check_same_dtype
+
+
+class AttentionState(NamedTuple):
+    """Partial softmax sums over a set of keys, relative to a pivot.
+
+    max:          (...,)     the pivot m; −∞ when the set is empty
+    denominator:  (...,)     d = Σ_a exp(s_a − m)
+    numerator:    (..., dv)  n = Σ_a exp(s_a − m) v_a
+    """
+
+    max: Float[Array, "..."]
+    denominator: Float[Array, "..."]
+    numerator: Float[Array, "... dv"]
+
+    @staticmethod
+    def identity(
+        shape: tuple[int, ...], value_dim: int, dtype: DTypeLike = jnp.float32
+    ) -> "AttentionState":
+        """The state of no keys, (−∞, 0, 0), for `shape` queries and values of `value_dim`."""
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"dtype: expected a floating-point dtype, got {dtype}")
+        return AttentionState(
+            jnp.full(shape, -jnp.inf, dtype),
+            jnp.zeros(shape, dtype),
+            jnp.zeros((*shape, value_dim), dtype),
+        )
+
+
+def finite(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`x`, with ±∞ replaced by the largest finite numbers of its dtype. NaN stays.
+
+    An infinite pivot is a sign, not a number to compute with: ∞ − ∞ and 0 · ∞ would be NaN.
+    """
+    largest = jnp.finfo(x.dtype).max
+    return jax.lax.clamp(-largest, x, largest)
+
+
+def rescale(state: AttentionState, m: Float[Array, "..."]) -> AttentionState:
+    """The same state relative to the pivot `m`, which must not be below the state's own.
+
+    The new pivot is a constant to differentiation. That loses nothing, for what a state
+    stands for does not depend on its pivot; the weight carries the old pivot's gradient.
+    """
+    m = jax.lax.stop_gradient(m)
+    weight = jnp.exp(finite(state.max) - finite(m))
+    return AttentionState(
+        m, finite(state.denominator) * weight, finite(state.numerator) * weight[..., None]
+    )
+
+
+def merge(a: AttentionState, b: AttentionState) -> AttentionState:
+    """The state of the union of two disjoint sets of keys.
+
+    Associative and commutative up to rounding, with `AttentionState.identity` as identity.
+    The result has the wider of the two dtypes. Finite fields, or a pivot of −∞, never give a
+    NaN: sums saturate. Raises a TypeError or ValueError when `a` or `b` is no state, its
+    fields do not fit each other, or the two differ in shape.
+    """
+    check_state(a=a, b=b)
+    if a.numerator.shape != b.numerator.shape:
+        raise ValueError(
+            f"b: expected a's numerator shape {a.numerator.shape}, got {b.numerator.shape}"
+        )
+    m = jnp.maximum(a.max, b.max)
+    a, b = rescale(a, m), rescale(b, m)
+    return AttentionState(a.max, a.denominator + b.denominator, a.numerator + b.numerator)
+
+
+def finalize(state: AttentionState) -> tuple[Float[Array, "... dv"], Float[Array, "..."]]:
+    """(out, lse): the attention n / d (..., dv), and log Σ exp(s) = m + log d (...,).
+
+    out has the state's dtype; lse, a natural logarithm, is never below float32. The state of
+    no keys gives (0, −∞). Sums beyond the dtype's range count as its largest finite number.
+    """
+    check_state(state=state)
+    m, d, n = state
+    empty = (d == 0) | (m == -jnp.inf)
+    d = jnp.where(empty, 1, finite(d))
+    out = jnp.where(empty[..., None], 0, finite(n) / d[..., None])
+    lse_dtype = jnp.promote_types(m.dtype, jnp.float32)
+    lse = m.astype(lse_dtype) + jnp.log(d.astype(lse_dtype))
+    return out, jnp.where(empty, -jnp.inf, lse)
+
+
+def from_output(out: Float[Array, "... dv"], lse: Float[Array, "..."]) -> AttentionState:
+    """The state that finalizes to (out, lse): what a flash-attention kernel returns.
+
+    lse is a natural logarithm. Where it is −∞, or +∞ as some kernels write it, there were no
+    keys, and `out` is ignored. The state's dtype is lse's or out's, whichever is wider, and
+    at least float32.
+    """
+    check_floating(out=out, lse=lse)
+    if out.shape[:-1] != lse.shape or out.ndim == 0:
+        raise ValueError(
+            f"lse: expected out's shape without its last axis, {out.shape[:-1]}, got {lse.shape}"
+        )
+    dtype = jnp.promote_types(jnp.result_type(out, lse), jnp.float32)
+    empty = jnp.isinf(lse)
+    # Relative to its own constant value, exp(lse − m) is 1 and still carries lse's gradient.
+    lse = jnp.where(empty, 0, lse.astype(dtype))
+    m = jax.lax.stop_gradient(lse)
+    d = jnp.where(empty, 0, jnp.exp(lse - m))
+    out = jnp.where(empty[..., None], 0, out.astype(dtype))
+    return AttentionState(jnp.where(empty, -jnp.inf, m), d, out * d[..., None])
+
+
+def reduce_chain(states: AttentionState, axis: int = 0) -> AttentionState:
+    """Merge the states along `axis` one after another: p − 1 merges in p − 1 rounds."""
+    states = _axis_first(states, axis)
+    if len(states.max) == 0:
+        shape, dv = states.max.shape[1:], states.numerator.shape[-1]
+        return AttentionState.identity(shape, dv, states.max.dtype)
+    first = jax.tree.map(lambda x: x[0], states)
+    # Rescaling to its own pivot changes nothing but the type: that of what merge returns.
+    first = rescale(first, first.max)
+    return jax.lax.scan(lambda a, b: (merge(a, b), None), first, _slice(states, 1))[0]
+
+
+def reduce_tree(states: AttentionState, axis: int = 0, *, arity: int = 2) -> AttentionState:
+    """Merge the states along `axis` as a tree of `arity` children a node.
+
+    p states take ⌈log_arity p⌉ rounds and p − 1 merges. (Theorem 1: v1 §10, v2 App. E.)
+    """
+    arity = _integer("arity", arity)
+    if arity < 2:
+        raise ValueError(f"arity: expected at least 2, got {arity}")
+    states = _axis_first(states, axis)
+    if len(states.max) == 0:
+        return reduce_chain(states)
+    while len(states.max) > 1:
+        states = tree_round(states, arity)
+    return jax.tree.map(lambda x: x[0], states)
+
+
+def tree_round(states: AttentionState, arity: int) -> AttentionState:
+    """One round of the tree: along axis 0, each `arity` neighbours become one state.
+
+    The last group may be smaller. The children of a node merge one after another.
+    """
+    parents = _slice(states, 0, None, arity)
+    for child in range(1, min(arity, len(states.max))):
+        children = _slice(states, child, None, arity)
+        n = len(children.max)  # the last group may lack this child
+        merged, rest = merge(_slice(parents, 0, n), children), _slice(parents, n)
+        parents = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), merged, rest)
+    return parents
+
+
+def scan_states(states: AttentionState, axis: int = 0) -> AttentionState:
+    """All prefixes along `axis`: entry i is the merge of the states 0 … i.
+
+    With one state a key this is attention as a recurrence: entry i has seen the keys 0 … i.
+    For each query its own row of such states, entry i of row i, is causal attention. Fewer
+    than 2p merges, in at most 2 log₂ p rounds.
+    """
+    scanned = jax.lax.associative_scan(merge, _axis_first(states, axis))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, axis % states.max.ndim), scanned)
+
+
+def check_state(**states: AttentionState) -> None:
+    """Raise a TypeError or ValueError naming the first that is no state of fitting fields."""
+    for name, state in states.items():
+        if not isinstance(state, AttentionState):
+            raise TypeError(f"{name}: expected an AttentionState, got {type(state).__name__}")
+        fields = {f"{name}.{field}": x for field, x in state._asdict().items()}
+        check_floating(**fields)
+        check_same_dtype(**fields)
+        m, d, n = (x.shape for x in state)
+        if n == () or not m == d == n[:-1]:
+            raise ValueError(
+                f"{name}: expected shapes max (...,), denominator (...,) and numerator "
+                f"(..., dv) with the same ..., got {m}, {d} and {n}"
+            )
+
+
+def _axis_first(states: AttentionState, axis: int) -> AttentionState:
+    """The states with the batch axis `axis` (one of those of `max`) moved to the front."""
+    check_state(states=states)
+    axis, rank = _integer("axis", axis), states.max.ndim
+    if not -rank <= axis < rank:
+        raise ValueError(f"axis: expected one of the {rank} axes of states.max, got {axis}")
+    return jax.tree.map(lambda x: jnp.moveaxis(x, axis % rank, 0), states)
+
+
+def _slice(states: AttentionState, start: int, stop: int | None = None, step: int = 1):
+    """`states[start:stop:step]` along the first axis."""
+    return jax.tree.map(lambda x: jax.lax.slice_in_dim(x, start, stop, step), states)
+
+
+def _integer(name: str, x: int) -> int:
+    try:
+        return operator.index(x)
+    except TypeError:
+        raise TypeError(f"{name}: expected an integer, got {x!r}") from None

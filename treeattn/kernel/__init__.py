@@ -1,0 +1,1 @@
+"""One device: queries and keys in, a state out."""

@@ -1,0 +1,249 @@
+"""Attention in plain JAX, a block of keys at a time: the kernel of `treeattn.kernel.attend.attend`.
+
+A block's scores become a state, and the states of the blocks merge (the iteration of v1
+eq. 2–4, v2 eq. 1–3, a block at a time, as in FlashAttention). The keys and values are read
+once, where they lie; what is held besides them does not grow with their number. How the scores
+of a block and its sums are computed, treeattn/kernel/products.py says.
+
+Here queries are (b, h_kv, group, l, d), grouped by the key head that they read, and already
+scaled; scores (b, h_kv, group, l, size); mask and bias (b, h_kv, group, l, n), or 1 for an
+axis that shares them. Keys and values stay as they came, (b, n, h_kv, ·).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from treeattn.idea.arrays import accumulation_dtype
+from treeattn.idea.state import AttentionState, finite, merge
+from treeattn.kernel import products
+from treeattn.kernel.products import BLOCK, STREAMS
+
+SCORES = 1 << 20  # scores held at a time, about: more of them fall out of the caches
+
+
+@functools.partial(jax.jit, inline=True)
+def attend_blockwise(q, k, v, mask, bias, kv_lengths, scale) -> AttentionState:
+    """`attend` for checked arguments and a scale."""
+    b, l, h, d = q.shape
+    n, h_kv = k.shape[1:3]
+    dtype = accumulation_dtype(q, k, v)
+    arrays = (q, k, v, mask, bias, kv_lengths)
+    if n == 0:
+        return varying_like(AttentionState.identity((b, l, h), v.shape[-1], dtype), *arrays)
+    q = (q.astype(dtype) * scale).reshape(b, l, h_kv, h // h_kv, d).transpose(0, 2, 3, 1, 4)
+    mask, bias = (x if x is None else _group_heads(x, h_kv) for x in (mask, bias))
+    bias = bias if bias is None else bias.astype(dtype)
+    if kv_lengths is not None:
+        wide = kv_lengths.astype(jnp.promote_types(kv_lengths.dtype, jnp.int32))
+        kv_lengths = jnp.clip(wide, 0, n).astype(jnp.int32)
+    # Before the loop: a cast inside a branch would put its transpose, an Allreduce, into the
+    # branch's backward pass, where devices that skip the block would leave the others waiting.
+    arrays = (q, k, v, mask, bias, kv_lengths)
+    state = _attend(*varying_like(arrays, *arrays))
+    return jax.tree.map(
+        lambda x: x.transpose(0, 3, 1, 2, *range(4, x.ndim)).reshape(b, l, h, *x.shape[4:]), state
+    )
+
+
+def varying_like(tree, *arrays):
+    """`tree`, typed as differing between the devices along every axis that an array differs along.
+
+    Inside `shard_map` a loop's carry must have the type that its body gives it; elsewhere this
+    does nothing.
+    """
+    axes = frozenset().union(*(jax.typeof(x).vma for x in arrays if x is not None))
+
+    def cast(x):
+        missing = tuple(axes - jax.typeof(x).vma)
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree)
+
+
+def _group_heads(x, h_kv: int):
+    """(b, h, l, n) -> (b, h_kv, group, l, n), or (b, 1, 1, l, n) when all heads share it."""
+    b, h, l, n = x.shape
+    return x.reshape((b, 1, 1, l, n) if h == 1 else (b, h_kv, h // h_kv, l, n))
+
+
+@jax.custom_jvp
+def _attend(q, k, v, mask, bias, lengths) -> AttentionState:
+    b = q.shape[0]
+    if lengths is None or b == 1:
+        return _attend_rows(0, b, q, k, v, mask, bias, lengths)
+
+    def row(i):  # one at a time, so that a short row does not read the blocks of a long one
+        own = (
+            x if x is None or x.shape[0] == 1 else lax.dynamic_slice_in_dim(x, i, 1)
+            for x in (q, mask, bias, lengths)
+        )
+        q_i, mask_i, bias_i, length = own
+        return _attend_rows(i, 1, q_i, k, v, mask_i, bias_i, length)
+
+    states = lax.map(row, jnp.arange(b, dtype=jnp.int32))
+    return jax.tree.map(lambda x: x[:, 0], states)
+
+
+def _attend_rows(row, rows: int, q, k, v, mask, bias, lengths) -> AttentionState:
+    """The state of q's rows, whose keys and values are rows row … row + rows − 1 of k and v."""
+    n = k.shape[1]
+    size = _block_size(q, n)
+    few = products.few_queries(q, n)
+    scores = products.stream_scores if few else products.matrix_scores
+    sums = products.stream_sums if few else products.matrix_sums
+    small, half = _shrink(q)
+    read = functools.partial(products.read, row=row, rows=rows, dtype=q.dtype)
+
+    def see(start):
+        first, visible, added = _seen(start, size, n, mask, bias, lengths)
+        s = _limit(scores(small, read(k, first, size)) * half * half, visible, added)
+        m = products.row_max(s)
+        p = jnp.exp(s - finite(m)[..., None])
+        denominator, numerator = sums(p, lambda at, size: read(v, first + at, size))
+        return AttentionState(m, denominator, finite(numerator))
+
+    if size == n and lengths is None:
+        return see(jnp.int32(0))
+
+    def add_block(state, start):
+        return merge(state, see(start))
+
+    state = AttentionState.identity(q.shape[:-1], v.shape[-1], q.dtype)
+    state = varying_like(state, q, k, v, mask, bias, lengths)
+    return _over_blocks(add_block, state, size, n, lengths)
+
+
+def _over_blocks(add_block, state, size: int, n: int, lengths, *blocks):
+    """add_block(…add_block(state, 0, *blocks[0])…), for the blocks that any row sees."""
+    longest = n if lengths is None else jnp.max(lengths, initial=0)
+
+    def visit(state, block):
+        # The branch keeps blocks past the longest row from being read. It also keeps XLA:CPU
+        # from moving the widening of half-precision keys out of the loop, which would write a
+        # float32 copy of the whole cache.
+        more = block[0] < lax.optimization_barrier(jnp.asarray(longest, jnp.int32))
+        return lax.cond(more, add_block, lambda state, *_: state, state, *block), None
+
+    starts = jnp.arange(0, n, size, dtype=jnp.int32)
+    return lax.scan(jax.checkpoint(visit, prevent_cse=False), state, (starts, *blocks))[0]
+
+
+def _block_size(q, n: int) -> int:
+    """Keys a block: at most BLOCK, at most n, nearly equal; for streams a multiple of STREAMS."""
+    b, h_kv, group, l, _ = q.shape
+    most = BLOCK
+    if not products.few_queries(q, n):
+        most = min(max(SCORES // max(b * h_kv * group * l, 1), 128), BLOCK)
+        return -(-n // -(-n // most))
+    blocks = -(-n // most)
+    size = -(-n // (blocks * STREAMS)) * STREAMS
+    return size if size <= n else -(-n // ((blocks + 1) * STREAMS)) * STREAMS
+
+
+def _seen(start, size: int, n: int, mask, bias, lengths):
+    """(first, visible, bias): the block's first key, who sees which of its keys, its bias.
+
+    visible is None when everybody sees all. The last block starts early enough to be whole, and
+    hides what was seen before.
+    """
+    first = jnp.minimum(start, n - size)
+    position = first + jnp.arange(size, dtype=jnp.int32)
+    visible = (position >= start)[None, None, None, None] if n % size else None
+    if lengths is not None:
+        visible = _both(visible, position < lengths[:, None, None, None, None])
+
+    def cut(x):
+        return x if x.shape[-1] == 1 else lax.dynamic_slice_in_dim(x, first, size, axis=-1)
+
+    if mask is not None:
+        visible = _both(visible, cut(mask))
+    if bias is not None:
+        bias = cut(bias)
+        visible = _both(visible, bias > -jnp.inf)
+    return first, visible, bias
+
+
+def _both(visible, more):
+    return more if visible is None else visible & more
+
+
+def _shrink(q):
+    """(q / f², f): f a power of two for each query, so that no partial sum of q·k overflows."""
+    largest = products.row_max(jnp.abs(q))[..., None]
+    exponent = jnp.ceil(jnp.maximum(jnp.log2(largest) + jnp.log2(q.shape[-1]), 0) / 2)
+    exponent, one = lax.stop_gradient(exponent).astype(jnp.int32), jnp.ones_like(largest)
+    f, inverse = jnp.ldexp(one, exponent), jnp.ldexp(one, -exponent)
+    return q * inverse * inverse, f  # XLA would make q / f / f a division by f², which overflows
+
+
+def _limit(s, visible, bias):
+    """The scores with their bias, within the dtype's range (∞ − ∞ is NaN); −∞ where hidden."""
+    top = jnp.finfo(s.dtype).max
+    s = jnp.clip(s, -top, top)
+    if bias is not None:
+        s = jnp.clip(s + bias, -top, top)
+    return s if visible is None else jnp.where(visible, s, -jnp.inf)
+
+
+@functools.partial(_attend.defjvp, symbolic_zeros=True)
+def _attend_jvp(primals, tangents):
+    """The derivative: that of a second pass over the blocks, relative to the final pivot.
+
+    The pivot is constant, so the blocks only add up: nothing has to be kept of each.
+    """
+    state = _attend(*primals)
+    q, k, v, mask, bias, lengths = primals
+    arguments = {"q": q, "k": k, "v": v, "bias": bias}
+    tangents = dict(zip(arguments, (*tangents[:3], tangents[4]), strict=True))
+    tangents = {
+        name: t for name, t in tangents.items() if t is not None and not isinstance(t, SymbolicZero)
+    }
+
+    def sums(moving):
+        return _sums(**arguments | moving, mask=mask, lengths=lengths, m=state.max)
+
+    moving = {name: arguments[name] for name in tangents}
+    _, (d, n) = jax.jvp(sums, (moving,), (tangents,))
+    return state, AttentionState(jnp.zeros_like(state.max), d, n)
+
+
+def _sums(q, k, v, bias, *, mask, lengths, m):
+    """(Σ exp(s − m), Σ exp(s − m) v), m constant: what a state holds, made to be differentiated."""
+    n = k.shape[1]
+    size = _block_size(q, n)
+    m = lax.stop_gradient(finite(m))[..., None]
+    small, half = _shrink(q)
+    # Handed to the loop as blocks: each then gets its gradient in its place, where slices of
+    # one array would add up arrays of its size.
+    blocks = {"k": _blocks(k, 1, size), "v": _blocks(v, 1, size)}
+    if bias is not None and bias.shape[-1] == n:
+        blocks["bias"] = _blocks(bias, -1, size)
+
+    def add_block(sums, start, block):
+        _, visible, _ = _seen(start, size, n, mask, None, lengths)
+        added = block.get("bias", bias)
+        if added is not None:
+            visible = _both(visible, added > -jnp.inf)
+        keys, values = block["k"].astype(q.dtype), block["v"].astype(q.dtype)
+        s = _limit(products.matrix_scores(small, keys) * half * half, visible, added)
+        p = jnp.exp(s - m)
+        return jax.tree.map(jnp.add, sums, products.matrix_sums(p, lambda *_: values))
+
+    zeros = jnp.zeros(m.shape[:-1], m.dtype), jnp.zeros((*m.shape[:-1], v.shape[-1]), m.dtype)
+    zeros = varying_like(zeros, q, k, v, mask, bias, lengths)
+    return _over_blocks(add_block, zeros, size, n, lengths, blocks)
+
+
+def _blocks(x, axis: int, size: int):
+    """The blocks of `x` along `axis`, along a new first axis; the last is the last `size`."""
+    n = x.shape[axis]
+    whole = -(-n // size) - 1
+    axis %= x.ndim
+    head = lax.slice_in_dim(x, 0, whole * size, axis=axis)
+    head = head.reshape(*x.shape[:axis], whole, size, *x.shape[axis + 1 :])
+    last = lax.slice_in_dim(x, n - size, n, axis=axis)
+    return jnp.concatenate([jnp.moveaxis(head, axis, 0), last[None]])

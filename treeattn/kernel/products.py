@@ -1,0 +1,99 @@
+"""The scores of a block of keys, and the sums of its values: what XLA:CPU computes fast.
+
+A decoding step does so little arithmetic that memory sets its pace, if XLA lets it. What it needs
+for that is said where it is done; benchmarks/local_attention.py measures it. Few queries take
+sums over streams, many queries take matrix products.
+
+Here queries are (b, h_kv, group, l, d), keys and values (b, size, h_kv, ·), scores and weights
+(b, h_kv, group, l, size), as in treeattn/kernel/blockwise.py.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+BLOCK = 1024  # keys read at a time, at most
+STREAMS = 8  # terms of a sum that is written out; XLA:CPU stops fusing at 16
+
+
+def few_queries(q, n: int) -> bool:
+    """Whether sums over streams serve these queries better than matrix products (measured)."""
+    _, _, group, l, d = q.shape
+    return 16 * group * l <= d <= 256 and d % 8 == 0 and n >= BLOCK // 2
+
+
+def read(x, first, size: int, *, row, rows: int, dtype):
+    """(rows, size, h_kv, ·): keys first … first + size − 1 in the accumulation dtype."""
+    bits = x.dtype == jnp.bfloat16
+    if bits:  # XLA:CPU slices no bfloat16: it would widen all of x, and slice that
+        x = lax.bitcast_convert_type(x, jnp.uint16)
+    start = [jnp.asarray(i, jnp.int32) for i in (row, first, 0, 0)]
+    x = lax.dynamic_slice(x, start, (rows, size, *x.shape[2:]))
+    if bits:  # the upper half of a float32
+        x = lax.bitcast_convert_type(x.astype(jnp.uint32) << 16, jnp.float32)
+    return x.astype(dtype)
+
+
+def row_max(s):
+    """max over the last axis. It may pass over a NaN, which still reaches the sums.
+
+    jnp.max hands a NaN on, and is not vectorized for it.
+    """
+    start = np.asarray(-np.inf, s.dtype)
+    return lax.reduce(s, start, lambda a, b: lax.select(a > b, a, b), (s.ndim - 1,))
+
+
+def matrix_scores(q, k):
+    if q.shape[2] * q.shape[3] < q.shape[4]:
+        # XLA:CPU transposes the second factor: let that be the smaller one.
+        s = lax.dot_general(k, q, (((3,), (4,)), ((0, 2), (0, 1))))
+        return jnp.moveaxis(s, 2, -1)
+    return jnp.einsum("bkgld,bnkd->bkgln", q, k)
+
+
+def matrix_sums(p, read):
+    """(Σ p, Σ p v), with p at most 1. Values divided by their number keep the sum in range."""
+    size = p.shape[-1]
+    v = read(0, size) / BLOCK
+    total = jnp.einsum("bkgln,n->bkgl", p, jnp.ones(size, p.dtype))  # faster than jnp.sum
+    return total, jnp.einsum("bkgln,bnkd->bkgld", p, v) * BLOCK
+
+
+# Few queries: XLA would transpose the keys for a matrix product, and write out the products of
+# a sum over more than 32 terms before adding them. These sums become one loop over the keys each,
+# vectorized, on all cores.
+
+
+def stream_scores(q, k):
+    starts, width = _terms(q.shape[-1])
+    q, k = q[:, None], k[:, :, :, None, None]
+    s, done = 0, 0
+    for start in starts:
+        part = slice(start, start + width)
+        own = jnp.arange(start, part.stop) >= done
+        s, done = s + jnp.where(own, q[..., part], 0) * k[..., part], part.stop
+    return jnp.moveaxis(jnp.sum(s, axis=-1), 1, -1)
+
+
+def _terms(d: int) -> tuple[range | tuple[int, ...], int]:
+    """(starts, width) of the slices of q and k whose products are added before they are summed."""
+    if 24 < d <= 64:
+        # LLVM unrolls sums of up to 64 products and then no longer vectorizes them. Three slices
+        # that overlap make 72.
+        return (0, (d - 24) // 2, d - 24), 24
+    terms = max(t for t in range(1, STREAMS + 1) if d % (8 * t) == 0)
+    return range(0, d, d // terms), d // terms
+
+
+def stream_sums(p, read):
+    """(Σ p, Σ p v), with p at most 1. Weights divided by their number keep the sum in range."""
+    total = jnp.sum(p, axis=-1)
+    each = p.shape[-1] // STREAMS
+    p = jnp.moveaxis(p / BLOCK, -1, 1)[..., None]
+    # One slice a stream, each a run of neighbouring keys: where slices share an index, XLA
+    # reloads it for every element, and does not vectorize.
+    n = sum(
+        p[:, i * each : (i + 1) * each] * read(i * each, each)[:, :, :, None, None]
+        for i in range(STREAMS)
+    )
+    return total, jnp.sum(n, axis=1) * BLOCK

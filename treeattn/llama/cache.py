@@ -1,0 +1,210 @@
+"""A cache of keys and values, dealt over the devices of a mesh in stripes.
+
+Token s of a text lies on device s mod p, in its row s // p: like cards dealt around a table. Any
+partition of the keys gives the same attention, and this one keeps the shards equally full, to
+within one token, while the text grows. What is in use is always the beginning of a shard, so
+that its length says all there is to know.
+
+    device 0   0  8  16  24 …
+    device 1   1  9  17  25 …
+    …
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Float, Int
+
+from treeattn.idea.arrays import Array
+from treeattn.idea.state import AttentionState
+
+
+class Cache(NamedTuple):
+    """One pair of arrays a layer, each (batch, capacity, kv_heads, head_dim), sharded along
+    capacity; and how many tokens of each text they hold.
+
+    Shard r of p, rows r·capacity/p and on, holds tokens r, r + p, r + 2p, … (`token_rows`).
+    """
+
+    k: tuple[Float[Array, "b n h_kv d"], ...]
+    v: tuple[Float[Array, "b n h_kv d"], ...]
+    lengths: Int[Array, " b"]
+
+    @property
+    def capacity(self) -> int:
+        """The number of tokens that fit, for each text."""
+        return self.k[0].shape[1]
+
+    @property
+    def layers(self) -> tuple[tuple[Array, Array], ...]:
+        """The layers' (k, v)."""
+        return tuple(zip(self.k, self.v, strict=True))
+
+
+class NewKeys(NamedTuple):
+    """The keys and values of one step's tokens, (batch, l, kv_heads, head_dim) for each layer."""
+
+    k: tuple[Float[Array, "b l h_kv d"], ...]
+    v: tuple[Float[Array, "b l h_kv d"], ...]
+
+    @property
+    def layers(self) -> tuple[tuple[Array, Array], ...]:
+        """The layers' (k, v)."""
+        return tuple(zip(self.k, self.v, strict=True))
+
+
+# What each device does with the queries and its shard: q, k, v, and the (batch,) number of keys
+# that are in use, to the state of the queries after *all* devices' keys. Called inside shard_map
+# with the mesh's axis names; they are () on a single device.
+ShardAttention = Callable[[Array, Array, Array, Array, tuple[str, ...]], AttentionState]
+
+
+def axes_of(mesh: Mesh | None) -> tuple[str, ...]:
+    """The axes that a cache is sharded over: all of the mesh's."""
+    return () if mesh is None else mesh.axis_names
+
+
+def shards_of(mesh: Mesh | None) -> int:
+    """The number of shards."""
+    return 1 if mesh is None else mesh.size
+
+
+def shard_lengths(lengths: Int[Array, " b"], rank, p: int) -> Int[Array, " b"]:
+    """How many of the first `lengths` tokens lie on device `rank` of `p`."""
+    return (lengths - rank + p - 1) // p
+
+
+def token_rows(tokens, capacity: int, p: int):
+    """Where tokens lie along the capacity axis of a cache over `p` devices."""
+    return tokens % p * (capacity // p) + tokens // p
+
+
+def new_cache(
+    layers: int, batch: int, capacity: int, kv_heads: int, head_dim: int, dtype, mesh: Mesh | None
+) -> Cache:
+    """An empty cache for `capacity` tokens a text, rounded up to a multiple of the devices."""
+    if batch < 1 or capacity < 1:
+        raise ValueError(f"batch and capacity: expected at least 1, got {batch} and {capacity}")
+    p = shards_of(mesh)
+    shape = (batch, p * -(-capacity // p), kv_heads, head_dim)
+    return _empty(layers, shape, jnp.dtype(dtype), mesh)()
+
+
+@functools.cache  # so that another cache of the same kind compiles nothing
+def _empty(layers: int, shape: tuple[int, ...], dtype, mesh: Mesh | None) -> Callable[[], Cache]:
+    """A compiled function that makes an empty cache, every shard on its device."""
+
+    def build():
+        k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(layers)) for _ in "kv")
+        return Cache(k, v, jnp.zeros(shape[0], jnp.int32))
+
+    shardings = None
+    if mesh is not None:
+        along = (NamedSharding(mesh, P(None, axes_of(mesh))),) * layers
+        shardings = Cache(along, along, NamedSharding(mesh, P()))
+    return jax.jit(build, out_shardings=shardings)
+
+
+def over_shards(body, mesh: Mesh | None, in_specs, out_specs):
+    """`body` on every device of the mesh, or simply `body`. Its first argument is the rank."""
+    if mesh is None:
+        return lambda *args: body(0, *args)
+    axes = axes_of(mesh)
+    return jax.shard_map(
+        lambda *args: body(jax.lax.axis_index(axes), *args),
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=False,  # JAX cannot tell that a butterfly's result is the same everywhere
+    )
+
+
+def attend_cache(
+    q: Float[Array, "b l h d"],
+    k: Float[Array, "b n h_kv d"],
+    v: Float[Array, "b n h_kv d"],
+    lengths: Int[Array, " b"],
+    mesh: Mesh | None,
+    attention: ShardAttention,
+) -> AttentionState:
+    """The state of q, present on every device, after one layer's cached keys."""
+    axes = axes_of(mesh)
+    shard, whole = P(None, axes), P()
+
+    def body(rank, q, k, v, lengths):
+        return attention(q, k, v, shard_lengths(lengths, rank, shards_of(mesh)), axes)
+
+    return over_shards(body, mesh, (whole, shard, shard, whole), whole)(q, k, v, lengths)
+
+
+def append(old, new, lengths: Int[Array, " b"], counts: Int[Array, " b"], mesh, select=None):
+    """Arrays of a cache, with new tokens after those of each text.
+
+    old, new: matching trees of arrays (b, capacity, h_kv, d) and (b, l, h_kv, d)
+    lengths:  (b,) tokens of each text that the cache holds
+    counts:   (b,) how many of the new tokens each text gets
+    select:   (b, m) which, in order, as indices into the new tokens; the first ones when None
+    """
+    if select is not None:
+        new = jax.tree.map(lambda x: jnp.take_along_axis(x, select[..., None, None], axis=1), new)
+    p = shards_of(mesh)
+
+    def body(rank, old, new, lengths, counts):
+        m, t = jax.tree.leaves(new)[0].shape[1], jax.tree.leaves(old)[0].shape[1]
+        tokens = lengths[:, None] + jnp.arange(m)
+        mine = (jnp.arange(m) < counts[:, None]) & (tokens % p == rank)
+        rows = jnp.where(mine, tokens // p, t)  # row t is past the end: not written
+        texts = jnp.arange(len(lengths))[:, None]
+        return jax.tree.map(lambda x, y: x.at[texts, rows].set(y, mode="drop"), old, new)
+
+    shard = P(None, axes_of(mesh))
+    return over_shards(body, mesh, (shard, P(), P(), P()), shard)(old, new, lengths, counts)
+
+
+def fill(old, new, mesh: Mesh):
+    """Arrays of an empty cache, with the tokens of whole prompts, which come in whole blocks.
+
+    old, new: matching trees of (b, capacity, h_kv, d) and (b, n, h_kv, d), both sharded along
+    axis 1, `new` in the text's order; p² divides n. An all-to-all deals the tokens out.
+    """
+    p, axes = shards_of(mesh), axes_of(mesh)
+
+    def body(_, old, new):
+        def deal(x, y):
+            # This device's n/p neighbours as n/p² rounds of p cards, one for each device.
+            y = y.reshape(len(y), -1, p, *y.shape[2:])
+            y = jax.lax.all_to_all(y, axes, split_axis=2, concat_axis=1, tiled=True)[:, :, 0]
+            y = y[:, : x.shape[1]]  # what does not fit is padding
+            return jax.lax.dynamic_update_slice_in_dim(x, y, 0, axis=1)
+
+        return jax.tree.map(deal, old, new)
+
+    shard = P(None, axes)
+    return over_shards(body, mesh, (shard, shard), shard)(old, new)
+
+
+def grow(cache: Cache, capacity: int, mesh: Mesh | None) -> Cache:
+    """The same texts in a cache of at least `capacity` tokens. No token changes its device."""
+    p = shards_of(mesh)
+    added = -(-capacity // p) - cache.capacity // p
+    if added < 0:
+        raise ValueError(f"capacity: expected at least the {cache.capacity} of now, got {capacity}")
+
+    def body(_, arrays):
+        return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, added), (0, 0), (0, 0))), arrays)
+
+    spec = P(None, axes_of(mesh))
+    k, v = jax.jit(over_shards(body, mesh, (spec,), spec))((cache.k, cache.v))
+    return Cache(k, v, cache.lengths)
+
+
+def in_order(x: Float[Array, "b n ..."], p: int) -> np.ndarray:
+    """A cache array with its tokens in the text's order: (batch, capacity, …), on the host."""
+    x = np.asarray(x)
+    return x[:, token_rows(np.arange(x.shape[1]), x.shape[1], p)]

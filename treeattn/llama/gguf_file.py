@@ -1,0 +1,110 @@
+"""GGUF files: other names than Hugging Face's, another order of rows, the metadata inside."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from treeattn.llama import tokenizer
+from treeattn.llama.checkpoint import Checkpoint
+from treeattn.llama.config import Config, rotary_scaling
+
+GGUF_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+GGUF_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def _name_from_gguf(name: str) -> str:
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; unknown names as they are."""
+    parts = name.split(".")
+    if len(parts) == 4 and parts[0] == "blk" and parts[2] in GGUF_LAYER_NAMES:
+        return f"model.layers.{parts[1]}.{GGUF_LAYER_NAMES[parts[2]]}.{parts[3]}"
+    return GGUF_NAMES.get(name, name)
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    """The checkpoint of a GGUF file. Quantized tensors are read as float32."""
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ValueError(f"{path}: not a GGUF file")
+    try:
+        reader = gguf.GGUFReader(path)
+        fields = {name: field.contents for name, field in reader.fields.items()}
+        tensors = {_name_from_gguf(t.name): t for t in reader.tensors}
+    except Exception as error:  # whatever the reader stumbles over first
+        raise ValueError(f"{path}: truncated or corrupt GGUF file ({error})") from error
+    shapes = {name: tuple(int(n) for n in t.shape[::-1]) for name, t in tensors.items()}
+    config = gguf_config(fields, shapes, path)
+
+    def read(name: str) -> np.ndarray:
+        tensor = tensors[name]
+        x = tensor.data
+        if x.dtype != np.float16:
+            x = gguf.dequantize(tensor.data, tensor.tensor_type)
+        x = x.reshape(shapes[name])
+        for part, heads in (("q_proj", config.heads), ("k_proj", config.kv_heads)):
+            if part in name:
+                x = _halves_from_pairs(x, heads)
+        return x
+
+    factors = read("rope_freqs.weight") if "rope_freqs.weight" in shapes else None
+    return Checkpoint(path, config, tokenizer.from_gguf(fields, path), shapes, read, factors)
+
+
+def _halves_from_pairs(x: np.ndarray, heads: int) -> np.ndarray:
+    """Undo GGUF's order of a head's rows: rotary pairs (0, 1), (2, 3), … become two halves."""
+    return x.reshape(heads, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+
+
+def gguf_config(fields: dict, shapes: dict, path: Path) -> Config:
+    """The `Config` that a GGUF file's metadata says; ValueError when it is not a Llama's."""
+    kind = fields["general.architecture"]() if "general.architecture" in fields else None
+    if kind != "llama":
+        raise ValueError(f"{path}: expected architecture 'llama', got {kind!r}")
+
+    def get(name, default=None):
+        if f"llama.{name}" in fields:
+            return fields[f"llama.{name}"]()
+        if default is None:
+            raise ValueError(f"{path}: the metadata lacks llama.{name}")
+        return default
+
+    width, heads = get("embedding_length"), get("attention.head_count")
+    head_dim = get("attention.key_length", width // heads)
+    if get("rope.dimension_count", head_dim) != head_dim:
+        raise ValueError(f"{path}: only part of each head is rotated, which no Llama does")
+    if get("expert_count", 0):
+        raise ValueError(f"{path}: a mixture of {get('expert_count')} experts is not a Llama")
+    scaling = {"rope_type": get("rope.scaling.type", "default").replace("none", "default")}
+    if scaling["rope_type"] == "linear":
+        scaling["factor"] = get("rope.scaling.factor")
+    return Config(
+        vocabulary=shapes["model.embed_tokens.weight"][0]
+        if "model.embed_tokens.weight" in shapes
+        else get("vocab_size"),
+        width=width,
+        layers=get("block_count"),
+        heads=heads,
+        kv_heads=get("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        mlp_width=get("feed_forward_length"),
+        context=get("context_length"),
+        norm_epsilon=get("attention.layer_norm_rms_epsilon"),
+        rotary_base=float(get("rope.freq_base", 10000.0)),
+        rotary_scaling=rotary_scaling(scaling, path),
+        tied="lm_head.weight" not in shapes,
+        attention_bias="model.layers.0.self_attn.q_proj.bias" in shapes,
+    )

@@ -1,0 +1,248 @@
+"""Beams of candidate tokens as packed prefix trees: pack, verify in one pass, unpack.
+
+A drafter proposes M candidates of up to C tokens each. They usually begin alike, so a
+model that reads them one by one computes the same hidden states many times. Candidates
+that share a *prefix* share everything computed from it; candidates that merely share a
+token do not. So the distinct prefixes are the nodes of a tree, `pack` lists each node
+once, and the attention mask lets a node see exactly its own prefix: its ancestors and
+itself. One forward pass over the nodes then gives what M separate passes would, and
+`unpack` puts it back into the beam's shape.
+
+    Mars is a       red        Mars ─ is ┬ a ─────── red
+    Mars is reddish when                 ├ reddish ─ when
+    Mars is dark    red                  └ dark ──── red
+
+The nodes are numbered candidate by candidate, then by position: first all tokens of
+candidate 0, then those of candidate 1 that candidate 0 lacks, and so on. Everything
+follows from one table, `_common_prefix`: how many leading tokens two candidates share.
+
+Each function takes NumPy arrays and returns NumPy arrays, or takes JAX arrays, traced
+ones included, and returns JAX arrays. (The document on packing a beam for Tree Attention;
+its unpacker is replaced, see `pack`.)
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Int, Integer, Shaped
+
+from treeattn.idea.arrays import Array, check_integers, check_rank, namespace
+
+
+class PackedBeam(NamedTuple):
+    """A batch of beams with every distinct prefix once: a tree of L nodes a batch row.
+
+    packed_beam:      (B, L)     each node's token, in the beam's dtype; `pad_token` after the last
+    attention_mask:   (B, L, L)  True where node i may attend to node j: j is i or an ancestor
+                                 of i. Rows and columns of pads are False throughout, so the
+                                 diagonal says which entries are nodes and which are pads
+    position_offsets: (B, L)     int32, a node's distance from the end of the context, from 0: in
+                                 the model it stands at context length + offset; 0 at a pad
+    unpack_map:       (B, M, C)  int32 in [0, L): the node of candidate m's token c; 0 at
+                                 positions beyond a candidate's length
+    """
+
+    packed_beam: Integer[Array, "batch nodes"]
+    attention_mask: Bool[Array, "batch nodes nodes"]
+    position_offsets: Int[Array, "batch nodes"]
+    unpack_map: Int[Array, "batch rows width"]
+
+
+def prefix_encoding(
+    beam: Integer[Array, "batch rows width"], lengths: Integer[Array, "batch rows"] | None = None
+) -> Int[Array, "batch rows width"]:
+    """(B, M, C) int32: the smallest row whose tokens up to and including c are those of row m.
+
+    Row m's own index marks the tokens it adds to the tree; smaller ones, those it shares.
+    The rows may come in any order, and rows that share a prefix need not be neighbours.
+    `lengths` as in `pack`; positions beyond a candidate's length encode as −1.
+
+    Raises as `pack` does.
+    """
+    xp, beam, lengths = _checked(beam, lengths)
+    encoding = _encode(xp, _common_prefix(xp, beam, lengths), beam.shape[2])
+    real = xp.arange(beam.shape[2], dtype=xp.int32) < lengths[..., None]
+    return xp.where(real, encoding, -1)
+
+
+def pack(
+    beam: Integer[Array, "batch rows width"],
+    lengths: Integer[Array, "batch rows"] | None = None,
+    *,
+    pad_token: int = 0,
+) -> PackedBeam:
+    """Pack each beam of the batch into the tree of its prefixes; see `PackedBeam`.
+
+    beam:      (B, M, C) token ids, of any integer dtype; M candidates of C tokens
+    lengths:   (B, M) tokens of each candidate, 0 … C; None means C. What the beam holds
+               beyond a candidate's length is not looked at
+    pad_token: fills `packed_beam` after a batch row's last node
+
+    L is the largest number of nodes in the batch; where that cannot be known, inside jit or
+    vmap, it is M·C, and the first entries are the same. Equal candidates, and a candidate
+    that is a prefix of another, share their nodes and keep their rows of `unpack_map`. An
+    empty candidate adds nothing. A beam without candidates (M = 0), without positions
+    (C = 0) or with empty candidates only is a tree without nodes: all pads, L = 0 where L
+    can be known.
+
+    A candidate's tokens can belong to any number of earlier candidates: row 2 of
+    [[1, 2, 3], [1, 4, 5], [1, 4, 6]] takes its first token from row 0, the second from row 1
+    and adds the third. So `unpack_map` reads each position's number through the encoding,
+    numbers being a cumulative sum over the tokens that each candidate adds.
+
+    Memory: the compiled program holds at most 10·B·M·L bytes besides its arguments and
+    results, 10 / C of the mask that it returns (a sixtieth, for 64 beams of 32×16). NumPy,
+    which keeps every intermediate, needs 4 to 6 times the mask.
+
+    Raises TypeError when beam or lengths are not arrays of integers, ValueError when their
+    shapes do not fit, when a length is negative or beyond C (inside jit, where lengths
+    cannot be looked at, they are clipped), or when pad_token does not fit the beam's dtype.
+    """
+    xp, beam, lengths = _checked(beam, lengths)
+    limits = np.iinfo(beam.dtype)
+    if isinstance(pad_token, bool) or not isinstance(pad_token, int | np.integer):
+        raise TypeError(f"pad_token: expected an integer, got {pad_token!r}")
+    if not limits.min <= pad_token <= limits.max:
+        raise ValueError(f"pad_token: {pad_token} does not fit the beam's dtype {beam.dtype}")
+    if xp is np:
+        return _pack(np, beam, lengths, int(pad_token))
+    packed = _pack_jit(beam, lengths, int(pad_token))
+    if isinstance(packed.packed_beam, jax.core.Tracer):
+        return packed
+    nodes = np.diagonal(packed.attention_mask, axis1=1, axis2=2).sum(axis=1)
+    return _cut(packed, int(nodes.max(initial=0)))
+
+
+def unpack(
+    packed: Shaped[Array, "batch nodes *features"], unpack_map: Int[Array, "batch rows width"]
+) -> Shaped[Array, "batch rows width *features"]:
+    """What was computed for each node, put back into the beam's shape. Differentiable.
+
+    packed:     (B, L, ...) anything with one entry a node: tokens, hidden states, logits
+    unpack_map: (B, M, C) as `pack` returned it
+    Returns     (B, M, C, ...). Positions beyond a candidate's length repeat node 0 (zeros when
+                there are no nodes at all).
+
+    Raises TypeError or ValueError when unpack_map is not an integer array of that shape.
+    """
+    check_integers(unpack_map=unpack_map)
+    check_rank(3, "(batch, M, C)", unpack_map=unpack_map)
+    if not hasattr(packed, "dtype"):
+        raise TypeError(f"packed: expected an array, got {type(packed).__name__}")
+    if packed.ndim < 2 or packed.shape[0] != unpack_map.shape[0]:
+        raise ValueError(
+            f"packed: expected axes (batch, L, ...) with batch = {unpack_map.shape[0]} as in "
+            f"unpack_map, got shape {packed.shape}"
+        )
+    xp = namespace(packed, unpack_map)
+    if packed.shape[1] == 0:
+        return xp.zeros((*unpack_map.shape, *packed.shape[2:]), packed.dtype)
+    return xp.asarray(packed)[xp.arange(len(unpack_map))[:, None, None], unpack_map]
+
+
+def _common_prefix(xp, beam, lengths):
+    """(B, M, M) int32: the number of leading tokens that candidates m and n share."""
+    width = beam.shape[2]
+    column = xp.arange(width, dtype=xp.int32)
+    differ = beam[:, :, None] != beam[:, None]  # (B, M, M, C)
+    common = xp.min(xp.where(differ, column, width), axis=-1, initial=width)
+    return xp.minimum(common, xp.minimum(lengths[:, :, None], lengths[:, None]))
+
+
+def _encode(xp, common, width):
+    """(B, M, C): the smallest row that shares row m's tokens up to c; m at its pads."""
+    row = xp.arange(common.shape[1], dtype=xp.int32)
+    shared = xp.arange(width, dtype=xp.int32) < common[..., None]  # (B, M, M, C)
+    return xp.min(
+        xp.where(shared, row[:, None], row[:, None, None]), axis=2, initial=common.shape[1]
+    )
+
+
+def _pack(xp, beam, lengths, pad_token):
+    batch, rows, width = beam.shape
+    row, column = (xp.arange(n, dtype=xp.int32) for n in (rows, width))
+    common = _common_prefix(xp, beam, lengths)
+    # A candidate adds what it shares with no earlier one: a suffix, numbered contiguously.
+    borrowed = xp.max(xp.where(row < row[:, None], common, 0), axis=2, initial=0)
+    end = xp.cumulative_sum(lengths - borrowed, axis=1, dtype=xp.int32)
+    start = end - lengths  # the number that position 0 would have, were it the candidate's own
+    encoding = _encode(xp, common, width)
+    numbers = xp.take_along_axis(start, encoding.reshape(batch, rows * width), axis=1)
+    unpack_map = numbers.reshape(beam.shape) + column
+    unpack_map = xp.where(column < lengths[..., None], unpack_map, 0)
+
+    # The other way round: the candidate that adds node i is the number of those that end before.
+    size = rows * width if xp is jnp else int(end.max(initial=0))
+    node = xp.arange(size, dtype=xp.int32)
+    of = xp.sum(node[:, None] >= end[:, None], axis=2, dtype=xp.int32)  # (B, L)
+    real = of < rows
+    of = xp.minimum(of, rows - 1)
+    offsets = xp.where(real, node - xp.take_along_axis(start, of, axis=1), 0)
+    tokens = xp.take_along_axis(beam.reshape(batch, rows * width), of * width + offsets, axis=1)
+    tokens = xp.where(real, tokens, xp.asarray(pad_token, dtype=beam.dtype))
+    mask = _mask(xp, common, of, offsets, real)
+    return PackedBeam(tokens, mask, offsets, unpack_map)
+
+
+def _mask(xp, common, of, offsets, real):
+    """(B, L, L): j is on the path of the candidate that adds i, and not below i."""
+    shared = xp.take_along_axis(common, of[:, None], axis=2)  # (B, M, L)
+    through = (shared > offsets[:, None]) & real[:, None]  # candidate m runs through node j
+    below = offsets[:, None] > xp.where(real, offsets, -1)[:, :, None]
+    if xp is np:
+        return through[np.arange(len(of))[:, None], of] & ~below
+    return _look_up(through, of) & ~below
+
+
+def _look_up(table, row):
+    """table[b, row[b, i], j] of bools (B, M, L), as (B, L, L).
+
+    XLA takes ten times longer to gather rows than to ask for a bit: so column j becomes a set
+    of rows, the bits of ⌈M / 32⌉ words.
+    """
+    rows = table.shape[1]
+    member = jnp.zeros((), jnp.uint32)
+    for first in range(0, rows, 32):
+        bit = jnp.arange(min(32, rows - first), dtype=jnp.uint32)
+        word = table[:, first : first + 32].astype(jnp.uint32) << bit[:, None]
+        word = jnp.sum(word, axis=1, dtype=jnp.uint32)
+        # A row of another word wraps round to a shift beyond 31, which leaves no bit.
+        shift = row.astype(jnp.uint32) - jnp.uint32(first)
+        member = member | (word[:, None] >> shift[:, :, None])
+    return (member & 1) == 1
+
+
+_pack_jit = jax.jit(partial(_pack, jnp), static_argnames="pad_token")
+
+
+@partial(jax.jit, static_argnames="size")
+def _cut(packed: PackedBeam, size: int) -> PackedBeam:
+    tokens, mask, offsets, unpack_map = packed
+    return PackedBeam(tokens[:, :size], mask[:, :size, :size], offsets[:, :size], unpack_map)
+
+
+def _checked(beam, lengths):
+    """(numpy or jax.numpy, beam, lengths in int32), or the error that says what is wrong."""
+    check_integers(beam=beam)
+    check_rank(3, "(batch, M, C)", beam=beam)
+    width = beam.shape[2]
+    if lengths is None:
+        xp = namespace(beam)
+        return xp, beam, xp.full(beam.shape[:2], width, xp.int32)
+    check_integers(lengths=lengths)
+    if lengths.shape != beam.shape[:2]:
+        raise ValueError(
+            f"lengths: expected shape (batch, M) = {beam.shape[:2]}, got {lengths.shape}"
+        )
+    if not isinstance(lengths, jax.core.Tracer):
+        wrong = (np.asarray(lengths) < 0) | (np.asarray(lengths) > width)
+        if wrong.any():
+            where = tuple(int(i) for i in np.argwhere(wrong)[0])
+            raise ValueError(
+                f"lengths: expected 0 to C = {width} tokens, got {lengths[where]} at {where}"
+            )
+    xp = namespace(beam, lengths)
+    return xp, xp.asarray(beam), xp.clip(lengths, 0, width).astype(xp.int32)

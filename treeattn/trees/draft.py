@@ -1,0 +1,173 @@
+"""Where candidates come from: beam search, and two trees that are no beams.
+
+- `beam_search`: candidates of one length, for `treeattn.trees.beam.pack`;
+- `choice_tree`: a fixed shape whose nodes are filled anew at every step with the top
+  tokens of several prediction heads (Medusa, https://arxiv.org/abs/2401.10774);
+- `expand_tree`: the shape that a draft's own probabilities suggest, the most probable
+  paths under a budget of tokens (EAGLE-2, https://arxiv.org/abs/2406.16858).
+
+The trees are for `treeattn.trees.token_tree.pack_tree`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int, Integer
+
+from treeattn.idea.arrays import Array, check_integers, check_rank, namespace
+from treeattn.trees.token_tree import TokenTree
+
+
+def choice_tree(
+    choices: Sequence[Sequence[int]],
+    candidates: Integer[Array, "batch heads top"],
+    root: Integer[Array, " batch"] | None = None,
+) -> TokenTree:
+    """The tree of a fixed list of choices, filled with the heads' top tokens.
+
+    choices:    each node as its path: (r₁, …, r_d) is the r_d-th best token of head d, below
+                the node (r₁, …, r_{d−1}), which must be in the list too
+    candidates: (B, heads, k) the tokens of each head, best first
+    root:       (B,) a token above all of them, usually the one that the model itself has just
+                produced; None for a forest
+
+    The nodes come shortest path first, equally long ones in lexicographic order, whatever
+    the order of the list. Only tokens may be traced, so the shape is compiled once.
+
+    Raises ValueError when a choice is empty, repeated, lacks its parent, or asks for a head or
+    a rank that candidates does not have.
+    """
+    check_integers(candidates=candidates)
+    check_rank(3, "(batch, heads, k)", candidates=candidates)
+    batch, heads, top = candidates.shape
+    paths = sorted((tuple(int(r) for r in path) for path in choices), key=lambda p: (len(p), p))
+    number = {path: i for i, path in enumerate(paths)}
+    if len(number) < len(paths):
+        raise ValueError("choices: expected each path once, got one twice")
+    for path in paths:
+        if not 1 <= len(path) <= heads or not all(0 <= r < top for r in path):
+            raise ValueError(
+                f"choices: expected paths of 1 to {heads} ranks below {top}, as candidates has "
+                f"heads and tokens, got {path}"
+            )
+        if len(path) > 1 and path[:-1] not in number:
+            raise ValueError(f"choices: {path} has no parent, since {path[:-1]} is missing")
+    xp = namespace(candidates, *([] if root is None else [root]))
+    head = np.array([len(path) - 1 for path in paths], int)
+    rank = np.array([path[-1] for path in paths], int)
+    tokens = xp.asarray(candidates)[:, head, rank]
+    parents = np.array([number.get(path[:-1], -1) for path in paths], np.int32)
+    if root is not None:
+        check_integers(root=root)
+        if root.shape != (batch,):
+            raise ValueError(f"root: expected shape (batch,) = ({batch},), got {root.shape}")
+        tokens = xp.concatenate([root[:, None].astype(tokens.dtype), tokens], axis=1)
+        parents = np.concatenate([[-1], parents + 1]).astype(np.int32)
+    sizes = np.full(batch, len(parents), np.int32)
+    return TokenTree(tokens, np.tile(parents, (batch, 1)), sizes)
+
+
+LogProbs = Callable[[np.ndarray], Array]
+"""A draft: called with (B, n, d) int32, n partial paths of d tokens, it returns (B, n, V), the
+natural log-probabilities of the token after each. First with the empty path, (B, 1, 0)."""
+
+
+def beam_search(
+    log_probs: LogProbs, *, width: int, length: int, batch: int = 1
+) -> tuple[Int[np.ndarray, "batch rows width"], Float[np.ndarray, "batch rows"]]:
+    """(beam, scores): `width` candidates of `length` tokens, most probable first.
+
+    At each step the `width` most probable continuations of the candidates so far are kept;
+    scores are natural log-probabilities. There are fewer candidates while a vocabulary of V
+    tokens has fewer, V, V², …; an impossible one has score −∞.
+
+    Raises as `expand_tree` does.
+    """
+    _check_positive(width=width, length=length, batch=batch)
+    for step in _steps(log_probs, length, width, batch):
+        last = step
+    return last.paths, last.path_scores
+
+
+def expand_tree(
+    log_probs: LogProbs, *, depth: int, width: int, budget: int, batch: int = 1
+) -> tuple[TokenTree, Float[np.ndarray, "batch nodes"]]:
+    """(tree, scores): the draft's most probable continuations, at most `budget` tokens.
+
+    depth:  the longest path
+    width:  of each depth's nodes, the `width` most probable are expanded, into the `width` most
+            probable tokens each
+    budget: of all nodes, the `budget` most probable are kept
+
+    A node's score is its path's log-probability, the sum along it. It cannot exceed its
+    parent's, so the kept nodes form a tree, and numbering them from most to least probable
+    puts parents first. Paths of probability 0 are left out. From width = budget on, these are
+    the `budget` most probable of all paths up to `depth`.
+
+    Raises ValueError when a number is below 1, or log_probs returns another shape, a NaN, or
+    a logarithm above 0.
+    """
+    _check_positive(depth=depth, width=width, budget=budget, batch=batch)
+    tokens, parents, scores, frontier, count = [], [], [], np.full((batch, 1), -1), 0
+    for step in _steps(log_probs, depth, width, batch):
+        tokens.append(step.tokens)
+        parents.append(frontier[:, step.parents])
+        scores.append(step.scores)
+        frontier, count = count + step.kept, count + step.tokens.shape[1]
+    tokens, parents, scores = (np.concatenate(x, axis=1) for x in (tokens, parents, scores))
+
+    best = np.argsort(-scores, axis=1, kind="stable")[:, :budget]
+    number = np.zeros_like(parents)
+    np.put_along_axis(number, best, np.arange(best.shape[1])[None], axis=1)
+    tokens, parents, scores = (np.take_along_axis(x, best, 1) for x in (tokens, parents, scores))
+    real = scores > -np.inf
+    up = np.take_along_axis(number, np.maximum(parents, 0), axis=1)
+    parents = np.where((parents >= 0) & real, up, -1)
+    sizes = real.sum(axis=1)
+    return TokenTree(*(x.astype(np.int32) for x in (tokens, parents, sizes))), scores
+
+
+class _Step(NamedTuple):
+    """One token further: every child, and the candidates that are kept of them."""
+
+    tokens: np.ndarray  # (B, N) the children of the n kept before, k each
+    scores: np.ndarray  # (B, N)
+    parents: np.ndarray  # (N,) which of the n kept before
+    kept: np.ndarray  # (B, n') which of the N are kept, best first
+    paths: np.ndarray  # (B, n', d) their tokens
+    path_scores: np.ndarray  # (B, n')
+
+
+def _steps(log_probs: LogProbs, steps: int, width: int, batch: int) -> Iterator[_Step]:
+    paths, score = np.zeros((batch, 1, 0), np.int32), np.zeros((batch, 1))
+    for _ in range(steps):
+        total = score[..., None] + _checked_log_probs(log_probs(paths), paths)  # (B, n, V)
+        best = np.argsort(-total, axis=-1, kind="stable")[..., :width]  # (B, n, k)
+        tokens = best.reshape(batch, -1)
+        scores = np.take_along_axis(total, best, axis=-1).reshape(batch, -1)
+        parents = np.repeat(np.arange(paths.shape[1]), best.shape[-1])
+        kept = np.argsort(-scores, axis=-1, kind="stable")[:, :width]
+        before = np.take_along_axis(paths, parents[kept][..., None], axis=1)
+        after = np.take_along_axis(tokens, kept, axis=1)[..., None]
+        paths = np.concatenate([before, after], axis=-1).astype(np.int32)
+        score = np.take_along_axis(scores, kept, axis=1)
+        yield _Step(tokens, scores, parents, kept, paths, score)
+
+
+def _check_positive(**numbers: int) -> None:
+    for name, value in numbers.items():
+        if value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
+
+
+def _checked_log_probs(found: Array, paths: np.ndarray) -> np.ndarray:
+    found = np.asarray(found, np.float64)
+    if found.ndim != 3 or found.shape[:2] != paths.shape[:2]:
+        raise ValueError(
+            f"log_probs: expected (batch, n, vocabulary) with batch and n = {paths.shape[:2]}, "
+            f"got shape {found.shape}"
+        )
+    if not (found <= 1e-5).all():  # NaN too
+        raise ValueError("log_probs: expected logarithms of probabilities, got NaN or one above 0")
+    return np.minimum(found, 0)
