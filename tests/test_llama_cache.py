@@ -9,7 +9,7 @@ import pytest
 
 from treeattn import Llama, ancestor_mask, depths, kv_mesh
 from treeattn.cost.program import memory
-from treeattn.devices.prefill import CAUSAL_BLOCK
+from treeattn.kernel.attend import CAUSAL_BLOCK
 from treeattn.llama import cache as caches
 from treeattn.llama.parallel import TO_CACHE
 from treeattn.llama.steps import commit_layer, extend_layer

@@ -15,8 +15,9 @@ from test_tree import draw_inputs, make_mesh
 
 import treeattn
 from treeattn.cost.program import collectives, count, total_bytes
-from treeattn.devices.prefill import CAUSAL_BLOCK, attend_causal
 from treeattn.idea.state import finalize
+from treeattn.kernel import attend as kernel
+from treeattn.kernel.attend import CAUSAL_BLOCK
 
 DECODERS = {"ring": treeattn.ring_decode, "pass-Q": treeattn.pass_q_decode}
 PREFILLS = {"ring": treeattn.ring_attention, "Ulysses": treeattn.ulysses_attention}
@@ -107,7 +108,7 @@ def test_full_prefill_takes_more_keys_than_queries():
 @functools.cache
 def causal_value_and_gradients(_length):
     def loss(q, k, v, w, u):
-        out, lse = finalize(attend_causal(q, k, v, scale=0.3))
+        out, lse = finalize(treeattn.attend(q, k, v, causal=True, scale=0.3))
         return jnp.sum(w * out) + jnp.sum(u * lse), (out, lse)
 
     return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
@@ -132,16 +133,16 @@ def test_causal_halves_values_and_gradients(length):
 
 def test_causal_halves_compute_few_hidden_scores(monkeypatch):
     seen = []
-    attend = treeattn.devices.prefill.attend
+    attend = kernel.attend_blockwise
 
-    def counting(q, k, v, **options):
-        seen.append(q.shape[0] * q.shape[1] * k.shape[1])
-        return attend(q, k, v, **options)
+    def counting(inputs):
+        seen.append(inputs.q.shape[0] * inputs.q.shape[1] * inputs.k.shape[1])
+        return attend(inputs)
 
-    monkeypatch.setattr(treeattn.devices.prefill, "attend", counting)
+    monkeypatch.setattr(kernel, "attend_blockwise", counting)
     n, block = 1024, CAUSAL_BLOCK
     q = jnp.ones((1, n, 2, 8))
-    jax.make_jaxpr(functools.partial(attend_causal, scale=1.0))(q, q, q)
+    jax.make_jaxpr(functools.partial(treeattn.attend, causal=True))(q, q, q)
     assert sum(seen) == n * (n - block) // 2 + n * block  # half of n², and half of each diagonal
 
 

@@ -14,7 +14,7 @@ from oracles import dense_attention, dense_gradients, dense_weights
 
 import treeattn
 from treeattn.cost.program import collectives, count, memory, total_bytes
-from treeattn.devices.tree import METHODS, merge_across
+from treeattn.devices.merge import METHODS, merge_across
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 6
 MESHES = [(p,) for p in range(1, 10)] + [(2, 2), (2, 3), (3, 2), (4, 2)]

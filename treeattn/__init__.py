@@ -14,10 +14,10 @@ Attention over a set of keys is a small state; the states of disjoint sets merge
 Each stands on those above it only (trees and cost on fewer).
 """
 
+from treeattn.devices.decode import pass_q_decode, ring_decode, tree_decode
+from treeattn.devices.merge import merge_across
 from treeattn.devices.mesh import initialize, kv_mesh, simulate_devices
 from treeattn.devices.prefill import ring_attention, ulysses_attention
-from treeattn.devices.ring import pass_q_decode, ring_decode
-from treeattn.devices.tree import merge_across, tree_decode
 from treeattn.idea.energy import (
     attention_from_energy,
     causal_energy,

@@ -14,56 +14,18 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
-from treeattn.devices.ring import empty_state, pass_on
 from treeattn.devices.shards import (
-    Shard,
-    attend_shard,
-    check_implementation,
+    check_call,
     count_devices,
-    mesh_axes,
-    pad_axis,
+    no_keys,
+    over_shards,
+    own_lengths,
+    pass_on,
 )
 from treeattn.idea.arrays import Array
-from treeattn.idea.state import AttentionState, finalize, merge
-from treeattn.kernel import flash
-from treeattn.kernel.attend import attend, check_attend_inputs
-
-_STATIC = ("scale", "mesh", "axes", "causal", "implementation")
-CAUSAL_BLOCK = 128  # queries under one mask, at most: half of the scores under it are hidden
-
-
-def attend_causal(q, k, v, *, scale: float, implementation: str | None = None) -> AttentionState:
-    """`attend` where query i sees keys 0 … i, of as many keys as queries.
-
-    The text is halved until its parts are short. Each part sees itself under a mask. On the way
-    back up, the second of two neighbours sees all of the first, and the states merge: a tree over
-    the text, which computes few of the scores that causality hides.
-    """
-    if flash.resolve(implementation, q, k, v) == "flash":
-        return flash.flash_attend(q, k, v, None, scale, causal=True)
-    (b, l), parts = q.shape[:2], 1
-    while parts * CAUSAL_BLOCK < l:
-        parts *= 2
-    size = -(-l // parts)
-    q, k, v = (pad_axis(x, 1, parts * size) for x in (q, k, v))  # padded keys come last: unseen
-    see = functools.partial(attend, scale=scale, implementation="blockwise")
-    mask = jnp.tri(size, dtype=bool)[None, None]
-    state = see(*_split((q, k, v), b * parts, size), mask=mask)
-    while parts > 1:
-        parts, size = parts // 2, size * 2
-        state, q, k, v = _split((state, q, k, v), b * parts, size)
-        second = merge(see(_half(q, 1), _half(k, 0), _half(v, 0)), _half(state, 1))
-        state = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), _half(state, 0), second)
-    return jax.tree.map(lambda x: x[:, :l], state)
-
-
-def _split(tree, rows: int, size: int):
-    """Rows of a text as more, or fewer, of `size` tokens: (b, l, …) -> (rows, size, …)."""
-    return jax.tree.map(lambda x: x.reshape(rows, size, *x.shape[2:]), tree)
-
-
-def _half(tree, which: int):
-    return jax.tree.map(lambda x: jnp.split(x, 2, axis=1)[which], tree)
+from treeattn.idea.state import finalize, merge
+from treeattn.kernel.attend import attend_inputs, pad_axis
+from treeattn.kernel.inputs import Inputs
 
 
 def ring_attention(
@@ -74,7 +36,7 @@ def ring_attention(
     mesh: Mesh | AbstractMesh,
     axis: str | tuple[str, ...],
     causal: bool = True,
-    scale: float | None = None,
+    scale: float | Float[Array, ""] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "b l h dv"]:
     """Ring Attention with the queries sharded like the keys: prefill (Liu et al. 2023).
@@ -86,66 +48,10 @@ def ring_attention(
     Raises ValueError for a causal q whose length is not k's, an axis that the mesh lacks, and
     whatever `attend` refuses.
     """
-    axes = _check_prefill(q, k, v, mesh, axis, causal, implementation)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return _ring_attention(
-        q, k, v, scale=scale, mesh=mesh, axes=axes, causal=causal, implementation=implementation
+    inputs, axes = check_call(
+        q, k, v, mesh, axis, scale=scale, causal=causal, implementation=implementation
     )
-
-
-def _check_prefill(q, k, v, mesh, axis, causal, implementation) -> tuple[str, ...]:
-    check_attend_inputs(q, k, v)
-    check_implementation(mesh, implementation)
-    if causal and q.shape[1] != k.shape[1]:
-        raise ValueError(
-            f"q: causal attention expects as many queries as keys, {k.shape[1]}, got {q.shape[1]}"
-        )
-    return mesh_axes(mesh, axis)
-
-
-@functools.partial(jax.jit, static_argnames=_STATIC)
-def _ring_attention(q, k, v, *, scale, mesh, axes, causal, implementation):
-    p = count_devices(mesh, axes)
-    (b, l), n = q.shape[:2], k.shape[1]
-    t = -(-n // p)
-    lengths = None if n == p * t else jnp.full(b, n, jnp.int32)
-    options = {"scale": scale, "implementation": implementation}
-
-    def body(q, k, v):
-        rank = jax.lax.axis_index(axes)
-        state = empty_state(q, v.shape[-1], k)
-        skip = state
-
-        def whole(shard, owner):
-            return attend_shard(q, shard, owner, kv_lengths=lengths, **options)
-
-        def diagonal(shard, owner):
-            # Padded keys come after all real queries, so causality hides them as well.
-            return attend_causal(q, shard.k, shard.v, **options)
-
-        def see(state, shard, step):
-            owner = (rank - step) % p
-            if not causal:
-                return merge(state, whole(shard, owner))
-            case = jnp.sign(owner - rank) + 1  # 0 earlier keys, 1 the queries' own, 2 later ones
-            branches = (whole, diagonal, lambda *_: skip)
-            return merge(state, jax.lax.switch(case, branches, shard, owner))
-
-        def visit(carry, step):
-            state, shard = carry
-            arriving = pass_on(shard, axes, p)
-            return (see(state, shard, step), arriving), None
-
-        shard = Shard(k, v, None, None)
-        (state, shard), _ = jax.lax.scan(visit, (state, shard), jnp.arange(p - 1))
-        return finalize(see(state, shard, p - 1))[0].astype(q.dtype)
-
-    spec = P(None, axes)
-    q, k, v = pad_axis(q, 1, p * -(-l // p)), pad_axis(k, 1, p * t), pad_axis(v, 1, p * t)
-    out = jax.shard_map(
-        body, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False
-    )(q, k, v)
-    return out[:, :l]
+    return _prefill(inputs, on_device=_ring, mesh=mesh, axes=axes)
 
 
 def ulysses_attention(
@@ -156,7 +62,7 @@ def ulysses_attention(
     mesh: Mesh | AbstractMesh,
     axis: str | tuple[str, ...],
     causal: bool = True,
-    scale: float | None = None,
+    scale: float | Float[Array, ""] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "b l h dv"]:
     """Prefill by two all-to-alls: shards of the sequence become shards of the heads, and back.
@@ -167,39 +73,65 @@ def ulysses_attention(
 
     Raises ValueError when p does not divide the query heads, and as `ring_attention` does.
     """
-    axes = _check_prefill(q, k, v, mesh, axis, causal, implementation)
+    inputs, axes = check_call(
+        q, k, v, mesh, axis, scale=scale, causal=causal, implementation=implementation
+    )
     p, h = count_devices(mesh, axes), q.shape[2]
     if h % p:
         raise ValueError(f"q: expected heads that {p} devices can share evenly, got {h}")
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return _ulysses(
-        q, k, v, scale=scale, mesh=mesh, axes=axes, causal=causal, implementation=implementation
-    )
-
-
-@functools.partial(jax.jit, static_argnames=_STATIC)
-def _ulysses(q, k, v, *, scale, mesh, axes, causal, implementation):
-    p = count_devices(mesh, axes)
-    (b, l), (n, h_kv) = q.shape[:2], k.shape[1:3]
-    repeats = p // math.gcd(p, h_kv)
+    repeats = p // math.gcd(p, k.shape[2])
     k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
+    return _prefill(inputs.replace(k=k, v=v), on_device=_ulysses, mesh=mesh, axes=axes)
 
-    def body(q, k, v):
-        q, k, v = (
-            jax.lax.all_to_all(x, axes, split_axis=2, concat_axis=1, tiled=True) for x in (q, k, v)
-        )
-        options = {"scale": scale, "implementation": implementation}
-        if causal:  # which hides the padded keys too
-            state = attend_causal(q, k, v, **options)
-        else:
-            lengths = None if n == k.shape[1] else jnp.full(b, n, jnp.int32)
-            state = attend(q, k, v, kv_lengths=lengths, **options)
-        out = finalize(state)[0].astype(q.dtype)
-        return jax.lax.all_to_all(out, axes, split_axis=1, concat_axis=2, tiled=True)
 
-    spec = P(None, axes)
-    q, k, v = (pad_axis(x, 1, p * -(-x.shape[1] // p)) for x in (q, k, v))
-    out = jax.shard_map(
-        body, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False
-    )(q, k, v)
-    return out[:, :l]
+@functools.partial(jax.jit, static_argnames=("on_device", "mesh", "axes"))
+def _prefill(inputs: Inputs, *, on_device, mesh, axes):
+    """on_device(inputs, rank, axes), with shards of the queries and the keys, to one of `out`."""
+    p, (b, l), n = count_devices(mesh, axes), inputs.q.shape[:2], inputs.k.shape[1]
+    q, k, v = (pad_axis(x, 1, p * -(-x.shape[1] // p)) for x in (inputs.q, inputs.k, inputs.v))
+    # Padded keys come after all real queries, so causality hides them as well.
+    whole = inputs.causal or k.shape[1] == n
+    lengths = None if whole else jnp.full(b, n, jnp.int32)
+    inputs = inputs.replace(q=q, k=k, v=v, lengths=lengths)
+    along = P(None, axes)
+    specs = inputs.replace(q=along, k=along, v=along, lengths=P(), factor=P())
+
+    def body(rank, inputs):
+        return on_device(inputs, rank, axes)
+
+    return over_shards(body, mesh, axes, (specs,), along)(inputs)[:, :l]
+
+
+def _ring(inputs: Inputs, rank, axes):
+    p, skip = jax.lax.axis_size(axes), no_keys(inputs)
+
+    def whole(shard, owner):
+        inside = inputs.replace(k=shard[0], v=shard[1], causal=False)
+        return attend_inputs(own_lengths(inside, owner))
+
+    def diagonal(shard, owner):
+        return attend_inputs(inputs.replace(k=shard[0], v=shard[1]))
+
+    def see(state, shard, step):
+        owner = (rank - step) % p
+        if not inputs.causal:
+            return merge(state, whole(shard, owner))
+        case = jnp.sign(owner - rank) + 1  # 0 earlier keys, 1 the queries' own, 2 later ones
+        branches = (whole, diagonal, lambda *_: skip)
+        return merge(state, jax.lax.switch(case, branches, shard, owner))
+
+    def visit(carry, step):
+        state, shard = carry
+        arriving = pass_on(shard, axes, p)
+        return (see(state, shard, step), arriving), None
+
+    start = skip, (inputs.k, inputs.v)
+    (state, shard), _ = jax.lax.scan(visit, start, jnp.arange(p - 1))
+    return finalize(see(state, shard, p - 1))[0].astype(inputs.q.dtype)
+
+
+def _ulysses(inputs: Inputs, rank, axes):
+    exchange = functools.partial(jax.lax.all_to_all, axis_name=axes, tiled=True)
+    q, k, v = (exchange(x, split_axis=2, concat_axis=1) for x in (inputs.q, inputs.k, inputs.v))
+    out = finalize(attend_inputs(inputs.replace(q=q, k=k, v=v)))[0]
+    return exchange(out.astype(q.dtype), split_axis=1, concat_axis=2)

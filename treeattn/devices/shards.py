@@ -1,33 +1,22 @@
-"""What tree and ring decoding share: a cache dealt over the devices of a mesh, in shards.
+"""A cache dealt over the devices of a mesh, in shards: what decoding and prefill share.
 
 Shard r holds keys r·t … (r+1)·t − 1, with t = ⌈N/p⌉ (v1's t = N/p). Padding that makes the
 last shards whole lies past every row's length, so that nobody attends to it.
 """
 
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from treeattn.idea.arrays import Array
+from treeattn.idea.arrays import varying_like
 from treeattn.idea.state import AttentionState
-from treeattn.kernel.attend import attend
+from treeattn.kernel.attend import pad_axis, resolve
+from treeattn.kernel.inputs import Inputs, check_inputs
 
-
-class Shard(NamedTuple):
-    """One device's keys and values, and what says who may see them.
-
-    k, v:        (b, t, h_kv, ·)
-    mask, bias:  (b, h, l, t), an axis being 1 where all share an entry; or None
-    """
-
-    k: Array
-    v: Array
-    mask: Array | None
-    bias: Array | None
+REPLICATED = P()
 
 
 def mesh_axes(mesh: Mesh | AbstractMesh, axis: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -43,18 +32,20 @@ def mesh_axes(mesh: Mesh | AbstractMesh, axis: str | tuple[str, ...]) -> tuple[s
     return axes
 
 
-def check_implementation(mesh: Mesh | AbstractMesh, implementation: str | None) -> None:
-    """Raise ValueError for "flash" on a mesh of other than CUDA devices.
+def check_call(
+    q, k, v, mesh, axis, *, implementation=None, **options
+) -> tuple[Inputs, tuple[str, ...]]:
+    """(inputs, axes) of a call over a mesh, checked; the mesh's devices choose the implementation.
 
-    An AbstractMesh names no devices and passes, so that a program can be lowered for CUDA
-    where there is none.
+    options: as in `check_inputs`. An AbstractMesh names no devices, so that a program can be
+    lowered for CUDA where there is none.
     """
-    if implementation == "flash" and isinstance(mesh, Mesh):
-        platform = mesh.devices.flat[0].platform
-        if platform != "gpu":
-            raise ValueError(
-                f"implementation: 'flash' needs CUDA devices, and the mesh has {platform} devices"
-            )
+    inputs = check_inputs(q, k, v, **options)
+    axes = mesh_axes(mesh, axis)
+    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
+    # Along other axes of the mesh the batch may be sharded: then no device has its rows in turn.
+    inputs = inputs.replace(by_row=count_devices(mesh, axes) == mesh.size)
+    return resolve(implementation, inputs, platform), axes
 
 
 def count_devices(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
@@ -62,61 +53,66 @@ def count_devices(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[name] for name in axes)
 
 
-def pad_axis(x: Array | None, axis: int, size: int) -> Array | None:
-    """`x` with zeros (or False) at the end of `axis`, up to `size`."""
-    if x is None or x.shape[axis] == size:
-        return x
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, size - x.shape[axis])
-    return jnp.pad(x, widths)
+def over_shards(body, mesh, axes, in_specs, out_specs=REPLICATED, *, check: bool = False):
+    """body(rank, *arguments) on every device, under `shard_map`; without a mesh, body(0, …).
 
-
-def attend_shard(q, shard: Shard, rank, *, kv_lengths, scale, implementation) -> AttentionState:
-    """The state of `q` after the shard of device `rank`; kv_lengths count all shards' keys."""
-    if kv_lengths is not None:
-        t = shard.k.shape[1]
-        kv_lengths = jnp.clip(kv_lengths - rank * t, 0, t)
-    return attend(
-        q,
-        shard.k,
-        shard.v,
-        mask=shard.mask,
-        bias=shard.bias,
-        kv_lengths=kv_lengths,
-        scale=scale,
-        implementation=implementation,
+    Axes of the mesh that are not in `axes` stay XLA's: what is sharded along them remains so.
+    check: `shard_map`'s check_vma: False for a body whose result is the same on all devices
+           without JAX being able to tell
+    """
+    if mesh is None:
+        return lambda *arguments: body(0, *arguments)
+    return jax.shard_map(
+        lambda *arguments: body(jax.lax.axis_index(axes), *arguments),
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=frozenset(axes),
+        check_vma=check,
     )
 
 
-REPLICATED = P()
+def deal(inputs: Inputs, mesh, axes) -> tuple[Inputs, Inputs]:
+    """(inputs, specs) with the keys padded to whole shards, and where each array lies.
 
-
-def over_shards(
-    body, q, k, v, kv_lengths, mask, bias, *, mesh, axes, out_specs=REPLICATED, check=True
-):
-    """Call body(q, shard, kv_lengths) on every device of the mesh, under `shard_map`.
-
-    q and kv_lengths are whole on every device; the shard is the device's own. Arrays that are
-    sharded so already stay where they are. `check` is `shard_map`'s check_vma: False for a
-    body whose result is the same on all devices without JAX being able to tell.
+    Arrays that are sharded so already stay where they are. Queries, and lengths, which count the
+    keys of all shards, are whole on every device.
     """
-    n, p = k.shape[1], count_devices(mesh, axes)
-    padded = p * -(-n // p)
-    if padded != n and kv_lengths is None:
-        kv_lengths = jnp.full(k.shape[0], n, jnp.int32)
-    elif padded != n:
-        kv_lengths = jnp.minimum(kv_lengths, n)
+    n, p = inputs.k.shape[1], count_devices(mesh, axes)
+    padded, lengths = p * -(-n // p), inputs.lengths
+    # With a single key, an entry for it holds for all shards: the others have no keys.
+    if lengths is None and (padded != n or n == 1):
+        lengths = jnp.full(inputs.k.shape[0], n, jnp.int32)
 
     def spread(x):  # along the keys, unless all keys share one entry
         if x is None or x.shape[-1] != n or n == 1:
             return x, P()
         return pad_axis(x, -1, padded), P(None, None, None, axes)
 
-    (mask, mask_spec), (bias, bias_spec) = spread(mask), spread(bias)
-    if n == 1:  # an entry for the one key holds for all shards: the others have no keys
-        kv_lengths = jnp.full(k.shape[0], 1, jnp.int32) if kv_lengths is None else kv_lengths
-    shard = Shard(pad_axis(k, 1, padded), pad_axis(v, 1, padded), mask, bias)
-    specs = Shard(P(None, axes), P(None, axes), mask_spec, bias_spec)
-    return jax.shard_map(
-        body, mesh=mesh, in_specs=(P(), specs, P()), out_specs=out_specs, check_vma=check
-    )(q, shard, kv_lengths)
+    (mask, mask_spec), (bias, bias_spec) = spread(inputs.mask), spread(inputs.bias)
+    k, v = (pad_axis(x, 1, padded) for x in (inputs.k, inputs.v))
+    dealt = inputs.replace(k=k, v=v, mask=mask, bias=bias, lengths=lengths)
+    along = P(None, axes)
+    specs = dealt.replace(
+        q=P(), k=along, v=along, mask=mask_spec, bias=bias_spec, lengths=P(), factor=P()
+    )
+    return dealt, specs
+
+
+def own_lengths(inputs: Inputs, rank) -> Inputs:
+    """A shard's inputs with the lengths that count its own keys, from those that count all."""
+    if inputs.lengths is None:
+        return inputs
+    t = inputs.k.shape[1]
+    return inputs.replace(lengths=jnp.clip(inputs.lengths - rank * t, 0, t))
+
+
+def pass_on(tree, axes, p: int):
+    """Everybody's `tree` goes to the next device around the ring."""
+    to_next = [(i, (i + 1) % p) for i in range(p)]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, axes, to_next), tree)
+
+
+def no_keys(inputs: Inputs) -> AttentionState:
+    """The state of the queries before any key, as a loop's first carry."""
+    return varying_like(AttentionState.identity(*inputs.state_shape), *inputs.arrays)

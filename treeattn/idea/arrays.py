@@ -17,22 +17,59 @@ def accumulation_dtype(*arrays: Array) -> jnp.dtype:
     return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
 
 
+def varying_like(tree, *arrays: Array | None):
+    """`tree`, typed as differing between the devices along every axis that an array differs along.
+
+    Inside `shard_map` a loop's carry must have the type that its body gives it. A sum over no
+    elements of an array is 0 and has its type, in every release of JAX; XLA drops the addition.
+    """
+    given = (jax.lax.stop_gradient(x) for x in arrays if x is not None)
+    zero = sum(jnp.sum(jnp.asarray(x)[None][:0].astype(jnp.int32)) for x in given)
+    return jax.tree.map(lambda x: jnp.add(x, zero.astype(x.dtype)), tree)
+
+
+def as_array(name: str, x) -> Array:
+    """`x`, made an array if it is a number or a (nested) list of numbers.
+
+    Raises a TypeError for a ragged list and for another library's tensors.
+    """
+    if isinstance(x, Array | np.generic):
+        return x
+    if hasattr(x, "__dlpack__"):
+        kind = f"{type(x).__module__.split('.')[0]}.{type(x).__name__}"
+        raise TypeError(f"{name}: expected a JAX or NumPy array, got {kind}: use jnp.from_dlpack")
+    try:
+        found = np.asarray(x)
+    except ValueError:
+        found = None
+    if found is None or found.dtype == object:
+        raise TypeError(f"{name}: expected an array, got {type(x).__name__}")
+    return found
+
+
 def check_floating(**arrays: Array) -> None:
-    """Raise a TypeError that names the first array whose dtype is not floating-point."""
+    """Raise a TypeError that names the first array whose dtype is not float16, bfloat16, float32
+    or float64."""
     for name, x in arrays.items():
-        if not hasattr(x, "dtype"):
-            raise TypeError(f"{name}: expected an array, got {type(x).__name__}")
+        _check_array(name, x)
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{name}: expected a floating-point array, got dtype {x.dtype}")
+        if jnp.dtype(x.dtype).itemsize < 2:
+            raise TypeError(f"{name}: expected 16 bits or more, got dtype {x.dtype}: use .astype")
 
 
 def check_integers(**arrays: Array) -> None:
     """Raise a TypeError that names the first array that does not hold integers."""
     for name, x in arrays.items():
-        if not hasattr(x, "dtype"):
-            raise TypeError(f"{name}: expected an array, got {type(x).__name__}")
+        _check_array(name, x)
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise TypeError(f"{name}: expected an array of integers, got dtype {x.dtype}")
+
+
+def _check_array(name: str, x) -> None:
+    if not isinstance(x, Array | np.generic):
+        as_array(name, x)  # says what to do about another library's tensors
+        raise TypeError(f"{name}: expected an array, got {type(x).__name__}")
 
 
 def check_same_dtype(**arrays: Array) -> None:

@@ -87,6 +87,8 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
         raise ValueError(
             f"b: expected a's numerator shape {a.numerator.shape}, got {b.numerator.shape}"
         )
+    dtype = jnp.promote_types(a.max.dtype, b.max.dtype)
+    a, b = (jax.tree.map(lambda x: x.astype(dtype), state) for state in (a, b))
     m = jnp.maximum(a.max, b.max)
     a, b = rescale(a, m), rescale(b, m)
     return AttentionState(a.max, a.denominator + b.denominator, a.numerator + b.numerator)

@@ -1,19 +1,19 @@
 """Attention on one device: queries and keys in, an `AttentionState` out."""
 
+import functools
+import importlib.util
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from treeattn.idea.arrays import (
-    Array,
-    check_broadcasts,
-    check_floating,
-    check_rank,
-    check_same_dtype,
-)
-from treeattn.idea.state import AttentionState, finalize
-from treeattn.kernel.blockwise import attend_blockwise, varying_like
+from treeattn.idea.arrays import Array
+from treeattn.idea.state import AttentionState, finalize, merge
+from treeattn.kernel import flash
+from treeattn.kernel.blockwise import attend_blockwise
+from treeattn.kernel.inputs import Inputs, check_inputs
 
-__all__ = ["attend", "attend_blockwise", "attention", "check_attend_inputs", "varying_like"]
+CAUSAL_BLOCK = 128  # queries under one mask, at most: half of the scores under it are hidden
 
 
 def attend(
@@ -25,6 +25,7 @@ def attend(
     bias: Float[Array, "#b #h #l #n"] | None = None,
     kv_lengths: Int[Array, " b"] | None = None,
     scale: float | Float[Array, ""] | None = None,
+    causal: bool = False,
     implementation: str | None = None,
 ) -> AttentionState:
     """The state of each query after its keys: fields (b, l, h) and numerator (b, l, h, dv).
@@ -33,10 +34,10 @@ def attend(
                 same dtype. h must be a multiple of h_kv: query head i reads key head
                 i // (h // h_kv).
     mask:       True where a query may see a key; broadcasts to (b, h, l, n).
-    bias:       added to the scaled scores; broadcasts to (b, h, l, n). −∞ hides a key.
-    kv_lengths: (b,) integers: row i sees its first kv_lengths[i] keys. Blocks past them are
-                not read.
+    bias:       added to the scaled scores; broadcasts to (b, h, l, n). −∞ hides the key.
+    kv_lengths: (b,) only the first so many keys of each row count, 0 … n.
     scale:      multiplies q·k; 1/√d when None.
+    causal:     query i sees keys 0 … i, of as many keys as queries.
     implementation: "blockwise", in plain JAX; "flash", flash-attn-jax's CUDA kernel, for
                 float16 and bfloat16 without mask and bias; None for flash where it can run.
 
@@ -45,16 +46,10 @@ def attend(
     zero gradients.
 
     Raises TypeError for dtypes that are not floating-point or differ, ValueError for shapes
-    that do not fit and for "flash" where the kernel cannot run.
+    that do not fit, a scale that is not finite, and "flash" where the kernel cannot run.
     """
-    check_attend_inputs(q, k, v, mask, bias, kv_lengths)
-    from treeattn.kernel import flash  # it builds on this module
-
-    if scale is None:
-        scale = q.shape[-1] ** -0.5
-    if flash.resolve(implementation, q, k, v, mask, bias) == "flash":
-        return flash.flash_attend(q, k, v, kv_lengths, scale)
-    return attend_blockwise(q, k, v, mask, bias, kv_lengths, scale)
+    inputs = check_inputs(q, k, v, mask, bias, kv_lengths, scale, causal=causal)
+    return attend_inputs(resolve(implementation, inputs, platform_of(q)))
 
 
 def attention(q, k, v, **options) -> Float[Array, "b l h dv"]:
@@ -62,35 +57,94 @@ def attention(q, k, v, **options) -> Float[Array, "b l h dv"]:
     return finalize(attend(q, k, v, **options))[0].astype(q.dtype)
 
 
-def check_attend_inputs(q, k, v, mask=None, bias=None, kv_lengths=None) -> None:
-    """Raise the TypeError or ValueError that `attend` documents, naming the argument."""
-    check_floating(q=q, k=k, v=v)
-    check_same_dtype(q=q, k=k, v=v)
-    check_rank(4, "(batch, length, heads, head_dim)", q=q, k=k, v=v)
-    b, l, h, d = q.shape
-    n, h_kv = k.shape[1:3]
-    if (k.shape[0], k.shape[3]) != (b, d):
+def attend_inputs(inputs: Inputs) -> AttentionState:
+    """`attend` for checked inputs, by the implementation that they name."""
+    if inputs.implementation == "flash":
+        return flash.flash_attend(inputs)
+    if inputs.implementation == "by platform":
+        blockwise = functools.partial(attend_inputs, inputs.replace(implementation="blockwise"))
+        cuda = functools.partial(flash.flash_attend, inputs.replace(implementation="flash"))
+        return jax.lax.platform_dependent(cuda=cuda, default=blockwise)
+    if not inputs.causal:
+        return attend_blockwise(inputs)
+    if inputs.mask is inputs.bias is inputs.lengths is None:
+        return attend_causal(inputs)
+    below = jnp.tri(inputs.q.shape[1], dtype=bool)[None, None]
+    mask = below if inputs.mask is None else inputs.mask & below
+    return attend_blockwise(inputs.replace(mask=mask))
+
+
+def resolve(implementation: str | None, inputs: Inputs, platform: str | None) -> Inputs:
+    """The inputs with the implementation that will run them on that platform.
+
+    platform: None when the program's compiler will know it. It then chooses for itself, if need be.
+    Raises ValueError for another name, and for "flash" where the kernel cannot run.
+    """
+    if implementation not in (None, "blockwise", "flash"):
         raise ValueError(
-            f"k: expected (batch, kv_len, kv_heads, head_dim) with batch {b} and "
-            f"head_dim {d} as in q {q.shape}, got {k.shape}"
+            f"implementation: expected 'blockwise', 'flash' or None, got {implementation!r}"
         )
-    if v.shape[:3] != k.shape[:3]:
-        raise ValueError(
-            f"v: expected k's batch, kv_len and kv_heads, {k.shape[:3]}, got {v.shape}"
-        )
-    if h_kv == 0 or h % h_kv:
-        raise ValueError(f"q: expected a number of heads that k's {h_kv} heads divide, got {h}")
-    if mask is not None:
-        if mask.dtype != jnp.bool_:
-            raise TypeError(f"mask: expected booleans, got dtype {mask.dtype}")
-        check_broadcasts("mask", mask, (b, h, l, n), "(batch, heads, q_len, kv_len)")
-    if bias is not None:
-        check_floating(bias=bias)
-        check_broadcasts("bias", bias, (b, h, l, n), "(batch, heads, q_len, kv_len)")
-    if kv_lengths is not None:
-        if not jnp.issubdtype(kv_lengths.dtype, jnp.integer):
-            raise TypeError(f"kv_lengths: expected integers, got dtype {kv_lengths.dtype}")
-        if kv_lengths.shape != (b,):
-            raise ValueError(
-                f"kv_lengths: expected shape ({b},), one a row, got {kv_lengths.shape}"
-            )
+    if implementation == "flash":
+        problem = flash.obstacle(inputs)
+        if platform not in (None, "gpu"):
+            problem = f"implementation: 'flash' needs CUDA devices, got {platform} devices"
+        if problem is not None:
+            raise ValueError(problem)
+    elif implementation is None:
+        can = platform in (None, "gpu") and flash.obstacle(inputs) is None
+        can = can and importlib.util.find_spec("flash_attn_jax") is not None
+        implementation = ("flash" if platform else "by platform") if can else "blockwise"
+    return inputs.replace(implementation=implementation)
+
+
+def platform_of(x) -> str | None:
+    """Where `x` is or will be computed on; None inside a mesh, on a host with GPUs: who knows."""
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+        return next(iter(x.devices())).platform
+    if isinstance(x, jax.core.Tracer) and not jax.sharding.get_abstract_mesh().empty:
+        return None if jax.default_backend() == "gpu" else jax.default_backend()
+    return jax.default_backend()
+
+
+def attend_causal(inputs: Inputs) -> AttentionState:
+    """The state of queries that each see the keys up to their own, without mask and lengths.
+
+    The text is halved until its parts are short. Each part sees itself under a mask. On the way
+    back up, the second of two neighbours sees all of the first, and the states merge: a tree over
+    the text, which computes few of the scores that causality hides.
+    """
+    (b, l), parts = inputs.q.shape[:2], 1
+    while parts * CAUSAL_BLOCK < l:
+        parts *= 2
+    size = -(-l // parts)
+    # Padded keys come last: nobody sees them.
+    q, k, v = (pad_axis(x, 1, parts * size) for x in (inputs.q, inputs.k, inputs.v))
+
+    def see(q, k, v, mask=None):
+        return attend_blockwise(inputs.replace(q=q, k=k, v=v, mask=mask))
+
+    state = see(*_split((q, k, v), b * parts, size), jnp.tri(size, dtype=bool)[None, None])
+    while parts > 1:
+        parts, size = parts // 2, size * 2
+        state, q, k, v = _split((state, q, k, v), b * parts, size)
+        second = merge(see(_half(q, 1), _half(k, 0), _half(v, 0)), _half(state, 1))
+        state = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), _half(state, 0), second)
+    return jax.tree.map(lambda x: x[:, :l], state)
+
+
+def _split(tree, rows: int, size: int):
+    """Rows of a text as more, or fewer, of `size` tokens: (b, l, …) -> (rows, size, …)."""
+    return jax.tree.map(lambda x: x.reshape(rows, size, *x.shape[2:]), tree)
+
+
+def _half(tree, which: int):
+    return jax.tree.map(lambda x: jnp.split(x, 2, axis=1)[which], tree)
+
+
+def pad_axis(x: Array | None, axis: int, size: int) -> Array | None:
+    """`x` with zeros (or False) at the end of `axis`, up to `size`."""
+    if x is None or x.shape[axis] == size:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, widths)

@@ -1,4 +1,4 @@
-"""Attention in plain JAX, a block of keys at a time: the kernel of `treeattn.kernel.attend.attend`.
+"""Attention in plain JAX, a block of keys at a time.
 
 A block's scores become a state, and the states of the blocks merge (the iteration of v1
 eq. 2–4, v2 eq. 1–3, a block at a time, as in FlashAttention). The keys and values are read
@@ -17,51 +17,33 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from treeattn.idea.arrays import accumulation_dtype
+from treeattn.idea.arrays import varying_like
 from treeattn.idea.state import AttentionState, finite, merge
 from treeattn.kernel import products
+from treeattn.kernel.inputs import Inputs
 from treeattn.kernel.products import BLOCK, STREAMS
 
 SCORES = 1 << 20  # scores held at a time, about: more of them fall out of the caches
 
 
 @functools.partial(jax.jit, inline=True)
-def attend_blockwise(q, k, v, mask, bias, kv_lengths, scale) -> AttentionState:
-    """`attend` for checked arguments and a scale."""
-    b, l, h, d = q.shape
-    n, h_kv = k.shape[1:3]
-    dtype = accumulation_dtype(q, k, v)
-    arrays = (q, k, v, mask, bias, kv_lengths)
+def attend_blockwise(inputs: Inputs) -> AttentionState:
+    """The state of the queries after all keys that they see, whatever `inputs.causal` says."""
+    (b, l, h, d), (n, h_kv) = inputs.q.shape, inputs.k.shape[1:3]
+    shape, dv, dtype = inputs.state_shape
     if n == 0:
-        return varying_like(AttentionState.identity((b, l, h), v.shape[-1], dtype), *arrays)
+        return varying_like(AttentionState.identity(shape, dv, dtype), *inputs.arrays)
+    # Before the loop: a cast inside a branch would put its transpose, an Allreduce, into the
+    # branch's backward pass, where devices that skip the block would leave the others waiting.
+    q, k, v, mask, bias, lengths, factor = varying_like(inputs.arrays, *inputs.arrays)
+    scale = inputs.scale if factor is None else inputs.scale * factor.astype(dtype)
     q = (q.astype(dtype) * scale).reshape(b, l, h_kv, h // h_kv, d).transpose(0, 2, 3, 1, 4)
     mask, bias = (x if x is None else _group_heads(x, h_kv) for x in (mask, bias))
     bias = bias if bias is None else bias.astype(dtype)
-    if kv_lengths is not None:
-        wide = kv_lengths.astype(jnp.promote_types(kv_lengths.dtype, jnp.int32))
-        kv_lengths = jnp.clip(wide, 0, n).astype(jnp.int32)
-    # Before the loop: a cast inside a branch would put its transpose, an Allreduce, into the
-    # branch's backward pass, where devices that skip the block would leave the others waiting.
-    arrays = (q, k, v, mask, bias, kv_lengths)
-    state = _attend(*varying_like(arrays, *arrays))
+    state = _attend(inputs.by_row, q, k, v, mask, bias, lengths)
     return jax.tree.map(
         lambda x: x.transpose(0, 3, 1, 2, *range(4, x.ndim)).reshape(b, l, h, *x.shape[4:]), state
     )
-
-
-def varying_like(tree, *arrays):
-    """`tree`, typed as differing between the devices along every axis that an array differs along.
-
-    Inside `shard_map` a loop's carry must have the type that its body gives it; elsewhere this
-    does nothing.
-    """
-    axes = frozenset().union(*(jax.typeof(x).vma for x in arrays if x is not None))
-
-    def cast(x):
-        missing = tuple(axes - jax.typeof(x).vma)
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(cast, tree)
 
 
 def _group_heads(x, h_kv: int):
@@ -70,13 +52,13 @@ def _group_heads(x, h_kv: int):
     return x.reshape((b, 1, 1, l, n) if h == 1 else (b, h_kv, h // h_kv, l, n))
 
 
-@jax.custom_jvp
-def _attend(q, k, v, mask, bias, lengths) -> AttentionState:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attend(by_row, q, k, v, mask, bias, lengths) -> AttentionState:
     b = q.shape[0]
-    if lengths is None or b == 1:
+    if lengths is None or b == 1 or not by_row:
         return _attend_rows(0, b, q, k, v, mask, bias, lengths)
 
-    def row(i):  # one at a time, so that a short row does not read the blocks of a long one
+    def row(i):
         own = (
             x if x is None or x.shape[0] == 1 else lax.dynamic_slice_in_dim(x, i, 1)
             for x in (q, mask, bias, lengths)
@@ -94,7 +76,6 @@ def _attend_rows(row, rows: int, q, k, v, mask, bias, lengths) -> AttentionState
     size = _block_size(q, n)
     few = products.few_queries(q, n)
     scores = products.stream_scores if few else products.matrix_scores
-    sums = products.stream_sums if few else products.matrix_sums
     small, half = _shrink(q)
     read = functools.partial(products.read, row=row, rows=rows, dtype=q.dtype)
 
@@ -103,7 +84,10 @@ def _attend_rows(row, rows: int, q, k, v, mask, bias, lengths) -> AttentionState
         s = _limit(scores(small, read(k, first, size)) * half * half, visible, added)
         m = products.row_max(s)
         p = jnp.exp(s - finite(m)[..., None])
-        denominator, numerator = sums(p, lambda at, size: read(v, first + at, size))
+        if few:  # a stream of values at a time
+            denominator, numerator = products.stream_sums(p, lambda i, n: read(v, first + i, n))
+        else:
+            denominator, numerator = products.matrix_sums(p, read(v, first, size))
         return AttentionState(m, denominator, finite(numerator))
 
     if size == n and lengths is None:
@@ -172,7 +156,11 @@ def _both(visible, more):
 
 
 def _shrink(q):
-    """(q / f², f): f a power of two for each query, so that no partial sum of q·k overflows."""
+    """(q / f², f): f a power of two for each query, so that no partial sum of q·k overflows.
+
+    |q·k| ≤ d · max|q| · max|k|: with f² ≥ d · max|q|, the scores of q / f² stay below max|k|, which
+    is in range. They are multiplied by f twice, after which the largest may be clipped.
+    """
     largest = products.row_max(jnp.abs(q))[..., None]
     exponent = jnp.ceil(jnp.maximum(jnp.log2(largest) + jnp.log2(q.shape[-1]), 0) / 2)
     exponent, one = lax.stop_gradient(exponent).astype(jnp.int32), jnp.ones_like(largest)
@@ -190,12 +178,12 @@ def _limit(s, visible, bias):
 
 
 @functools.partial(_attend.defjvp, symbolic_zeros=True)
-def _attend_jvp(primals, tangents):
+def _attend_jvp(by_row, primals, tangents):
     """The derivative: that of a second pass over the blocks, relative to the final pivot.
 
     The pivot is constant, so the blocks only add up: nothing has to be kept of each.
     """
-    state = _attend(*primals)
+    state = _attend(by_row, *primals)
     q, k, v, mask, bias, lengths = primals
     arguments = {"q": q, "k": k, "v": v, "bias": bias}
     tangents = dict(zip(arguments, (*tangents[:3], tangents[4]), strict=True))
@@ -231,7 +219,7 @@ def _sums(q, k, v, bias, *, mask, lengths, m):
         keys, values = block["k"].astype(q.dtype), block["v"].astype(q.dtype)
         s = _limit(products.matrix_scores(small, keys) * half * half, visible, added)
         p = jnp.exp(s - m)
-        return jax.tree.map(jnp.add, sums, products.matrix_sums(p, lambda *_: values))
+        return jax.tree.map(jnp.add, sums, products.matrix_sums(p, values))
 
     zeros = jnp.zeros(m.shape[:-1], m.dtype), jnp.zeros((*m.shape[:-1], v.shape[-1]), m.dtype)
     zeros = varying_like(zeros, q, k, v, mask, bias, lengths)

@@ -13,8 +13,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from treeattn.idea.arrays import varying_like
 from treeattn.idea.state import AttentionState, finalize, from_output
-from treeattn.kernel.attend import attend_blockwise, varying_like
+from treeattn.kernel.blockwise import attend_blockwise
+from treeattn.kernel.inputs import Inputs
 
 MAX_HEAD_DIM = 256
 
@@ -45,8 +47,9 @@ def _load_cuda_runtime() -> None:
             return
 
 
-def obstacle(q, k, v, mask=None, bias=None) -> str | None:
+def obstacle(inputs: Inputs) -> str | None:
     """Why the kernel cannot take these arguments, naming the argument; None if it can."""
+    q, v = inputs.q, inputs.v
     if q.dtype not in (jnp.float16, jnp.bfloat16):
         return f"q: the flash kernel takes float16 or bfloat16, got {q.dtype}"
     if v.shape[-1] != q.shape[-1]:
@@ -55,105 +58,71 @@ def obstacle(q, k, v, mask=None, bias=None) -> str | None:
         )
     if q.shape[-1] > MAX_HEAD_DIM:
         return f"q: the flash kernel takes a head_dim up to {MAX_HEAD_DIM}, got {q.shape[-1]}"
-    for name, x in (("mask", mask), ("bias", bias)):
+    for name, x in (("mask", inputs.mask), ("bias", inputs.bias)):
         if x is not None:
             return f"{name}: the flash kernel takes none; use implementation='blockwise'"
+    if inputs.causal and inputs.lengths is not None:
+        return "kv_lengths: the flash kernel takes none where it is causal"
     return None
 
 
-def platform_of(x) -> str | None:
-    """Where `x` is or will be computed on; None inside a mesh, which its owner has checked."""
-    if isinstance(x, jax.core.Tracer):
-        return None if not jax.sharding.get_abstract_mesh().empty else jax.default_backend()
-    if isinstance(x, jax.Array):
-        return next(iter(x.devices())).platform
-    return jax.default_backend()
+@jax.custom_vjp
+def flash_attend(inputs: Inputs) -> AttentionState:
+    """The state by the CUDA kernel, of inputs that have no `obstacle`.
 
-
-def resolve(implementation: str | None, q, k, v, mask=None, bias=None) -> str:
-    """ "flash" or "blockwise": what `attend` will run for these arguments.
-
-    Raises ValueError for another name, and for "flash" where the kernel cannot run.
+    The kernel knows its scale when it is compiled. A factor, which comes later, multiplies the
+    queries, and is rounded with them.
     """
-    if implementation not in (None, "blockwise", "flash"):
-        raise ValueError(
-            f"implementation: expected 'blockwise', 'flash' or None, got {implementation!r}"
-        )
-    if implementation == "blockwise":
-        return implementation
-    problem, platform = obstacle(q, k, v, mask, bias), platform_of(q)
-    if implementation is None:
-        on_cuda = (platform or jax.default_backend()) == "gpu"
-        installed = on_cuda and importlib.util.find_spec("flash_attn_jax") is not None
-        return "flash" if installed and problem is None else "blockwise"
-    if problem is None and platform not in (None, "gpu"):
-        problem = f"implementation: 'flash' needs CUDA devices, and q is on a {platform} device"
-    if problem is not None:
-        raise ValueError(problem)
-    return implementation
-
-
-def flash_attend(q, k, v, kv_lengths, scale: float, *, causal: bool = False) -> AttentionState:
-    """`attend` by the CUDA kernel; with `causal`, query i sees keys 0 … i.
-
-    Raises ValueError where `obstacle` finds one, or when a causal q is not as long as k.
-    """
-    if (problem := obstacle(q, k, v)) is not None:
-        raise ValueError(problem)
-    if causal and q.shape[1] != k.shape[1]:
-        raise ValueError(f"q: expected as many queries as keys, {k.shape[1]}, got {q.shape[1]}")
-    q, k, v = varying_like((q, k, v), q, k, v, kv_lengths)
-    return _flash(q, k, v, kv_lengths, scale, causal)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _flash(q, k, v, kv_lengths, scale, causal) -> AttentionState:
-    b, l, h, _ = q.shape
-    n = k.shape[1]
-    if n == 0:
-        state = AttentionState.identity((b, l, h), v.shape[-1], jnp.float32)
-        return varying_like(state, q, k, v, kv_lengths)
-    flash_fwd, varlen_fwd = load()
-    options = {"softmax_scale": float(scale), "is_causal": causal}
-    if kv_lengths is None:
+    if inputs.k.shape[1] == 0:
+        return attend_blockwise(inputs)
+    q, k, v, *_, lengths, factor = varying_like(inputs.arrays, *inputs.arrays)
+    q = q if factor is None else (q * factor).astype(q.dtype)
+    options = {"softmax_scale": inputs.scale, "is_causal": inputs.causal}
+    if lengths is None:
+        flash_fwd, _ = load()
         out, lse = flash_fwd.flash_mha_fwd(
             q, k, v, window_size_left=-1, window_size_right=-1, **options
         )
         lse = lse.transpose(0, 2, 1)  # (b, h, l) -> (b, l, h)
     else:
-        # One packed sequence, two segments a row: its keys, and its padding, which no query sees.
-        rows = jnp.arange(b, dtype=jnp.int32)
-        lengths = jnp.clip(kv_lengths, 0, n).astype(jnp.int32)
-        last = jnp.array([b], jnp.int32)
-        starts_q = jnp.stack([rows * l, (rows + 1) * l], 1).ravel()
-        starts_k = jnp.stack([rows * n, rows * n + lengths], 1).ravel()
-        out, lse = varlen_fwd.flash_mha_varlen_fwd(
-            *(x.reshape(-1, *x.shape[2:]) for x in (q, k, v)),
-            jnp.concatenate([starts_q, last * l]),
-            jnp.concatenate([starts_k, last * n]),
-            max_seqlen_q=l,
-            max_seqlen_k=n,
-            **options,
-        )
-        out = out.reshape(q.shape)
-        lse = lse[::2, :, :l].transpose(0, 2, 1)  # (2b, h, l) -> (b, l, h)
-    out, lse = varying_like((out, lse), q, k, v, kv_lengths)
-    return from_output(out, lse)
+        out, lse = _variable_lengths(q, k, v, lengths, options)
+    return from_output(*varying_like((out, lse), *inputs.arrays))
 
 
-def _flash_forward(q, k, v, kv_lengths, scale, causal):
-    return _flash(q, k, v, kv_lengths, scale, causal), (q, k, v, kv_lengths)
+def _variable_lengths(q, k, v, lengths, options):
+    """(out, lse) of rows with lengths of their own, as one packed sequence.
+
+    Each row is two segments: its keys, which its queries see, and its padding, which no query
+    sees. The cumulative queries are 0, l, l, 2l, 2l, …, the keys 0, len₀, n, n + len₁, 2n, …
+    """
+    (b, l), n = q.shape[:2], k.shape[1]
+    rows, end = jnp.arange(b, dtype=jnp.int32), jnp.array([b], jnp.int32)
+    starts_q = jnp.stack([rows * l, (rows + 1) * l], axis=1).ravel()
+    starts_k = jnp.stack([rows * n, rows * n + lengths], axis=1).ravel()
+    _, varlen_fwd = load()
+    out, lse = varlen_fwd.flash_mha_varlen_fwd(
+        *(x.reshape(-1, *x.shape[2:]) for x in (q, k, v)),
+        jnp.concatenate([starts_q, end * l]),
+        jnp.concatenate([starts_k, end * n]),
+        max_seqlen_q=l,
+        max_seqlen_k=n,
+        **options,
+    )
+    lse = lse[::2, :, :l]  # (2b, h, l): every other segment has the queries
+    return out.reshape(q.shape), lse.transpose(0, 2, 1)
 
 
-def _flash_backward(scale, causal, saved, cotangent):
-    q, k, v, kv_lengths = saved
-    mask = jnp.tri(q.shape[1], dtype=bool)[None, None] if causal else None
-
-    def blockwise(q, k, v):
-        state = attend_blockwise(q, k, v, mask, None, kv_lengths, scale)
-        return from_output(*finalize(state))
-
-    return *jax.vjp(blockwise, q, k, v)[1](cotangent), None
+def _forward(inputs: Inputs):
+    return flash_attend(inputs), inputs
 
 
-_flash.defvjp(_flash_forward, _flash_backward)
+def _backward(inputs: Inputs, cotangent):
+    mask = jnp.tri(inputs.q.shape[1], dtype=bool)[None, None] if inputs.causal else None
+
+    def blockwise(inputs):
+        return from_output(*finalize(attend_blockwise(inputs.replace(mask=mask))))
+
+    return jax.vjp(blockwise, inputs)[1](cotangent)
+
+
+flash_attend.defvjp(_forward, _backward)

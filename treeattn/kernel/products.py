@@ -44,6 +44,7 @@ def row_max(s):
 
 
 def matrix_scores(q, k):
+    """q·k of all queries and keys, (b, h_kv, group, l, size), as a matrix product."""
     if q.shape[2] * q.shape[3] < q.shape[4]:
         # XLA:CPU transposes the second factor: let that be the smaller one.
         s = lax.dot_general(k, q, (((3,), (4,)), ((0, 2), (0, 1))))
@@ -51,12 +52,11 @@ def matrix_scores(q, k):
     return jnp.einsum("bkgld,bnkd->bkgln", q, k)
 
 
-def matrix_sums(p, read):
-    """(Σ p, Σ p v), with p at most 1. Values divided by their number keep the sum in range."""
-    size = p.shape[-1]
-    v = read(0, size) / BLOCK
-    total = jnp.einsum("bkgln,n->bkgl", p, jnp.ones(size, p.dtype))  # faster than jnp.sum
-    return total, jnp.einsum("bkgln,bnkd->bkgld", p, v) * BLOCK
+def matrix_sums(p, v):
+    """(Σ p, Σ p v), with p at most 1. Values divided by BLOCK, at least their number, keep the
+    sum in range."""
+    total = jnp.einsum("bkgln,n->bkgl", p, jnp.ones(p.shape[-1], p.dtype))  # faster than jnp.sum
+    return total, jnp.einsum("bkgln,bnkd->bkgld", p, v / BLOCK) * BLOCK
 
 
 # Few queries: XLA would transpose the keys for a matrix product, and write out the products of
@@ -65,6 +65,7 @@ def matrix_sums(p, read):
 
 
 def stream_scores(q, k):
+    """q·k of all queries and keys, (b, h_kv, group, l, size), as a sum of elementwise products."""
     starts, width = _terms(q.shape[-1])
     q, k = q[:, None], k[:, :, :, None, None]
     s, done = 0, 0
@@ -86,7 +87,10 @@ def _terms(d: int) -> tuple[range | tuple[int, ...], int]:
 
 
 def stream_sums(p, read):
-    """(Σ p, Σ p v), with p at most 1. Weights divided by their number keep the sum in range."""
+    """(Σ p, Σ p v), with p at most 1; read(i, n) gives values i … i + n − 1 of the block.
+
+    Weights divided by BLOCK, at least their number, keep the sum in range.
+    """
     total = jnp.sum(p, axis=-1)
     each = p.shape[-1] // STREAMS
     p = jnp.moveaxis(p / BLOCK, -1, 1)[..., None]

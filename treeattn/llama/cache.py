@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
+from treeattn.devices.shards import over_shards
 from treeattn.idea.arrays import Array
 from treeattn.idea.state import AttentionState
 
@@ -111,20 +112,6 @@ def _empty(layers: int, shape: tuple[int, ...], dtype, mesh: Mesh | None) -> Cal
     return jax.jit(build, out_shardings=shardings)
 
 
-def over_shards(body, mesh: Mesh | None, in_specs, out_specs):
-    """`body` on every device of the mesh, or simply `body`. Its first argument is the rank."""
-    if mesh is None:
-        return lambda *args: body(0, *args)
-    axes = axes_of(mesh)
-    return jax.shard_map(
-        lambda *args: body(jax.lax.axis_index(axes), *args),
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        check_vma=False,  # JAX cannot tell that a butterfly's result is the same everywhere
-    )
-
-
 def attend_cache(
     q: Float[Array, "b l h d"],
     k: Float[Array, "b n h_kv d"],
@@ -140,7 +127,9 @@ def attend_cache(
     def body(rank, q, k, v, lengths):
         return attention(q, k, v, shard_lengths(lengths, rank, shards_of(mesh)), axes)
 
-    return over_shards(body, mesh, (whole, shard, shard, whole), whole)(q, k, v, lengths)
+    return over_shards(body, mesh, axes_of(mesh), (whole, shard, shard, whole), whole)(
+        q, k, v, lengths
+    )
 
 
 def append(old, new, lengths: Int[Array, " b"], counts: Int[Array, " b"], mesh, select=None):
@@ -164,7 +153,9 @@ def append(old, new, lengths: Int[Array, " b"], counts: Int[Array, " b"], mesh, 
         return jax.tree.map(lambda x, y: x.at[texts, rows].set(y, mode="drop"), old, new)
 
     shard = P(None, axes_of(mesh))
-    return over_shards(body, mesh, (shard, P(), P(), P()), shard)(old, new, lengths, counts)
+    return over_shards(body, mesh, axes_of(mesh), (shard, P(), P(), P()), shard)(
+        old, new, lengths, counts
+    )
 
 
 def fill(old, new, mesh: Mesh):
@@ -186,7 +177,7 @@ def fill(old, new, mesh: Mesh):
         return jax.tree.map(deal, old, new)
 
     shard = P(None, axes)
-    return over_shards(body, mesh, (shard, shard), shard)(old, new)
+    return over_shards(body, mesh, axes_of(mesh), (shard, shard), shard)(old, new)
 
 
 def grow(cache: Cache, capacity: int, mesh: Mesh | None) -> Cache:
@@ -200,7 +191,7 @@ def grow(cache: Cache, capacity: int, mesh: Mesh | None) -> Cache:
         return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, added), (0, 0), (0, 0))), arrays)
 
     spec = P(None, axes_of(mesh))
-    k, v = jax.jit(over_shards(body, mesh, (spec,), spec))((cache.k, cache.v))
+    k, v = jax.jit(over_shards(body, mesh, axes_of(mesh), (spec,), spec))((cache.k, cache.v))
     return Cache(k, v, cache.lengths)
 
 

@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
-from treeattn.devices.prefill import CAUSAL_BLOCK
 from treeattn.idea.arrays import Array
+from treeattn.kernel.attend import CAUSAL_BLOCK
 from treeattn.llama import cache as caches
 from treeattn.llama import steps
 from treeattn.llama.cache import Cache, NewKeys, ShardAttention

@@ -1,20 +1,15 @@
-"""Tree Attention: a cache sharded over devices, its shards' states merged across the mesh.
+"""Merging across a mesh: every device's state in, the state of all their keys out.
 
-Each device attends to its own keys and values; only the states travel, whose size does not
-depend on the length of the context. (v1 §5.2, Algorithm 3; v2 §5.2, Algorithm 3.)
+Only states travel, whose size does not depend on the length of the context. (v1 §5.2,
+Algorithm 3; v2 §5.2, Algorithm 3.)
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 
-from treeattn.devices.shards import attend_shard, check_implementation, mesh_axes, over_shards
 from treeattn.idea.arrays import Array
-from treeattn.idea.state import AttentionState, finalize, merge, reduce_tree, rescale
-from treeattn.kernel.attend import check_attend_inputs
+from treeattn.idea.state import AttentionState, merge, reduce_tree, rescale
 
 
 def merge_across(
@@ -33,8 +28,7 @@ def merge_across(
 
     Raises ValueError for another method.
     """
-    if method not in METHODS:
-        raise ValueError(f"method: expected one of {tuple(METHODS)}, got {method!r}")
+    check_method(method)
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     for axis in reversed(axes):
         state = METHODS[method](state, axis)
@@ -75,6 +69,12 @@ def _gather(state: AttentionState, axis: str) -> AttentionState:
 METHODS = {"allreduce": _allreduce, "butterfly": _butterfly, "gather": _gather}
 
 
+def check_method(method: str) -> None:
+    """Raise a ValueError, with the methods there are, for another."""
+    if method not in METHODS:
+        raise ValueError(f"method: expected one of {tuple(METHODS)}, got {method!r}")
+
+
 def pack_state(state: AttentionState) -> Float[Array, "... packed"]:
     """The three fields as one array, so that one message carries them: numerator, d, m."""
     m, d, n = state
@@ -93,72 +93,3 @@ def _send(state: AttentionState, axis: str, pairs: list[tuple[int, int]]) -> Att
 
 def _where(condition, a: AttentionState, b: AttentionState) -> AttentionState:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
-
-
-def tree_decode(
-    q: Float[Array, "b l h d"],
-    k: Float[Array, "b n h_kv d"],
-    v: Float[Array, "b n h_kv dv"],
-    *,
-    mesh: Mesh | AbstractMesh,
-    axis: str | tuple[str, ...],
-    kv_lengths: Int[Array, " b"] | None = None,
-    mask: Bool[Array, "#b #h #l #n"] | None = None,
-    bias: Float[Array, "#b #h #l #n"] | None = None,
-    scale: float | None = None,
-    method: str = "allreduce",
-    implementation: str | None = None,
-    return_lse: bool = False,
-):
-    """Attention of q, present on every device, over keys and values sharded along `axis`.
-
-    Layouts, mask, bias, kv_lengths and scale are those of `attend`, and implementation is, too.
-    The keys are dealt to the devices in contiguous shards; kv_len need not divide by their
-    number, and may be smaller. A cache that is already sharded so stays where it is.
-    axis names one axis of the mesh, or several, outermost first; method is `merge_across`'s.
-
-    Returns out (b, l, h, dv) in q's dtype; with return_lse also lse (b, l, h), the natural
-    logarithm of the sum of exponentials, in float32 or wider. Both are the same on every device.
-
-    Raises ValueError for an axis that the mesh lacks, an unknown method, and whatever `attend`
-    refuses.
-    """
-    check_attend_inputs(q, k, v, mask, bias, kv_lengths)
-    axes = mesh_axes(mesh, axis)
-    check_implementation(mesh, implementation)
-    if method not in METHODS:
-        raise ValueError(f"method: expected one of {tuple(METHODS)}, got {method!r}")
-    out, lse = _tree_decode(
-        q,
-        k,
-        v,
-        kv_lengths,
-        mask,
-        bias,
-        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
-        mesh=mesh,
-        axes=axes,
-        method=method,
-        implementation=implementation,
-    )
-    return (out, lse) if return_lse else out
-
-
-@functools.partial(jax.jit, static_argnames=("scale", "mesh", "axes", "method", "implementation"))
-def _tree_decode(q, k, v, kv_lengths, mask, bias, *, scale, mesh, axes, method, implementation):
-    def body(q, shard, kv_lengths):
-        state = attend_shard(
-            q,
-            shard,
-            jax.lax.axis_index(axes),
-            kv_lengths=kv_lengths,
-            scale=scale,
-            implementation=implementation,
-        )
-        out, lse = finalize(merge_across(state, axes, method=method))
-        return out.astype(q.dtype), lse
-
-    # Only the Allreduce's result is known to JAX to be the same everywhere.
-    return over_shards(
-        body, q, k, v, kv_lengths, mask, bias, mesh=mesh, axes=axes, check=method == "allreduce"
-    )

@@ -1,0 +1,181 @@
+"""Decoding from a sharded cache: by a tree of states, and by the rings it is compared with.
+
+`tree`, `ring` and `pass_q` are what one device does, inside `shard_map`: with queries that all
+devices have, and with a shard of the keys whose lengths count its own, to the state of the queries
+after all devices' keys. The cache may be dealt in any way: in contiguous shards, as `tree_decode`
+and its like do it, or in stripes, as a Llama's is.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Bool, Float, Int
+
+from treeattn.devices.merge import METHODS, check_method, merge_across, pack_state, unpack_state
+from treeattn.devices.shards import check_call, deal, no_keys, over_shards, own_lengths, pass_on
+from treeattn.idea.arrays import Array
+from treeattn.idea.state import AttentionState, finalize, merge
+from treeattn.kernel.attend import attend_inputs, pad_axis
+from treeattn.kernel.inputs import Inputs
+
+
+def tree(inputs: Inputs, axes: tuple[str, ...], *, method: str = "allreduce") -> AttentionState:
+    """Tree Attention: every device attends to its shard, and the states merge across the mesh."""
+    return merge_across(attend_inputs(inputs), axes, method=method)
+
+
+def ring(inputs: Inputs, axes: tuple[str, ...]) -> AttentionState:
+    """Ring Attention: every shard visits every device. The devices agree up to rounding."""
+    p, shard = jax.lax.axis_size(axes), ("k", "v", "mask", "bias", "lengths")
+
+    def visit(carry, _):
+        state, arrived = carry
+        leaving = pass_on(arrived, axes, p)  # under way while this device computes
+        return (merge(state, attend_inputs(inputs.replace(**arrived))), leaving), None
+
+    start = no_keys(inputs), {name: getattr(inputs, name) for name in shard}
+    (state, arrived), _ = jax.lax.scan(visit, start, length=p - 1)
+    return merge(state, attend_inputs(inputs.replace(**arrived)))
+
+
+def pass_q(inputs: Inputs, axes: tuple[str, ...]) -> AttentionState:
+    """A ring that moves shares of the queries, and their states, past shards that stay."""
+    p, rank = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
+    (b, l), t = inputs.q.shape[:2], inputs.k.shape[1]
+    share = -(-l // p)  # queries a device sends off
+    lengths = jnp.full(b, t, jnp.int32) if inputs.lengths is None else inputs.lengths
+
+    def rows(x, axis, start):
+        return jax.lax.dynamic_slice_in_dim(pad_axis(x, axis, p * share), start, share, axis)
+
+    def visit(carry, step):
+        q, state = carry
+        start = (rank - step) % p * share  # the visiting queries' first row
+        mask, bias = (
+            x if x is None or x.shape[2] == 1 else rows(x, 2, start)
+            for x in (inputs.mask, inputs.bias)
+        )
+        seen = jnp.where(start < l, lengths, 0)  # a share of padding attends to nothing
+        here = attend_inputs(inputs.replace(q=q, mask=mask, bias=bias, lengths=seen))
+        return pass_on((q, merge(state, here)), axes, p), None
+
+    q = rows(inputs.q, 1, rank * share)
+    start = q, no_keys(inputs.replace(q=q))
+    (_, state), _ = jax.lax.scan(visit, start, jnp.arange(p))  # after p steps all are home
+    whole = jax.lax.all_gather(pack_state(state), axes, axis=1, tiled=True)
+    return unpack_state(whole[:, :l])
+
+
+# By name, and always the same function objects, so that nothing compiles twice.
+ON_DEVICE = {method: functools.partial(tree, method=method) for method in METHODS}
+ON_DEVICE |= {"ring": ring, "pass_q": pass_q}
+
+
+def tree_decode(
+    q: Float[Array, "b l h d"],
+    k: Float[Array, "b n h_kv d"],
+    v: Float[Array, "b n h_kv dv"],
+    *,
+    mesh: Mesh | AbstractMesh,
+    axis: str | tuple[str, ...],
+    kv_lengths: Int[Array, " b"] | None = None,
+    mask: Bool[Array, "#b #h #l #n"] | None = None,
+    bias: Float[Array, "#b #h #l #n"] | None = None,
+    scale: float | Float[Array, ""] | None = None,
+    method: str = "allreduce",
+    implementation: str | None = None,
+    return_lse: bool = False,
+):
+    """Attention of q, present on every device, over keys and values sharded along `axis`.
+
+    Layouts, mask, bias, kv_lengths and scale are those of `attend`, and implementation is, too.
+    The keys are dealt to the devices in contiguous shards; kv_len need not divide by their
+    number, and may be smaller. A cache that is already sharded so stays where it is; where the
+    batch is sharded along another axis of the mesh, it stays so, too.
+    axis names one axis of the mesh, or several, outermost first; method is `merge_across`'s.
+    A program is compiled for each number given as scale; an array's value is not compiled in.
+
+    Returns out (b, l, h, dv) in q's dtype; with return_lse also lse (b, l, h), the natural
+    logarithm of the sum of exponentials, in float32 or wider. Both are the same on every device.
+
+    Raises ValueError for an axis that the mesh lacks, an unknown method, and whatever `attend`
+    refuses.
+    """
+    check_method(method)
+    return _decode(
+        method, q, k, v, return_lse, mesh, axis, kv_lengths=kv_lengths, mask=mask, bias=bias,
+        scale=scale, implementation=implementation,
+    )  # fmt: skip
+
+
+def ring_decode(
+    q: Float[Array, "b l h d"],
+    k: Float[Array, "b n h_kv d"],
+    v: Float[Array, "b n h_kv dv"],
+    *,
+    mesh: Mesh | AbstractMesh,
+    axis: str | tuple[str, ...],
+    kv_lengths: Int[Array, " b"] | None = None,
+    mask: Bool[Array, "#b #h #l #n"] | None = None,
+    bias: Float[Array, "#b #h #l #n"] | None = None,
+    scale: float | Float[Array, ""] | None = None,
+    implementation: str | None = None,
+    return_lse: bool = False,
+):
+    """Ring Attention for decoding: every shard of the cache visits every device.
+
+    (Liu et al. 2023; v1 §6.3.) Arguments, result and errors as `tree_decode`, without method. In
+    each of p − 1 steps a device sends the shard it holds to its neighbour: 2·b·t·d_kv·(p − 1)
+    elements from each device (v1 eq. 31–32 counts p steps; the last would bring the shards home).
+    """
+    return _decode(
+        "ring", q, k, v, return_lse, mesh, axis, kv_lengths=kv_lengths, mask=mask, bias=bias,
+        scale=scale, implementation=implementation,
+    )  # fmt: skip
+
+
+def pass_q_decode(
+    q: Float[Array, "b l h d"],
+    k: Float[Array, "b n h_kv d"],
+    v: Float[Array, "b n h_kv dv"],
+    *,
+    mesh: Mesh | AbstractMesh,
+    axis: str | tuple[str, ...],
+    kv_lengths: Int[Array, " b"] | None = None,
+    mask: Bool[Array, "#b #h #l #n"] | None = None,
+    bias: Float[Array, "#b #h #l #n"] | None = None,
+    scale: float | Float[Array, ""] | None = None,
+    implementation: str | None = None,
+    return_lse: bool = False,
+):
+    """A ring that moves the queries and their states ("pass-Q"); the cache stays where it is.
+
+    Arguments, result and errors as `tree_decode`, without method. The queries are dealt to the
+    devices along q_len; each share, with the state it has gathered, visits every device and
+    comes home: p steps of b·⌈l/p⌉·h·(d + dv + 2) elements from each device, whatever the
+    context, and a gather of the states. A single query is on one device only; the other shares
+    travel empty.
+    """
+    return _decode(
+        "pass_q", q, k, v, return_lse, mesh, axis, kv_lengths=kv_lengths, mask=mask, bias=bias,
+        scale=scale, implementation=implementation,
+    )  # fmt: skip
+
+
+def _decode(name: str, q, k, v, return_lse: bool, mesh, axis, **options):
+    inputs, axes = check_call(q, k, v, mesh, axis, **options)
+    out, lse = _decode_jit(inputs, name=name, mesh=mesh, axes=axes)
+    return (out, lse) if return_lse else out
+
+
+@functools.partial(jax.jit, static_argnames=("name", "mesh", "axes"))
+def _decode_jit(inputs: Inputs, *, name: str, mesh, axes):
+    def body(rank, inputs):
+        out, lse = finalize(ON_DEVICE[name](own_lengths(inputs, rank), axes))
+        return out.astype(inputs.q.dtype), lse
+
+    inputs, specs = deal(inputs, mesh, axes)
+    # Only the Allreduce's result is known to JAX to be the same everywhere.
+    return over_shards(body, mesh, axes, (specs,), check=name == "allreduce")(inputs)
