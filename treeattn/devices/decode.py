@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Integer
 
 from treeattn.devices.merge import METHODS, check_method, merge_across, pack_state, unpack_state
 from treeattn.devices.shards import check_call, deal, no_keys, over_shards, own_lengths, pass_on
@@ -80,7 +80,7 @@ def tree_decode(
     *,
     mesh: Mesh | AbstractMesh,
     axis: str | tuple[str, ...],
-    kv_lengths: Int[Array, " b"] | None = None,
+    kv_lengths: Integer[Array, " b"] | None = None,
     mask: Bool[Array, "#b #h #l #n"] | None = None,
     bias: Float[Array, "#b #h #l #n"] | None = None,
     scale: float | Float[Array, ""] | None = None,
@@ -117,7 +117,7 @@ def ring_decode(
     *,
     mesh: Mesh | AbstractMesh,
     axis: str | tuple[str, ...],
-    kv_lengths: Int[Array, " b"] | None = None,
+    kv_lengths: Integer[Array, " b"] | None = None,
     mask: Bool[Array, "#b #h #l #n"] | None = None,
     bias: Float[Array, "#b #h #l #n"] | None = None,
     scale: float | Float[Array, ""] | None = None,
@@ -143,7 +143,7 @@ def pass_q_decode(
     *,
     mesh: Mesh | AbstractMesh,
     axis: str | tuple[str, ...],
-    kv_lengths: Int[Array, " b"] | None = None,
+    kv_lengths: Integer[Array, " b"] | None = None,
     mask: Bool[Array, "#b #h #l #n"] | None = None,
     bias: Float[Array, "#b #h #l #n"] | None = None,
     scale: float | Float[Array, ""] | None = None,

@@ -5,7 +5,7 @@ import importlib.util
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Integer
 
 from treeattn.idea.arrays import Array
 from treeattn.idea.state import AttentionState, finalize, merge
@@ -23,7 +23,7 @@ def attend(
     *,
     mask: Bool[Array, "#b #h #l #n"] | None = None,
     bias: Float[Array, "#b #h #l #n"] | None = None,
-    kv_lengths: Int[Array, " b"] | None = None,
+    kv_lengths: Integer[Array, " b"] | None = None,
     scale: float | Float[Array, ""] | None = None,
     causal: bool = False,
     implementation: str | None = None,

@@ -1,4 +1,4 @@
-"""Rings, pass-Q and the sharded prefills against dense attention, and what they send."""
+"""The sharded prefills against dense attention, and what they send."""
 
 import functools
 
@@ -10,55 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from oracles import dense_attention, dense_gradients, dense_weights
-from test_tree import draw_inputs, make_mesh
+from oracles import dense_attention, dense_gradients
+from test_decode import make_mesh
 
 import treeattn
-from treeattn.cost.program import collectives, count, total_bytes
-from treeattn.idea.state import finalize
-from treeattn.kernel import attend as kernel
-from treeattn.kernel.attend import CAUSAL_BLOCK
+from treeattn.cost.program import collectives, total_bytes
 
-DECODERS = {"ring": treeattn.ring_decode, "pass-Q": treeattn.pass_q_decode}
 PREFILLS = {"ring": treeattn.ring_attention, "Ulysses": treeattn.ulysses_attention}
-
-
-def check_dense(result, q, k, v, w, u, **options):
-    """((_, (out, lse)), gradients of Σ w·out + Σ u·lse) is what dense attention gives."""
-    (_, (out, lse)), grads = result
-    np.testing.assert_allclose(out, dense_attention(q, k, v, **options), atol=1e-12)
-    np.testing.assert_allclose(lse, dense_weights(q, k, **options)[1], atol=1e-12)
-    for got, expected in zip(grads, dense_gradients(q, k, v, w, u, **options), strict=True):
-        np.testing.assert_allclose(got, expected, atol=1e-11)
-
-
-@functools.cache
-def decode_value_and_gradients(shape, name):
-    mesh = make_mesh(shape)
-
-    def loss(q, k, v, options, w, u):
-        out, lse = DECODERS[name](
-            q, k, v, mesh=mesh, axis=mesh.axis_names, return_lse=True, **options
-        )
-        seen = jnp.where(jnp.isneginf(lse), 0, lse)
-        return jnp.sum(w * out) + jnp.sum(u * seen), (out, lse)
-
-    return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
-
-
-@pytest.mark.parametrize("name", DECODERS)
-@pytest.mark.parametrize("shape", [(1,), (2,), (3,), (6,), (8,), (2, 3)], ids=str)
-def test_decoding_values_and_gradients(shape, name):
-    kv_len = 5 if shape == (6,) else 37
-
-    @settings(max_examples=8, deadline=None)
-    @given(st.integers(0, 2**32 - 1))
-    def check(seed):
-        (q, k, v), options, w, u = draw_inputs(seed, kv_len)
-        result = decode_value_and_gradients(shape, name)(q, k, v, options, w, u)
-        check_dense(result, q, k, v, w, u, **options)
-
-    check()
 
 
 @functools.cache
@@ -102,50 +60,6 @@ def test_full_prefill_takes_more_keys_than_queries():
         np.testing.assert_allclose(out, dense_attention(q, k, v), atol=1e-12)
 
 
-# A whole text on one device: halved until its parts are short.
-
-
-@functools.cache
-def causal_value_and_gradients(_length):
-    def loss(q, k, v, w, u):
-        out, lse = finalize(treeattn.attend(q, k, v, causal=True, scale=0.3))
-        return jnp.sum(w * out) + jnp.sum(u * lse), (out, lse)
-
-    return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
-
-
-@pytest.mark.parametrize("length", [CAUSAL_BLOCK, CAUSAL_BLOCK + 1, 3 * CAUSAL_BLOCK + 5])
-def test_causal_halves_values_and_gradients(length):
-    options = {"mask": np.tri(length, dtype=bool)[None, None], "scale": 0.3}
-
-    @settings(max_examples=4, deadline=None)
-    @given(st.integers(0, 2**32 - 1))
-    def check(seed):
-        rng = np.random.default_rng(seed)
-        q, w = rng.normal(size=(2, length, 6, 8)) * 2, rng.normal(size=(2, length, 6, 5))
-        k, v = rng.normal(size=(2, length, 2, 8)), rng.normal(size=(2, length, 2, 5))
-        u = rng.normal(size=(2, length, 6))
-        result = causal_value_and_gradients(length)(q, k, v, w, u)
-        check_dense(result, q, k, v, w, u, **options)
-
-    check()
-
-
-def test_causal_halves_compute_few_hidden_scores(monkeypatch):
-    seen = []
-    attend = kernel.attend_blockwise
-
-    def counting(inputs):
-        seen.append(inputs.q.shape[0] * inputs.q.shape[1] * inputs.k.shape[1])
-        return attend(inputs)
-
-    monkeypatch.setattr(kernel, "attend_blockwise", counting)
-    n, block = 1024, CAUSAL_BLOCK
-    q = jnp.ones((1, n, 2, 8))
-    jax.make_jaxpr(functools.partial(treeattn.attend, causal=True))(q, q, q)
-    assert sum(seen) == n * (n - block) // 2 + n * block  # half of n², and half of each diagonal
-
-
 # What the compiled programs send.
 
 
@@ -154,28 +68,6 @@ def shapes(mesh, kv_len, heads, kv_heads, dim, q_len=1):
     q_spec = NamedSharding(mesh, P(None, "kv") if q_len == kv_len else P())
     kv = jax.ShapeDtypeStruct((2, kv_len, kv_heads, dim), jnp.float32, sharding=spec)
     return jax.ShapeDtypeStruct((2, q_len, heads, dim), jnp.float32, sharding=q_spec), kv, kv
-
-
-@pytest.mark.parametrize("kv_heads", [8, 2])
-@pytest.mark.parametrize("p", [2, 4, 8])
-def test_ring_sends_every_shard_round_but_home(p, kv_heads):
-    """2·b·t·d_kv·(p − 1) elements from each device, of the key heads as they are."""
-    mesh, kv_len, dim = make_mesh((p,)), 1024, 32
-    f = jax.jit(functools.partial(treeattn.ring_decode, mesh=mesh, axis="kv"))
-    found = collectives(f.lower(*shapes(mesh, kv_len, 8, kv_heads, dim)).compile())
-    assert {c.kind for c in found} == {"collective-permute"}
-    assert total_bytes(found) == 4 * 2 * 2 * (kv_len // p) * (kv_heads * dim) * (p - 1)
-    assert count(found) == 2 * (p - 1)
-
-
-def test_pass_q_sends_the_same_for_every_context():
-    mesh, sent = make_mesh((4,)), set()
-    for kv_len in (256, 4096):
-        f = jax.jit(functools.partial(treeattn.pass_q_decode, mesh=mesh, axis="kv"))
-        found = collectives(f.lower(*shapes(mesh, kv_len, 8, 2, 32)).compile())
-        sent.add(total_bytes([c for c in found if c.kind == "collective-permute"]))
-    # b queries of one share, and their states, go all the way round.
-    assert sent == {4 * 4 * 2 * 8 * (32 + 32 + 2)}
 
 
 def test_ulysses_exchanges_four_times():
@@ -206,7 +98,7 @@ def test_flash_prefill_is_lowered_with_its_causal_kernel(monkeypatch):
 # What is refused.
 
 
-@pytest.mark.parametrize("f", [*DECODERS.values(), *PREFILLS.values()])
+@pytest.mark.parametrize("f", PREFILLS.values())
 def test_what_does_not_fit_is_refused(f, unchecked):
     x = jnp.ones((1, 4, 4, 8), jnp.float32)
     mesh = make_mesh((2,))

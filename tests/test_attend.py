@@ -13,6 +13,8 @@ from oracles import dense_attention, dense_gradients, dense_weights
 
 from treeattn import attend, attention, finalize, merge
 from treeattn.cost.program import memory
+from treeattn.kernel import attend as kernel
+from treeattn.kernel.attend import CAUSAL_BLOCK
 from treeattn.kernel.blockwise import BLOCK
 
 # (batch, queries, heads, key heads, keys, head_dim, value head_dim)
@@ -311,11 +313,103 @@ def test_every_order_and_mode_of_differentiation():
     check_grads(run, (q, k, v), 2, modes=["rev"])
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_lists_are_taken_for_arrays():
+    (q, k, v), _, _ = draw(0, SHAPES["many queries"], which=())
+    mask = np.arange(1100) % 3 > 0
+    expected = dense_attention(q, k, v, mask=mask[None, None, None], kv_lengths=[900, 3])
+    out = attention(q, k, v, mask=[[[mask.tolist()]]], kv_lengths=[900, 3])
+    np.testing.assert_allclose(out, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16])
+def test_narrow_lengths_are_widened(dtype):
+    (q, k, v), _, _ = draw(0, SHAPES["many queries"], which=())
+    lengths = np.array([127, 90], dtype)
+    out = attention(q, k, v, kv_lengths=lengths)
+    np.testing.assert_allclose(out, dense_attention(q, k, v, kv_lengths=lengths), atol=1e-12)
+
+
+def test_causal_with_everything_else():
+    rng = np.random.default_rng(0)
+    q, k, v = rng.normal(size=(3, 2, 40, 4, 8))
+    options = {
+        "mask": rng.random((2, 1, 40, 40)) < 0.5,
+        "bias": rng.normal(size=(1, 4, 1, 40)),
+        "kv_lengths": np.array([30, 0]),
+    }
+    out = attention(q, k, v, causal=True, **options)
+    options["mask"] &= np.tri(40, dtype=bool)
+    np.testing.assert_allclose(out, dense_attention(q, k, v, **options), atol=1e-12)
+
+
 def test_vmap():
     (q, k, v), options, _ = draw(6, SHAPES["grouped, streams, rows"], which=("kv_lengths",))
     one = lambda q, k, v, n: attention(q[None], k[None], v[None], kv_lengths=n[None])[0]  # noqa: E731
     out = jax.jit(jax.vmap(one))(q, k, v, options["kv_lengths"])
     np.testing.assert_allclose(out, dense_attention(q, k, v, **options), atol=1e-12)
+
+
+def check_dense(result, q, k, v, w, u, **options):
+    """((_, (out, lse)), gradients of Σ w·out + Σ u·lse) is what dense attention gives."""
+    (_, (out, lse)), grads = result
+    np.testing.assert_allclose(out, dense_attention(q, k, v, **options), atol=1e-12)
+    np.testing.assert_allclose(lse, dense_weights(q, k, **options)[1], atol=1e-12)
+    for got, expected in zip(grads, dense_gradients(q, k, v, w, u, **options), strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-11)
+
+
+# A whole text on one device: halved until its parts are short.
+
+
+@functools.cache
+def causal_value_and_gradients(_length):
+    def loss(q, k, v, w, u):
+        out, lse = finalize(attend(q, k, v, causal=True, scale=0.3))
+        return jnp.sum(w * out) + jnp.sum(u * lse), (out, lse)
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+
+
+@pytest.mark.parametrize("length", [CAUSAL_BLOCK, CAUSAL_BLOCK + 1, 3 * CAUSAL_BLOCK + 5])
+def test_causal_halves_values_and_gradients(length):
+    options = {"mask": np.tri(length, dtype=bool)[None, None], "scale": 0.3}
+
+    @settings(max_examples=4, deadline=None)
+    @given(st.integers(0, 2**32 - 1))
+    def check(seed):
+        rng = np.random.default_rng(seed)
+        q, w = rng.normal(size=(2, length, 6, 8)) * 2, rng.normal(size=(2, length, 6, 5))
+        k, v = rng.normal(size=(2, length, 2, 8)), rng.normal(size=(2, length, 2, 5))
+        u = rng.normal(size=(2, length, 6))
+        result = causal_value_and_gradients(length)(q, k, v, w, u)
+        check_dense(result, q, k, v, w, u, **options)
+
+    check()
+
+
+def test_causal_halves_compute_few_hidden_scores(monkeypatch):
+    seen = []
+    blockwise = kernel.attend_blockwise
+
+    def counting(inputs):
+        seen.append(inputs.q.shape[0] * inputs.q.shape[1] * inputs.k.shape[1])
+        return blockwise(inputs)
+
+    monkeypatch.setattr(kernel, "attend_blockwise", counting)
+    n, block = 1024, CAUSAL_BLOCK
+    q = jnp.ones((1, n, 2, 8))
+    jax.make_jaxpr(functools.partial(attend, causal=True))(q, q, q)
+    assert sum(seen) == n * (n - block) // 2 + n * block  # half of n², and half of each diagonal
+
+
+class _Tensor:
+    """Another library's array, as far as it can be told."""
+
+    dtype, shape, ndim = np.dtype("float32"), (2, 3, 4, 8), 4
+
+    def __dlpack__(self):
+        raise AssertionError("not to be read without being asked")
 
 
 Q, K = np.ones((2, 3, 4, 8), np.float32), np.ones((2, 5, 2, 8), np.float32)
@@ -334,6 +428,20 @@ BAD_INPUTS = {
     "bias dtype": ((Q, K, K), {"bias": np.ones((1, 1, 1, 5), int)}, TypeError, "bias: expected"),
     "lengths": ((Q, K, K), {"kv_lengths": np.ones(3, int)}, ValueError, r"kv_lengths:.*\(2,\)"),
     "lengths dtype": ((Q, K, K), {"kv_lengths": np.ones(2)}, TypeError, "kv_lengths: .* integers"),
+    "mask list": ((Q, K, K), {"mask": [True, False]}, ValueError, "mask: expected a shape"),
+    "ragged mask": ((Q, K, K), {"mask": [[True], [True, True]]}, TypeError, "mask: .*got list"),
+    "lengths list": ((Q, K, K), {"kv_lengths": [1.5, 2]}, TypeError, "kv_lengths: .*integers"),
+    "no head_dim": ((Q[..., :0], K[..., :0], K), {}, ValueError, "q: expected a head_dim"),
+    "NaN scale": ((Q, K, K), {"scale": float("nan")}, ValueError, "scale: .*finite.*nan"),
+    "scales": ((Q, K, K), {"scale": np.ones(2)}, ValueError, r"scale: .*\(2,\)"),
+    "float8": (
+        tuple(jnp.asarray(x, jnp.float8_e4m3fn) for x in (Q, K, K)),
+        {},
+        TypeError,
+        "q: .*float8",
+    ),
+    "tensor": ((_Tensor(), K, K), {}, TypeError, "q: .*_Tensor: use jnp.from_dlpack"),
+    "causal": ((Q, K, K), {"causal": True}, ValueError, "q: .*as many queries as keys, 5, got 3"),
     "implementation": ((Q, K, K), {"implementation": "fast"}, ValueError, "implementation:"),
 }
 
