@@ -67,6 +67,8 @@ VALUES = [
     ("allreduce", (8,), 37), ("allreduce", (2, 3), 37), ("allreduce", (6,), 5),
     *(("butterfly", (p,), 37) for p in (1, 2, 4, 7, 8)), ("butterfly", (4, 2), 5),
     ("gather", (3,), 37), ("gather", (2, 3), 5),
+    ("reduce_scatter", (2,), 37), ("all_to_all", (6,), 5), ("hierarchical", (4, 2), 37),
+    ("hierarchical", (8,), 5),
     ("ring", (2,), 37), ("ring", (8,), 5), ("pass_q", (2,), 5), ("pass_q", (8,), 37),
 ]  # fmt: skip
 GRADIENTS = [
@@ -84,7 +86,7 @@ def test_values_and_gradients(name, shape, kv_len):
         out, lse = decoder(shape, name)(q, k, v, options)
         np.testing.assert_allclose(out, dense_attention(q, k, v, **options), atol=1e-12)
         np.testing.assert_allclose(lse, dense_weights(q, k, **options)[1], atol=1e-12)
-        if name == "butterfly":
+        if name in ("butterfly", "gather", "all_to_all"):
             copies = [np.asarray(s.data).tobytes() for s in out.addressable_shards]
             assert len(set(copies)) == 1
         if (name, shape, kv_len) in GRADIENTS:
@@ -93,6 +95,50 @@ def test_values_and_gradients(name, shape, kv_len):
                 np.testing.assert_allclose(got, expected, atol=1e-11)
 
     check()
+
+
+@pytest.mark.parametrize("method", ["reduce_scatter", "all_to_all", "hierarchical"])
+@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2), (3, 2)], ids=str)
+def test_scattered_heads(shape, method):
+    """Each device has its own ⌈h/p⌉ heads; those beyond the last one saw no keys."""
+    mesh, heads, p = make_mesh(shape), 5, int(np.prod(shape))
+    rng = np.random.default_rng(0)
+    q, (k, v) = rng.normal(size=(2, 3, heads, 8)), rng.normal(size=(2, 2, 37, heads, 8))
+    out, lse = treeattn.tree_decode(
+        q, k, v, mesh=mesh, axis=mesh.axis_names, method=method, scatter=True, return_lse=True
+    )
+    share = -(-heads // p)
+    assert out.shape == (2, 3, share * p, 8) and lse.shape == out.shape[:3]
+    assert {s.data.shape for s in out.addressable_shards} == {(2, 3, share, 8)}
+    np.testing.assert_allclose(out[:, :, :heads], dense_attention(q, k, v), atol=1e-12)
+    np.testing.assert_allclose(lse[:, :, :heads], dense_weights(q, k)[1], atol=1e-12)
+    assert not np.any(out[:, :, heads:]) and np.all(np.isneginf(lse[:, :, heads:]))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("wire", "unit"), [(jnp.bfloat16, 2**-8), (jnp.float16, 2**-11)])
+def test_numerators_on_the_wire_in_16_bits(method, wire, unit):
+    """One rounding of the output for each time it travels; lse stays exact; gradients flow."""
+    mesh = make_mesh((2, 2))
+    rng = np.random.default_rng(0)
+    q, (k, v) = rng.normal(size=(1, 2, 4, 8)), 40 * rng.normal(size=(2, 1, 64, 4, 8))
+
+    def body(q, k, v):
+        state = merge_across(treeattn.attend(q, k, v), ("node", "device"), method=method, wire=wire)
+        return treeattn.finalize(state)
+
+    heads = P(None, None, mesh.axis_names) if method in ("reduce_scatter", "all_to_all") else P()
+    keys = P(None, mesh.axis_names)
+    f = jax.jit(jax.shard_map(
+        body, mesh=mesh, in_specs=(P(), keys, keys), out_specs=heads, check_vma=False
+    ))  # fmt: skip
+    out, lse = f(q, k, v)
+    error = np.abs(out - dense_attention(q, k, v)).max() / np.abs(v).max()
+    assert 0 < error < 4 * unit
+    np.testing.assert_allclose(lse, dense_weights(q, k)[1], rtol=1e-12)
+    grads = jax.grad(lambda v: jnp.sum(f(q, k, v)[0]))(v)
+    expected = dense_gradients(q, k, v, np.ones((1, 2, 4, 8)))[2]
+    np.testing.assert_allclose(grads, expected, atol=8 * unit)
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -412,6 +458,7 @@ def inputs(**changes):
         (ValueError, "axis: expected one or more", inputs(), {"axis": ("kv", "kv")}),
         (ValueError, "method: expected one of", inputs(), {"method": "ring"}),
         (ValueError, "implementation: 'flash' needs CUDA", inputs(), {"implementation": "flash"}),
+        (ValueError, "scatter: expected one of", inputs(), {"method": "gather", "scatter": True}),
         (ValueError, "implementation: expected", inputs(), {"implementation": "cudnn"}),
         (ValueError, "q: expected a number of heads", inputs(q=(1, 1, 3, 8)), {}),
         (ValueError, "k: expected", inputs(k=(2, 6, 2, 8)), {}),

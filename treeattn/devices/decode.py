@@ -11,9 +11,20 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Integer
 
-from treeattn.devices.merge import METHODS, check_method, merge_across, pack_state, unpack_state
+from treeattn.devices.merge import (
+    METHODS,
+    SCATTERED,
+    WHOLE,
+    check_method,
+    gather_heads,
+    merge_across,
+    pack_state,
+    scatter_by_nodes,
+    unpack_state,
+)
 from treeattn.devices.shards import check_call, deal, no_keys, over_shards, own_lengths, pass_on
 from treeattn.idea.arrays import Array
 from treeattn.idea.state import AttentionState, finalize, merge
@@ -22,7 +33,10 @@ from treeattn.kernel.inputs import Inputs
 
 
 def tree(inputs: Inputs, axes: tuple[str, ...], *, method: str = "allreduce") -> AttentionState:
-    """Tree Attention: every device attends to its shard, and the states merge across the mesh."""
+    """Tree Attention: every device attends to its shard, and the states merge across the mesh.
+
+    By "reduce_scatter" and "all_to_all" each device gets the state of its share of the heads.
+    """
     return merge_across(attend_inputs(inputs), axes, method=method)
 
 
@@ -87,6 +101,7 @@ def tree_decode(
     method: str = "allreduce",
     implementation: str | None = None,
     return_lse: bool = False,
+    scatter: bool = False,
 ):
     """Attention of q, present on every device, over keys and values sharded along `axis`.
 
@@ -97,16 +112,25 @@ def tree_decode(
     axis names one axis of the mesh, or several, outermost first; method is `merge_across`'s.
     A program is compiled for each number given as scale; an array's value is not compiled in.
 
-    Returns out (b, l, h, dv) in q's dtype; with return_lse also lse (b, l, h), the natural
-    logarithm of the sum of exponentials, in float32 or wider. Both are the same on every device.
+    scatter: "reduce_scatter", "all_to_all" and "hierarchical" can leave each device with its share
+             of the heads, as a projection that is sharded along them wants it. The result is then
+             sharded so, and has ⌈h/p⌉·p heads; those beyond h have output 0 and lse −∞. By
+             "hierarchical", neighbouring shares lie in different nodes.
 
-    Raises ValueError for an axis that the mesh lacks, an unknown method, and whatever `attend`
-    refuses.
+    Returns out (b, l, h, dv) in q's dtype; with return_lse also lse (b, l, h), the natural
+    logarithm of the sum of exponentials, in float32 or wider. Both are the same on every device,
+    unless scattered.
+
+    Raises ValueError for an axis that the mesh lacks, an unknown method, a method that does not
+    scatter when asked to, and whatever `attend` refuses.
     """
     check_method(method)
+    if scatter and method in WHOLE:
+        can = (*SCATTERED, "hierarchical")
+        raise ValueError(f"scatter: expected one of the methods {can}, got {method!r}")
     return _decode(
-        method, q, k, v, return_lse, mesh, axis, kv_lengths=kv_lengths, mask=mask, bias=bias,
-        scale=scale, implementation=implementation,
+        method, q, k, v, return_lse, mesh, axis, scatter=scatter, kv_lengths=kv_lengths,
+        mask=mask, bias=bias, scale=scale, implementation=implementation,
     )  # fmt: skip
 
 
@@ -164,18 +188,29 @@ def pass_q_decode(
     )  # fmt: skip
 
 
-def _decode(name: str, q, k, v, return_lse: bool, mesh, axis, **options):
+def _decode(name: str, q, k, v, return_lse: bool, mesh, axis, scatter=False, **options):
     inputs, axes = check_call(q, k, v, mesh, axis, **options)
-    out, lse = _decode_jit(inputs, name=name, mesh=mesh, axes=axes)
+    out, lse = _decode_jit(inputs, name=name, scatter=scatter, mesh=mesh, axes=axes)
     return (out, lse) if return_lse else out
 
 
-@functools.partial(jax.jit, static_argnames=("name", "mesh", "axes"))
-def _decode_jit(inputs: Inputs, *, name: str, mesh, axes):
+@functools.partial(jax.jit, static_argnames=("name", "scatter", "mesh", "axes"))
+def _decode_jit(inputs: Inputs, *, name: str, scatter: bool, mesh, axes):
+    by_nodes = scatter and name == "hierarchical"
+
     def body(rank, inputs):
-        out, lse = finalize(ON_DEVICE[name](own_lengths(inputs, rank), axes))
-        return out.astype(inputs.q.dtype), lse
+        inputs = own_lengths(inputs, rank)
+        if by_nodes:
+            state = scatter_by_nodes(attend_inputs(inputs), axes)
+        else:
+            state = ON_DEVICE[name](inputs, axes)
+        out, lse = finalize(state)
+        out = out.astype(inputs.q.dtype)
+        if name in SCATTERED and not scatter:
+            return gather_heads((out, lse), axes, inputs.q.shape[2], axis=2)
+        return out, lse
 
     inputs, specs = deal(inputs, mesh, axes)
+    heads = P(None, None, axes[::-1] if by_nodes else axes) if scatter else P()
     # Only the Allreduce's result is known to JAX to be the same everywhere.
-    return over_shards(body, mesh, axes, (specs,), check=name == "allreduce")(inputs)
+    return over_shards(body, mesh, axes, (specs,), heads, check=name == "allreduce")(inputs)

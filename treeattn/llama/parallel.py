@@ -11,6 +11,7 @@ from collections.abc import Callable
 from jax.sharding import Mesh
 
 from treeattn.devices.decode import ON_DEVICE
+from treeattn.devices.merge import SCATTERED, gather_heads
 from treeattn.devices.prefill import ring_attention, ulysses_attention
 from treeattn.idea.state import AttentionState
 from treeattn.kernel.attend import attend, attend_inputs, platform_of, resolve
@@ -23,7 +24,10 @@ TO_CACHE = {"tree": "allreduce"} | {name: name for name in ON_DEVICE if name != 
 def _to_cache(q, k, v, lengths, axes, *, name: str, implementation) -> AttentionState:
     inputs = check_inputs(q, k, v, kv_lengths=lengths)
     inputs = resolve(implementation, inputs, platform_of(q))
-    return ON_DEVICE[TO_CACHE[name]](inputs, axes) if axes else attend_inputs(inputs)
+    if not axes:
+        return attend_inputs(inputs)
+    state = ON_DEVICE[TO_CACHE[name]](inputs, axes)
+    return gather_heads(state, axes, q.shape[2]) if TO_CACHE[name] in SCATTERED else state
 
 
 @functools.cache  # the same function object every time, so that nothing compiles twice
