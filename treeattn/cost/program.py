@@ -5,15 +5,19 @@ as XLA compiled it (its `.compile()`): their kinds, how often each runs, with th
 the loops around it, and the bytes that it takes from each device. `memory` gives what the
 compiled function holds on each device. Both are exact and repeat between processes, which times
 do not.
+
+Both read XLA's own account: `memory` asks for it, `collectives` reads the program's text (HLO). That
+is a list of computations, each a list of instructions that may call other computations:
+
+    %name = f32[2,16]{1,0} all-reduce(%operand), replica_groups={{0,1}}, to_apply=%region
 """
 
+import math
 import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
-
-from treeattn.cost import hlo
 
 KINDS = (
     "all-reduce",
@@ -73,10 +77,11 @@ def collectives(program: jax.stages.Lowered | jax.stages.Compiled | str) -> list
              removed some; or HLO text.
 
     Of a conditional's branches, the one that puts in most counts. Raises TypeError for anything
-    else, and ValueError for a collective in a loop whose trip count the program does not fix.
+    else, and ValueError for a collective in a loop without a trip count: XLA notes it when it
+    compiles, where the program fixes it.
     """
-    computations, entry = hlo.parse(_text(program))
-    return _walk(entry, 1, computations)
+    computations, entry = _parse(_text(program))
+    return _walk(entry, computations)
 
 
 def memory(compiled: jax.stages.Compiled) -> Memory:
@@ -132,54 +137,121 @@ def _text(program: jax.stages.Lowered | jax.stages.Compiled | str) -> str:
     )
 
 
-def _walk(name: str, times: int, computations: hlo.Computations) -> list[Collective]:
-    """The collectives of the computation `name`, run `times` times."""
+class _Instruction(NamedTuple):
+    """One line of a computation."""
+
+    name: str
+    type: str
+    opcode: str
+    rest: str  # the operands, the closing parenthesis, the attributes
+
+    def called(self, *attributes: str) -> list[str]:
+        """The computations that the instruction calls under these attributes."""
+        found = re.findall(rf"\b(?:{'|'.join(attributes)})=(\{{[^}}]*\}}|[^,\s]+)", self.rest)
+        return [name for text in found for name in re.findall(r"[\w.\-]+", text)]
+
+
+# Instructions by name.
+_Computation = dict[str, _Instruction]
+# The first word before a parenthesis is the opcode: types have none, or none after a space.
+_LINE = re.compile(r"(?:ROOT )?%?([\w.\-]+) = (.*?) ?([a-z][\w\-]*)\((.*)")
+
+
+def _parse(text: str) -> tuple[dict[str, _Computation], str]:
+    """(computations by name, the entry's name). ValueError when there is no entry."""
+    computations, entry, current = {}, None, None
+    for line in text.splitlines():
+        if line.startswith("}"):
+            current = None
+        elif current is not None:
+            parts = _LINE.match(re.sub(r"/\*.*?\*/", "", line.strip()))
+            if parts is None:
+                raise ValueError(f"program: expected an instruction, got {line[:80]!r}")
+            current[parts[1]] = _Instruction(*parts.groups())
+        elif head := re.match(r"(ENTRY )?%?([\w.\-]+)( \(.*)? \{$", line):
+            current = computations[head[2]] = {}
+            entry = head[2] if head[1] else entry
+    if entry is None:
+        raise ValueError("program: expected HLO text with an ENTRY computation, found none")
+    return computations, entry
+
+
+def _walk(name: str, computations: dict[str, _Computation]) -> list[Collective]:
+    """The collectives of one run of the computation `name`."""
     inside, found = computations[name], []
-    for key, this in inside.items():
+    for this in inside.values():
         kind = this.opcode.removesuffix("-start")
-        if key == "ROOT" or this.opcode.endswith(("-update", "-done")):
-            continue  # listed under its own name as well; counted where it starts
+        if this.opcode.endswith(("-update", "-done")):
+            continue  # counted where it starts
         if kind in KINDS:
-            found.append(_collective(kind, times, this, inside))
+            found.append(_collective(kind, this, inside))
         elif this.opcode == "while":
             parts = this.called("condition", "body")
-            looped = [c for part in parts for c in _walk(part, times, computations)]
+            looped = [c for part in parts for c in _walk(part, computations)]
             if looped:  # a loop that sends nothing may run as often as it likes
-                trips = hlo.trip_count(this, inside, computations)
+                trips = _trip_count(this)
                 found += [c._replace(count=c.count * trips) for c in looped]
         elif this.opcode == "conditional":
             branches = this.called("branch_computations", "true_computation", "false_computation")
-            found += max((_walk(b, times, computations) for b in branches), key=total_bytes)
+            found += max((_walk(b, computations) for b in branches), key=total_bytes)
         else:
             for callee in this.called("calls", "to_apply", "called_computations"):
-                found += _walk(callee, times, computations)
+                found += _walk(callee, computations)
     return found
 
 
-def _collective(
-    kind: str, times: int, this: hlo.Instruction, inside: hlo.Computation
-) -> Collective:
-    operands = [shape for name in this.operands for shape in hlo.shapes(inside[name].type)]
-    results = hlo.shapes(this.type)
+def _trip_count(loop: _Instruction) -> int:
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.rest)
+    if known is None:
+        raise ValueError(
+            f"program: it does not say how often the loop {loop.name} runs. Expected a compiled "
+            "program (jax.jit(f).lower(...).compile()), whose loops run a fixed number of times"
+        )
+    return int(known[1])
+
+
+def _collective(kind: str, this: _Instruction, inside: _Computation) -> Collective:
+    names = re.findall(r"[\w.\-]+", this.rest.partition(")")[0])
+    operands = [shape for name in names for shape in _shapes(inside[name].type)]
+    results = _shapes(this.type)
     if this.opcode.endswith("-start") and kind != "all-reduce":
         # The type of these is (operands, results, context …).
         results = results[len(operands) : 2 * len(operands)]
     return Collective(
         kind,
-        times,
-        sum(map(hlo.shape_bytes, operands)),
-        sum(map(hlo.shape_bytes, results)),
-        tuple(sorted(operands, key=hlo.shape_bytes, reverse=True)),
-        _devices(this.attributes),
+        1,
+        sum(map(_shape_bytes, operands)),
+        sum(map(_shape_bytes, results)),
+        tuple(sorted(operands, key=_shape_bytes, reverse=True)),
+        _devices(this.rest),
     )
 
 
+def _shapes(type_: str) -> list[str]:
+    """The arrays of a type, without layouts: "(f32[2]{0}, s32[])" -> ["f32[2]", "s32[]"]."""
+    return re.findall(r"\b[a-z]\w*\[[\d,]*\]", type_)
+
+
+def _shape_bytes(shape: str) -> int:
+    """The bytes of an array: "bf16[2,3]" -> 12."""
+    dtype, dims = shape[:-1].split("[")
+    bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
+    return math.ceil(math.prod(int(n) for n in dims.split(",") if n) * bits / 8)
+
+
 def _devices(attributes: str) -> int:
-    """The size of a group: the first of {{0,1},{2,3}}, or the last number of [2,2]<=[4]."""
+    """The size of a group, which is written in one of four ways.
+
+    Pairs {{0,1},{1,0}}; groups {{0,1},{2,3}}; [2,2]<=[4], whose last number it is; or the axes of
+    a mesh, as in mesh['node'=2,'device'=4] {'device'}.
+    """
     if pairs := re.search(r"source_target_pairs=\{([\d,{}]*)\}", attributes):
         return pairs[1].count("{")
     if short := re.search(r"replica_groups=\[\d+,(\d+)\]<=", attributes):
         return int(short[1])
+    if axes := re.search(r"replica_groups=mesh\[(.*?)\][^{]*\{(.*?)\}", attributes):
+        sizes = dict(re.findall(r"'(.*?)'=(\d+)", axes[1]))
+        return math.prod(int(sizes[name]) for name in re.findall(r"'(.*?)'", axes[2]))
     if long := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
         return len(long[1].split(","))
     return 0
