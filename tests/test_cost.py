@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec
 from treeattn import kv_mesh, tree_decode
 from treeattn.cost import __main__ as cost
 from treeattn.cost import report
-from treeattn.cost.closed_forms import merge_seconds
 from treeattn.cost.formulas import (
     Workload,
     mem_ring,
@@ -26,6 +25,7 @@ from treeattn.cost.formulas import (
     v_ring,
     v_tree,
 )
+from treeattn.cost.network import merge_seconds
 from treeattn.cost.program import collectives, count, memory, total_bytes
 from treeattn.cost.strategies import STRATEGIES, attend_seconds, compare, decode_cost, memory_bytes
 from treeattn.cost.topology import PRESETS, preset

@@ -1,4 +1,4 @@
-"""Collectives on a topology: the simulation by hand, and the closed forms against it."""
+"""Collectives on a topology: the simulation by hand, and against closed formulas."""
 
 from dataclasses import replace
 
@@ -7,20 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeattn.cost.closed_forms import (
-    FORMULAS,
+from treeattn.cost.network import (
     collective_rounds,
     collective_seconds,
     collective_sent_bytes,
-)
-from treeattn.cost.network import (
-    SCHEDULES,
-    Round,
     message_seconds,
-    schedule,
+    run,
     simulate,
     torus_coordinates,
 )
+from treeattn.cost.schedules import SCHEDULES, Round, schedule
 from treeattn.cost.topology import H100, PRESETS, Device, Level, Topology, preset
 
 # Three levels, and links to share: each device of a group of 4 has half a link out of it, and
@@ -35,72 +31,162 @@ THREE_LEVELS = Topology(
     ),
     1e-6,
 )
+# One torus; and units and links that are no powers of two.
+TORUS = preset("tpu-v5p")
+SIX = replace(
+    TORUS, name="six", levels=(Level("six to a node", 6, 1e-6, 1e9), Level("all", 8, 1e-5, 1e8))
+)
+THREE_PORTS = replace(
+    preset("ethernet"),
+    name="three-ports",
+    levels=(preset("ethernet").levels[0], replace(preset("ethernet").levels[1], links=3)),
+)
+
+
+# ----------------------------------------------------------------------- closed formulas
+#
+# (seconds, rounds, bytes from the device that sends most): latency plus bytes over bandwidth,
+# round by round, for switches and meshes whose units' sizes and links are powers of two.
+
+
+class Formulas:
+    """The formulas for p devices and messages of m bytes."""
+
+    def __init__(self, p, m, topology):
+        self.p, self.m, self.topology = p, m, topology
+        self.sizes = [1, *np.cumprod([x.size for x in topology.levels[:-1]]).tolist()]
+        self.core = 1 << (p.bit_length() - 1)
+        self.depth = (p - 1).bit_length()  # ⌈log₂ p⌉
+
+    def step(self, stride, m, senders=1):
+        """Latency + bytes / bandwidth over the link to a device so far away.
+
+        senders: devices of a unit, from its first, that send at once and may share links.
+        """
+        level = max(i for i, size in enumerate(self.sizes) if size <= stride)
+        link = self.topology.levels[level]
+        share = min(senders, -(-self.sizes[level] // link.links)) if link.links else 1
+        return link.latency + share * m / link.bandwidth
+
+    def ring(self):
+        """p − 1 times the slowest link's step: every round waits for it."""
+        rounds = self.p - 1
+        return rounds * self.slowest(self.m), rounds, rounds * self.m
+
+    def slowest(self, m):
+        return max(self.step(size, m) for size in self.sizes if size < self.p)
+
+    def round_trip(self):
+        return self.p * self.slowest(self.m), self.p, self.p * self.m
+
+    def ring_allreduce(self):
+        rounds = 2 * (self.p - 1)
+        return rounds * self.slowest(self.m / self.p), rounds, rounds * self.m / self.p
+
+    def tree_allreduce(self):
+        """Up and down; from a node, only the first device sends: nobody shares its link."""
+        up = sum(self.step(1 << k, self.m) for k in range(self.depth))
+        return 2 * up, 2 * self.depth, self.depth * self.m
+
+    def butterfly(self):
+        """All of a node's devices share the links out of it; two rounds more beyond the core."""
+        p, m, core = self.p, self.m, self.core
+        swaps = core.bit_length() - 1
+        seconds = sum(self.step(1 << k, m, core) for k in range(swaps))
+        if p == core:
+            return seconds, swaps, swaps * m
+        return seconds + 2 * self.step(core, m, p - core), swaps + 2, (swaps + 1) * m
+
+    def hierarchical_allreduce(self):
+        """Rings in nodes of g devices, a tree between them, each with 1/g of the message."""
+        g = min(self.p, self.topology.node_size)
+        if self.p % g:
+            return self.tree_allreduce()
+        part, depth = self.m / g, (self.p // g - 1).bit_length()
+        within = (g - 1) * self.step(1, part)
+        across = sum(self.step(g << k, part, g) for k in range(depth))
+        return 2 * (within + across), 2 * (g - 1 + depth), (2 * (g - 1) + depth) * part
+
+
+FORMULAS = {
+    "ring": Formulas.ring,
+    "round-trip": Formulas.round_trip,
+    "all-gather": Formulas.ring,
+    "ring-allreduce": Formulas.ring_allreduce,
+    "tree-allreduce": Formulas.tree_allreduce,
+    "hierarchical-allreduce": Formulas.hierarchical_allreduce,
+    "butterfly": Formulas.butterfly,
+}
 # The H200's links are the H100's.
-HIERARCHIES = [
-    *(t for t in PRESETS.values() if t.has_closed_forms() and t.name != "dgx-h200"),
-    THREE_LEVELS,
-]
+HIERARCHIES = [preset(n) for n in ("dgx-h100", "mi300x", "rtx4090", "ethernet")] + [THREE_LEVELS]
 
 
 @pytest.mark.parametrize("topology", HIERARCHIES, ids=lambda t: t.name)
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_closed_forms_are_the_simulation(kind, topology):
+def test_closed_formulas(kind, topology):
     """Times, rounds and bytes, for every number of devices up to 64, filling nodes or not."""
+    g = topology.node_size
     for p in range(2, 65):
-        for message_bytes in (8320, 1e8):
-            found = simulate(schedule(kind, p, message_bytes, topology), p, topology)
-            assert found.seconds == pytest.approx(FORMULAS[kind](p, message_bytes, topology))
-            g = topology.node_size
-            assert found.rounds == collective_rounds(kind, p, g)
-            assert found.sent_bytes.max() == pytest.approx(
-                collective_sent_bytes(kind, p, message_bytes, g)
-            )
-
-
-def test_collective_seconds_simulates_where_no_formula_holds():
-    torus = preset("tpu-v5p")
-    six = replace(torus, levels=(Level("six to a node", 6, 1e-6, 1e9), Level("all", 8, 1e-5, 1e8)))
-    near, far = preset("ethernet").levels
-    three_ports = replace(torus, levels=(near, replace(far, links=3)))
-    for topology in (torus, six, three_ports):
-        assert not topology.has_closed_forms()
-        for kind in SCHEDULES:
-            for p in (2, 7, 12, 40):
-                expected = simulate(schedule(kind, p, 1e6, topology), p, topology).seconds
-                assert collective_seconds(kind, p, 1e6, topology) == pytest.approx(expected)
+        for m in (8320, 1e8):
+            seconds, rounds, sent = FORMULAS[kind](Formulas(p, m, topology))
+            assert collective_seconds(kind, p, m, topology) == pytest.approx(seconds), (p, m)
+            assert collective_rounds(kind, p, g) == rounds
+            assert collective_sent_bytes(kind, p, m, g) == pytest.approx(sent)
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-@pytest.mark.parametrize("p", [*range(1, 18), 24, 31, 32])
-def test_everybody_gets_everything(kind, p):
-    """Each schedule spreads what it must: simulated on sets of who has contributed.
+@pytest.mark.parametrize("topology", [*HIERARCHIES, TORUS, SIX, THREE_PORTS], ids=lambda t: t.name)
+def test_every_round_run_gives_the_same(kind, topology):
+    """`simulate` skips rounds that only repeat, and `collective_seconds` reuses what it knows."""
+    for p in (2, 7, 12, 24, 40):
+        for m in (0, 1e6):
+            rounds = list(schedule(kind, p, m, topology))
+            arrivals = [sent.arrival.max() for sent in run(rounds, p, topology)]
+            found = simulate(rounds, p, topology)
+            assert found.seconds == pytest.approx(max(arrivals))
+            assert collective_seconds(kind, p, m, topology) == pytest.approx(found.seconds)
+            sent = sum(np.bincount(x.source, minlength=p) * x.message_bytes for x in rounds)
+            np.testing.assert_allclose(found.sent_bytes, sent)
+            assert found.rounds == len(rounds)
 
-    An Allreduce by parts is followed part by part: part c is what ends up whole on rank c.
+
+@pytest.mark.parametrize("p", [*range(1, 18), 24, 31, 32])
+@pytest.mark.parametrize("kind", ["ring", "round-trip", "all-gather"])
+def test_what_is_passed_on_visits_everybody(kind, p):
+    held = [i for i in range(p)]
+    seen = [{i} for i in range(p)]
+    for this in schedule(kind, p, 1, preset("dgx-h100")):
+        before = list(held)
+        for a, b in zip(this.source, this.target, strict=True):
+            held[b] = before[a]
+            seen[b].add(before[a])
+    assert seen == [set(range(p))] * p
+    if kind == "round-trip":
+        assert held == list(range(p))  # home again
+
+
+@pytest.mark.parametrize("p", [*range(1, 18), 24, 31, 32])
+@pytest.mark.parametrize("kind", [kind for kind in SCHEDULES if "reduce" in kind or "fly" in kind])
+def test_an_allreduce_sums_everything_once(kind, p):
+    """Simulated on sets of who has contributed to each part of what is reduced.
+
+    What arrives is added, or is the result and takes the place of what was there. In rings of g
+    devices, with g parts, device i sends part i − r in the r-th round; before and after the tree
+    between the nodes, that is the part which it has whole.
     """
-    topology = preset("dgx-h100")
-    if kind in ("ring", "round-trip", "all-gather"):
-        held = [{i} for i in range(p)]  # what it holds now; in a ring it is passed on
-        seen = [{i} for i in range(p)]
-        for this in schedule(kind, p, 1, topology):
-            before = [set(x) for x in held]
-            for a, b in zip(this.source, this.target, strict=True):
-                held[b] = before[a]
-                seen[b] |= before[a]
-        assert seen == [set(range(p))] * p
-        if kind == "round-trip" and p > 1:
-            assert held == [{i} for i in range(p)]
-    elif kind in ("tree-allreduce", "butterfly"):
-        seen = [{i} for i in range(p)]
-        for this in schedule(kind, p, 1, topology):
-            before = [set(x) for x in seen]
-            for a, b in zip(this.source, this.target, strict=True):
-                if kind == "butterfly" and len(this.source) == 2 ** (p.bit_length() - 1):
-                    assert not seen[b] & before[a] or p == 1  # nothing counts twice
-                seen[b] |= before[a]
-        assert seen == [set(range(p))] * p
-    else:  # a chain around the ring adds up each part: all of its edges carry p − 1 parts, twice
-        sent = simulate(schedule(kind, p, 1.0, topology), p, topology).sent_bytes
-        assert sent.sum() >= 2 * (p - 1) - 1e-9  # no Allreduce sends less in all
+    g = p if kind == "ring-allreduce" else min(p, 8) if kind.startswith("hier") else 1
+    g = 1 if p % g else g
+    held, ring_round = [[{i}] * g for i in range(p)], 0
+    for this in schedule(kind, p, 1.0, preset("dgx-h100")):
+        assert this.message_bytes == 1 / g
+        before = [list(parts) for parts in held]
+        for a, b in zip(this.source.tolist(), this.target.tolist(), strict=True):
+            part = (a - ring_round) % g
+            mine, theirs = before[b][part], before[a][part]
+            assert not mine & theirs or mine <= theirs  # nothing counts twice
+            held[b][part] = mine | theirs
+        ring_round += int((this.source // g == this.target // g).all())
+    assert held == [[set(range(p))] * g] * p
 
 
 def test_a_ring_by_hand():
@@ -178,8 +264,10 @@ def test_thousands_of_devices():
     topology = preset("dgx-h100")
     for kind, rounds in (("butterfly", 12), ("tree-allreduce", 24), ("ring-allreduce", 8190)):
         found = simulate(schedule(kind, 4096, 8320.0, topology), 4096, topology)
-        assert found.rounds == rounds
-        assert found.seconds == pytest.approx(FORMULAS[kind](4096, 8320.0, topology))
+        seconds, *_ = FORMULAS[kind](Formulas(4096, 8320.0, topology))
+        assert found.rounds == rounds == collective_rounds(kind, 4096, topology.node_size)
+        assert found.seconds == pytest.approx(seconds)
+        assert collective_seconds(kind, 4096, 8320.0, topology) == pytest.approx(seconds)
 
 
 @given(

@@ -158,9 +158,7 @@ def test_no_collectives():
     assert table([]) == "no collectives"
 
 
-@pytest.mark.parametrize(
-    ("axes", "devices"), [("node", 2), ("device", 4), (("node", "device"), 8)]
-)
+@pytest.mark.parametrize(("axes", "devices"), [("node", 2), ("device", 4), (("node", "device"), 8)])
 def test_groups_of_a_mesh_with_two_axes(axes, devices):
     """Whichever way XLA writes the groups: all of them, or by the mesh's axes."""
     mesh = kv_mesh(jax.devices()[:8], nodes=2)

@@ -3,12 +3,12 @@
 - `program`: the collectives and the memory of a compiled program, as they are
 - `formulas`: what is attended to (`Workload`), and the papers' formulas (v1 eq. 29-35, v2 8-14)
 - `topology`: devices, links, and presets with their sources
-- `network` and `closed_forms`: the time of a collective, simulated and by formula
+- `schedules`: collectives as algorithms, round by round; `network`: how long they take, simulated
 - `strategies`: what rings, trees and butterflies send, hold and take on a topology
+- `papers`: what the papers print of their measurements, and what that implies
 - `report`: the strategies side by side, as text; `python -m treeattn.cost` prints it
 """
 
-from treeattn.cost.closed_forms import collective_rounds, collective_seconds, collective_sent_bytes
 from treeattn.cost.formulas import (
     DTYPE_BYTES,
     Workload,
@@ -20,9 +20,16 @@ from treeattn.cost.formulas import (
     v_ring,
     v_tree,
 )
-from treeattn.cost.network import SCHEDULES, Round, Simulated, schedule, simulate
+from treeattn.cost.network import (
+    Simulated,
+    collective_rounds,
+    collective_seconds,
+    collective_sent_bytes,
+    simulate,
+)
 from treeattn.cost.program import Collective, Memory, collectives, memory
 from treeattn.cost.report import cost_table
+from treeattn.cost.schedules import SCHEDULES, Round, schedule
 from treeattn.cost.strategies import (
     STRATEGIES,
     Cost,

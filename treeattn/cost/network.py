@@ -1,31 +1,25 @@
-"""Collectives on a topology, simulated: who sends what to whom, and when it is there.
+"""How long collectives take on a topology, simulated.
 
-A collective is a list of rounds, a round a set of messages (from, to, bytes). Each device has a
-clock. A message starts when both its ends have finished their rounds before; it takes its
-latency, once for every hop, and the time of its most loaded link, on which the messages of a
-round share the bandwidth; then both clocks stand at its arrival. Devices without a message in a
-round wait for nobody.
+Each device has a clock. A message starts when both its ends have finished their rounds before; it
+takes its latency, once for every hop, and the time of its most loaded link, on which the messages
+of a round share the bandwidth; then both clocks stand at its arrival. Devices without a message
+in a round wait for nobody. This is the α-β model, as Thakur, Rabenseifner and Gropp (2005,
+"Optimization of collective communication operations in MPICH", §3-4) use it for links of one
+kind. Launch costs are not included, but in `merge_seconds`.
 
-`SCHEDULES` has the rounds of each algorithm; `treeattn.cost.closed_forms` has formulas for the same
-times.
+`treeattn.cost.schedules` has the rounds of each algorithm.
 """
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from treeattn.cost.formulas import Number, check_count
+from treeattn.cost.formulas import Number
+from treeattn.cost.schedules import Round, repeated, rounds_of, schedule
 from treeattn.cost.topology import Level, Topology
-
-
-class Round(NamedTuple):
-    """Messages that are sent at the same time: the devices (messages,), and the bytes of each."""
-
-    source: np.ndarray
-    target: np.ndarray
-    message_bytes: Number
 
 
 class Simulated(NamedTuple):
@@ -56,31 +50,54 @@ def run(rounds: Iterable[Round], p: int, topology: Topology) -> Iterator[Sent]:
     """
     topology.check_devices(p)
     clock = np.zeros(p)
-    previous = duration = None
     for this in rounds:
-        if this is not previous:  # the same round again takes as long again
-            previous, duration = this, message_seconds(this, topology)
-        start = np.maximum(clock[this.source], clock[this.target])
-        np.maximum.at(clock, this.source, start + duration)
-        np.maximum.at(clock, this.target, start + duration)
+        duration = message_seconds(this, topology)
+        start = _send(clock, this, duration)
         yield Sent(this, start, start + duration)
 
 
 def simulate(rounds: Iterable[Round], p: int, topology: Topology) -> Simulated:
     """What `run` comes to: when all is done, how many rounds that took, and who sent how much."""
     topology.check_devices(p)
-    seconds, count, sent = 0.0, 0, np.zeros(p)
-    for this, _, arrival in run(rounds, p, topology):
-        seconds = max(seconds, float(arrival.max()))
-        sent += np.bincount(this.source, minlength=p) * this.message_bytes
-        count += 1
-    return Simulated(seconds, count, sent)
+    timed = ((*group, message_seconds(group[0], topology)) for group in repeated(rounds))
+    return _simulate(timed, p)
+
+
+def _simulate(timed: Iterable[tuple[Round, int, np.ndarray]], p: int) -> Simulated:
+    """For rounds, how often in a row each is run, and the seconds (messages,) of its messages."""
+    clock, sent, count = np.zeros(p), np.zeros(p), 0
+    for this, times, duration in timed:
+        ends = np.concatenate([this.source, this.target])
+        for left in reversed(range(times)):
+            before = clock[ends]
+            _send(clock, this, duration)
+            if left and np.ptp(clock[ends] - before) <= 1e-9 * duration.max():
+                # All clocks moved alike, by the longest message: so they will every time.
+                clock[np.unique(ends)] += left * duration.max()
+                break
+        sent += times * this.message_bytes * np.bincount(this.source, minlength=p)
+        count += times
+    return Simulated(float(clock.max()), count, sent)
+
+
+def _send(clock: np.ndarray, this: Round, duration: np.ndarray) -> np.ndarray:
+    """Run a round: sets the clocks (p,) of those that take part; returns the starts (messages,)."""
+    start = np.maximum(clock[this.source], clock[this.target])
+    np.maximum.at(clock, this.source, start + duration)
+    np.maximum.at(clock, this.target, start + duration)
+    return start
 
 
 def message_seconds(this: Round, topology: Topology) -> np.ndarray:
     """Seconds of each message of a round, from when both of its ends are ready. (messages,)"""
+    latency, byte_seconds = _link_seconds(this, topology)
+    return latency + this.message_bytes * byte_seconds
+
+
+def _link_seconds(this: Round, topology: Topology) -> tuple[np.ndarray, np.ndarray]:
+    """What each message waits, and what each of its bytes takes. Two of (messages,)"""
     level = topology.level_of(this.source, this.target)
-    seconds = np.zeros(len(level))
+    latency, byte_seconds = np.zeros(len(level)), np.zeros(len(level))
     for i, links in enumerate(topology.levels):
         (here,) = np.nonzero(level == i)
         if not len(here):
@@ -90,8 +107,9 @@ def message_seconds(this: Round, topology: Topology) -> np.ndarray:
         busiest = np.zeros(len(here), int)
         np.maximum.at(busiest, message, np.bincount(used)[used])
         hops = np.bincount(message, minlength=len(here)) if _is_torus(links) else 1
-        seconds[here] = links.latency * hops + busiest * this.message_bytes / links.bandwidth
-    return seconds
+        latency[here] = links.latency * hops
+        byte_seconds[here] = busiest / links.bandwidth
+    return latency, byte_seconds
 
 
 def _is_torus(level: Level) -> bool:
@@ -141,104 +159,72 @@ def torus_coordinates(device: np.ndarray, sides: tuple[int, ...]) -> np.ndarray:
     return np.stack(coordinates)
 
 
-# --------------------------------------------------------------------------- algorithms
+# ------------------------------------------------------------------------- a collective's costs
 
 
-def ring_pass(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:
-    """p − 1 rounds, in which each device sends a whole message to the next one.
+def collective_seconds(kind: str, p: int, message_bytes: Number, topology: Topology) -> float:
+    """Seconds of one collective on p devices.
 
-    What visits everybody: a ring of caches, and an all-gather.
+    kind and message_bytes as in `schedules.SCHEDULES`. Raises ValueError for an unknown kind, and
+    when the topology has fewer than p devices.
     """
-    ring = np.arange(p)
-    this = Round(ring, (ring + 1) % p, message_bytes)
-    yield from [this] * (p - 1)
+    topology.check_devices(p)
+    plan = _plan(kind, p, topology)
+    if p == 1:
+        return 0.0
+    timed = ((this, times, a + message_bytes * b) for this, times, a, b in plan)
+    return _simulate(timed, p).seconds
 
 
-def round_trip(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:
-    """p such rounds: what visits everybody and comes home, as the queries of pass-Q do."""
-    ring = np.arange(p)
-    this = Round(ring, (ring + 1) % p, message_bytes)
-    yield from [this] * p
+@functools.lru_cache(maxsize=256)
+def _plan(kind: str, p: int, topology: Topology):
+    """The rounds for one byte: (round, times, seconds of latency, seconds a byte of the whole)."""
+    plan = []
+    for this, times in repeated(schedule(kind, p, 1.0, topology)):
+        latency, byte_seconds = _link_seconds(this, topology)
+        plan.append((this, times, latency, this.message_bytes * byte_seconds))
+    return plan
 
 
-def ring_allreduce(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:
-    """2 (p − 1) rounds of 1/p of the message: the sums are scattered, then gathered."""
-    for _ in range(2):
-        yield from ring_pass(p, message_bytes / p)
+@functools.lru_cache(maxsize=256)
+def _counts(kind: str, p: int, g: int) -> tuple[int, float]:
+    """(rounds, messages that the device that sends most sends)."""
+    timed = (
+        (*group, np.zeros(len(group[0].source))) for group in repeated(rounds_of(kind, p, 1.0, g))
+    )
+    found = _simulate(timed, p)
+    return found.rounds, float(found.sent_bytes.max())
 
 
-def tree_allreduce(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:
-    """2 ⌈log₂ p⌉ rounds of the whole message: up a binary tree to device 0, and down again."""
-    up = []
-    for stride in strides(p):
-        child = np.arange(stride, p, 2 * stride)
-        up.append((child, child - stride))
-    for child, parent in up:
-        yield Round(child, parent, message_bytes)
-    for child, parent in reversed(up):
-        yield Round(parent, child, message_bytes)
+def collective_rounds(kind: str, p: int, g: int = 1) -> int:
+    """Rounds of a collective on p devices, g in a node."""
+    return _counts(kind, p, g)[0]
 
 
-def butterfly(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:
-    """⌊log₂ p⌋ rounds in which partners swap whole messages; two more unless p is a power of 2.
+def collective_sent_bytes(kind: str, p: int, message_bytes: Number, g: int = 1) -> Number:
+    """Bytes that the device that sends most puts on its links, in a collective on p devices.
 
-    As `treeattn.devices` does it: the devices beyond the largest power of two hand their states
-    in, and get the result back.
+    The ring's Allreduce sends the least that any Allreduce can (v1 eq. 33, v2 eq. 12).
     """
-    core = 1 << (p.bit_length() - 1)
-    beyond = np.arange(core, p)
-    if len(beyond):
-        yield Round(beyond, beyond - core, message_bytes)
-    for stride in strides(core):
-        rank = np.arange(core)
-        yield Round(rank, rank ^ stride, message_bytes)
-    if len(beyond):
-        yield Round(beyond - core, beyond, message_bytes)
+    return _counts(kind, p, g)[1] * message_bytes
 
 
-def hierarchical_allreduce(p: int, message_bytes: Number, g: int) -> Iterator[Round]:
-    """A ring within each node of g devices, a tree between the nodes.
+def collective_launches(kind: str, p: int) -> int:
+    """Collectives of the program: a collective-permute a round for some, one for the others."""
+    return collective_rounds(kind, p) if kind in ("ring", "round-trip", "butterfly") else 1
 
-    In each node a ring scatters the sums, 1/g of the message to each device; devices of the same
-    rank in their nodes reduce theirs by a tree across the nodes; and a ring in each node gathers
-    the results. Where the devices do not fill their nodes, a plain tree takes its place.
+
+def merge_seconds(
+    kind: str, p: int, state_bytes: Number, topology: Topology, parts: int = 2
+) -> float:
+    """Seconds to merge states of that size across p devices, launches included.
+
+    kind: "gather", for an all-gather of packed states; "butterfly", a launch for every round; or
+          an Allreduce, of which there are `parts`: 3 as Algorithm 3 writes them, 2 as XLA joins
+          them. The bytes are those of all parts together.
     """
-    if p % g:
-        yield from tree_allreduce(p, message_bytes)
-        return
-    rank = np.arange(p)
-    within = Round(rank, rank // g * g + (rank + 1) % g, message_bytes / g)
-    yield from [within] * (g - 1)
-    for across in tree_allreduce(p // g, message_bytes / g):
-        source, target = (np.add.outer(x * g, np.arange(g)).ravel() for x in across[:2])
-        yield Round(source, target, message_bytes / g)
-    yield from [within] * (g - 1)
-
-
-def strides(p: int) -> list[int]:
-    """1, 2, 4, … below p."""
-    return [1 << k for k in range((p - 1).bit_length())]
-
-
-# The rounds of each collective: (p, message bytes, devices of a node) -> rounds. What a message
-# is: all of what an Allreduce reduces; what each device contributes, to a ring or an all-gather.
-SCHEDULES: dict[str, Callable[[int, Number, int], Iterator[Round]]] = {
-    "ring": ring_pass,
-    "round-trip": round_trip,
-    "all-gather": ring_pass,
-    "ring-allreduce": ring_allreduce,
-    "tree-allreduce": tree_allreduce,
-    "hierarchical-allreduce": hierarchical_allreduce,
-    "butterfly": butterfly,
-}
-
-
-def schedule(kind: str, p: int, message_bytes: Number, topology: Topology) -> Iterator[Round]:
-    """The rounds of a collective on a topology; a ring within its nodes where it has nodes.
-
-    Raises ValueError for another kind than those of `SCHEDULES`.
-    """
-    check_count("p", p)
-    if kind not in SCHEDULES:
-        raise ValueError(f"kind: expected one of {', '.join(SCHEDULES)}, got {kind!r}")
-    return SCHEDULES[kind](p, message_bytes, min(p, topology.node_size))
+    kind, parts = {"gather": ("all-gather", 1), "butterfly": (kind, 1)}.get(kind, (kind, parts))
+    seconds = collective_seconds(kind, p, state_bytes, topology)
+    if parts > 1:
+        seconds += (parts - 1) * collective_seconds(kind, p, 0, topology)
+    return parts * collective_launches(kind, p) * topology.launch + seconds

@@ -6,8 +6,8 @@ the loops around it, and the bytes that it takes from each device. `memory` give
 compiled function holds on each device. Both are exact and repeat between processes, which times
 do not.
 
-Both read XLA's own account: `memory` asks for it, `collectives` reads the program's text (HLO). That
-is a list of computations, each a list of instructions that may call other computations:
+`collectives` reads the program's text (HLO): a list of computations, each of them a list of
+instructions, which may call other computations:
 
     %name = f32[2,16]{1,0} all-reduce(%operand), replica_groups={{0,1}}, to_apply=%region
 """

@@ -19,15 +19,20 @@ others have every device attend for all of them. A single query makes the device
 same work p times.
 
 Computing takes what the roofline says, max(bytes / memory bandwidth, operations / peak); sending,
-what `closed_forms` says, with the topology's launch cost for every collective. Nothing overlaps,
+what `network` says, with the topology's launch cost for every collective. Nothing overlaps,
 unless asked for. All of these are lower bounds of what a machine would take.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from treeattn.cost.closed_forms import collective_rounds, collective_seconds, collective_sent_bytes
 from treeattn.cost.formulas import Workload, numel_kv, numel_state
+from treeattn.cost.network import (
+    collective_launches,
+    collective_rounds,
+    collective_seconds,
+    collective_sent_bytes,
+)
 from treeattn.cost.topology import Device, Topology
 
 STRATEGIES = (
@@ -43,7 +48,7 @@ STRATEGIES = (
 
 
 class Message(NamedTuple):
-    """`times` collectives of one kind; message_bytes as `network.SCHEDULES` counts them."""
+    """`times` collectives of one kind; message_bytes as `schedules.SCHEDULES` counts them."""
 
     kind: str
     message_bytes: int
@@ -161,13 +166,11 @@ def sending(found: Sequence[Message], p: int, topology: Topology) -> Sending:
     g = topology.node_size
     rows = []
     for kind, size, times in found:
-        rounds = collective_rounds(kind, p, g)
-        # A program writes these as one collective-permute a round, the others as one collective.
-        launches = rounds if kind in ("ring", "round-trip", "butterfly") else 1
+        launches = collective_launches(kind, p)
         empty = collective_seconds(kind, p, 0, topology)
         row = Sending(
             launches,
-            rounds,
+            collective_rounds(kind, p, g),
             launches * size,
             collective_sent_bytes(kind, p, size, g),
             launches * topology.launch + empty,

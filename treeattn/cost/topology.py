@@ -124,27 +124,9 @@ class Topology:
             level[np.not_equal(a // size, b // size)] = i
         return level
 
-    def stride_level(self, stride: int) -> int:
-        """The level between devices `stride` apart, both it and the units' sizes powers of 2."""
-        return max(i for i, size in enumerate(self.unit_sizes()) if size <= stride)
-
-    def step_seconds(self, level: int, message_bytes: Number, senders: int = 1) -> float:
-        """Time of a message over a level's link: latency + bytes over bandwidth.
-
-        senders: devices of a unit, from its first, that send at once and may share links.
-        """
-        link = self.levels[level]
-        share = 1
-        if link.links is not None:
-            share = min(senders, math.ceil(self.unit_sizes()[level] / link.links))
-        return link.latency + share * message_bytes / link.bandwidth
-
-    def has_closed_forms(self) -> bool:
-        """Whether `closed_forms` hold: there is no torus, and sizes and links are powers of two."""
-        sizes = [level.size for level in self.levels[:-1]]
-        sizes += [level.links or 1 for level in self.levels]
-        torus = isinstance(self.levels[0].wiring, tuple)
-        return not torus and all(size & (size - 1) == 0 for size in sizes)
+    def step_seconds(self, level: int, message_bytes: Number) -> float:
+        """Time of a message over a link of a level that it has for itself."""
+        return self.levels[level].latency + message_bytes / self.levels[level].bandwidth
 
 
 def check_positive(name: str, value: Number) -> None:

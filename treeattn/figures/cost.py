@@ -4,26 +4,24 @@ from dataclasses import replace
 
 import numpy as np
 
-from treeattn.cost.closed_forms import collective_rounds
 from treeattn.cost.formulas import Workload, mem_ring, mem_tree, numel_kv
-from treeattn.cost.network import run, schedule
-from treeattn.cost.printed import (
+from treeattn.cost.network import collective_rounds, run
+from treeattn.cost.papers import (
     FIGURE_3_CONTEXT,
     FIGURE_3_DEVICES,
     FIGURE_3_SPEEDUP,
     FIGURE_4_GAP_BYTES,
-    TABLE_1_H100,
-    TABLE_1_MI300X,
-    TABLE_2_RTX4090,
-)
-from treeattn.cost.reconcile import (
     H100_8B,
     MI300X_8B,
     RTX4090_1B,
+    TABLE_1_H100,
+    TABLE_1_MI300X,
+    TABLE_2_RTX4090,
     common_seconds,
     fit_step,
     table_steps,
 )
+from treeattn.cost.schedules import schedule
 from treeattn.cost.strategies import attend_seconds, decode_cost
 from treeattn.cost.topology import H100, preset
 from treeattn.figures.canvas import styled

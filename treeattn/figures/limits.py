@@ -6,8 +6,8 @@ import numpy as np
 from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.patches import Patch
 
-from treeattn.cost.closed_forms import merge_seconds
 from treeattn.cost.formulas import Workload
+from treeattn.cost.network import merge_seconds
 from treeattn.cost.strategies import decode_cost
 from treeattn.cost.topology import H100, Level, Topology, preset
 from treeattn.figures.canvas import styled

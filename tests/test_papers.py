@@ -3,21 +3,19 @@
 import pytest
 
 from treeattn.cost.formulas import Workload
-from treeattn.cost.printed import (
+from treeattn.cost.papers import (
     FIGURE_3_CONTEXT,
     FIGURE_3_DEVICES,
     FIGURE_3_SPEEDUP,
-    TABLE_1_H100,
-    TABLE_1_MI300X,
-    TABLE_2_RTX4090,
-    Measured,
-    Row,
-)
-from treeattn.cost.reconcile import (
     H100_8B,
     MI300X_8B,
     RTX4090_1B,
+    TABLE_1_H100,
+    TABLE_1_MI300X,
+    TABLE_2_RTX4090,
     Fit,
+    Measured,
+    Row,
     Setting,
     common_seconds,
     fit_step,
