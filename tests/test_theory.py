@@ -20,7 +20,7 @@ from treeattn import (
     energy,
     log_likelihood,
 )
-from treeattn.figures.autodiff import flops
+from treeattn.cost.work import flops
 
 N, D = 3, 2
 SCORES = sp.Matrix(N, N, sp.symbols("s1:4(1:4)", real=True))  # s_ia = q_i · k_a

@@ -4,15 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from treeattn.cost.work import flops
 from treeattn.figures.energy import convex_hull, example_head
 from treeattn.figures.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, new_figure
 from treeattn.idea.energy import energy
-
-
-def flops(function, *shapes) -> float:
-    """Floating-point operations of the compiled program, for float32 arrays of these shapes."""
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    return jax.jit(function).lower(*arrays).compile().cost_analysis()["flops"]
 
 
 def gradient_cost():

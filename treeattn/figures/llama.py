@@ -1,14 +1,15 @@
 """Figures of notebook 08: a real Llama over a sharded cache."""
 
 import functools
-import json
-from pathlib import Path
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
+from treeattn.cost.papers import TABLE_1_H100, TABLE_1_MI300X, TABLE_2_RTX4090
+from treeattn.figures.measured import measured
 from treeattn.figures.style import (
     BLUE,
     GREEN,
@@ -99,7 +100,7 @@ def head_over_shards(
     lse, total = shard_lses(q, k, v, p)
     shares = np.exp(lse - total)[:, head]
 
-    figure, (left, right) = new_figure(10, 3.4, ncols=2, width_ratios=[3.6, 1])
+    figure, (left, right) = new_figure(10.0, 3.4, ncols=2, width_ratios=[3.6, 1])
     colors = [SHARDS[i % p] for i in range(len(ids))]
     left.bar(range(len(ids)), weights, color=colors, width=0.8)
     left.set_xticks(range(len(ids)), words, rotation=90, fontsize=7)
@@ -174,19 +175,12 @@ def largest_score(q, k):
     return jnp.max(jnp.where(jnp.tri(l, dtype=bool), scores, -jnp.inf))
 
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "llama.json"
-# Seconds for a prompt and ten tokens, tree and ring, by thousands of tokens: v2, Tables 1 and 2.
+# v2, Tables 1 and 2.
 PAPER = {
-    "8 × H100, Llama 3.1 8B": {
-        32: (0.60, 2.57), 64: (1.08, 4.42), 128: (2.68, 6.38), 256: (2.89, 8.19),
-    },
-    "4 × MI300X, Llama 3.1 8B": {
-        32: (1.05, 3.57), 64: (2.36, 7.33), 128: (6.43, 16.40), 256: (15.30, 35.12),
-    },
-    "2 × RTX 4090, Llama 3.2 1B": {
-        8: (0.34, 1.38), 16: (0.58, 2.77), 20: (0.74, 3.47), 32: (1.01, 5.45),
-    },
-}  # fmt: skip
+    "8 × H100, Llama 3.1 8B": TABLE_1_H100,
+    "4 × MI300X, Llama 3.1 8B": TABLE_1_MI300X,
+    "2 × RTX 4090, Llama 3.2 1B": TABLE_2_RTX4090,
+}
 
 
 def _bars(ax, labels, tree, ring) -> None:
@@ -200,11 +194,14 @@ def _bars(ax, labels, tree, ring) -> None:
     ax.set_xlabel("context")
 
 
-def decode_times() -> Figure:
-    """Milliseconds of a decoding step by context and number of simulated devices."""
-    rows = json.loads(RESULTS.read_text())["devices"]
+def decode_times(results: Mapping | None = None) -> Figure:
+    """Milliseconds of a decoding step by context and number of simulated devices.
+
+    results: what benchmarks/llama.py wrote; a checkout's when None, ValueError where there is none.
+    """
+    rows = (results or measured("llama"))["devices"]
     counts = sorted({r["devices"] for r in rows})
-    figure, axes = new_figure(8, 3.2, ncols=len(counts), sharey=True)
+    figure, axes = new_figure(8.0, 3.2, ncols=len(counts), sharey=True)
     for ax, p in zip(axes, counts, strict=True):
         mine = [r for r in rows if r["devices"] == p]
         labels = [f"{r['context'] // 1024}k" for r in mine]
@@ -217,12 +214,17 @@ def decode_times() -> Figure:
     return figure
 
 
-def tree_against_ring() -> Figure:
-    """Seconds for a prompt and ten tokens: measured here, and as the paper printed them."""
-    rows = json.loads(RESULTS.read_text())["table"]
+def tree_against_ring(results: Mapping | None = None) -> Figure:
+    """Seconds for a prompt and ten tokens: measured here, and as the paper printed them.
+
+    results: as for `decode_times`.
+    """
+    rows = (results or measured("llama"))["table"]
     here = {r["context"] / 1024: (r["tree"], r["ring"]) for r in rows}
-    panels = {"here: 8 simulated, SmolLM2 135M": here} | PAPER
-    figure, axes = new_figure(10, 3.2, ncols=len(panels))
+    panels = {"here: 8 simulated, SmolLM2 135M": here}
+    for name, table in PAPER.items():
+        panels[name] = {r.context / 1000: (r.tree.mean, r.ring.mean) for r in table}
+    figure, axes = new_figure(10.0, 3.2, ncols=len(panels))
     for ax, (name, times) in zip(axes, panels.items(), strict=True):
         _bars(ax, [f"{c:g}k" for c in times], *zip(*times.values(), strict=True))
         ax.set_title(name, fontsize=9, loc="left")

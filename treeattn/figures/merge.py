@@ -7,10 +7,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal
 from matplotlib.figure import Figure
 from PIL import Image
 
+from treeattn.cost.work import count_merges
 from treeattn.figures.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, new_figure
 from treeattn.idea.state import (
     AttentionState,
@@ -29,45 +29,6 @@ VALUES = np.array([2.0, -1.0, 4.0, 1.0, 3.0, 0.0, 0.5, -2.0])
 
 
 # ---------------------------------------------------------------- work and depth
-
-
-def count_merges(program, *arguments) -> tuple[int, int]:
-    """(work, depth) of `program(*arguments)`: its merges, and those on its longest path.
-
-    Read off the traced program: each merge takes one maximum of two pivots, so the work is
-    the number of pivots that come out of a maximum, and the depth counts the maxima that
-    feed one another. The program must take no other maximum.
-    """
-    traced = jax.make_jaxpr(program)(*arguments)
-    work, depths = _walk(traced.jaxpr, [0] * len(traced.jaxpr.invars))
-    return work, max(depths, default=0)
-
-
-def _walk(jaxpr, depths: list[int]) -> tuple[int, list[int]]:
-    """The work in `jaxpr`, and the depth of each output when its inputs have `depths`."""
-    depth = dict(zip(jaxpr.invars, depths, strict=True))
-    work = 0
-    for eqn in jaxpr.eqns:
-        inputs = [0 if isinstance(x, Literal) else depth.get(x, 0) for x in eqn.invars]
-        inner = [x for x in eqn.params.values() if isinstance(x, ClosedJaxpr)]
-        if eqn.primitive.name == "max":
-            work += eqn.outvars[0].aval.size
-            outputs = [1 + max(inputs)]
-        elif eqn.primitive.name == "scan":
-            consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
-            outputs = inputs[consts : consts + carries]
-            outputs += [0] * (len(eqn.outvars) - carries)
-            for _ in range(eqn.params["length"]):
-                more, outputs = _walk(inner[0].jaxpr, inputs)
-                work += more
-                inputs[consts : consts + carries] = outputs[:carries]
-        elif inner:
-            more, outputs = _walk(inner[0].jaxpr, inputs)
-            work += more
-        else:
-            outputs = [max(inputs, default=0)] * len(eqn.outvars)
-        depth |= dict(zip(eqn.outvars, outputs, strict=True))
-    return work, [0 if isinstance(x, Literal) else depth.get(x, 0) for x in jaxpr.outvars]
 
 
 def scalar_states(p: int) -> AttentionState:

@@ -1,14 +1,13 @@
 """Figures of tree decoding: who swaps with whom, and how much the devices send."""
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from treeattn.cost.report import bytes_text
+from treeattn.figures.measured import measured
 from treeattn.figures.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, PURPLE, RED, new_figure
 
-MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "decode.json"
 COLOURS = {
     "allreduce": BLUE,
     "butterfly": GREEN,
@@ -69,7 +68,9 @@ def sent_by_context(sent: Mapping[str, Mapping[int, int]] | None = None) -> Figu
     """Bytes that a device sends for one decode step, by the length of the context.
 
     sent: method -> {context: bytes}, as `treeattn.cost.program` reads them from the programs; those
-          of benchmarks/decode.py for eight devices when None.
+          of benchmarks/decode.py for eight devices when None, from a checkout.
+
+    Raises ValueError without either.
     """
     sent = _sent(8) if sent is None else sent
     figure, ax = new_figure(7.0, 3.4)
@@ -77,7 +78,7 @@ def sent_by_context(sent: Mapping[str, Mapping[int, int]] | None = None) -> Figu
         contexts, values = list(by_context), list(by_context.values())
         ax.plot(contexts, values, "o-", color=COLOURS[method], ms=4)
         ax.annotate(
-            f"{method}  {_bytes(values[-1])}",
+            f"{method}  {bytes_text(values[-1])}",
             (contexts[-1], values[-1]),
             xytext=(8, 0),
             textcoords="offset points",
@@ -94,7 +95,7 @@ def sent_by_context(sent: Mapping[str, Mapping[int, int]] | None = None) -> Figu
 
 def _sent(p: int) -> dict[str, dict[int, int]]:
     sent = {}
-    for row in json.loads(MEASURED.read_text(encoding="utf-8")):
+    for row in measured("decode"):
         method = row["name"].removeprefix("tree, ")
         if row["p"] == p and method in ("allreduce", "pass-Q", "ring"):
             sent.setdefault(method, {})[row["keys"]] = row["sent"]
@@ -102,8 +103,11 @@ def _sent(p: int) -> dict[str, dict[int, int]]:
 
 
 def decode_ratios(rows: Sequence[Mapping] | None = None) -> Figure:
-    """Time, bytes and memory by method and number of devices: rows of benchmarks/decode.py."""
-    rows = json.loads(MEASURED.read_text(encoding="utf-8")) if rows is None else rows
+    """Time, bytes and memory by method and number of devices: rows of benchmarks/decode.py.
+
+    rows: those of a checkout's benchmarks/results when None; ValueError where there are none.
+    """
+    rows = measured("decode") if rows is None else rows
     keys = max(row["keys"] for row in rows)
     rows = [row for row in rows if row["keys"] == keys]
     names, devices = (list(dict.fromkeys(row[key] for row in rows)) for key in ("name", "p"))
@@ -118,7 +122,7 @@ def decode_ratios(rows: Sequence[Mapping] | None = None) -> Figure:
             x = [devices.index(p) + (i - len(names) / 2 + 0.5) * 0.14 for p in mine]
             bars = ax.bar(x, [value or 0 for value in mine.values()], 0.13, label=name)
             ratio = [f"{v:.1f}" if v else "" for v in mine.values()]
-            labels = ratio if key == "ms" else [_bytes(v) for v in mine.values()]
+            labels = ratio if key == "ms" else [bytes_text(v) for v in mine.values()]
             ax.bar_label(bars, labels, fontsize=7, padding=1, rotation=90)
         ax.set(yscale="linear" if key == "held" else "log", ylabel=title)
         low, high = ax.get_ylim()
@@ -127,20 +131,15 @@ def decode_ratios(rows: Sequence[Mapping] | None = None) -> Figure:
         for at, value in zip(x, mine.values(), strict=True):
             if value is None:
                 ax.text(at, 1.1 * low, "too large", fontsize=7, rotation=90, ha="center")
-        ax.yaxis.set_major_formatter(lambda y, _, key=key: f"{y:g}" if key == "ms" else _bytes(y))
+        ax.yaxis.set_major_formatter(
+            lambda y, _, key=key: f"{y:g}" if key == "ms" else bytes_text(y)
+        )
         ax.yaxis.set_minor_formatter("")
     panels[-1].set_xticks(range(len(devices)), [f"{p} devices" for p in devices])
     panels[0].set_title(f"One query over {keys // 1024}k keys, simulated devices on shared cores")
     handles = panels[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     return figure
-
-
-def _bytes(n: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n >= size:
-            return f"{n / size:.3g} {unit}"
-    return f"{n:g} B"
 
 
 def tree_of_trees(nodes: int = 2, devices: int = 4) -> Figure:

@@ -1,0 +1,61 @@
+"""Figures: what they show is so, and they say what they need."""
+
+import math
+
+import numpy as np
+import pytest
+
+from treeattn import finalize, reduce_tree
+from treeattn.figures import llama, merge, tree
+from treeattn.figures.measured import measured
+
+
+def test_golden_values_of_the_eight_leaves():
+    """Plain Python over the figure's scores and values; the figure prints them."""
+    s, v = [1, 3, 0.5, 2, -1, 4, 1.5], [2, -1, 4, 1, 3, 0.5, -2]
+    z = math.fsum(map(math.exp, s))
+    out, lse = finalize(reduce_tree(merge.eight_leaves()))
+    wanted = math.fsum(math.exp(x) * y for x, y in zip(s, v, strict=True)) / z
+    np.testing.assert_allclose(out, [wanted], rtol=1e-5)
+    np.testing.assert_allclose(lse, math.log(z), rtol=1e-6)
+
+
+def test_the_animation_has_a_frame_for_each_half_round(tmp_path):
+    from PIL import Image
+
+    merge.ANIMATIONS["merge_tree"](tmp_path / "tree.gif")
+    with Image.open(tmp_path / "tree.gif") as image:
+        assert image.n_frames == 7
+    assert (tmp_path / "tree.gif").stat().st_size < 400_000
+    assert {"m −∞\nd 0.00\nn 0.00", "m 4.0\nd 1.67\nn 0.34"} <= {
+        text.get_text() for text in merge.merge_tree_frame().axes[0].texts
+    }
+
+
+def test_figures_of_measurements_take_them_as_an_argument():
+    rows = [
+        {"name": name, "p": p, "keys": 1024, "ms": p * 1.0, "sent": 8320, "held": 10**6}
+        for name in ("tree, allreduce", "ring")
+        for p in (2, 8)
+    ]
+    panels = tree.decode_ratios(rows).axes
+    assert [text.get_text() for text in panels[1].texts] == ["8.32 kB"] * 4
+    table = [{"context": 2048, "tree": 1.0, "ring": 3.0}]
+    panels = llama.tree_against_ring({"table": table}).axes
+    assert [text.get_text() for text in panels[0].texts] == ["×3.0"]
+    assert [text.get_text() for text in panels[1].texts] == ["×4.3", "×4.1", "×2.4", "×2.8"]
+
+
+def test_without_measurements_the_error_says_where_they_are_from(tmp_path, monkeypatch):
+    monkeypatch.setattr("treeattn.figures.measured.RESULTS", tmp_path)
+    message = r"results: expected a folder with {0}\.json, as benchmarks/{0}\.py writes it"
+    for draw, name in (
+        (tree.sent_by_context, "decode"),
+        (tree.decode_ratios, "decode"),
+        (llama.decode_times, "llama"),
+        (llama.tree_against_ring, "llama"),
+    ):
+        with pytest.raises(ValueError, match=message.format(name)):
+            draw()
+    (tmp_path / "other.json").write_text("[1]")
+    assert measured("other", tmp_path) == [1]

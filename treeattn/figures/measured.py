@@ -1,0 +1,20 @@
+"""What the scripts in benchmarks/ measured and wrote down, for the figures that show it."""
+
+import json
+from pathlib import Path
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def measured(name: str, results: str | Path | None = None):
+    """The contents of {name}.json in the folder `results`; a checkout's own when None.
+
+    Raises ValueError where there is no such file: an installed package has none.
+    """
+    path = Path(RESULTS if results is None else results) / f"{name}.json"
+    if not path.is_file():
+        raise ValueError(
+            f"results: expected a folder with {path.name}, as benchmarks/{name}.py writes it and "
+            f"a checkout has it in benchmarks/results, got {path.parent}"
+        )
+    return json.loads(path.read_text(encoding="utf-8"))
