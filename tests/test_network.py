@@ -124,9 +124,9 @@ HIERARCHIES = [preset(n) for n in ("dgx-h100", "mi300x", "rtx4090", "ethernet")]
 @pytest.mark.parametrize("topology", HIERARCHIES, ids=lambda t: t.name)
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_closed_formulas(kind, topology):
-    """Times, rounds and bytes, for every number of devices up to 64, filling nodes or not."""
+    """Times, rounds and bytes, for devices that fill nodes and racks, or do not."""
     g = topology.node_size
-    for p in range(2, 65):
+    for p in (*range(2, 34), 47, 48, 63, 64):
         for m in (8320, 1e8):
             seconds, rounds, sent = FORMULAS[kind](Formulas(p, m, topology))
             assert collective_seconds(kind, p, m, topology) == pytest.approx(seconds), (p, m)
@@ -138,16 +138,15 @@ def test_closed_formulas(kind, topology):
 @pytest.mark.parametrize("topology", [*HIERARCHIES, TORUS, SIX, THREE_PORTS], ids=lambda t: t.name)
 def test_every_round_run_gives_the_same(kind, topology):
     """`simulate` skips rounds that only repeat, and `collective_seconds` reuses what it knows."""
-    for p in (2, 7, 12, 24, 40):
-        for m in (0, 1e6):
-            rounds = list(schedule(kind, p, m, topology))
-            arrivals = [sent.arrival.max() for sent in run(rounds, p, topology)]
-            found = simulate(rounds, p, topology)
-            assert found.seconds == pytest.approx(max(arrivals))
-            assert collective_seconds(kind, p, m, topology) == pytest.approx(found.seconds)
-            sent = sum(np.bincount(x.source, minlength=p) * x.message_bytes for x in rounds)
-            np.testing.assert_allclose(found.sent_bytes, sent)
-            assert found.rounds == len(rounds)
+    for p, m in ((2, 1e6), (7, 1e6), (12, 0), (24, 1e6), (40, 1e6)):
+        rounds = list(schedule(kind, p, m, topology))
+        arrivals = [sent.arrival.max() for sent in run(rounds, p, topology)]
+        found = simulate(rounds, p, topology)
+        assert found.seconds == pytest.approx(max(arrivals))
+        assert collective_seconds(kind, p, m, topology) == pytest.approx(found.seconds)
+        sent = sum(np.bincount(x.source, minlength=p) * x.message_bytes for x in rounds)
+        np.testing.assert_allclose(found.sent_bytes, sent)
+        assert found.rounds == len(rounds)
 
 
 @pytest.mark.parametrize("p", [*range(1, 18), 24, 31, 32])

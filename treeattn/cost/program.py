@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import jax
 
+from treeattn.cost.report import columns
+
 KINDS = (
     "all-reduce",
     "all-gather",
@@ -116,12 +118,7 @@ def table(found: Iterable[Collective]) -> str:
         numbers = f"{c.count:,}", f"{c.operand_bytes:,}", f"{c.total_bytes:,}"
         rows.append((c.kind, *numbers, " ".join(c.shapes)))
     rows.append(("all", f"{count(found):,}", "", f"{total_bytes(found):,}", ""))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for kind, *numbers, operands in rows:
-        aligned = [text.rjust(width) for text, width in zip(numbers, widths[1:4], strict=True)]
-        lines.append("  ".join([kind.ljust(widths[0]), *aligned, operands]).rstrip())
-    return "\n".join(lines)
+    return columns(rows)
 
 
 def _text(program: jax.stages.Lowered | jax.stages.Compiled | str) -> str:

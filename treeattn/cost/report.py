@@ -1,4 +1,4 @@
-"""What `strategies` calculates, as lines of text."""
+"""What is counted and calculated, as lines of text."""
 
 from collections.abc import Sequence
 
@@ -26,11 +26,16 @@ def cost_table(costs: Sequence[Cost]) -> str:
             for c in costs
         ),
     ]
+    return columns(rows)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Lines of aligned columns: the first and the last to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
-    for name, *middle, limit in rows:
+    for name, *middle, last in rows:
         middle = [text.rjust(width) for text, width in zip(middle, widths[1:-1], strict=True)]
-        lines.append("  ".join([name.ljust(widths[0]), *middle, limit]))
+        lines.append("  ".join([name.ljust(widths[0]), *middle, last]).rstrip())
     return "\n".join(lines)
 
 

@@ -26,16 +26,17 @@ def ring_pass(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:
 
     What visits everybody: a ring of caches, and an all-gather.
     """
-    ring = np.arange(p)
-    this = Round(ring, (ring + 1) % p, message_bytes)
-    yield from [this] * (p - 1)
+    yield from [_to_the_next(p, message_bytes)] * (p - 1)
 
 
 def round_trip(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:
     """p such rounds: what visits everybody and comes home, as the queries of pass-Q do."""
+    yield from [_to_the_next(p, message_bytes)] * p
+
+
+def _to_the_next(p: int, message_bytes: Number) -> Round:
     ring = np.arange(p)
-    this = Round(ring, (ring + 1) % p, message_bytes)
-    yield from [this] * p
+    return Round(ring, (ring + 1) % p, message_bytes)
 
 
 def ring_allreduce(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:

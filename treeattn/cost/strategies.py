@@ -23,10 +23,9 @@ what `network` says, with the topology's launch cost for every collective. Nothi
 unless asked for. All of these are lower bounds of what a machine would take.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from treeattn.cost.formulas import Workload, numel_kv, numel_state
+from treeattn.cost.formulas import Number, Workload, numel_kv, numel_state
 from treeattn.cost.network import (
     collective_launches,
     collective_rounds,
@@ -109,22 +108,19 @@ def messages(strategy: str, w: Workload, p: int) -> list[Message]:
         return []
     chunk = numel_kv(w, p) // 2 * w.dtype_bytes  # keys, or values
     max_, state = (n * state_bytes(w) for n in (w.batch * w.queries * w.heads, numel_state(w)))
-    if strategy == "ring":
-        return [Message("ring", chunk, 2)]
-    if strategy == "kv-gather":
-        return [Message("all-gather", chunk, 2)]
-    if strategy == "pass-q":  # the queries, max, denominator and numerator
-        share = w.batch * -(-w.queries // p)
-        return [
+    share = w.batch * -(-w.queries // p)
+    by_strategy = {
+        "ring": [Message("ring", chunk, 2)],
+        "kv-gather": [Message("all-gather", chunk, 2)],
+        "pass-q": [  # the queries, max and denominator, numerator
             Message("round-trip", share * w.d * w.dtype_bytes),
             Message("round-trip", share * w.heads * state_bytes(w), 2),
             Message("round-trip", share * w.d * state_bytes(w)),
-        ]
-    if strategy == "gather":
-        return [Message("all-gather", state)]
-    if strategy == "butterfly":
-        return [Message("butterfly", state)]
-    return [Message(strategy, max_), Message(strategy, state - max_)]
+        ],
+        "gather": [Message("all-gather", state)],
+        "butterfly": [Message("butterfly", state)],
+    }
+    return by_strategy.get(strategy, [Message(strategy, max_), Message(strategy, state - max_)])
 
 
 def memory_bytes(strategy: str, w: Workload, p: int) -> int:
@@ -134,50 +130,32 @@ def memory_bytes(strategy: str, w: Workload, p: int) -> int:
     """
     check_strategy(strategy)
     chunk, whole = (numel_kv(w, n) * w.dtype_bytes for n in (p, 1))
-    cache = w.layers * chunk
     state = numel_state(w) * state_bytes(w)
-    query = _query_bytes(w)
-    if strategy == "ring":
-        return cache + chunk + 2 * query
-    if strategy == "kv-gather":
-        return cache + whole + 2 * query
-    if strategy == "pass-q":
-        return cache + 2 * (query + state)
-    if strategy == "gather":
-        return cache + query + p * state
-    if strategy == "butterfly":
-        return cache + query + 2 * state
-    return cache + query + state
+    query = w.batch * w.queries * w.d * w.dtype_bytes
+    working = {
+        "ring": chunk + query,
+        "kv-gather": whole + query,
+        "pass-q": query + 2 * state,
+        "gather": p * state,
+        "butterfly": 2 * state,
+    }
+    return w.layers * chunk + query + working.get(strategy, state)
 
 
-class Sending(NamedTuple):
-    """What the collectives of one layer come to; the fields are `Cost`'s."""
-
-    collectives: int
-    rounds: int
-    operand_bytes: int
-    sent_bytes: float
-    latency_seconds: float
-    volume_seconds: float
-
-
-def sending(found: Sequence[Message], p: int, topology: Topology) -> Sending:
-    """The collectives, one after another, on the first p devices of a topology."""
-    g = topology.node_size
-    rows = []
-    for kind, size, times in found:
-        launches = collective_launches(kind, p)
-        empty = collective_seconds(kind, p, 0, topology)
-        row = Sending(
-            launches,
-            collective_rounds(kind, p, g),
-            launches * size,
-            collective_sent_bytes(kind, p, size, g),
-            launches * topology.launch + empty,
-            collective_seconds(kind, p, size, topology) - empty,
-        )
-        rows += [row] * times
-    return Sending(*map(sum, zip(*rows, strict=True))) if rows else Sending(0, 0, 0, 0.0, 0.0, 0.0)
+def _sending(message: Message, p: int, topology: Topology) -> list[Number]:
+    """What the message adds to `Cost`, for one layer: collectives, rounds, … volume_seconds."""
+    kind, size, times = message
+    g, launches = topology.node_size, collective_launches(kind, p)
+    empty = collective_seconds(kind, p, 0, topology)
+    once = (
+        launches,
+        collective_rounds(kind, p, g),
+        launches * size,
+        collective_sent_bytes(kind, p, size, g),
+        launches * topology.launch + empty,
+        collective_seconds(kind, p, size, topology) - empty,
+    )
+    return [times * x for x in once]
 
 
 def decode_cost(
@@ -195,8 +173,8 @@ def decode_cost(
     Raises ValueError for an unknown strategy, and for more devices than the topology joins.
     """
     topology.check_devices(p)
-    sent = sending(messages(strategy, w, p), p, topology)
-    latency, volume = sent.latency_seconds, sent.volume_seconds
+    sent = [_sending(m, p, topology) for m in messages(strategy, w, p)] or [[0] * 6]
+    *counts, latency, volume = map(sum, zip(*sent, strict=True))
 
     visits = p if strategy in ("ring", "pass-q") else 1
     keys = w.context if strategy == "kv-gather" else w.chunk(p)
@@ -216,7 +194,7 @@ def decode_cost(
     n = w.layers
     return Cost(
         strategy,
-        *(n * x for x in sent[:4]),
+        *(n * x for x in counts),
         memory_bytes=held,
         compute_seconds=n * compute,
         latency_seconds=n * latency,
@@ -240,7 +218,3 @@ def check_strategy(strategy: str) -> None:
     """Raise ValueError for a strategy that is not one of `STRATEGIES`."""
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy: expected one of {', '.join(STRATEGIES)}, got {strategy!r}")
-
-
-def _query_bytes(w: Workload) -> int:
-    return w.batch * w.queries * w.d * w.dtype_bytes
