@@ -216,6 +216,16 @@ def test_devices_wait_only_for_their_partners():
     assert simulate([slow, fast, Round(np.array([1]), np.array([2]), 10.0)], 8, two).seconds == 30.0
 
 
+def test_a_wait_is_passed_on_before_repeated_rounds_are_skipped():
+    """Device 1 is late; what 1 → 2 → 3 send twice reaches 3 late only the second time."""
+    one = Topology("one", H100, (Level("link", 4, 1.0, 10.0),), 1.0)
+    late = Round(np.array([0]), np.array([1]), 100.0)  # until 11
+    chain = Round(np.array([1, 2]), np.array([2, 3]), 10.0)  # 2 s; the second, until 15
+    last = Round(np.array([3]), np.array([0]), 10.0)
+    assert simulate([late, chain, chain, last], 4, one).seconds == 17.0
+    assert simulate([late, *[chain] * 50, last], 4, one).seconds == 11.0 + 50 * 2 + 2
+
+
 def test_links_are_shared():
     """Four devices of a node that send at once over two links take turns in pairs."""
     first = np.arange(4)
