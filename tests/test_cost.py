@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from treeattn import kv_mesh, tree_decode
+from treeattn import kv_mesh, pass_q_decode, ring_decode, tree_decode
 from treeattn.cost import __main__ as cost
 from treeattn.cost import report
 from treeattn.cost.formulas import (
@@ -29,7 +29,6 @@ from treeattn.cost.network import merge_seconds
 from treeattn.cost.program import collectives, count, memory, total_bytes
 from treeattn.cost.strategies import STRATEGIES, attend_seconds, compare, decode_cost, memory_bytes
 from treeattn.cost.topology import PRESETS, preset
-from treeattn.devices.ring import pass_q_decode, ring_decode
 
 DGX = preset("dgx-h100")
 

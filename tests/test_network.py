@@ -149,6 +149,17 @@ def test_every_round_run_gives_the_same(kind, topology):
         assert found.rounds == len(rounds)
 
 
+def test_on_one_node_a_hierarchical_allreduce_is_a_ring():
+    """To the last bit, so that neither is ever the faster one."""
+    for p in range(2, 9):
+        for m in np.logspace(3, 9, 7):
+            ring, nodes = (
+                collective_seconds(f"{kind}-allreduce", p, float(m), preset("dgx-h100"))
+                for kind in ("ring", "hierarchical")
+            )
+            assert ring == nodes
+
+
 @pytest.mark.parametrize("p", [*range(1, 18), 24, 31, 32])
 @pytest.mark.parametrize("kind", ["ring", "round-trip", "all-gather"])
 def test_what_is_passed_on_visits_everybody(kind, p):

@@ -6,6 +6,7 @@
 - `schedules`: collectives as algorithms, round by round; `network`: how long they take, simulated
 - `strategies`: what rings, trees and butterflies send, hold and take on a topology
 - `papers`: what the papers print of their measurements, and what that implies
+- `work`: operations, and merges along the longest path, of a program
 - `report`: the strategies side by side, as text; `python -m treeattn.cost` prints it
 """
 

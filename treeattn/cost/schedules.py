@@ -41,8 +41,7 @@ def _to_the_next(p: int, message_bytes: Number) -> Round:
 
 def ring_allreduce(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:
     """2 (p − 1) rounds of 1/p of the message: the sums are scattered, then gathered."""
-    for _ in range(2):
-        yield from ring_pass(p, message_bytes / p)
+    yield from [_to_the_next(p, message_bytes / p)] * (2 * (p - 1))
 
 
 def tree_allreduce(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:
