@@ -64,6 +64,20 @@ def matrix_sums(p, v):
 # vectorized, on all cores.
 
 
+def _sum(x, axis: int):
+    """The sum over an axis, in the loop that computes x.
+
+    From 0.10 on, XLA:CPU hands plain sums to a library, and writes out for it what they add. It
+    does not recognize a sum whose every step is rounded to the precision that it has anyway.
+    """
+    about = jnp.finfo(x.dtype)
+
+    def add(a, b):
+        return lax.reduce_precision(a + b, about.nexp, about.nmant)
+
+    return lax.reduce(x, np.asarray(0, x.dtype), add, (axis % x.ndim,))
+
+
 def stream_scores(q, k):
     """q·k of all queries and keys, (b, h_kv, group, l, size), as a sum of elementwise products."""
     starts, width = _terms(q.shape[-1])
@@ -73,7 +87,7 @@ def stream_scores(q, k):
         part = slice(start, start + width)
         own = jnp.arange(start, part.stop) >= done
         s, done = s + jnp.where(own, q[..., part], 0) * k[..., part], part.stop
-    return jnp.moveaxis(jnp.sum(s, axis=-1), 1, -1)
+    return jnp.moveaxis(_sum(s, -1), 1, -1)
 
 
 def _terms(d: int) -> tuple[range | tuple[int, ...], int]:
@@ -100,4 +114,4 @@ def stream_sums(p, read):
         p[:, i * each : (i + 1) * each] * read(i * each, each)[:, :, :, None, None]
         for i in range(STREAMS)
     )
-    return total, jnp.sum(n, axis=1) * BLOCK
+    return total, _sum(n, 1) * BLOCK
