@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from oracles import dense_attention, dense_weights
 
 import treeattn.idea.state
 from treeattn import (
@@ -25,6 +26,7 @@ from treeattn import (
     scan_states,
 )
 from treeattn.cost.work import count_merges
+from treeattn.idea.state import rescale
 
 N, DV, PARTS = 12, 2, 5  # keys, their values' width, parts they are split into
 
@@ -71,7 +73,7 @@ ORDERS = {
     "chain": reduce_chain,
     "scan": last_of_scan,
     "right to left": right_to_left,
-    **{f"tree of {k}": functools.partial(reduce_tree, arity=k) for k in (2, 3, 4, 7)},
+    **{f"tree of {k}": functools.partial(reduce_tree, arity=k) for k in (2, 3)},
 }
 
 
@@ -96,23 +98,23 @@ SCORES = st.one_of(
     st.floats(-10, 10, width=32),
     st.sampled_from([-math.inf, 0.0, 1e4, -1e4, 65504.0, -65504.0, 88.7, -103.0]),
 )
-CASES = 2000
-seen = []
+# Each is a program to compile.
+PROGRAMS = [("chain", "float32"), ("scan", "float64"), ("right to left", "float64")]
+PROGRAMS += [("tree of 2", "float32"), ("tree of 3", "float64")]
 
 
-@settings(max_examples=CASES)
+@settings(max_examples=1000)
 @given(
     s=st.lists(SCORES, min_size=N, max_size=N),
     parts=st.lists(st.integers(0, PARTS - 1), min_size=N, max_size=N),
     permutation=st.permutations(range(PARTS)),
-    order=st.sampled_from(list(ORDERS)),
-    dtype=st.sampled_from(["float32", "float64"]),
+    program=st.sampled_from(PROGRAMS),
     e=st.sampled_from([0.0, 1.0, -0.5]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_any_order_of_any_split_is_dense_attention(s, parts, permutation, order, dtype, e, seed):
+def test_any_order_of_any_split_is_dense_attention(s, parts, permutation, program, e, seed):
     """Each case is one split of 12 keys into 5 parts (empty ones too), merged in one order."""
-    rng = np.random.default_rng(seed)
+    (order, dtype), rng = program, np.random.default_rng(seed)
     s = np.array(s, dtype)
     v, c = rng.normal(size=(N, DV)).astype(dtype), rng.normal(size=DV).astype(dtype)
     got = RUNS[order](s, v, np.array(parts), np.array(permutation), c, np.array(e, dtype))
@@ -120,13 +122,6 @@ def test_any_order_of_any_split_is_dense_attention(s, parts, permutation, order,
     rtol = 3e-5 if dtype == "float32" else 1e-11
     for x, wanted in zip(got, dense(s, v, c, e), strict=True):
         np.testing.assert_allclose(x, wanted, rtol=rtol, atol=rtol)
-    seen.append(order)
-
-
-def test_that_the_cases_were_generated():
-    if not seen:
-        pytest.skip("the generated cases did not run")
-    assert len(seen) >= CASES and set(seen) == set(ORDERS)
 
 
 # ---------------------------------------------------------------- the laws
@@ -149,31 +144,65 @@ def sums(state):
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 
 
+def check_merge_adds(dtype):
+    """What the merge stands for is the sum, and its order and its operands' pivots are nothing."""
+    rng = np.random.default_rng(0)
+    a, b, c = (random_states(rng, (64,), dtype=dtype) for _ in range(3))
+
+    @jax.jit  # anew at every call, so that what was patched is traced
+    def run(a, b, c):
+        higher = rescale(b, b.max + 2)
+        left, right = merge(merge(a, b), c), merge(a, merge(b, c))
+        return merge(a, b), merge(b, a), merge(a, higher), left, right
+
+    *pairs, left, right = run(a, b, c)
+    rtol = 16 * float(jnp.finfo(dtype).eps)
+    (da, na), (db, nb), (dc, nc) = map(sums, (a, b, c))
+    wanted = [(da + db, na + nb)] * 3 + [(da + db + dc, na + nb + nc)] * 2
+    for state, total in zip((*pairs, left, right), wanted, strict=True):
+        for got, x in zip(sums(state), total, strict=True):
+            np.testing.assert_allclose(got, x, rtol=rtol, atol=rtol * np.max(abs(x)))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_merge_adds_what_states_stand_for(dtype):
-    rng = np.random.default_rng(0)
-    a, b = (random_states(rng, (64,), dtype=dtype) for _ in range(2))
-    rtol = 8 * float(jnp.finfo(dtype).eps)
-    for got, x, y in zip(sums(merge(a, b)), sums(a), sums(b), strict=True):
-        np.testing.assert_allclose(got, x + y, rtol=rtol, atol=rtol * np.max(abs(x) + abs(y)))
-    for x, y in zip(merge(a, b), merge(b, a), strict=True):
-        np.testing.assert_allclose(*(np.asarray(z, np.float64) for z in (x, y)), rtol=rtol)
+    check_merge_adds(dtype)
+
+
+def test_without_rescaling_the_sums_are_wrong(monkeypatch):
+    monkeypatch.setattr(treeattn.idea.state, "rescale", lambda x, m: x._replace(max=m))
+    with pytest.raises(AssertionError):
+        check_merge_adds("float64")
+
+
+def test_no_keys_in_another_dtype_are_no_keys():
+    """Whichever dtype is wider: what stands for −∞ in one is a number in the other."""
+    run = jax.jit(merge)
+    for half, other in ("float16", "float32"), ("bfloat16", "float32"), ("float32", "float64"):
+        none = AttentionState.identity((1,), 1, half)
+        for pivot in (-np.inf, -1e6, -1e38, 0.0):
+            d = np.full(1, pivot > -np.inf, other)
+            state = AttentionState(np.full(1, pivot, other), d, 5 * d[:, None])
+            for merged in run(none, state), run(state, none):
+                for x, y in zip(merged, state, strict=True):
+                    np.testing.assert_array_equal(np.asarray(x, "float64"), y)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_identity_changes_no_bit(dtype):
     state = random_states(np.random.default_rng(1), (16,), dtype=dtype)
     none = AttentionState.identity((16,), 3, dtype)
-    for merged in (merge(none, state), merge(state, none)):
-        for x, y in zip(merged, state, strict=True):
-            assert x.dtype == dtype and (x == y).all()
-    for x, y in zip(merge(none, none), none, strict=True):
-        assert (x == y).all()
+    run = jax.jit(merge)
+    pairs = [(run(none, state), state), (run(state, none), state), (run(none, none), none)]
+    for merged, wanted in pairs:
+        for x, y in zip(merged, wanted, strict=True):
+            assert x.dtype == dtype
+            np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_finalize_keeps_the_dtype_but_never_a_half_precision_lse(dtype):
-    out, lse = finalize(random_states(np.random.default_rng(2), (4,), dtype=dtype))
+    out, lse = jax.jit(finalize)(random_states(np.random.default_rng(2), (4,), dtype=dtype))
     assert out.dtype == dtype
     assert lse.dtype == ("float64" if dtype == "float64" else "float32")
 
@@ -186,27 +215,31 @@ def test_the_wider_dtype_wins():
     assert {x.dtype for x in half} == {np.dtype("float32")}
 
 
-@pytest.mark.parametrize("value_of_none", [np.nan, np.inf, 7.0])
-@pytest.mark.parametrize("infinity", [-np.inf, np.inf])
-def test_an_infinite_lse_means_no_keys(infinity, value_of_none):
+def test_an_infinite_lse_means_no_keys():
+    """Whatever stands beside it, in every second row."""
     rng = np.random.default_rng(4)
-    out, lse = rng.normal(size=(4, 3)), rng.normal(size=4)
-    lse[[0, 2]] = infinity
-    out[[0, 2]] = value_of_none
-    state = from_output(out, lse)
-    assert (state.max[::2] == -np.inf).all() and not state.numerator[::2].any()
-    again, lse_again = finalize(state)
-    np.testing.assert_allclose(again[1::2], out[1::2])
-    np.testing.assert_allclose(lse_again[1::2], lse[1::2])
-    assert not again[::2].any() and (lse_again[::2] == -np.inf).all()
+    good, lse = rng.normal(size=(4, 3)), rng.normal(size=4)
 
-    def loss(out, lse):
-        out, lse = finalize(merge(from_output(out, lse), from_output(out, lse)))
-        return out.sum() + jnp.where(jnp.isinf(lse), 0, lse).sum()
+    @jax.jit
+    def run(out, lse):
+        def loss(out, lse):
+            out, lse = finalize(merge(from_output(out, lse), from_output(out, lse)))
+            return out.sum() + jnp.where(jnp.isinf(lse), 0, lse).sum()
 
-    for gradient in jax.grad(loss, (0, 1))(out, lse):
-        assert not gradient[::2].any() and np.isfinite(gradient).all()
-        np.testing.assert_allclose(gradient[1::2], 1, rtol=1e-12)
+        state = from_output(out, lse)
+        return state, finalize(state), jax.grad(loss, (0, 1))(out, lse)
+
+    for infinity, value in itertools.product([-np.inf, np.inf], [np.nan, np.inf, 7.0]):
+        out = good.copy()
+        lse[::2], out[::2] = infinity, value
+        state, (again, lse_again), gradients = jax.tree.map(np.asarray, run(out, lse))
+        assert (state.max[::2] == -np.inf).all() and not state.numerator[::2].any()
+        np.testing.assert_allclose(again[1::2], out[1::2])
+        np.testing.assert_allclose(lse_again[1::2], lse[1::2])
+        assert not again[::2].any() and (lse_again[::2] == -np.inf).all()
+        for gradient in gradients:
+            assert not gradient[::2].any() and np.isfinite(gradient).all()
+            np.testing.assert_allclose(gradient[1::2], 1, rtol=1e-12)
 
 
 def test_a_pivot_of_minus_infinity_hides_whatever_stands_beside_it():
@@ -289,7 +322,8 @@ def test_an_infinite_score_takes_all_the_weight():
 def test_exponentials_beyond_the_range_of_float16():
     """lse 2·10⁴: exp(lse) overflows in every dtype, the difference of two does not."""
     lse = jnp.array([20000.0, 20000.0 + math.log(3)])
-    out, merged = finalize(reduce_tree(from_output(jnp.array([[0.0], [4.0]]), lse)))
+    run = jax.jit(lambda out, lse: finalize(reduce_tree(from_output(out, lse))))
+    out, merged = run(jnp.array([[0.0], [4.0]]), lse)
     np.testing.assert_allclose(out, [3.0], rtol=1e-12)
     np.testing.assert_allclose(merged, 20000 + math.log(4), rtol=1e-15)
 
@@ -333,7 +367,7 @@ def test_the_reduction_notes_formulas_along_a_tree():
             m = max(ma, mb)
             wa, wb = math.exp(ma - m), math.exp(mb - m)
             level.append((m, za * wa + zb * wb, ya * wa + yb * wb))
-    root = reduce_tree(leaves)
+    root = jax.jit(reduce_tree)(leaves)
     np.testing.assert_allclose([float(x.squeeze()) for x in root], level[0], rtol=1e-14)
     p = np.exp(s - s.max())
     np.testing.assert_allclose(level[0][2] / level[0][1], (p * v).sum() / p.sum(), rtol=1e-13)
@@ -346,8 +380,9 @@ def test_scan_is_causal_attention():
     """One state for each query and key, scanned along the keys: its diagonal is causal."""
     rng = np.random.default_rng(8)
     s, v = rng.normal(size=(7, 7)) * 3, rng.normal(size=(7, 2))
-    one_key = AttentionState(jnp.asarray(s), jnp.ones((7, 7)), jnp.broadcast_to(v, (7, 7, 2)))
-    outs, lses = finalize(scan_states(one_key, axis=-1))
+    one_key = AttentionState(s, np.ones((7, 7)), np.broadcast_to(v, (7, 7, 2)))
+    run = jax.jit(lambda states: finalize(scan_states(states, axis=-1)))
+    outs, lses = map(np.asarray, run(one_key))
     for i in range(7):
         for j in range(7):
             out, lse, *_ = dense(s[i, : j + 1], v[: j + 1], np.zeros(2), 0)
@@ -358,7 +393,7 @@ def test_scan_is_causal_attention():
 def test_shards_of_a_cache_merge_to_attention_over_it():
     rng = np.random.default_rng(9)
     q, k, v = (jnp.asarray(rng.normal(size=(2, n, h, 8))) for n, h in ((3, 4), (20, 2), (20, 2)))
-    whole = finalize(attend(q, k, v))
+    whole = dense_attention(q, k, v), dense_weights(q, k)[1]
     cuts = [0, 1, 1, 8, 20]  # an empty shard too
 
     @jax.jit
@@ -373,15 +408,24 @@ def test_shards_of_a_cache_merge_to_attention_over_it():
 # ---------------------------------------------------------------- gradients
 
 
-def check_derivatives(loss, x):
-    """First and second derivatives of a scalar function along one direction, by differences."""
+def check_derivatives(loss, x, *, second=False):
+    """The first derivative of a scalar function along one direction, and the second if asked."""
     rng = np.random.default_rng(10)
     u = jax.tree.map(lambda y: rng.normal(size=y.shape), x)
-    along = jax.jit(lambda h: loss(jax.tree.map(lambda y, z: y + h * z, x, u)))
-    slope, h = jax.jit(jax.grad(along)), 1e-4
-    np.testing.assert_allclose(slope(0.0), (along(h) - along(-h)) / (2 * h), rtol=1e-6)
-    curvature = jax.jit(jax.grad(jax.grad(along)))(0.0)
-    np.testing.assert_allclose(curvature, (slope(h) - slope(-h)) / (2 * h), rtol=1e-6)
+
+    @jax.jit
+    @jax.vmap
+    def along(h):  # value, slope and curvature
+        def f(h):
+            return loss(jax.tree.map(lambda y, z: y + h * z, x, u))
+
+        return f(h), jax.grad(f)(h), jax.grad(jax.grad(f))(h) if second else h
+
+    h = 1e-4
+    value, slope, curvature = along(np.array([-h, 0, h]))
+    np.testing.assert_allclose(slope[1], (value[2] - value[0]) / (2 * h), rtol=1e-6)
+    if second:
+        np.testing.assert_allclose(curvature[1], (slope[2] - slope[0]) / (2 * h), rtol=1e-6)
 
 
 def squares(state):
@@ -393,13 +437,13 @@ def squares(state):
 def test_derivatives_by_every_field_against_finite_differences(reduce):
     """max included: what is differentiated is d·eᵐ and n·eᵐ, wherever the pivots are stopped."""
     states = random_states(np.random.default_rng(10), (3, 2), dtype=np.float64)
-    check_derivatives(lambda x: squares(reduce(x)), states)
+    check_derivatives(lambda x: squares(reduce(x)), states, second=reduce is reduce_tree)
 
 
 def test_derivatives_by_output_and_lse_against_finite_differences():
     rng = np.random.default_rng(11)
-    out, lse = rng.normal(size=(3, 4, 2)), rng.normal(size=(3, 4))
-    check_derivatives(lambda x: squares(reduce_tree(from_output(*x))), (out, lse))
+    out, lse = rng.normal(size=(2, 4, 3)), rng.normal(size=(2, 4))
+    check_derivatives(lambda x: squares(merge(*map(from_output, *x))), (out, lse), second=True)
 
 
 def test_a_tie_between_pivots_has_the_same_gradient_as_none():
@@ -408,7 +452,7 @@ def test_a_tie_between_pivots_has_the_same_gradient_as_none():
     def lse(m):
         return finalize(reduce_tree(AttentionState(m, jnp.ones(2), jnp.ones((2, 1)))))[1]
 
-    np.testing.assert_allclose(jax.grad(lse)(jnp.zeros(2)), [0.5, 0.5], rtol=1e-12)
+    np.testing.assert_allclose(jax.jit(jax.grad(lse))(np.zeros(2)), [0.5, 0.5], rtol=1e-12)
 
 
 @pytest.mark.parametrize("reduce", REDUCTIONS)
@@ -427,36 +471,40 @@ def test_gradients_are_zero_where_there_are_no_keys(reduce):
 
     for gradient in gradients(states):
         assert np.isfinite(gradient).all() and gradient[2:].any() and not gradient[:2].any()
-    for gradient in gradients(jax.tree.map(lambda x: x[:2], states)):
+    for gradient in gradients(AttentionState.identity((4, 3), 2, jnp.float64)):
         assert not gradient.any()
 
 
 # ---------------------------------------------------------------- jit, vmap, shard_map
 
 
-@pytest.mark.parametrize(("reduce", "axis"), [(reduce_chain, -1), (reduce_tree, 1), (None, -3)])
-def test_axis_vmap_and_jit(reduce, axis):
+def test_axis_vmap_and_jit():
     states = random_states(np.random.default_rng(13), (3, 4, 5), dtype=np.float64)
+
+    def mapped(states, axis):
+        moved = jax.tree.map(lambda x: jnp.moveaxis(x, axis, 0), states)
+        return jax.vmap(jax.vmap(lambda x: finalize(reduce_tree(x)), 1), 1)(moved)
 
     @jax.jit
     def run(states):
-        if reduce is None:
-            scanned = scan_states(states, axis=axis)
-            return finalize(jax.tree.map(lambda x: jnp.moveaxis(x, axis % 3, 0)[-1], scanned))
-        return finalize(reduce(states, axis=axis))
+        """By axis, reduced in two ways."""
+        scanned = jax.tree.map(lambda x: x[-1], scan_states(states, axis=-3))
+        return {
+            2: (finalize(reduce_chain(states, axis=-1)), mapped(states, 2)),
+            1: (finalize(reduce_tree(states, axis=1)), finalize(reduce_tree(states, axis=-2))),
+            0: (finalize(scanned), finalize(reduce_tree(states))),
+        }
 
-    moved = jax.tree.map(lambda x: np.moveaxis(x, axis % 3, 0), states)
-    d, n = (x.sum(0) for x in sums(moved))
-    mapped = jax.jit(jax.vmap(jax.vmap(lambda x: finalize(reduce_tree(x)), 1), 1))(moved)
-    for out, lse in (run(states), mapped):
-        np.testing.assert_allclose(out, n / d[..., None], rtol=1e-12, atol=1e-14)
-        np.testing.assert_allclose(lse, np.log(d), rtol=1e-12)
+    for axis, results in run(states).items():
+        d, n = (x.sum(axis) for x in sums(states))
+        for out, lse in results:
+            np.testing.assert_allclose(out, n / d[..., None], rtol=1e-12, atol=1e-14)
+            np.testing.assert_allclose(lse, np.log(d), rtol=1e-12)
 
 
 @pytest.mark.parametrize(
     ("reduce", "differing"),
     [
-        (reduce_chain, "all"),
         (reduce_chain, "max"),
         (reduce_tree, "denominator"),
         (last_of_scan, "numerator"),
@@ -465,12 +513,8 @@ def test_axis_vmap_and_jit(reduce, axis):
 def test_inside_shard_map_whichever_fields_differ_between_devices(reduce, differing):
     states = random_states(np.random.default_rng(14), (8, 3), dtype=np.float64)
     mesh = kv_mesh(jax.devices()[:4])
-    specs = AttentionState(
-        *(P("kv") if differing in ("all", name) else P() for name in states._fields)
-    )
-    local = AttentionState(
-        *(x if spec else x[:2] for x, spec in zip(states, map(len, specs), strict=True))
-    )
+    specs = AttentionState(*(P("kv") if name == differing else P() for name in states._fields))
+    local = AttentionState(*(x if spec else x[:2] for x, spec in zip(states, specs, strict=True)))
 
     def shard(states):
         return jax.tree.map(lambda x: x[None], finalize(reduce(states)))
@@ -484,17 +528,12 @@ def test_inside_shard_map_whichever_fields_differ_between_devices(reduce, differ
     @jax.jit
     @jax.value_and_grad
     def wanted(states):
-        total = 0
-        for i in range(4):
-            some = AttentionState(
-                *(
-                    x[2 * i : 2 * i + 2] if spec else x
-                    for x, spec in zip(states, map(len, specs), strict=True)
-                )
-            )
-            out, lse = finalize(reduce(some))
-            total += jnp.sum(out**2) + jnp.sum(lse**2)
-        return total
+        fields = zip(states, specs, strict=True)
+        states = AttentionState(
+            *(x.reshape(4, 2, *x.shape[1:]) if spec else x for x, spec in fields)
+        )
+        axes = AttentionState(*(0 if spec else None for spec in specs))
+        return jnp.sum(jax.vmap(lambda x: squares(reduce(x)), in_axes=(axes,))(states))
 
     for x, y in zip(jax.tree.leaves(run(local)), jax.tree.leaves(wanted(local)), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-14)
@@ -525,9 +564,9 @@ def check_tree_counts(ps, k):
         assert left == 1, p
 
 
-@pytest.mark.parametrize("k", [2, 3, 4, 8])
+@pytest.mark.parametrize("k", [2, 3, 8])
 def test_rounds_and_merges_of_trees(k):
-    check_tree_counts((1, 2, 3, 5, 9, 10, 27, 28, 63, 64, 65, 128), k)
+    check_tree_counts((1, 2, 3, 5, 9, 27, 28, 65), k)
 
 
 def test_rounds_and_merges_of_a_tree_wider_than_its_leaves():
@@ -535,7 +574,7 @@ def test_rounds_and_merges_of_a_tree_wider_than_its_leaves():
 
 
 def test_chain_and_scan_counts():
-    for p in (1, 2, 3, 8, 100, 128):
+    for p in (1, 2, 3, 100, 128):
         assert count_merges(reduce_chain, scalar_states(p)) == (p - 1, p - 1)
         work, depth = count_merges(scan_states, scalar_states(p))
         assert work < 2 * p and depth <= 2 * math.ceil(math.log2(p))
@@ -597,7 +636,6 @@ def test_rounding_by_order_and_dtype(dtype):
 
 
 def test_without_the_guard_the_checks_fail(monkeypatch):
-    check_no_nan()
     monkeypatch.setattr(treeattn.idea.state, "finite", lambda x: x)
     none = AttentionState.identity((1,), 1)
     assert jnp.isnan(merge(none, none).denominator).all()

@@ -35,7 +35,7 @@ from treeattn.idea.state import (
     scan_states,
 )
 from treeattn.kernel.attend import attend, attention
-from treeattn.trees.beam import PackedBeam, pack, prefix_encoding, unpack
+from treeattn.trees.beam import PackedBeam, pack, packed_token_indices, prefix_encoding, unpack
 from treeattn.trees.draft import beam_search, choice_tree, expand_tree
 from treeattn.trees.token_tree import (
     TokenTree,
@@ -72,6 +72,7 @@ __all__ = [
     "merge_across",
     "pack",
     "pack_tree",
+    "packed_token_indices",
     "pass_q_decode",
     "prefix_encoding",
     "reduce_chain",

@@ -36,11 +36,14 @@ def _walk(jaxpr, depths: list[int]) -> tuple[int, list[int]]:
             work += eqn.outvars[0].aval.size
             outputs = [1 + max(inputs)]
         elif eqn.primitive.name == "scan":
-            consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
+            # What the loop slices or stacks has an axis more outside it.
+            body = inner[0].jaxpr
+            carries = sum(map(_same_rank, eqn.outvars, body.outvars))
+            consts = sum(map(_same_rank, eqn.invars, body.invars)) - carries
             outputs = inputs[consts : consts + carries]
             outputs += [0] * (len(eqn.outvars) - carries)
             for _ in range(eqn.params["length"]):
-                more, outputs = _walk(inner[0].jaxpr, inputs)
+                more, outputs = _walk(body, inputs)
                 work += more
                 inputs[consts : consts + carries] = outputs[:carries]
         elif inner:
@@ -50,3 +53,7 @@ def _walk(jaxpr, depths: list[int]) -> tuple[int, list[int]]:
             outputs = [max(inputs, default=0)] * len(eqn.outvars)
         depth |= dict(zip(eqn.outvars, outputs, strict=True))
     return work, [0 if isinstance(x, Literal) else depth.get(x, 0) for x in jaxpr.outvars]
+
+
+def _same_rank(x, y) -> bool:
+    return x.aval.ndim == y.aval.ndim

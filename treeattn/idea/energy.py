@@ -9,11 +9,12 @@ is the cumulant generating function of the values under the attention weights: i
 in this package; the papers leave it out.
 
 All functions take one query head: q (d,), k (n, d), v (n, dv), and mask (n,), True where the
-query may see the key. q, k and v share a floating-point dtype. Sums are in float32, or float64
-when an input is. When no key is visible F is −∞, and its derivatives of every order, in every
-argument, are zeros. `jax.vmap` maps them over queries, heads and batches.
+query may see the key; a list will do. q, k and v share a floating-point dtype. Sums are in
+float32, or float64 when an input is. When no key is visible F is −∞, and its derivatives of every
+order, in every argument, are zeros. `jax.vmap` maps them over queries, heads and batches.
 
-They raise TypeError for dtypes and ValueError for shapes that do not fit, naming the argument.
+They raise TypeError for dtypes, ValueError for shapes that do not fit and for a scale that is not
+finite (inside jit nobody can look), naming the argument.
 """
 
 import jax
@@ -24,6 +25,7 @@ from jaxtyping import Bool, Float
 from treeattn.idea.arrays import (
     Array,
     accumulation_dtype,
+    as_array,
     check_floating,
     check_rank,
     check_same_dtype,
@@ -49,7 +51,7 @@ def energy(
     A scalar, float32 or float64; −∞ when no key is visible. What masked keys and values hold
     does not matter.
     """
-    _check_inputs(q, k, v, mask)
+    mask = _check_inputs(q, k, v, mask)
     check_floating(zeta=zeta)
     _check_shape("zeta", zeta, (v.shape[1],), "(dv,)")
     if mask is not None:
@@ -115,7 +117,7 @@ def cumulant(
         raise TypeError(f"order: expected an integer, got {order!r}")
     if order < 0:
         raise ValueError(f"order: expected 0 or more, got {order}")
-    _check_inputs(q, k, v, mask)
+    mask = _check_inputs(q, k, v, mask)
 
     def derivative(zeta):
         return energy(zeta, q, k, v, mask=mask, scale=scale)
@@ -169,8 +171,7 @@ def _scores(zeta, q, k, v, scale):
     """scale · q·k_a + ζ·v_a, (..., n), of sources zeta (..., dv) and queries q (..., d)."""
     dtype = accumulation_dtype(zeta, q, k, v)
     zeta, q, k, v = (x.astype(dtype) for x in (zeta, q, k, v))
-    if scale is None:
-        scale = q.shape[-1] ** -0.5
+    scale = _check_scale(scale, q.shape[-1])
 
     def dot(x, keys):  # keys first, so that XLA on CPU does not copy them to transpose them
         return jnp.einsum("nd,...d->...n", keys, x, precision="highest")
@@ -181,20 +182,36 @@ def _scores(zeta, q, k, v, scale):
     return s + dot(zeta, v)
 
 
-def _check_inputs(q, k, v, mask=None, rank: int = 1) -> None:
+def _check_scale(scale: Scale, d: int):
+    if scale is None:
+        return d**-0.5
+    scale = as_array("scale", scale)
+    if scale.shape != () or not jnp.issubdtype(scale.dtype, np.number):
+        raise ValueError(f"scale: expected a number, got {scale.dtype} of shape {scale.shape}")
+    if not isinstance(scale, jax.core.Tracer) and not np.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number, got {scale}")
+    return scale
+
+
+def _check_inputs(q, k, v, mask=None, rank: int = 1) -> Array | None:
+    """The mask as an array, or the error that says what is wrong."""
     check_floating(q=q, k=k, v=v)
     check_same_dtype(q=q, k=k, v=v)
     check_rank(rank, ("(d,)", "(n, d)")[rank - 1], q=q)
     check_rank(2, "(n, d)", k=k)
     check_rank(2, "(n, dv)", v=v)
+    if q.shape[-1] == 0:
+        raise ValueError(f"q: expected a head_dim d of at least 1, got shape {q.shape}")
     if k.shape[1] != q.shape[-1]:
         raise ValueError(f"k: expected (n, d) with d {q.shape[-1]} as in q, got {k.shape}")
     if len(v) != len(k):
         raise ValueError(f"v: expected a value for each of the {len(k)} keys, got {v.shape}")
     if mask is not None:
-        if getattr(mask, "dtype", None) != jnp.bool_:
-            raise TypeError(f"mask: expected booleans, got {getattr(mask, 'dtype', mask)}")
+        mask = as_array("mask", mask)
+        if mask.dtype != jnp.bool_:
+            raise TypeError(f"mask: expected booleans, got dtype {mask.dtype}")
         _check_shape("mask", mask, (len(k),), "(n,)")
+    return mask
 
 
 def _check_shape(name: str, x: Array, shape: tuple[int, ...], layout: str) -> None:

@@ -16,9 +16,9 @@ The nodes are numbered candidate by candidate, then by position: first all token
 candidate 0, then those of candidate 1 that candidate 0 lacks, and so on. Everything
 follows from one table, `_common_prefix`: how many leading tokens two candidates share.
 
-Each function takes NumPy arrays and returns NumPy arrays, or takes JAX arrays, traced
-ones included, and returns JAX arrays. (The document on packing a beam for Tree Attention;
-its unpacker is replaced, see `pack`.)
+Each function takes NumPy arrays (or nested lists, which become such) and returns NumPy arrays,
+or takes JAX arrays, traced ones included, and returns JAX arrays. (The document on packing a
+beam for Tree Attention; its unpacker is replaced, see `pack`.)
 """
 
 from functools import partial
@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int, Integer, Shaped
 
-from treeattn.idea.arrays import Array, check_integers, check_rank, namespace
+from treeattn.idea.arrays import Array, as_array, check_integers, check_rank, namespace
 
 
 class PackedBeam(NamedTuple):
@@ -68,6 +68,26 @@ def prefix_encoding(
     return xp.where(real, encoding, -1)
 
 
+def packed_token_indices(
+    beam: Integer[Array, "batch rows width"], lengths: Integer[Array, "batch rows"] | None = None
+) -> Int[Array, "batch nodes"]:
+    """(B, L) int32: where in the beam, row by row, each token of `packed_beam` stands.
+
+    Token c of candidate m is at m·C + c; a token that candidates share, at its place in the
+    first of them. −1 after a batch row's last node. Takes, raises, and sizes its result as
+    `pack` does.
+    """
+    encoding = prefix_encoding(beam, lengths)
+    xp, (batch, rows, width) = namespace(encoding), encoding.shape
+    own = encoding == xp.arange(rows)[:, None]  # what a candidate adds
+    place = xp.arange(rows * width, dtype=xp.int32)
+    found = xp.sort(xp.where(own.reshape(batch, rows * width), place, rows * width), axis=1)
+    indices = xp.where(found < rows * width, found, -1)
+    if isinstance(indices, jax.core.Tracer):
+        return indices
+    return indices[:, : int((indices >= 0).sum(axis=1).max(initial=0))]
+
+
 def pack(
     beam: Integer[Array, "batch rows width"],
     lengths: Integer[Array, "batch rows"] | None = None,
@@ -97,16 +117,12 @@ def pack(
     results, 10 / C of the mask that it returns (a sixtieth, for 64 beams of 32×16). NumPy,
     which keeps every intermediate, needs 4 to 6 times the mask.
 
-    Raises TypeError when beam or lengths are not arrays of integers, ValueError when their
+    Raises TypeError when beam or lengths are not integers, or ragged, ValueError when their
     shapes do not fit, when a length is negative or beyond C (inside jit, where lengths
     cannot be looked at, they are clipped), or when pad_token does not fit the beam's dtype.
     """
     xp, beam, lengths = _checked(beam, lengths)
-    limits = np.iinfo(beam.dtype)
-    if isinstance(pad_token, bool) or not isinstance(pad_token, int | np.integer):
-        raise TypeError(f"pad_token: expected an integer, got {pad_token!r}")
-    if not limits.min <= pad_token <= limits.max:
-        raise ValueError(f"pad_token: {pad_token} does not fit the beam's dtype {beam.dtype}")
+    check_pad_token(pad_token, beam.dtype)
     if xp is np:
         return _pack(np, beam, lengths, int(pad_token))
     packed = _pack_jit(beam, lengths, int(pad_token))
@@ -126,21 +142,22 @@ def unpack(
     Returns     (B, M, C, ...). Positions beyond a candidate's length repeat node 0 (zeros when
                 there are no nodes at all).
 
-    Raises TypeError or ValueError when unpack_map is not an integer array of that shape.
+    Raises TypeError or ValueError when unpack_map is not an integer array of that shape, with
+    entries from 0 to L − 1 (inside jit, where they cannot be looked at, they are clipped).
     """
+    packed, unpack_map = as_array("packed", packed), as_array("unpack_map", unpack_map)
     check_integers(unpack_map=unpack_map)
     check_rank(3, "(batch, M, C)", unpack_map=unpack_map)
-    if not hasattr(packed, "dtype"):
-        raise TypeError(f"packed: expected an array, got {type(packed).__name__}")
     if packed.ndim < 2 or packed.shape[0] != unpack_map.shape[0]:
         raise ValueError(
             f"packed: expected axes (batch, L, ...) with batch = {unpack_map.shape[0]} as in "
             f"unpack_map, got shape {packed.shape}"
         )
-    xp = namespace(packed, unpack_map)
+    xp, last = namespace(packed, unpack_map), max(packed.shape[1] - 1, 0)
+    unpack_map = bounded("unpack_map", unpack_map, 0, last, f"node numbers from 0 to {last}")
     if packed.shape[1] == 0:
         return xp.zeros((*unpack_map.shape, *packed.shape[2:]), packed.dtype)
-    return xp.asarray(packed)[xp.arange(len(unpack_map))[:, None, None], unpack_map]
+    return xp.asarray(packed)[xp.arange(len(unpack_map))[:, None, None], xp.asarray(unpack_map)]
 
 
 def _common_prefix(xp, beam, lengths):
@@ -156,9 +173,8 @@ def _encode(xp, common, width):
     """(B, M, C): the smallest row that shares row m's tokens up to c; m at its pads."""
     row = xp.arange(common.shape[1], dtype=xp.int32)
     shared = xp.arange(width, dtype=xp.int32) < common[..., None]  # (B, M, M, C)
-    return xp.min(
-        xp.where(shared, row[:, None], row[:, None, None]), axis=2, initial=common.shape[1]
-    )
+    sharing = xp.where(shared, row[:, None], row[:, None, None])
+    return xp.min(sharing, axis=2, initial=common.shape[1])
 
 
 def _pack(xp, beam, lengths, pad_token):
@@ -177,24 +193,23 @@ def _pack(xp, beam, lengths, pad_token):
     # The other way round: the candidate that adds node i is the number of those that end before.
     size = rows * width if xp is jnp else int(end.max(initial=0))
     node = xp.arange(size, dtype=xp.int32)
-    of = xp.sum(node[:, None] >= end[:, None], axis=2, dtype=xp.int32)  # (B, L)
-    real = of < rows
-    of = xp.minimum(of, rows - 1)
-    offsets = xp.where(real, node - xp.take_along_axis(start, of, axis=1), 0)
-    tokens = xp.take_along_axis(beam.reshape(batch, rows * width), of * width + offsets, axis=1)
+    owner = xp.sum(node[:, None] >= end[:, None], axis=2, dtype=xp.int32)  # (B, L)
+    real, owner = owner < rows, xp.minimum(owner, rows - 1)
+    offsets = xp.where(real, node - xp.take_along_axis(start, owner, axis=1), 0)
+    indices, tokens = owner * width + offsets, beam.reshape(batch, rows * width)
+    tokens = xp.take_along_axis(tokens, indices, axis=1)
     tokens = xp.where(real, tokens, xp.asarray(pad_token, dtype=beam.dtype))
-    mask = _mask(xp, common, of, offsets, real)
-    return PackedBeam(tokens, mask, offsets, unpack_map)
+    return PackedBeam(tokens, _mask(xp, common, owner, offsets, real), offsets, unpack_map)
 
 
-def _mask(xp, common, of, offsets, real):
+def _mask(xp, common, owner, offsets, real):
     """(B, L, L): j is on the path of the candidate that adds i, and not below i."""
-    shared = xp.take_along_axis(common, of[:, None], axis=2)  # (B, M, L)
+    shared = xp.take_along_axis(common, owner[:, None], axis=2)  # (B, M, L)
     through = (shared > offsets[:, None]) & real[:, None]  # candidate m runs through node j
     below = offsets[:, None] > xp.where(real, offsets, -1)[:, :, None]
     if xp is np:
-        return through[np.arange(len(of))[:, None], of] & ~below
-    return _look_up(through, of) & ~below
+        return through[np.arange(len(owner))[:, None], owner] & ~below
+    return _look_up(through, owner) & ~below
 
 
 def _look_up(table, row):
@@ -224,25 +239,37 @@ def _cut(packed: PackedBeam, size: int) -> PackedBeam:
     return PackedBeam(tokens[:, :size], mask[:, :size, :size], offsets[:, :size], unpack_map)
 
 
+def check_pad_token(pad_token: int, dtype) -> None:
+    """Raise a TypeError or ValueError unless `pad_token` is an integer that `dtype` holds."""
+    if isinstance(pad_token, bool) or not isinstance(pad_token, int | np.integer):
+        raise TypeError(f"pad_token: expected an integer, got {pad_token!r}")
+    if not np.iinfo(dtype).min <= pad_token <= np.iinfo(dtype).max:
+        raise ValueError(f"pad_token: {pad_token} does not fit the tokens' dtype {dtype}")
+
+
+def bounded(name: str, x: Array, least: int, most, expected: str) -> Array:
+    """The integers `x` as int32: clipped if traced, else a ValueError unless least ≤ x ≤ most."""
+    if isinstance(x, jax.core.Tracer):
+        fit = max(np.iinfo(x.dtype).min, -(2**31)), min(np.iinfo(x.dtype).max, 2**31 - 1)
+        return jnp.clip(x, *(np.clip(y, *fit).astype(x.dtype) for y in (least, most))).astype("i4")
+    came = np.asarray(x)
+    wrong = (came < least) | (came > most)
+    if wrong.any():
+        where = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise ValueError(f"{name}: expected {expected}, got {came[where]} at {where}")
+    return x.astype(np.int32)
+
+
 def _checked(beam, lengths):
     """(numpy or jax.numpy, beam, lengths in int32), or the error that says what is wrong."""
+    beam = as_array("beam", beam)
     check_integers(beam=beam)
     check_rank(3, "(batch, M, C)", beam=beam)
-    width = beam.shape[2]
-    if lengths is None:
-        xp = namespace(beam)
-        return xp, beam, xp.full(beam.shape[:2], width, xp.int32)
+    shape, width = beam.shape[:2], beam.shape[2]
+    lengths = np.full(shape, width) if lengths is None else as_array("lengths", lengths)
     check_integers(lengths=lengths)
-    if lengths.shape != beam.shape[:2]:
-        raise ValueError(
-            f"lengths: expected shape (batch, M) = {beam.shape[:2]}, got {lengths.shape}"
-        )
-    if not isinstance(lengths, jax.core.Tracer):
-        wrong = (np.asarray(lengths) < 0) | (np.asarray(lengths) > width)
-        if wrong.any():
-            where = tuple(int(i) for i in np.argwhere(wrong)[0])
-            raise ValueError(
-                f"lengths: expected 0 to C = {width} tokens, got {lengths[where]} at {where}"
-            )
+    if lengths.shape != shape:
+        raise ValueError(f"lengths: expected shape (batch, M) = {shape}, got {lengths.shape}")
     xp = namespace(beam, lengths)
-    return xp, xp.asarray(beam), xp.clip(lengths, 0, width).astype(xp.int32)
+    lengths = bounded("lengths", lengths, 0, width, f"0 to C = {width} tokens")
+    return xp, xp.asarray(beam), xp.asarray(lengths)

@@ -9,13 +9,14 @@
 The trees are for `treeattn.trees.token_tree.pack_tree`.
 """
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int, Integer
 
-from treeattn.idea.arrays import Array, check_integers, check_rank, namespace
+from treeattn.idea.arrays import Array, as_array, check_integers, check_rank, namespace
 from treeattn.trees.token_tree import TokenTree
 
 
@@ -30,18 +31,23 @@ def choice_tree(
                 the node (r₁, …, r_{d−1}), which must be in the list too
     candidates: (B, heads, k) the tokens of each head, best first
     root:       (B,) a token above all of them, usually the one that the model itself has just
-                produced; None for a forest
+                produced; None for a forest. The tokens' dtype is the wider of the two
 
     The nodes come shortest path first, equally long ones in lexicographic order, whatever
     the order of the list. Only tokens may be traced, so the shape is compiled once.
 
-    Raises ValueError when a choice is empty, repeated, lacks its parent, or asks for a head or
-    a rank that candidates does not have.
+    Raises TypeError where integers are missing, ValueError when a choice is empty, repeated,
+    lacks its parent, or asks for a head or a rank that candidates does not have.
     """
+    candidates = as_array("candidates", candidates)
     check_integers(candidates=candidates)
     check_rank(3, "(batch, heads, k)", candidates=candidates)
     batch, heads, top = candidates.shape
-    paths = sorted((tuple(int(r) for r in path) for path in choices), key=lambda p: (len(p), p))
+    try:
+        paths = [tuple(map(operator.index, path)) for path in choices]
+    except TypeError as error:
+        raise TypeError(f"choices: expected paths of integers, as (0, 1): {error}") from None
+    paths.sort(key=lambda path: (len(path), path))
     number = {path: i for i, path in enumerate(paths)}
     if len(number) < len(paths):
         raise ValueError("choices: expected each path once, got one twice")
@@ -53,16 +59,15 @@ def choice_tree(
             )
         if len(path) > 1 and path[:-1] not in number:
             raise ValueError(f"choices: {path} has no parent, since {path[:-1]} is missing")
-    xp = namespace(candidates, *([] if root is None else [root]))
-    head = np.array([len(path) - 1 for path in paths], int)
-    rank = np.array([path[-1] for path in paths], int)
-    tokens = xp.asarray(candidates)[:, head, rank]
+    ends = np.array([(len(path) - 1, path[-1]) for path in paths], int).reshape(-1, 2)
+    tokens = candidates[:, ends[:, 0], ends[:, 1]]
     parents = np.array([number.get(path[:-1], -1) for path in paths], np.int32)
     if root is not None:
+        root = as_array("root", root)
         check_integers(root=root)
         if root.shape != (batch,):
             raise ValueError(f"root: expected shape (batch,) = ({batch},), got {root.shape}")
-        tokens = xp.concatenate([root[:, None].astype(tokens.dtype), tokens], axis=1)
+        tokens = namespace(root, tokens).concatenate([root[:, None], tokens], axis=1)
         parents = np.concatenate([[-1], parents + 1]).astype(np.int32)
     sizes = np.full(batch, len(parents), np.int32)
     return TokenTree(tokens, np.tile(parents, (batch, 1)), sizes)
@@ -85,8 +90,7 @@ def beam_search(
     Raises as `expand_tree` does.
     """
     _check_positive(width=width, length=length, batch=batch)
-    for step in _steps(log_probs, length, width, batch):
-        last = step
+    *_, last = _grow(log_probs, length, width, batch)
     return last.paths, last.path_scores
 
 
@@ -105,16 +109,16 @@ def expand_tree(
     puts parents first. Paths of probability 0 are left out. From width = budget on, these are
     the `budget` most probable of all paths up to `depth`.
 
-    Raises ValueError when a number is below 1, or log_probs returns another shape, a NaN, or
-    a logarithm above 0.
+    Raises TypeError when a number is no integer, ValueError when it is below 1, or log_probs
+    returns another shape, a NaN, or a logarithm above 0.
     """
     _check_positive(depth=depth, width=width, budget=budget, batch=batch)
     tokens, parents, scores, frontier, count = [], [], [], np.full((batch, 1), -1), 0
-    for step in _steps(log_probs, depth, width, batch):
-        tokens.append(step.tokens)
-        parents.append(frontier[:, step.parents])
-        scores.append(step.scores)
-        frontier, count = count + step.kept, count + step.tokens.shape[1]
+    for grown in _grow(log_probs, depth, width, batch):
+        tokens.append(grown.tokens)
+        parents.append(frontier[:, grown.parents])
+        scores.append(grown.scores)
+        frontier, count = count + grown.kept, count + grown.tokens.shape[1]
     tokens, parents, scores = (np.concatenate(x, axis=1) for x in (tokens, parents, scores))
 
     best = np.argsort(-scores, axis=1, kind="stable")[:, :budget]
@@ -128,7 +132,7 @@ def expand_tree(
     return TokenTree(*(x.astype(np.int32) for x in (tokens, parents, sizes))), scores
 
 
-class _Step(NamedTuple):
+class _Grown(NamedTuple):
     """One token further: every child, and the candidates that are kept of them."""
 
     tokens: np.ndarray  # (B, N) the children of the n kept before, k each
@@ -139,9 +143,10 @@ class _Step(NamedTuple):
     path_scores: np.ndarray  # (B, n')
 
 
-def _steps(log_probs: LogProbs, steps: int, width: int, batch: int) -> Iterator[_Step]:
+def _grow(log_probs: LogProbs, length: int, width: int, batch: int) -> Iterator[_Grown]:
+    """Candidates of 1, 2 … `length` tokens, the `width` best of each length."""
     paths, score = np.zeros((batch, 1, 0), np.int32), np.zeros((batch, 1))
-    for _ in range(steps):
+    for _ in range(length):
         total = score[..., None] + _checked_log_probs(log_probs(paths), paths)  # (B, n, V)
         best = np.argsort(-total, axis=-1, kind="stable")[..., :width]  # (B, n, k)
         tokens = best.reshape(batch, -1)
@@ -152,11 +157,13 @@ def _steps(log_probs: LogProbs, steps: int, width: int, batch: int) -> Iterator[
         after = np.take_along_axis(tokens, kept, axis=1)[..., None]
         paths = np.concatenate([before, after], axis=-1).astype(np.int32)
         score = np.take_along_axis(scores, kept, axis=1)
-        yield _Step(tokens, scores, parents, kept, paths, score)
+        yield _Grown(tokens, scores, parents, kept, paths, score)
 
 
 def _check_positive(**numbers: int) -> None:
     for name, value in numbers.items():
+        if not isinstance(value, int | np.integer):
+            raise TypeError(f"{name}: expected an integer, got {value!r}")
         if value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
 

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int, Integer
 
-from treeattn.idea.arrays import Array, check_integers, check_rank, namespace
-from treeattn.trees.beam import PackedBeam, pack
+from treeattn.idea.arrays import Array, as_array, check_integers, check_rank, namespace
+from treeattn.trees.beam import PackedBeam, bounded, check_pad_token, pack, unpack
 
 
 class TokenTree(NamedTuple):
@@ -36,16 +36,15 @@ def ancestor_mask(parents: Integer[Array, "*batch nodes"]) -> Bool[Array, "*batc
     The ancestors fewer than 2ᵏ⁺¹ steps up are those fewer than 2ᵏ steps up, together with
     the same of the node 2ᵏ steps up: ⌈log₂ L⌉ rounds.
 
-    Raises TypeError when parents is not an array of integers, ValueError when a parent is not
-    −1 or an earlier node, which rules out cycles (inside jit nobody can look).
+    Raises TypeError when parents is not an array of integers, ValueError when one is neither −1
+    nor an earlier node, so that there are no cycles (inside jit, they are clipped to that).
     """
-    xp, up = _checked_parents(parents)
-    size = up.shape[-1]
-    mask = xp.broadcast_to(xp.eye(size, dtype=bool), (*up.shape, size))
-    for _ in range(max(size - 1, 0).bit_length()):
+    xp, parents = _checked_parents(parents)
+    size = parents.shape[-1]
+    mask = xp.broadcast_to(xp.eye(size, dtype=bool), (*parents.shape, size))
+    for up in _ever_higher(xp, parents):
         above = xp.take_along_axis(mask, xp.maximum(up, 0)[..., None], axis=-2)
         mask = mask | (above & (up >= 0)[..., None])
-        up = _jump(xp, up)
     return mask
 
 
@@ -54,12 +53,10 @@ def depths(parents: Integer[Array, "*batch nodes"]) -> Int[Array, "*batch nodes"
 
     Takes and raises what `ancestor_mask` does.
     """
-    xp, up = _checked_parents(parents)
-    depth = (up >= 0).astype(xp.int32)
-    for _ in range(max(up.shape[-1] - 1, 0).bit_length()):
-        above = xp.take_along_axis(depth, xp.maximum(up, 0), axis=-1)
-        depth = depth + xp.where(up >= 0, above, 0)
-        up = _jump(xp, up)
+    xp, parents = _checked_parents(parents)
+    depth = (parents >= 0).astype(xp.int32)
+    for up in _ever_higher(xp, parents):
+        depth = depth + xp.where(up >= 0, _of(xp, depth, up), 0)
     return depth
 
 
@@ -103,8 +100,7 @@ def leaf_paths(
     for column in reversed(range(paths.shape[2])):
         here = lengths > column
         paths[..., column] = np.where(here, node, -1)
-        up = np.take_along_axis(parents, np.maximum(node, 0), axis=1)
-        node = np.where(here, up, node)
+        node = np.where(here, _of(np, parents, node), node)
     return paths.astype(np.int32), lengths.astype(np.int32)
 
 
@@ -115,13 +111,9 @@ def beam_from_tree(
 
     The tree's parents and sizes must be concrete; the tokens may be traced.
     """
-    parents, sizes = _checked_tree(tree)
+    tokens, parents, sizes = _checked_tree(tree)
     paths, lengths = leaf_paths(parents, sizes)
-    xp = namespace(tree.tokens)
-    batch = np.arange(len(paths))[:, None, None]
-    if paths.size == 0:
-        return xp.zeros(paths.shape, tree.tokens.dtype), lengths
-    return xp.where(paths >= 0, tree.tokens[batch, np.maximum(paths, 0)], 0), lengths
+    return namespace(tokens).where(paths >= 0, unpack(tokens, np.maximum(paths, 0)), 0), lengths
 
 
 def pack_tree(tree: TokenTree, *, pad_token: int = 0) -> PackedBeam:
@@ -131,44 +123,47 @@ def pack_tree(tree: TokenTree, *, pad_token: int = 0) -> PackedBeam:
     end, and its rows beyond a tree's last leaf, are 0.
 
     The tree's parents and sizes decide shapes and must be concrete; the tokens may be traced.
-    Raises TypeError or ValueError where they are not integers, do not fit, or are no tree.
+    Raises TypeError or ValueError where they are not integers, do not fit, or are no tree, and
+    where pad_token does not fit the tokens' dtype.
     """
-    parents, sizes = _checked_tree(tree)
+    tokens, parents, sizes = _checked_tree(tree)
+    check_pad_token(pad_token, tokens.dtype)
     paths, _ = leaf_paths(parents, sizes)
-    xp = namespace(tree.tokens)
+    xp = namespace(tokens)
     real = np.arange(parents.shape[1]) < sizes[:, None]
     mask = ancestor_mask(parents) & real[:, :, None] & real[:, None]
     offsets = np.where(real, depths(parents), 0)
-    tokens = xp.where(real, tree.tokens, xp.asarray(pad_token, dtype=tree.tokens.dtype))
+    tokens = xp.where(real, tokens, xp.asarray(pad_token, dtype=tokens.dtype))
     return PackedBeam(tokens, *(xp.asarray(x) for x in (mask, offsets, np.maximum(paths, 0))))
 
 
-def _jump(xp, up):
-    """From each node's 2ᵏ-th ancestor to its 2ᵏ⁺¹-th; −1 above a root."""
-    return xp.where(up >= 0, xp.take_along_axis(up, xp.maximum(up, 0), axis=-1), -1)
+def _ever_higher(xp, parents):
+    """Each node's 1st, 2nd, 4th, 8th … ancestor, until nothing is higher; −1 above a root."""
+    up = parents
+    for _ in range(max(parents.shape[-1] - 1, 0).bit_length()):
+        yield up
+        up = xp.where(up >= 0, _of(xp, up, up), -1)
+
+
+def _of(xp, x, node):
+    """x of those nodes, (..., L); of node 0 where the number is −1."""
+    return xp.take_along_axis(x, xp.maximum(node, 0), axis=-1)
 
 
 def _checked_parents(parents):
     """(numpy or jax.numpy, parents in int32), or the error that says what is wrong."""
+    parents = as_array("parents", parents)
     check_integers(parents=parents)
     if parents.ndim == 0:
         raise ValueError("parents: expected axes (..., L), got a scalar")
-    if not isinstance(parents, jax.core.Tracer):
-        came = np.asarray(parents)
-        wrong = (came < -1) | (came >= np.arange(came.shape[-1]))
-        if wrong.any():
-            where = tuple(int(i) for i in np.argwhere(wrong)[0])
-            raise ValueError(
-                "parents: expected −1 (a root) or an earlier node, so that there is no cycle; "
-                f"got {came[where]} at {where if len(where) > 1 else where[0]}"
-            )
-    xp = namespace(parents)
-    return xp, parents.astype(xp.int32)
+    expected = "−1 (a root) or an earlier node, so that there is no cycle"
+    before = np.arange(parents.shape[-1]) - 1
+    return namespace(parents), bounded("parents", parents, -1, before, expected)
 
 
 def _checked_tree(tree):
-    """The tree's parents and sizes as NumPy arrays, or the error that says what is wrong."""
-    tokens, parents, sizes = tree
+    """(tokens, parents, sizes), the latter two NumPy's, or the error that says what is wrong."""
+    tokens, parents, sizes = map(as_array, TokenTree._fields, tree)
     check_integers(tokens=tokens, parents=parents, sizes=sizes)
     for name, x in {"parents": parents, "sizes": sizes}.items():
         if isinstance(x, jax.core.Tracer):
@@ -177,7 +172,7 @@ def _checked_tree(tree):
     batch, nodes = parents.shape
     if tokens.shape != parents.shape:
         raise ValueError(f"tokens: expected parents' shape {parents.shape}, got {tokens.shape}")
-    sizes = np.asarray(sizes)
-    if sizes.shape != (batch,) or ((sizes < 0) | (sizes > nodes)).any():
-        raise ValueError(f"sizes: expected {batch} numbers from 0 to {nodes}, got {sizes}")
-    return np.asarray(_checked_parents(parents)[1]), sizes
+    if sizes.shape != (batch,):
+        raise ValueError(f"sizes: expected {batch} numbers, one a tree, got shape {sizes.shape}")
+    sizes = bounded("sizes", sizes, 0, nodes, f"0 to {nodes} nodes")
+    return tokens, np.asarray(_checked_parents(parents)[1]), np.asarray(sizes)

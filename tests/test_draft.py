@@ -53,6 +53,21 @@ def test_choices_inside_jit():
         np.testing.assert_array_equal(a, b)
 
 
+def test_a_root_keeps_its_value():
+    """However narrow the candidates' dtype."""
+    tree = choice_tree([(0,)], CANDIDATES.astype(np.int16), root=np.array([70000, 8]))
+    assert tree.tokens[:, 0].tolist() == [70000, 8]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_lists_are_arrays():
+    tree = choice_tree(CHOICES, CANDIDATES.tolist(), root=[7, 8])
+    for came, expected in zip(
+        tree, choice_tree(CHOICES, CANDIDATES, root=np.array([7, 8])), strict=True
+    ):
+        np.testing.assert_array_equal(came, expected)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_choices_pack_as_their_beam(seed):
     """A head's tokens differ, so the tree's candidates packed as a beam are the same tree."""
@@ -194,6 +209,8 @@ def test_impossible_tokens_are_left_out():
     [
         (lambda: choice_tree([(0,), (0,)], CANDIDATES), ValueError, ["choices", "twice"]),
         (lambda: choice_tree([()], CANDIDATES), ValueError, ["choices", "()"]),
+        (lambda: choice_tree([0, 1], CANDIDATES), TypeError, ["choices", "int"]),
+        (lambda: choice_tree([(0.5,)], CANDIDATES), TypeError, ["choices", "float"]),
         (lambda: choice_tree([(0, 1)], CANDIDATES), ValueError, ["choices", "(0, 1)", "(0,)"]),
         (lambda: choice_tree([(3,)], CANDIDATES), ValueError, ["choices", "(3,)", "below 3"]),
         (lambda: choice_tree([(-1,)], CANDIDATES), ValueError, ["choices", "(-1,)"]),
@@ -223,6 +240,7 @@ def test_impossible_tokens_are_left_out():
         (lambda: expand_tree(None, depth=0, width=1, budget=1), ValueError, ["depth", "0"]),
         (lambda: expand_tree(None, depth=1, width=0, budget=1), ValueError, ["width", "0"]),
         (lambda: expand_tree(None, depth=1, width=1, budget=-1), ValueError, ["budget", "-1"]),
+        (lambda: expand_tree(None, depth=1.5, width=1, budget=1), TypeError, ["depth", "1.5"]),
         (lambda: beam_search(None, width=0, length=1), ValueError, ["width", "0"]),
         (lambda: beam_search(None, width=1, length=0), ValueError, ["length", "0"]),
         (
