@@ -117,8 +117,8 @@ def write_gguf(name: str | Path, path: Path, kind=gguf.GGMLQuantizationType.F32,
         target = names.get_name(key, try_suffixes=(".weight", ".bias"))
         writer.add_tensor(target, data, raw_dtype=stored)
     frequencies = rotary_frequencies(checkpoint.config)
-    if checkpoint.config.rotary_scaling:
-        plain = rotary_frequencies(dataclasses.replace(checkpoint.config, rotary_scaling=()))
+    if checkpoint.config.rotary_scaling is not None:
+        plain = rotary_frequencies(dataclasses.replace(checkpoint.config, rotary_scaling=None))
         writer.add_tensor("rope_freqs.weight", plain / frequencies)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -15,10 +15,10 @@ from treeattn.llama.weights import Layer
 def rms_norm(
     x: Float[Array, "... d"], weight: Float[Array, " d"], epsilon: float
 ) -> Float[Array, "... d"]:
-    """x / √mean(x²), times weight; the division in float32 or wider."""
+    """x / √mean(x²), times weight, computed in float32 or wider; in x's dtype."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + epsilon)
-    return wide.astype(x.dtype) * weight
+    return (wide * weight).astype(x.dtype)
 
 
 FEW_TOKENS = 64  # up to which W xᵀ is computed faster than x Wᵀ
@@ -30,13 +30,13 @@ def linear(
     bias: Float[Array, " out"] | None = None,
     dtype=None,
 ) -> Float[Array, "... out"]:
-    """x Wᵀ + bias, summed up in `dtype`, or x's."""
+    """x Wᵀ + bias, in `dtype`, or x's: the matrix may be of another."""
     if math.prod(x.shape[:-1]) > FEW_TOKENS:
         y = jnp.einsum("...d,od->...o", x, matrix, preferred_element_type=dtype)
     else:  # XLA:CPU rearranges the second factor: let that be the smaller one
         y = jnp.einsum("od,...d->o...", matrix, x, preferred_element_type=dtype)
         y = jnp.moveaxis(y, 0, -1)
-    return y if bias is None else y + bias
+    return (y if bias is None else y + bias).astype(dtype or x.dtype)
 
 
 class Rotation(NamedTuple):
