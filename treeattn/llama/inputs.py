@@ -1,0 +1,107 @@
+"""What a Llama's calls take: arguments checked before any work, by errors that name them.
+
+Arrays that are being traced pass: their values are not known.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from treeattn.idea.arrays import Array
+from treeattn.llama.cache import Cache
+
+
+def _array(x) -> Array:
+    return x if isinstance(x, jax.Array) else np.asarray(x)
+
+
+def _check_range(name: str, what: str, x: Array, top: int) -> None:
+    """Raise a ValueError unless all of `x` is from 0 to `top`."""
+    if isinstance(x, jax.core.Tracer) or not x.size:
+        return
+    low, high = int(np.min(x)), int(np.max(x))
+    if low < 0 or high > top:
+        got = low if low < 0 else high
+        raise ValueError(f"{name}: expected {what} from 0 to {top}, got {got}")
+
+
+def _check_integers(name: str, x: Array, shape: tuple[int | None, ...], layout: str) -> None:
+    fits = x.ndim == len(shape) and all(m in (None, n) for n, m in zip(x.shape, shape, strict=True))
+    if not fits or not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"{name}: expected integers {layout}, got {x.dtype} {x.shape}")
+
+
+def check_tokens(tokens, vocabulary: int) -> Array:
+    """`tokens` as an array (batch, length) of ids."""
+    tokens = _array(tokens)
+    _check_integers("tokens", tokens, (None, None), "(batch, length)")
+    _check_range("tokens", "ids", tokens, vocabulary - 1)
+    return tokens
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], cache: Cache, vocabulary: int) -> np.ndarray:
+    """The prompts' lengths (batch,), for all of which the cache has room."""
+    batch, lengths = len(cache.lengths), np.array([len(p) for p in prompts], np.int32)
+    if len(prompts) != batch or not lengths.all():
+        raise ValueError(
+            f"prompts: expected {batch}, none of them empty, got lengths {lengths.tolist()}"
+        )
+    for prompt in prompts:
+        check_tokens(np.asarray(prompt)[None], vocabulary)
+    check_room(cache, lengths, "prompts")
+    return lengths
+
+
+def check_counts(counts, most: int, cache: Cache) -> Array:
+    """`counts` as an array (batch,), `most` of each text when None; the cache has room for them."""
+    batch = len(cache.lengths)
+    counts = np.full(batch, most, np.int32) if counts is None else _array(counts)
+    _check_integers("counts", counts, (batch,), f"({batch},), one a text")
+    _check_range("counts", "numbers of tokens", counts, most)
+    check_room(cache, counts)
+    return counts.astype(np.int32)
+
+
+def check_selection(select, batch: int, tokens: int) -> Array | None:
+    """`select` as an array (batch, m) of indices into `tokens`, or None."""
+    if select is None:
+        return None
+    select = _array(select)
+    _check_integers("select", select, (batch, None), f"({batch}, m)")
+    _check_range("select", "indices", select, tokens - 1)
+    return select
+
+
+def check_room(cache: Cache, counts, name: str = "tokens") -> None:
+    """Raise a ValueError unless `counts` more tokens of each text fit."""
+    if isinstance(cache.lengths, jax.core.Tracer) or isinstance(counts, jax.core.Tracer):
+        return
+    needed = int(np.max(np.asarray(cache.lengths) + np.asarray(counts)))
+    if needed > cache.capacity:
+        raise ValueError(f"{name}: {needed} tokens do not fit into a cache of {cache.capacity}")
+
+
+def check_new(tokens: Array, cache: Cache, positions, mask) -> tuple[Array | None, Array | None]:
+    """(positions, mask) as arrays, if they and the tokens fit each other and the cache."""
+    b, l = tokens.shape
+    if b != len(cache.lengths):
+        raise ValueError(f"tokens: the cache has {len(cache.lengths)} texts, got {b} rows")
+    if positions is not None:
+        positions = _array(positions)
+        _check_integers("positions", positions, (b, l), str((b, l)))
+    if mask is not None:
+        mask = _array(mask)
+        if mask.shape not in ((b, l, l), (1, l, l)) or mask.dtype != bool:
+            raise ValueError(f"mask: expected booleans {(b, l, l)}, got {mask.dtype} {mask.shape}")
+    return positions, mask
+
+
+def padded(prompts: Sequence[Sequence[int]], multiple: int) -> np.ndarray:
+    """The prompts as rows (batch, n), filled up with zeros to a multiple."""
+    longest = max(map(len, prompts))
+    tokens = np.zeros((len(prompts), multiple * -(-longest // multiple)), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return tokens
