@@ -27,27 +27,36 @@ def _check_range(name: str, what: str, x: Array, top: int) -> None:
         raise ValueError(f"{name}: expected {what} from 0 to {top}, got {got}")
 
 
-def _check_integers(name: str, x: Array, shape: tuple[int | None, ...], layout: str) -> None:
+def _integers(name: str, x, shape: tuple[int | None, ...], expected: str) -> Array:
+    """`x` as an array, if it holds integers and has that shape, None being any number."""
+    x = _array(x)
     fits = x.ndim == len(shape) and all(m in (None, n) for n, m in zip(x.shape, shape, strict=True))
     if not fits or not jnp.issubdtype(x.dtype, jnp.integer):
-        raise ValueError(f"{name}: expected integers {layout}, got {x.dtype} {x.shape}")
+        raise ValueError(f"{name}: expected {expected}, got {x.dtype} {x.shape}")
+    return x
 
 
 def check_tokens(tokens, vocabulary: int) -> Array:
     """`tokens` as an array (batch, length) of ids."""
-    tokens = _array(tokens)
-    _check_integers("tokens", tokens, (None, None), "(batch, length)")
+    tokens = _integers("tokens", tokens, (None, None), "integers (batch, length)")
     _check_range("tokens", "ids", tokens, vocabulary - 1)
     return tokens
 
 
+def prompt_lengths(prompts: Sequence[Sequence[int]], batch: int | None = None) -> np.ndarray:
+    """The lengths (batch,) of as many prompts, or (None) of any number of them."""
+    lengths = np.array([len(p) if np.ndim(p) == 1 else 0 for p in prompts], np.int32)
+    if not lengths.size or not lengths.all() or batch not in (None, lengths.size):
+        raise ValueError(
+            f"prompts: expected {batch or 'lists of token ids'}, none of them empty, got lengths "
+            f"{lengths.tolist()}"
+        )
+    return lengths
+
+
 def check_prompts(prompts: Sequence[Sequence[int]], cache: Cache, vocabulary: int) -> np.ndarray:
     """The prompts' lengths (batch,), for all of which the cache has room."""
-    batch, lengths = len(cache.lengths), np.array([len(p) for p in prompts], np.int32)
-    if len(prompts) != batch or not lengths.all():
-        raise ValueError(
-            f"prompts: expected {batch}, none of them empty, got lengths {lengths.tolist()}"
-        )
+    lengths = prompt_lengths(prompts, len(cache.lengths))
     for prompt in prompts:
         check_tokens(np.asarray(prompt)[None], vocabulary)
     check_room(cache, lengths, "prompts")
@@ -57,8 +66,8 @@ def check_prompts(prompts: Sequence[Sequence[int]], cache: Cache, vocabulary: in
 def check_counts(counts, most: int, cache: Cache) -> Array:
     """`counts` as an array (batch,), `most` of each text when None; the cache has room for them."""
     batch = len(cache.lengths)
-    counts = np.full(batch, most, np.int32) if counts is None else _array(counts)
-    _check_integers("counts", counts, (batch,), f"({batch},), one a text")
+    counts = np.full(batch, most) if counts is None else counts
+    counts = _integers("counts", counts, (batch,), f"shape ({batch},), an integer for each text")
     _check_range("counts", "numbers of tokens", counts, most)
     check_room(cache, counts)
     return counts.astype(np.int32)
@@ -68,8 +77,7 @@ def check_selection(select, batch: int, tokens: int) -> Array | None:
     """`select` as an array (batch, m) of indices into `tokens`, or None."""
     if select is None:
         return None
-    select = _array(select)
-    _check_integers("select", select, (batch, None), f"({batch}, m)")
+    select = _integers("select", select, (batch, None), f"integers ({batch}, m)")
     _check_range("select", "indices", select, tokens - 1)
     return select
 
@@ -89,8 +97,7 @@ def check_new(tokens: Array, cache: Cache, positions, mask) -> tuple[Array | Non
     if b != len(cache.lengths):
         raise ValueError(f"tokens: the cache has {len(cache.lengths)} texts, got {b} rows")
     if positions is not None:
-        positions = _array(positions)
-        _check_integers("positions", positions, (b, l), str((b, l)))
+        positions = _integers("positions", positions, (b, l), f"shape {(b, l)} of integers")
     if mask is not None:
         mask = _array(mask)
         if mask.shape not in ((b, l, l), (1, l, l)) or mask.dtype != bool:

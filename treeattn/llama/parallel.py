@@ -45,11 +45,9 @@ FOR_PROMPTS = {"ring": ring_attention, "ulysses": ulysses_attention}
 
 def for_prompts(prefill_with: str | Callable | None, mesh: Mesh | None) -> Callable | None:
     """The attention of that name for a whole prompt; None: the prompt goes in chunks."""
-    if callable(prefill_with):
-        return prefill_with
-    if prefill_with not in (None, "chunks", *FOR_PROMPTS):
-        expected = ("chunks", *FOR_PROMPTS)
-        raise ValueError(f"prefill_with: expected one of {expected}, got {prefill_with!r}")
+    names = ("chunks", *FOR_PROMPTS)
+    if not callable(prefill_with) and prefill_with not in (None, *names):
+        raise ValueError(f"prefill_with: expected one of {names}, got {prefill_with!r}")
     if mesh is None or prefill_with == "chunks":
         return None
-    return FOR_PROMPTS[prefill_with or "ring"]
+    return prefill_with if callable(prefill_with) else FOR_PROMPTS[prefill_with or "ring"]
