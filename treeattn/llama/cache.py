@@ -48,18 +48,8 @@ class Cache(NamedTuple):
         return tuple(zip(self.k, self.v, strict=True))
 
 
-class NewEntries(NamedTuple):
-    """The keys and values of one step's tokens, (batch, l, kv_heads, head_dim) for each layer:
-    what a cache is to get of them."""
-
-    k: tuple[Float[Array, "b l h_kv d"], ...]
-    v: tuple[Float[Array, "b l h_kv d"], ...]
-
-    @property
-    def layers(self) -> tuple[tuple[Array, Array], ...]:
-        """The layers' (k, v)."""
-        return tuple(zip(self.k, self.v, strict=True))
-
+# What a step's tokens bring: each layer's (k, v), (batch, l, kv_heads, head_dim).
+NewEntries = tuple[tuple[Array, Array], ...]
 
 # What each device does with the queries and its shard: q, k, v, and the (batch,) number of keys
 # that are in use, to the state of the queries after *all* devices' keys. Called inside shard_map

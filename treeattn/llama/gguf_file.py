@@ -59,8 +59,14 @@ def open_gguf(path: Path) -> Checkpoint:
 
     def read(name: str) -> np.ndarray:
         tensor = tensors[name]
-        dtype = DTYPES.get(tensor.tensor_type)
-        x = _dequantize(tensor, path) if dtype is None else tensor.data.view(dtype)
+        try:
+            if dtype := DTYPES.get(tensor.tensor_type):
+                x = tensor.data.view(dtype)
+            else:
+                x = gguf.dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError:
+            kind = tensor.tensor_type.name
+            raise ValueError(f"{path}: {tensor.name}: stored as {kind}, unknown to gguf") from None
         x = x.reshape(shapes[name])
         for part, heads in (("q_proj", config.heads), ("k_proj", config.kv_heads)):
             if part in name:
@@ -69,16 +75,6 @@ def open_gguf(path: Path) -> Checkpoint:
 
     factors = read("rope_freqs.weight") if "rope_freqs.weight" in shapes else None
     return Checkpoint(path, config, tokenizer.from_gguf(fields, path), shapes, read, factors)
-
-
-def _dequantize(tensor: gguf.ReaderTensor, path: Path) -> np.ndarray:
-    try:
-        return gguf.dequantize(tensor.data, tensor.tensor_type)
-    except NotImplementedError:
-        kind = tensor.tensor_type.name
-        raise ValueError(
-            f"{path}: {tensor.name} is stored as {kind}, which gguf cannot read"
-        ) from None
 
 
 def _halves_from_pairs(x: np.ndarray, heads: int) -> np.ndarray:

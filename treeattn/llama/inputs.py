@@ -17,30 +17,19 @@ def _array(x) -> Array:
     return x if isinstance(x, jax.Array) else np.asarray(x)
 
 
-def _check_range(name: str, what: str, x: Array, top: int) -> None:
-    """Raise a ValueError unless all of `x` is from 0 to `top`."""
-    if isinstance(x, jax.core.Tracer) or not x.size:
-        return
-    low, high = int(np.min(x)), int(np.max(x))
-    if low < 0 or high > top:
-        got = low if low < 0 else high
-        raise ValueError(f"{name}: expected {what} from 0 to {top}, got {got}")
-
-
-def _integers(name: str, x, shape: tuple[int | None, ...], expected: str) -> Array:
-    """`x` as an array, if it holds integers and has that shape, None being any number."""
+def integers(name: str, x, shape: tuple, what: str = "", top: int | None = None) -> Array:
+    """`x` as an array of integers of that shape (None for any number), from 0 to `top`."""
     x = _array(x)
     fits = x.ndim == len(shape) and all(m in (None, n) for n, m in zip(x.shape, shape, strict=True))
     if not fits or not jnp.issubdtype(x.dtype, jnp.integer):
-        raise ValueError(f"{name}: expected {expected}, got {x.dtype} {x.shape}")
+        expected = str(shape).replace("None", "any")
+        raise ValueError(f"{name}: expected integers {expected}, got {x.dtype} {x.shape}")
+    if top is not None and x.size and not isinstance(x, jax.core.Tracer):
+        low, high = int(np.min(x)), int(np.max(x))
+        if low < 0 or high > top:
+            got = low if low < 0 else high
+            raise ValueError(f"{name}: expected {what} from 0 to {top}, got {got}")
     return x
-
-
-def check_tokens(tokens, vocabulary: int) -> Array:
-    """`tokens` as an array (batch, length) of ids."""
-    tokens = _integers("tokens", tokens, (None, None), "integers (batch, length)")
-    _check_range("tokens", "ids", tokens, vocabulary - 1)
-    return tokens
 
 
 def prompt_lengths(prompts: Sequence[Sequence[int]], batch: int | None = None) -> np.ndarray:
@@ -58,7 +47,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], cache: Cache, vocabulary: in
     """The prompts' lengths (batch,), for all of which the cache has room."""
     lengths = prompt_lengths(prompts, len(cache.lengths))
     for prompt in prompts:
-        check_tokens(np.asarray(prompt)[None], vocabulary)
+        integers("prompts", prompt, (None,), "ids", vocabulary - 1)
     check_room(cache, lengths, "prompts")
     return lengths
 
@@ -67,19 +56,9 @@ def check_counts(counts, most: int, cache: Cache) -> Array:
     """`counts` as an array (batch,), `most` of each text when None; the cache has room for them."""
     batch = len(cache.lengths)
     counts = np.full(batch, most) if counts is None else counts
-    counts = _integers("counts", counts, (batch,), f"shape ({batch},), an integer for each text")
-    _check_range("counts", "numbers of tokens", counts, most)
+    counts = integers("counts", counts, (batch,), "numbers of tokens", most)
     check_room(cache, counts)
     return counts.astype(np.int32)
-
-
-def check_selection(select, batch: int, tokens: int) -> Array | None:
-    """`select` as an array (batch, m) of indices into `tokens`, or None."""
-    if select is None:
-        return None
-    select = _integers("select", select, (batch, None), f"integers ({batch}, m)")
-    _check_range("select", "indices", select, tokens - 1)
-    return select
 
 
 def check_room(cache: Cache, counts, name: str = "tokens") -> None:
@@ -97,7 +76,7 @@ def check_new(tokens: Array, cache: Cache, positions, mask) -> tuple[Array | Non
     if b != len(cache.lengths):
         raise ValueError(f"tokens: the cache has {len(cache.lengths)} texts, got {b} rows")
     if positions is not None:
-        positions = _integers("positions", positions, (b, l), f"shape {(b, l)} of integers")
+        positions = integers("positions", positions, (b, l))
     if mask is not None:
         mask = _array(mask)
         if mask.shape not in ((b, l, l), (1, l, l)) or mask.dtype != bool:

@@ -110,11 +110,8 @@ class Llama:
         """
         c, dtype = self.config, self.weights.embedding.dtype
         if capacity > c.context:
-            warnings.warn(
-                f"capacity: the model was trained on texts of up to {c.context} tokens, got "
-                f"{capacity}",
-                stacklevel=2,
-            )
+            trained = f"the model was trained on texts of up to {c.context} tokens"
+            warnings.warn(f"capacity: {trained}, got {capacity}", stacklevel=2)
         return caches.new_cache(c.layers, batch, capacity, c.kv_heads, c.head_dim, dtype, self.mesh)
 
     def grow(self, cache: Cache, capacity: int) -> Cache:
@@ -157,9 +154,11 @@ class Llama:
 
         Raises ValueError for counts, indices or a number of texts that do not fit.
         """
-        batch, l = new.k[0].shape[:2]
-        select = inputs.check_selection(select, batch, l)
-        counts = inputs.check_counts(counts, l if select is None else select.shape[1], cache)
+        batch, most = new[0][0].shape[:2]
+        if select is not None:
+            select = inputs.integers("select", select, (batch, None), "indices", most - 1)
+            most = select.shape[1]
+        counts = inputs.check_counts(counts, most, cache)
         return self._write(cache, new, counts, select)
 
     def step(
@@ -262,13 +261,13 @@ class Llama:
                 lengths=lengths, last=last if i == self.config.layers - 1 else None,
             )  # fmt: skip
             entries.append(new)
-        return x, NewEntries(*zip(*entries, strict=True))
+        return x, tuple(entries)
 
     def _write(self, cache: Cache, new: NewEntries, counts, select=None) -> Cache:
         caches.wait_on_cpus(new, self.mesh)
         written = [
             caches.append(cached, entries, cache.lengths, counts, mesh=self.mesh, select=select)
-            for cached, entries in zip(cache.layers, new.layers, strict=True)
+            for cached, entries in zip(cache.layers, new, strict=True)
         ]
         return Cache(*zip(*written, strict=True), cache.lengths + counts)
 
@@ -286,4 +285,4 @@ class Llama:
         return layers.to_logits(x, w.norm, w.head, last, epsilon=epsilon)
 
     def _tokens(self, tokens) -> Array:
-        return inputs.check_tokens(tokens, self.config.vocabulary)
+        return inputs.integers("tokens", tokens, (None, None), "ids", self.config.vocabulary - 1)
