@@ -43,7 +43,7 @@ def test_every_attention_agrees_with_the_full_pass(eight, dense, attention):
     model = eight.using(attention)
     logits, cache = model.prefill([TEXT[:30].tolist()], model.new_cache(1, 48))
     check(logits[0], dense[29])
-    for i in range(30, 39):
+    for i in range(30, 33):
         logits, cache = model.step(TEXT[None, i : i + 1], cache, last=True)
         check(logits[0], dense[i])
 
@@ -77,6 +77,7 @@ def test_prefill_of_several_lengths(eight, one, prefill_with):
     check(step[[0, 2], 0], want[0, [5, 1]])
 
 
+@pytest.mark.filterwarnings("ignore:capacity")
 @pytest.mark.parametrize("devices, chunk", [(None, 1024), (2, 2 * CAUSAL_BLOCK)])
 def test_a_long_prompt_in_pieces(one, devices, chunk):
     """Pieces of which the last layer computes one token, padded ones and short ones."""
@@ -161,6 +162,7 @@ def test_a_growing_text_does_not_compile_anew(eight):
     assert extend_layer._cache_size() == compiled
 
 
+@pytest.mark.filterwarnings("ignore:capacity")
 def test_a_step_copies_no_cache(one):
     cache = one.new_cache(1, 2**16)
     x, rotation = one._embed(TEXT[None, :1], cache.lengths)
