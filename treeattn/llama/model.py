@@ -28,8 +28,8 @@ from treeattn.llama.weights import Weights, load_weights, place
 class Llama:
     """A model, on the devices of `mesh` (None: one device), and the attention it runs with.
 
-    attention:      towards the cache: "tree", "butterfly", "gather", "ring", "pass_q", or a
-                    function (`treeattn.llama.cache.ShardAttention`)
+    attention:      towards the cache: "tree", "ring", "pass_q", another method of `tree_decode`
+                    by its name, or a function (`treeattn.llama.cache.ShardAttention`)
     prefill_with:   for prompts: "ring" or "ulysses" (a whole prompt at once, sharded along the
                     text), "chunks" (pieces that attend to the cache like any step), or a
                     function like `ring_attention`. None: "ring" on a mesh, else "chunks"
