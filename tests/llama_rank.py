@@ -4,19 +4,22 @@ FILE gets this process's tokens and logits; each process has two devices.
 """
 
 import sys
+from pathlib import Path
 
 import numpy as np
 
 import treeattn
 from treeattn.llama.text import stream
 
+SMALL = Path(__file__).parent / "data" / "llamas" / "llama3"
+
 
 def main() -> None:
     address, process_id, file = sys.argv[1:]
     treeattn.simulate_devices(2)
     treeattn.initialize(address, 2, int(process_id), initialization_timeout=120)
-    model = treeattn.Llama.load(None, mesh=treeattn.kv_mesh(nodes=2))
-    prompt = model.tokenizer.chat("What is the capital of France?")
+    model = treeattn.Llama.load(SMALL, mesh=treeattn.kv_mesh(nodes=2))
+    prompt = list(range(1, 38))
     logits, cache = model.prefill([prompt], model.new_cache(1, 64))
     ids, seen = [], []
     for _ in range(3):

@@ -1,6 +1,7 @@
 """Checkpoints: the logits of Hugging Face transformers, and errors for what is no Llama."""
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from plain_llama import plain_logits
 
 from treeattn import Llama, kv_mesh
 from treeattn.llama.files import open_checkpoint, packaged_model
@@ -111,14 +113,16 @@ def write_gguf(name: str | Path, path: Path, kind=gguf.GGMLQuantizationType.F32,
             if part in key:  # halves (0 … d/2, d/2 … d) to pairs
                 halves = np.split(x.reshape(fields[heads], -1, *x.shape[1:]), 2, axis=1)
                 x = np.stack(halves, axis=2).reshape(x.shape)
-        fits = x.ndim == 2 and x.shape[1] % 32 == 0
+        fits = x.ndim == 2 and (x.shape[1] % 32 == 0 or kind.name in KEPT)
         stored = kind if fits else gguf.GGMLQuantizationType.F32
         data = gguf.quantize(x, stored)
+        if x.ndim == 1 and "norms" in changes:
+            data, stored = x.astype(changes["norms"]), None
         target = names.get_name(key, try_suffixes=(".weight", ".bias"))
         writer.add_tensor(target, data, raw_dtype=stored)
     frequencies = rotary_frequencies(checkpoint.config)
-    if checkpoint.config.rotary_scaling:
-        plain = rotary_frequencies(dataclasses.replace(checkpoint.config, rotary_scaling=()))
+    if checkpoint.config.rotary_scaling is not None:
+        plain = rotary_frequencies(dataclasses.replace(checkpoint.config, rotary_scaling=None))
         writer.add_tensor("rope_freqs.weight", plain / frequencies)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -135,19 +139,67 @@ def test_gguf_agrees_with_transformers(name, tmp_path):
     agree(model.logits(want["tokens"]), want["logits"])
 
 
-@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_1"])
-def test_gguf_quantizations(kind, tmp_path):
-    kind = gguf.GGMLQuantizationType[kind]
-    path = write_gguf("llama3", tmp_path / "model.gguf", kind)
-    exact, read = open_checkpoint(LLAMAS / "llama3"), open_checkpoint(path)
+STEPS = {"F16": 2**-11, "BF16": 2**-8, "Q8_0": 1 / 254, "Q4_1": 1 / 15}  # of a matrix's largest
+KEPT = {"F16": jnp.float16, "BF16": jnp.bfloat16}
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A function: the checkpoint llama3 as a GGUF file of that kind, its norms in F32."""
+    folder = tmp_path_factory.mktemp("gguf")
+
+    @functools.cache
+    def write(kind: str) -> Path:
+        return write_gguf("llama3", folder / f"{kind}.gguf", gguf.GGMLQuantizationType[kind])
+
+    return write
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_gguf_quantizations_are_read(stored, kind):
+    exact, read = open_checkpoint(LLAMAS / "llama3"), open_checkpoint(stored(kind))
     for name in exact.shapes:
-        x, y = exact.read(name), read.read(name)
+        x, y = exact.read(name), read.read(name).astype(np.float32)
         assert x.shape == y.shape
-        steps = {"F16": 2**-11, "Q8_0": 1 / 254, "Q4_1": 1 / 15}[kind.name]
-        np.testing.assert_allclose(y, x, atol=steps * np.abs(x).max() * 1.1)
-    model = Llama.load(path)
-    kept = jnp.float16 if kind.name == "F16" else jnp.float32
-    assert model.weights.layers[0].qkv.dtype == kept
+        np.testing.assert_allclose(y, x, atol=STEPS[kind] * np.abs(x).max() * 1.1)
+
+
+def decodes(path: Path, mesh, dtype):
+    """Prefill and steps give what the same weights give in float64 NumPy, within the dtype."""
+    checkpoint, tokens = open_checkpoint(path), expected("llama3")["tokens"][0]
+    want = plain_logits(checkpoint, tokens, rotary_frequencies(checkpoint.config))
+    model = Llama.load(path, mesh=mesh)
+    logits, cache = model.prefill([tokens[:20].tolist()], model.new_cache(1, 32))
+    assert cache.k[0].dtype == dtype
+    found = [logits[0]]
+    for token in tokens[20:24]:
+        logits, cache = model.step(token.reshape(1, 1), cache, last=True)
+        found.append(logits[0])
+    assert found[-1].dtype == jnp.float32
+    np.testing.assert_allclose(found, want[19:24], atol=8 * jnp.finfo(dtype).eps * abs(want).max())
+
+
+@pytest.mark.parametrize(
+    "kind, devices",
+    [("F16", None), ("F16", 3), ("BF16", None), ("Q8_0", None), ("Q4_1", None), ("Q4_1", 3)],
+)
+def test_gguf_quantizations_decode(stored, kind, devices):
+    mesh = None if devices is None else kv_mesh(jax.devices()[:devices])
+    decodes(stored(kind), mesh, KEPT.get(kind, jnp.float32))
+
+
+def test_mixed_dtypes_decode(tmp_path):
+    """bfloat16 with norms, and one layer's keys and MLP, in float32; a float16 output."""
+    folder = copy("llama3", tmp_path)
+
+    def mix(tensors):
+        for name, x in tensors.items():
+            wide = x.ndim == 1 or "0.self_attn.k_proj" in name or "1.mlp" in name
+            half = jnp.float16 if name == "lm_head.weight" else jnp.bfloat16
+            tensors[name] = x if wide else x.astype(half)
+
+    rewrite(folder, mix)
+    decodes(folder, kv_mesh(jax.devices()[:2]), jnp.bfloat16)
 
 
 # What cannot be loaded
@@ -234,6 +286,27 @@ def rewrite(folder: Path, change) -> None:
     tensors = safetensors.numpy.load_file(file)
     change(tensors)
     safetensors.numpy.save_file(tensors, file)
+
+
+def test_the_file_that_is_named_is_read(tmp_path):
+    folder = copy("llama3", tmp_path)
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] += 1
+    safetensors.numpy.save_file(tensors, folder / "other.safetensors")
+    first, other = (Llama.load(folder / f"{n}.safetensors") for n in ("model", "other"))
+    np.testing.assert_array_equal(other.weights.norm, first.weights.norm + 1)
+    # One of several shards is no model.
+    folder = copy("llama31", tmp_path)
+    shard = "model-00002-of-00003.safetensors"
+    refuses(folder / shard, shard, "missing from the checkpoint")
+
+
+def test_stored_as_something_that_is_not_read(tmp_path):
+    folder = copy("llama3", tmp_path)
+    rewrite(folder, lambda t: t.update({"model.norm.weight": np.ones(32, np.int8)}))
+    refuses(folder, "model.norm.weight", "'BF16'", "got I8")
+    folder = write_gguf("llama3", tmp_path / "model.gguf", norms=np.int8)
+    refuses(folder, "output_norm.weight", "I8")
 
 
 def test_missing_tensors_are_named(tmp_path):

@@ -1,5 +1,6 @@
 """Tokenizers, sampling, streaming and the command line."""
 
+import datetime
 import itertools
 import json
 import os
@@ -69,11 +70,13 @@ def test_temperature_zero_is_greedy():
         ({"temperature": 1.0}, "key: sampling"),
         ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1"),
         ({"capacity": 6}, "capacity: the longest prompt and max_new_tokens need 7, got 6"),
+        ({"prompts": []}, "prompts: expected lists of token ids, none of them empty"),
+        ({"prompts": [1, 2]}, "prompts: expected lists of token ids, none of them empty"),
     ],
 )
-def test_bad_options_are_found_before_any_work(small, options, message):
+def test_bad_options_are_found_before_any_work(small, unchecked, options, message):
     with pytest.raises(ValueError, match=message):
-        stream(small, [[1, 2, 3]], **{"max_new_tokens": 5} | options)
+        stream(small, **{"prompts": [[1, 2, 3]], "max_new_tokens": 5} | options)
 
 
 # Streaming
@@ -153,7 +156,7 @@ def test_text_waits_for_whole_characters(unchecked):
     assert len(ids) == 7 and pieces[:2] == ["n", "é"]
 
 
-def test_chat_renders_the_template():
+def test_chat_renders_the_template(unchecked):
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
     tokenizer = word_tokenizer(chat_template=template)
     assert tokenizer.decode(tokenizer.chat("Hi")) == "<user>Hi<answer>"
@@ -164,9 +167,24 @@ def test_chat_renders_the_template():
     refusing = word_tokenizer(chat_template="{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ValueError, match="roles must alternate"):
         refusing.chat("Hi")
+    for messages in ([{"content": "Hi"}], [{"role": "user"}], ["Hi"]):
+        with pytest.raises(ValueError, match='messages: expected dicts with "role" and "content"'):
+            tokenizer.chat(messages)
     hostile = word_tokenizer(chat_template="{{ ''.__class__.__mro__[1].__subclasses__() }}")
-    with pytest.raises(Exception, match="unsafe"):
+    with pytest.raises(ValueError, match=r"chat template says: .*unsafe"):
         hostile.chat("Hi")
+
+
+def test_templates_have_what_transformers_gives_them():
+    def render(template, **options):
+        tokenizer = word_tokenizer(chat_template=template, **options)
+        return tokenizer.decode(tokenizer.chat("Hi"))
+
+    assert render("{% for i in [1, 2, 3] %}{{ i }}{% break %}{% endfor %}") == "1"
+    assert render("{{ strftime_now('%Y') }}") == datetime.datetime.now().strftime("%Y")
+    assert render("{{ bos_token }}{{ eos_token }}", bos="<s>", eos="</s>") == "<s></s>"
+    assert render("{% if tools is none %}{{ ['é<'] | tojson }}{% endif %}") == '["é<"]'
+    assert render("{{ {'a': 1} | tojson(indent=1) }}") == '{\n "a": 1\n}'
 
 
 def test_a_model_without_a_tokenizer_cannot_chat(small):
@@ -188,6 +206,19 @@ def test_tokenizer_of_a_directory(tmp_path):
     assert found.start == 256 and found.stop == {257, 3} and found.chat_template == "x"
     assert found.encode("ab")[0] == 256 and found.encode("<s>ab").count(256) == 1
     assert found.decode(found.encode("ab")) == "ab"
+    assert (found.bos, found.eos) == ("", "")
+    about = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    named = [{"name": "tool_use", "template": "y"}, {"name": "default", "template": "z"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about | {"chat_template": named}))
+    found = from_directory(tmp_path)
+    assert (found.bos, found.eos, found.chat_template) == ("<s>", "</s>", "z")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named[:1]}))
+    (tmp_path / "config.json").write_text(json.dumps({"bos_token_id": 256, "eos_token_id": 257}))
+    found = from_directory(tmp_path)
+    assert (found.bos, found.eos, found.chat_template) == ("<s>", "</s>", None)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json: not readable as JSON"):
+        from_directory(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json: not readable"):
         from_directory(tmp_path)

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from treeattn.devices.mesh import kv_mesh, simulate_devices
 from treeattn.llama.model import Llama
-from treeattn.llama.parallel import TO_CACHE, WHOLE
+from treeattn.llama.parallel import FOR_PROMPTS, TO_CACHE
 from treeattn.llama.text import stream_text
 
 
@@ -32,7 +32,11 @@ def arguments() -> argparse.Namespace:
     )
     add("--devices", type=int, help="simulate so many CPU devices; the machine's own if not given")
     add("--attention", default="tree", choices=list(TO_CACHE), help="towards the cache (tree)")
-    add("--prefill", choices=["chunks", *WHOLE], help="for the prompt (ring on several devices)")
+    add(
+        "--prefill",
+        choices=["chunks", *FOR_PROMPTS],
+        help="for the prompt (ring on several devices)",
+    )
     add("--tokens", type=int, default=128, help="at most so many new ones (128)")
     add("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     add("--top-p", type=float, default=1.0)

@@ -48,17 +48,8 @@ class Cache(NamedTuple):
         return tuple(zip(self.k, self.v, strict=True))
 
 
-class NewKeys(NamedTuple):
-    """The keys and values of one step's tokens, (batch, l, kv_heads, head_dim) for each layer."""
-
-    k: tuple[Float[Array, "b l h_kv d"], ...]
-    v: tuple[Float[Array, "b l h_kv d"], ...]
-
-    @property
-    def layers(self) -> tuple[tuple[Array, Array], ...]:
-        """The layers' (k, v)."""
-        return tuple(zip(self.k, self.v, strict=True))
-
+# What a step's tokens bring: each layer's (k, v), (batch, l, kv_heads, head_dim).
+NewEntries = tuple[tuple[Array, Array], ...]
 
 # What each device does with the queries and its shard: q, k, v, and the (batch,) number of keys
 # that are in use, to the state of the queries after *all* devices' keys. Called inside shard_map
@@ -121,52 +112,62 @@ def attend_cache(
     attention: ShardAttention,
 ) -> AttentionState:
     """The state of q, present on every device, after one layer's cached keys."""
-    axes = axes_of(mesh)
-    shard, whole = P(None, axes), P()
+    axes, shard = axes_of(mesh), P(None, axes_of(mesh))
 
     def body(rank, q, k, v, lengths):
         return attention(q, k, v, shard_lengths(lengths, rank, shards_of(mesh)), axes)
 
-    return over_shards(body, mesh, axes_of(mesh), (whole, shard, shard, whole), whole)(
-        q, k, v, lengths
-    )
+    return over_shards(body, mesh, axes, (P(), shard, shard, P()))(q, k, v, lengths)
 
 
-def append(old, new, lengths: Int[Array, " b"], counts: Int[Array, " b"], mesh, select=None):
-    """Arrays of a cache, with new tokens after those of each text.
+@functools.partial(jax.jit, static_argnames="mesh", donate_argnames="cached")
+def append(cached, new, lengths: Int[Array, " b"], counts: Int[Array, " b"], mesh, select=None):
+    """A layer's part of a cache, with new tokens after those of each text.
 
-    old, new: matching trees of arrays (b, capacity, h_kv, d) and (b, l, h_kv, d)
-    lengths:  (b,) tokens of each text that the cache holds
-    counts:   (b,) how many of the new tokens each text gets
-    select:   (b, m) which, in order, as indices into the new tokens; the first ones when None
+    cached, new: keys and values, (b, capacity, h_kv, d) and (b, l, h_kv, d)
+    lengths:     how many tokens of each text the cache holds
+    counts:      how many of the new tokens each text gets
+    select:      (b, m) which, in order, as indices into the new tokens; the first ones when None
     """
     if select is not None:
         new = jax.tree.map(lambda x: jnp.take_along_axis(x, select[..., None, None], axis=1), new)
     p = shards_of(mesh)
 
-    def body(rank, old, new, lengths, counts):
-        m, t = jax.tree.leaves(new)[0].shape[1], jax.tree.leaves(old)[0].shape[1]
+    def body(rank, cached, new, lengths, counts):
+        m, t = jax.tree.leaves(new)[0].shape[1], jax.tree.leaves(cached)[0].shape[1]
         tokens = lengths[:, None] + jnp.arange(m)
         mine = (jnp.arange(m) < counts[:, None]) & (tokens % p == rank)
         rows = jnp.where(mine, tokens // p, t)  # row t is past the end: not written
         texts = jnp.arange(len(lengths))[:, None]
-        return jax.tree.map(lambda x, y: x.at[texts, rows].set(y, mode="drop"), old, new)
+        return jax.tree.map(lambda x, y: x.at[texts, rows].set(y, mode="drop"), cached, new)
 
-    shard = P(None, axes_of(mesh))
-    return over_shards(body, mesh, axes_of(mesh), (shard, P(), P(), P()), shard)(
-        old, new, lengths, counts
-    )
+    axes, shard = axes_of(mesh), P(None, axes_of(mesh))
+    specs = (shard, P(), P(), P())
+    return over_shards(body, mesh, axes, specs, shard)(cached, new, lengths, counts)
 
 
-def fill(old, new, mesh: Mesh):
-    """Arrays of an empty cache, with the tokens of whole prompts, which come in whole blocks.
+def wait_on_cpus(arrays, mesh: Mesh | None) -> None:
+    """Return when `arrays` are there, if simulated devices compute them: before `append`.
 
-    old, new: matching trees of (b, capacity, h_kv, d) and (b, n, h_kv, d), both sharded along
-    axis 1, `new` in the text's order; p² divides n. An all-to-all deals the tokens out.
+    XLA:CPU keeps a thread for a small program while that waits for its inputs. With one for every
+    device, none is left for the collectives that the inputs come from, and nothing moves again.
     """
-    p, axes = shards_of(mesh), axes_of(mesh)
+    if mesh is not None and mesh.devices.flat[0].platform == "cpu":
+        jax.block_until_ready(arrays)
 
-    def body(_, old, new):
+
+def fill(cached, new, mesh: Mesh):
+    """A layer's part of an empty cache, with the tokens of whole prompts.
+
+    cached, new: keys and values, (b, capacity, h_kv, d) and (b, n, h_kv, d), both sharded along
+    axis 1, `new` in the text's order. Where p² divides n, an all-to-all deals the tokens out;
+    else, for prompts of fewer than p² tokens, each device gets all of them and keeps its own.
+    """
+    p, axes, (b, n) = shards_of(mesh), axes_of(mesh), new[0].shape[:2]
+    if n % (p * p):
+        return append(cached, new, jnp.zeros(b, jnp.int32), jnp.full(b, n, jnp.int32), mesh)
+
+    def body(_, cached, new):
         def deal(x, y):
             # This device's n/p neighbours as n/p² rounds of p cards, one for each device.
             y = y.reshape(len(y), -1, p, *y.shape[2:])
@@ -174,25 +175,29 @@ def fill(old, new, mesh: Mesh):
             y = y[:, : x.shape[1]]  # what does not fit is padding
             return jax.lax.dynamic_update_slice_in_dim(x, y, 0, axis=1)
 
-        return jax.tree.map(deal, old, new)
+        return jax.tree.map(deal, cached, new)
 
     shard = P(None, axes)
-    return over_shards(body, mesh, axes_of(mesh), (shard, shard), shard)(old, new)
+    return over_shards(body, mesh, axes, (shard, shard), shard)(cached, new)
 
 
 def grow(cache: Cache, capacity: int, mesh: Mesh | None) -> Cache:
     """The same texts in a cache of at least `capacity` tokens. No token changes its device."""
-    p = shards_of(mesh)
-    added = -(-capacity // p) - cache.capacity // p
+    added = -(-capacity // shards_of(mesh)) - cache.capacity // shards_of(mesh)
     if added < 0:
         raise ValueError(f"capacity: expected at least the {cache.capacity} of now, got {capacity}")
+    return Cache(*_padded((cache.k, cache.v), added, mesh), cache.lengths)
+
+
+@functools.partial(jax.jit, static_argnames=("added", "mesh"))
+def _padded(arrays, added: int, mesh: Mesh | None):
+    """Arrays of a cache, with `added` rows at the end of each shard."""
 
     def body(_, arrays):
         return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, added), (0, 0), (0, 0))), arrays)
 
-    spec = P(None, axes_of(mesh))
-    k, v = jax.jit(over_shards(body, mesh, axes_of(mesh), (spec,), spec))((cache.k, cache.v))
-    return Cache(k, v, cache.lengths)
+    shard = P(None, axes_of(mesh))
+    return over_shards(body, mesh, axes_of(mesh), (shard,), shard)(arrays)
 
 
 def in_order(x: Float[Array, "b n ..."], p: int) -> np.ndarray:

@@ -3,6 +3,8 @@
 import dataclasses
 from pathlib import Path
 
+import numpy as np
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -15,10 +17,10 @@ class Config:
     kv_heads: int
     head_dim: int
     mlp_width: int
-    context: int  # the longest text that it was trained on
+    context: int  # the longest text that it was trained on: a larger cache is warned of
     norm_epsilon: float
     rotary_base: float
-    rotary_scaling: tuple[tuple[str, float], ...] = ()  # ("type", …) and its numbers, or nothing
+    rotary_scaling: "LinearScaling | Llama3Scaling | None" = None
     tied: bool = False  # the output matrix is the embedding
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -61,24 +63,45 @@ class Config:
         return shapes
 
 
-SCALINGS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-}
+@dataclasses.dataclass(frozen=True)
+class LinearScaling:
+    """Every rotary pair is slowed by `factor`."""
+
+    factor: float
+
+    def apply(self, frequencies: np.ndarray) -> np.ndarray:
+        return frequencies / self.factor
 
 
-def rotary_scaling(fields: dict, path: Path) -> tuple[tuple[str, float], ...]:
+@dataclasses.dataclass(frozen=True)
+class Llama3Scaling:
+    """The pairs whose wavelength is long against the context of the first training are slowed by
+    `factor`, the short ones left as they are, with a ramp between them."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: float
+
+    def apply(self, frequencies: np.ndarray) -> np.ndarray:
+        low, high = self.low_freq_factor, self.high_freq_factor
+        turns = self.original_max_position_embeddings * frequencies / (2 * np.pi)
+        keep = np.clip((turns - low) / (high - low), 0, 1)  # 1: as it was, 0: slowed
+        return frequencies * (keep + (1 - keep) / self.factor)
+
+
+SCALINGS = {"default": None, "linear": LinearScaling, "llama3": Llama3Scaling}
+
+
+def rotary_scaling(fields: dict, path: Path) -> LinearScaling | Llama3Scaling | None:
     """`Config.rotary_scaling` from the fields of a config.json; ValueError for unknown kinds."""
     kind = fields.get("rope_type") or fields.get("type") or "default"
     if kind not in SCALINGS:
         raise ValueError(f"{path}: rope scaling: expected one of {tuple(SCALINGS)}, got {kind!r}")
-    missing = [name for name in SCALINGS[kind] if name not in fields]
+    if kind == "default":
+        return None
+    names = [field.name for field in dataclasses.fields(SCALINGS[kind])]
+    missing = [name for name in names if name not in fields]
     if missing:
         raise ValueError(f"{path}: rope scaling of type {kind!r} lacks {missing[0]}")
-    return tuple((name, float(fields[name])) for name in SCALINGS[kind])
+    return SCALINGS[kind](*(float(fields[name]) for name in names))

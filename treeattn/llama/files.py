@@ -23,7 +23,8 @@ def packaged_model() -> Path:
 
 
 def open_checkpoint(path: str | Path | None = None) -> Checkpoint:
-    """The checkpoint at `path`: a GGUF file, a Hugging Face directory, or the packaged model.
+    """The checkpoint at `path`: a GGUF file, a Hugging Face directory (or the one *.safetensors
+    of it that is meant), or the packaged model (None).
 
     Raises FileNotFoundError when there is nothing, ValueError when it is no readable Llama.
     """
@@ -32,8 +33,7 @@ def open_checkpoint(path: str | Path | None = None) -> Checkpoint:
         raise FileNotFoundError(f"path: no file or directory {path}")
     if path.is_file() and any(path.match(pattern) for pattern in PICKLES):
         raise ValueError(f"path: {path} is a pickled checkpoint. {NO_PICKLES}")
-    if path.suffix == ".safetensors":
-        path = path.parent  # its config.json lies beside it
-    checkpoint = open_hugging_face(path) if path.is_dir() else open_gguf(path)
+    hugging_face = path.is_dir() or path.suffix == ".safetensors"
+    checkpoint = open_hugging_face(path) if hugging_face else open_gguf(path)
     checkpoint.check()
     return checkpoint

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import gguf
+import jax.numpy as jnp
 import numpy as np
 
 from treeattn.llama import tokenizer
@@ -25,6 +26,13 @@ GGUF_LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# What is read as it is stored; quantized tensors are read as float32.
+DTYPES = {
+    gguf.GGMLQuantizationType.F64: np.float64,
+    gguf.GGMLQuantizationType.F32: np.float32,
+    gguf.GGMLQuantizationType.F16: np.float16,
+    gguf.GGMLQuantizationType.BF16: jnp.bfloat16,
+}
 
 
 def _name_from_gguf(name: str) -> str:
@@ -36,7 +44,7 @@ def _name_from_gguf(name: str) -> str:
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """The checkpoint of a GGUF file. Quantized tensors are read as float32."""
+    """The checkpoint of a GGUF file."""
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise ValueError(f"{path}: not a GGUF file")
@@ -51,9 +59,14 @@ def open_gguf(path: Path) -> Checkpoint:
 
     def read(name: str) -> np.ndarray:
         tensor = tensors[name]
-        x = tensor.data
-        if x.dtype != np.float16:
-            x = gguf.dequantize(tensor.data, tensor.tensor_type)
+        try:
+            if dtype := DTYPES.get(tensor.tensor_type):
+                x = tensor.data.view(dtype)
+            else:
+                x = gguf.dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError:
+            kind = tensor.tensor_type.name
+            raise ValueError(f"{path}: {tensor.name}: stored as {kind}, unknown to gguf") from None
         x = x.reshape(shapes[name])
         for part, heads in (("q_proj", config.heads), ("k_proj", config.kv_heads)):
             if part in name:

@@ -14,24 +14,31 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 NO_PICKLES = (
     "Unpickling runs whatever code the file holds, so it is not read; convert it to safetensors."
 )
+DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 def open_hugging_face(path: Path) -> Checkpoint:
-    """The checkpoint of a directory with config.json and one or many *.safetensors."""
-    files = _shards(path)
-    config = hugging_face_config(_json(path / "config.json"), path)
+    """The checkpoint of a directory with config.json and one or many *.safetensors.
+
+    A *.safetensors file stands for itself alone, with what lies beside it.
+    """
+    folder, files = (path, _shards(path)) if path.is_dir() else (path.parent, [path])
+    config = hugging_face_config(_json(folder / "config.json"), folder)
     where, shapes = {}, {}
     for file in files:
         with _safetensors(file) as shard:
             for name in shard.keys():  # a shard is no dict
-                where[name], shapes[name] = file, tuple(shard.get_slice(name).get_shape())
+                stored = shard.get_slice(name)
+                if (dtype := stored.get_dtype()) not in DTYPES:
+                    raise ValueError(f"{file}: {name}: expected one of {DTYPES}, got {dtype}")
+                where[name], shapes[name] = file, tuple(stored.get_shape())
 
     def read(name: str) -> np.ndarray:
         # Opened anew, so that no file stays mapped longer than it takes to copy one tensor.
         with _safetensors(where[name]) as shard:
             return shard.get_tensor(name)
 
-    return Checkpoint(path, config, tokenizer.from_directory(path), shapes, read)
+    return Checkpoint(path, config, tokenizer.from_directory(folder), shapes, read)
 
 
 def _shards(path: Path) -> list[Path]:

@@ -1,42 +1,41 @@
-"""What a Llama computes around its attention: pure functions of arrays."""
+"""What a Llama computes around its attention: its layers, as compiled programs.
 
+A step runs one program for its layers, once for each layer: compiling takes a second instead of
+half a minute, and the memory that one layer needs is free again for the next.
+
+A layer attends to the cache and to its own new tokens separately, and merges the two states:
+nothing is written before everything is read, and the new tokens may see each other in any way that
+a mask says, a tree of candidates included. Writing is a program of its own (`cache.append`): one
+that read a cache in a loop and then wrote to it would copy all of it in between.
+"""
+
+import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jax.sharding import Mesh
+from jaxtyping import Bool, Float, Int
 
 from treeattn.idea.arrays import Array
+from treeattn.idea.state import finalize, merge
+from treeattn.kernel.attend import attend
+from treeattn.llama.cache import ShardAttention, attend_cache, axes_of, fill
 from treeattn.llama.config import Config
 from treeattn.llama.weights import Layer
 
 
-def rms_norm(
-    x: Float[Array, "... d"], weight: Float[Array, " d"], epsilon: float
-) -> Float[Array, "... d"]:
-    """x / √mean(x²), times weight; the division in float32 or wider."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + epsilon)
-    return wide.astype(x.dtype) * weight
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What the programs depend on besides arrays: another one compiles anew."""
 
-
-FEW_TOKENS = 64  # up to which W xᵀ is computed faster than x Wᵀ
-
-
-def linear(
-    x: Float[Array, "... d"],
-    matrix: Float[Array, "out d"],
-    bias: Float[Array, " out"] | None = None,
-    dtype=None,
-) -> Float[Array, "... out"]:
-    """x Wᵀ + bias, summed up in `dtype`, or x's."""
-    if math.prod(x.shape[:-1]) > FEW_TOKENS:
-        y = jnp.einsum("...d,od->...o", x, matrix, preferred_element_type=dtype)
-    else:  # XLA:CPU rearranges the second factor: let that be the smaller one
-        y = jnp.einsum("od,...d->o...", matrix, x, preferred_element_type=dtype)
-        y = jnp.moveaxis(y, 0, -1)
-    return y if bias is None else y + bias
+    config: Config
+    mesh: Mesh | None
+    attention: ShardAttention | None  # towards the cache; None where there is none
+    implementation: str | None
 
 
 class Rotation(NamedTuple):
@@ -46,28 +45,92 @@ class Rotation(NamedTuple):
     sin: Float[Array, "#b l half"]
 
 
-def rotation(positions: Int[Array, "#b l"], frequencies: Float[Array, " half"], dtype) -> Rotation:
-    """The turns of tokens at these positions. Computed in float32, once for all layers."""
+@jax.jit
+def embed(
+    tokens: Int[Array, "b l"],
+    embedding: Float[Array, "vocabulary width"],
+    frequencies: Float[Array, " half"],
+    lengths: Int[Array, " b"] | None = None,
+    positions: Int[Array, "b l"] | None = None,
+) -> tuple[Float[Array, "b l width"], Rotation]:
+    """The first layer's input, and the rotation of its tokens, computed in float32.
+
+    positions: None: those after a cached text of `lengths`, or from 0 on
+    """
+    if positions is None:
+        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        positions = positions if lengths is None else lengths[:, None] + positions
     angles = positions[..., None].astype(jnp.float32) * frequencies
-    return Rotation(jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype))
+    cos, sin = (f(angles).astype(embedding.dtype) for f in (jnp.cos, jnp.sin))
+    return embedding[tokens], Rotation(cos, sin)
 
 
-def rotate(x: Float[Array, "b l h d"], turn: Rotation) -> Float[Array, "b l h d"]:
-    """Rotary embedding: the pair (x_i, x_{i + d/2}) turned by angle i of its token."""
-    cos, sin = (y[:, :, None] for y in turn)
-    a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+@functools.partial(jax.jit, static_argnames="static")
+def extend_layer(
+    x: Float[Array, "b l width"],
+    w: Layer,
+    rotation: Rotation,
+    *,
+    static: Static,
+    mask: Bool[Array, "#b l l"] | None = None,
+    cached: tuple[Array, Array] | None = None,
+    lengths: Int[Array, " b"] | None = None,
+    last: Int[Array, " b"] | None = None,
+) -> tuple[Float[Array, "b _ width"], tuple[Array, Array]]:
+    """A layer over new tokens: its output, and their keys and values (b, l, h_kv, d).
+
+    mask:   which of the new tokens each of them sees; None: causal
+    cached: the layer's keys and values in the cache (b, capacity, h_kv, d), of which `lengths`
+            are in use; None without a cache
+    last:   the one token of each row whose output is wanted (b, 1, width), without a mask;
+            None: of all (b, l, width)
+    """
+    q, k, v = queries_keys_values(x, w, rotation, static.config)
+    among_new = {"causal": True, "implementation": static.implementation}
+    if last is not None:
+        x, q = take_token(x, last), take_token(q, last)
+        among_new |= {"causal": False, "kv_lengths": last + 1}
+    elif mask is not None:
+        among_new = {"mask": mask[:, None]}
+    state = attend(q, k, v, **among_new)
+    if cached is not None:
+        state = merge(attend_cache(q, *cached, lengths, static.mesh, static.attention), state)
+    out = finalize(state)[0].astype(x.dtype)
+    return after_attention(x, w, out, static.config), (k, v)
 
 
+@functools.partial(
+    jax.jit, static_argnames=("static", "attention"), donate_argnames=("x", "cached")
+)
+def prefill_layer(
+    x: Float[Array, "b n width"],
+    w: Layer,
+    rotation: Rotation,
+    cached: tuple[Array, Array],
+    *,
+    static: Static,
+    attention: Callable,
+) -> tuple[Float[Array, "b n width"], tuple[Array, Array]]:
+    """A layer over whole prompts, sharded along n: its output, and the empty cache filled.
+
+    attention: a function like `ring_attention`
+    """
+    q, k, v = queries_keys_values(x, w, rotation, static.config)
+    axes = axes_of(static.mesh)
+    out = attention(q, k, v, mesh=static.mesh, axis=axes, implementation=static.implementation)
+    return after_attention(x, w, out, static.config), fill(cached, (k, v), static.mesh)
+
+
+@functools.partial(jax.jit, static_argnames="config")
 def queries_keys_values(
-    x: Float[Array, "b l width"], w: Layer, turn: Rotation, config: Config
+    x: Float[Array, "b l width"], w: Layer, rotation: Rotation, config: Config
 ) -> tuple[Float[Array, "b l h d"], Float[Array, "b l h_kv d"], Float[Array, "b l h_kv d"]]:
     """What a layer's attention gets, from the layer's input x."""
     h, h_kv = config.heads, config.kv_heads
     qkv = linear(rms_norm(x, w.attention_norm, config.norm_epsilon), w.qkv, w.qkv_bias)
     qkv = qkv.reshape(*x.shape[:2], h + 2 * h_kv, config.head_dim)
     q, k, v = jnp.split(qkv, [h, h + h_kv], axis=2)
-    return rotate(q, turn), rotate(k, turn), v
+    return rotate(q, rotation), rotate(k, rotation), v
 
 
 def after_attention(
@@ -80,13 +143,57 @@ def after_attention(
     return x + linear(jax.nn.silu(gate) * up, w.down, w.down_bias)
 
 
+@functools.partial(jax.jit, static_argnames="epsilon")
 def to_logits(
-    x: Float[Array, "... d"],
-    norm: Float[Array, " d"],
-    head: Float[Array, "vocabulary d"],
+    x: Float[Array, "b l width"],
+    norm: Float[Array, " width"],
+    head: Float[Array, "vocabulary width"],
+    last: Int[Array, " b"] | None = None,
+    *,
     epsilon: float,
-) -> Float[Array, "... vocabulary"]:
-    """float32, or float64 for a model of float64."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    x = rms_norm(x, norm, epsilon)
-    return linear(x, head, dtype=wide)
+) -> Float[Array, "b *l vocabulary"]:
+    """After each token, or (b, vocabulary) after each row's token `last`; float32, or float64 for
+    a model of float64."""
+    if last is not None:
+        x = take_token(x, last)[:, 0]
+    return linear(rms_norm(x, norm, epsilon), head, dtype=jnp.promote_types(x.dtype, jnp.float32))
+
+
+def take_token(x: Float[Array, "b l ..."], last: Int[Array, " b"]) -> Float[Array, "b 1 ..."]:
+    """Token last[row] of every row; its first where `last` is −1, its only one too."""
+    last = jnp.clip(last, 0, x.shape[1] - 1).reshape(-1, *[1] * (x.ndim - 1))
+    return jnp.take_along_axis(x, last, axis=1)
+
+
+def rms_norm(
+    x: Float[Array, "... d"], weight: Float[Array, " d"], epsilon: float
+) -> Float[Array, "... d"]:
+    """x / √mean(x²), times weight, computed in float32 or wider; in x's dtype."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + epsilon)
+    return (wide * weight).astype(x.dtype)
+
+
+FEW_TOKENS = 64  # up to which W xᵀ is computed faster than x Wᵀ
+
+
+def linear(
+    x: Float[Array, "... d"],
+    matrix: Float[Array, "out d"],
+    bias: Float[Array, " out"] | None = None,
+    dtype=None,
+) -> Float[Array, "... out"]:
+    """x Wᵀ + bias, in `dtype`, or x's: the matrix may be of another."""
+    if math.prod(x.shape[:-1]) > FEW_TOKENS:
+        y = jnp.einsum("...d,od->...o", x, matrix, preferred_element_type=dtype)
+    else:  # XLA:CPU rearranges the second factor: let that be the smaller one
+        y = jnp.einsum("od,...d->o...", matrix, x, preferred_element_type=dtype)
+        y = jnp.moveaxis(y, 0, -1)
+    return (y if bias is None else y + bias).astype(dtype or x.dtype)
+
+
+def rotate(x: Float[Array, "b l h d"], rotation: Rotation) -> Float[Array, "b l h d"]:
+    """Rotary embedding: the pair (x_i, x_{i + d/2}) turned by angle i of its token."""
+    cos, sin = (y[:, :, None] for y in rotation)
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)

@@ -14,7 +14,7 @@ from treeattn.devices.decode import ON_DEVICE
 from treeattn.devices.merge import SCATTERED, gather_heads
 from treeattn.devices.prefill import ring_attention, ulysses_attention
 from treeattn.idea.state import AttentionState
-from treeattn.kernel.attend import attend, attend_inputs, platform_of, resolve
+from treeattn.kernel.attend import attend_inputs, platform_of, resolve
 from treeattn.kernel.inputs import check_inputs
 from treeattn.llama.cache import ShardAttention
 
@@ -40,22 +40,14 @@ def to_cache(attention: str | ShardAttention, implementation: str | None = None)
     return functools.partial(_to_cache, name=attention, implementation=implementation)
 
 
-def among_new(q, k, v, mask, implementation: str | None) -> AttentionState:
-    """The state of a step's tokens after each other; mask (b, l, l), or None: causal."""
-    if mask is not None:
-        return attend(q, k, v, mask=mask[:, None])
-    return attend(q, k, v, causal=True, implementation=implementation)
+FOR_PROMPTS = {"ring": ring_attention, "ulysses": ulysses_attention}
 
 
-WHOLE = {"ring": ring_attention, "ulysses": ulysses_attention}
-
-
-def whole(prefill: str | Callable | None, mesh: Mesh | None) -> Callable | None:
+def for_prompts(prefill_with: str | Callable | None, mesh: Mesh | None) -> Callable | None:
     """The attention of that name for a whole prompt; None: the prompt goes in chunks."""
-    if prefill == "chunks" or callable(prefill):
-        return None if prefill == "chunks" else prefill
-    if prefill not in (None, *WHOLE):
-        raise ValueError(f"prefill: expected one of {('chunks', *WHOLE)}, got {prefill!r}")
-    if mesh is None:
+    names = ("chunks", *FOR_PROMPTS)
+    if not callable(prefill_with) and prefill_with not in (None, *names):
+        raise ValueError(f"prefill_with: expected one of {names}, got {prefill_with!r}")
+    if mesh is None or prefill_with == "chunks":
         return None
-    return WHOLE[prefill or "ring"]
+    return prefill_with if callable(prefill_with) else FOR_PROMPTS[prefill_with or "ring"]

@@ -10,6 +10,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import Float, Int, Key
 
 from treeattn.idea.arrays import Array
+from treeattn.llama.inputs import prompt_lengths
 from treeattn.llama.model import Llama
 
 
@@ -80,7 +81,7 @@ def stream(
     _check_sampling(key, temperature, top_p)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
-    needed = max((len(p) for p in prompts), default=0) + max_new_tokens - 1
+    needed = int(prompt_lengths(prompts).max()) + max_new_tokens - 1
     if capacity is not None and needed > capacity:
         raise ValueError(
             f"capacity: the longest prompt and max_new_tokens need {needed}, got {capacity}"
@@ -89,7 +90,7 @@ def stream(
         stop = model.tokenizer.stop if model.tokenizer else ()
     return _stream(
         model, prompts, max_new_tokens, temperature, top_p, key, frozenset(stop),
-        max(capacity or needed, 1), progress,
+        capacity or needed, progress,
     )  # fmt: skip
 
 

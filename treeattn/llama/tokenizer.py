@@ -1,35 +1,29 @@
 """Text to token ids and back, as a checkpoint says: from tokenizer.json, or rebuilt from GGUF."""
 
 import dataclasses
+import datetime
 import json
 from pathlib import Path
 
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
-# How a text is cut before byte pairs are merged, by the name that GGUF files give it.
+# How a text is cut before byte pairs are merged, by the name that GGUF files give it: patterns,
+# each of which cuts what the ones before it have left.
+GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-
-
-def _byte_level(split=None):
-    """Byte-level pre-tokenizer, after `split`, or with GPT-2's own pattern when there is none."""
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is not LLAMA_3)
-    if split is None:
-        return byte_level
-    if split is LLAMA_3:
-        split = pre_tokenizers.Split(Regex(split), "isolated")
-    return pre_tokenizers.Sequence([split, byte_level])
-
-
-PRE_TOKENIZERS = {
-    "default": _byte_level,
-    "gpt-2": _byte_level,
-    "smollm": lambda: _byte_level(pre_tokenizers.Digits(individual_digits=True)),
-    "llama-bpe": lambda: _byte_level(LLAMA_3),
+LLAMA_3_NAMES = ("llama-bpe", "llama3", "llama-v3", "falcon3")
+CUTS = {
+    "default": (r"[\p{P}$+<=>^~|]+", GPT_2, r"\p{N}+", "[0-9][0-9][0-9]"),
+    "gpt-2": (GPT_2,),
+    "smollm": (r"\p{N}", GPT_2),
+    **dict.fromkeys(LLAMA_3_NAMES, (LLAMA_3,)),
 }
+
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # types of a GGUF file's tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +33,15 @@ class Tokenizer:
     stop:          ids after which a text is over
     start:         the id that begins every text, or None
     chat_template: a Jinja template, or None
+    bos, eos:      the tokens that begin and end a text, as templates write them
     """
 
     backend: tokenizers.Tokenizer
     stop: frozenset[int] = frozenset()
     start: int | None = None
     chat_template: str | None = None
+    bos: str = ""
+    eos: str = ""
 
     @property
     def size(self) -> int:
@@ -52,7 +49,15 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, after the starting id if there is one. Special tokens in it count."""
+        """The ids of `text`, after the starting id if there is one. Special tokens in it count.
+
+        Raises ValueError for half a character: a surrogate, as Python has for bytes that are no
+        UTF-8.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"text: no Unicode at {error.start}: {text[error.start]!a}") from None
         ids = self.backend.encode(text, add_special_tokens=False).ids
         return ids if self.start is None or ids[:1] == [self.start] else [self.start, *ids]
 
@@ -67,27 +72,42 @@ class Tokenizer:
         template wants them. Raises ValueError when the checkpoint has no template.
         """
         if self.chat_template is None:
-            raise ValueError("this checkpoint has no chat template")
+            raise ValueError("this checkpoint has no chat template (or none named default)")
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
+        for message in messages:
+            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+                raise ValueError(
+                    f'messages: expected dicts with "role" and "content", got {message!r}'
+                )
         return self.encode(self._render(messages))
 
     def _render(self, messages: list[dict[str, str]]) -> str:
+        """The template's text, in an environment like the one that transformers gives it."""
         import jinja2.sandbox  # a checkpoint's template is a stranger's program
 
         def refuse(message):
-            raise ValueError(f"messages: the checkpoint's chat template says: {message}")
+            raise jinja2.TemplateError(message)
 
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.globals["raise_exception"] = refuse
-        return environment.from_string(self.chat_template).render(
-            messages=messages,
-            add_generation_prompt=True,
-            bos_token="" if self.start is None else self.backend.id_to_token(self.start),
-            eos_token="".join(self.backend.id_to_token(i) for i in sorted(self.stop)[:1]),
+        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        environment.filters["tojson"] = lambda x, **options: json.dumps(
+            x, **{"ensure_ascii": False} | options
         )
+        try:
+            return environment.from_string(self.chat_template).render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                bos_token=self.bos,
+                eos_token=self.eos,
+            )
+        except jinja2.TemplateError as error:
+            raise ValueError(f"messages: the checkpoint's chat template says: {error}") from None
 
 
 def from_gguf(fields: dict, path: Path) -> Tokenizer | None:
@@ -109,29 +129,39 @@ def from_gguf(fields: dict, path: Path) -> Tokenizer | None:
     else:
         raise ValueError(f"{path}: tokenizer: expected model 'gpt2' or 'llama', got {kind!r}")
     tokens = get("ggml.tokens")
-    kinds = get("ggml.token_type", [1] * len(tokens))
-    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == 3]
-    backend.add_special_tokens(control)
-    ends = (get("ggml.eos_token_id"), get("ggml.eot_token_id"))
+    types = get("ggml.token_type", [1] * len(tokens))
+
+    def of_type(*wanted):
+        found = (token for token, type_ in zip(tokens, types, strict=True) if type_ in wanted)
+        return [tokenizers.AddedToken(token, normalized=False) for token in found]
+
+    backend.add_special_tokens(of_type(UNKNOWN, CONTROL))  # left out by `decode`
+    backend.add_tokens(of_type(USER_DEFINED))
+    bos, eos, eot = (get(f"ggml.{name}_token_id") for name in ("bos", "eos", "eot"))
+    # What llama.cpp does where the file does not say it.
+    adds_bos = kind == "llama" or get("ggml.pre") in LLAMA_3_NAMES
     return Tokenizer(
         backend,
-        stop=frozenset(i for i in ends if i is not None),
-        start=get("ggml.bos_token_id") if get("ggml.add_bos_token", kind == "llama") else None,
+        stop=frozenset(i for i in (eos, eot) if i is not None),
+        start=bos if get("ggml.add_bos_token", adds_bos) else None,
         chat_template=get("chat_template"),
+        bos="" if bos is None else tokens[bos],
+        eos="" if eos is None else tokens[eos],
     )
 
 
 def _byte_pairs(get, path: Path) -> tokenizers.Tokenizer:
     """Byte-level pairs, merged in the order of the file's list: GPT-2's, Llama 3's."""
     pre = get("ggml.pre", "default")
-    if pre not in PRE_TOKENIZERS:
-        raise ValueError(
-            f"{path}: pre-tokenizer: expected one of {tuple(PRE_TOKENIZERS)}, got {pre!r}"
-        )
+    if pre not in CUTS:
+        raise ValueError(f"{path}: pre-tokenizer: expected one of {tuple(CUTS)}, got {pre!r}")
     ids = {token: i for i, token in enumerate(get("ggml.tokens"))}
     merges = [tuple(pair.split(" ")) for pair in get("ggml.merges")]
-    backend = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=merges))
-    backend.pre_tokenizer = PRE_TOKENIZERS[pre]()
+    whole_words = pre in LLAMA_3_NAMES  # a piece that is a token is it, whatever the merges say
+    backend = tokenizers.Tokenizer(models.BPE(ids, merges, ignore_merges=whole_words))
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in CUTS[pre]]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, byte_level])
     backend.decoder = decoders.ByteLevel()
     return backend
 
@@ -181,20 +211,30 @@ def from_directory(path: Path) -> Tokenizer | None:
 
     def fields(name):
         file = path / name
-        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        try:
+            return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        except ValueError as error:
+            raise ValueError(f"{file}: not readable as JSON ({error})") from None
 
-    about = fields("tokenizer_config.json")
-    ends = fields("generation_config.json").get(
-        "eos_token_id", fields("config.json").get("eos_token_id")
-    )
-    template = path / "chat_template.jinja"
+    about, config = fields("tokenizer_config.json"), fields("config.json")
+    ends = fields("generation_config.json").get("eos_token_id") or config.get("eos_token_id")
+
+    def token(name):  # a string, a dict that describes it, or an id in config.json
+        found = about.get(f"{name}_token")
+        if found is None and isinstance(config.get(f"{name}_token_id"), int):
+            found = backend.id_to_token(config[f"{name}_token_id"])
+        return (found["content"] if isinstance(found, dict) else found) or ""
+
+    template, file = about.get("chat_template"), path / "chat_template.jinja"
+    if isinstance(template, list):  # several, by name
+        template = {t["name"]: t["template"] for t in template}.get("default")
     # Whether a text starts with a special token is in tokenizer.json's post-processor.
     first = backend.encode("", add_special_tokens=True).ids
     return Tokenizer(
         backend,
         stop=frozenset([ends] if isinstance(ends, int) else ends or []),
         start=first[0] if first else None,
-        chat_template=template.read_text(encoding="utf-8")
-        if template.exists()
-        else about.get("chat_template"),
+        chat_template=file.read_text(encoding="utf-8") if file.exists() else template,
+        bos=token("bos"),
+        eos=token("eos"),
     )

@@ -6,10 +6,12 @@ them with one token's activations up to twice as fast as (in, out), in half prec
 Those that read the same input are one, so that a token costs four products a layer.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float
@@ -49,19 +51,16 @@ def load_weights(checkpoint: Checkpoint, mesh: Mesh | None, dtype=None) -> Weigh
     """The checkpoint's weights, on every device of the mesh (None: on the default device).
 
     Each keeps the dtype it is stored in (quantized ones become float32) unless `dtype` is given.
+    The embedding's is that of the activations, and of the cache.
     """
     config = checkpoint.config
 
     def read(*names: str) -> jax.Array:
         """The tensors, one below the other."""
-        total, joined, start = sum(checkpoint.shapes[name][0] for name in names), None, 0
-        for name in names:
-            x = checkpoint.read(name)
-            if joined is None:
-                joined = aligned_empty((total, *x.shape[1:]), dtype or x.dtype)
-            joined[start : start + len(x)] = x
-            start += len(x)
-        return place(joined, mesh)
+        parts = [checkpoint.read(name) for name in names]
+        kept = dtype or functools.reduce(jnp.promote_types, (x.dtype for x in parts))
+        joined = aligned_empty((sum(map(len, parts)), *parts[0].shape[1:]), kept)
+        return place(np.concatenate(parts, out=joined, casting="unsafe"), mesh)
 
     def layer(i: int) -> Layer:
         at = f"model.layers.{i}."
@@ -118,19 +117,9 @@ def place(x: np.ndarray, mesh: Mesh | None) -> jax.Array:
 
 
 def rotary_frequencies(config: Config) -> np.ndarray:
-    """The angle by which each rotary pair turns a position (head_dim / 2,), float32.
-
-    Scaling of type "llama3" slows the pairs whose wavelength is long against the context of
-    the first training, by `factor`, and leaves the short ones, with a ramp between them.
-    """
+    """The angle by which each rotary pair turns a position (head_dim / 2,), float32."""
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
     frequencies = (1 / np.float32(config.rotary_base) ** exponents).astype(np.float32)
-    scaling = dict(config.rotary_scaling)
-    if "low_freq_factor" in scaling:
-        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        turns = scaling["original_max_position_embeddings"] * frequencies / (2 * np.pi)
-        keep = np.clip((turns - low) / (high - low), 0, 1)  # 1: as it was, 0: slowed
-        frequencies = frequencies * (keep + (1 - keep) / scaling["factor"])
-    elif "factor" in scaling:
-        frequencies = frequencies / scaling["factor"]
+    if config.rotary_scaling is not None:
+        frequencies = config.rotary_scaling.apply(frequencies)
     return frequencies.astype(np.float32)

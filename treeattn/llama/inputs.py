@@ -1,0 +1,93 @@
+"""What a Llama's calls take: arguments checked before any work, by errors that name them.
+
+Arrays that are being traced pass: their values are not known.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from treeattn.idea.arrays import Array
+from treeattn.llama.cache import Cache
+
+
+def _array(x) -> Array:
+    return x if isinstance(x, jax.Array) else np.asarray(x)
+
+
+def integers(name: str, x, shape: tuple, what: str = "", top: int | None = None) -> Array:
+    """`x` as an array of integers of that shape (None for any number), from 0 to `top`."""
+    x = _array(x)
+    fits = x.ndim == len(shape) and all(m in (None, n) for n, m in zip(x.shape, shape, strict=True))
+    if not fits or not jnp.issubdtype(x.dtype, jnp.integer):
+        expected = str(shape).replace("None", "any")
+        raise ValueError(f"{name}: expected integers {expected}, got {x.dtype} {x.shape}")
+    if top is not None and x.size and not isinstance(x, jax.core.Tracer):
+        low, high = int(np.min(x)), int(np.max(x))
+        if low < 0 or high > top:
+            got = low if low < 0 else high
+            raise ValueError(f"{name}: expected {what} from 0 to {top}, got {got}")
+    return x
+
+
+def prompt_lengths(prompts: Sequence[Sequence[int]], batch: int | None = None) -> np.ndarray:
+    """The lengths (batch,) of as many prompts, or (None) of any number of them."""
+    lengths = np.array([len(p) if np.ndim(p) == 1 else 0 for p in prompts], np.int32)
+    if not lengths.size or not lengths.all() or batch not in (None, lengths.size):
+        raise ValueError(
+            f"prompts: expected {batch or 'lists of token ids'}, none of them empty, got lengths "
+            f"{lengths.tolist()}"
+        )
+    return lengths
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], cache: Cache, vocabulary: int) -> np.ndarray:
+    """The prompts' lengths (batch,), for all of which the cache has room."""
+    lengths = prompt_lengths(prompts, len(cache.lengths))
+    for prompt in prompts:
+        integers("prompts", prompt, (None,), "ids", vocabulary - 1)
+    check_room(cache, lengths, "prompts")
+    return lengths
+
+
+def check_counts(counts, most: int, cache: Cache) -> Array:
+    """`counts` as an array (batch,), `most` of each text when None; the cache has room for them."""
+    batch = len(cache.lengths)
+    counts = np.full(batch, most) if counts is None else counts
+    counts = integers("counts", counts, (batch,), "numbers of tokens", most)
+    check_room(cache, counts)
+    return counts.astype(np.int32)
+
+
+def check_room(cache: Cache, counts, name: str = "tokens") -> None:
+    """Raise a ValueError unless `counts` more tokens of each text fit."""
+    if isinstance(cache.lengths, jax.core.Tracer) or isinstance(counts, jax.core.Tracer):
+        return
+    needed = int(np.max(np.asarray(cache.lengths) + np.asarray(counts)))
+    if needed > cache.capacity:
+        raise ValueError(f"{name}: {needed} tokens do not fit into a cache of {cache.capacity}")
+
+
+def check_new(tokens: Array, cache: Cache, positions, mask) -> tuple[Array | None, Array | None]:
+    """(positions, mask) as arrays, if they and the tokens fit each other and the cache."""
+    b, l = tokens.shape
+    if b != len(cache.lengths):
+        raise ValueError(f"tokens: the cache has {len(cache.lengths)} texts, got {b} rows")
+    if positions is not None:
+        positions = integers("positions", positions, (b, l))
+    if mask is not None:
+        mask = _array(mask)
+        if mask.shape not in ((b, l, l), (1, l, l)) or mask.dtype != bool:
+            raise ValueError(f"mask: expected booleans {(b, l, l)}, got {mask.dtype} {mask.shape}")
+    return positions, mask
+
+
+def padded(prompts: Sequence[Sequence[int]], multiple: int) -> np.ndarray:
+    """The prompts as rows (batch, n), filled up with zeros to a multiple."""
+    longest = max(map(len, prompts))
+    tokens = np.zeros((len(prompts), multiple * -(-longest // multiple)), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return tokens
