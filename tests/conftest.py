@@ -1,5 +1,7 @@
 """Nine simulated devices, float64 at hand, and the package's jaxtyping shapes checked."""
 
+import gc
+
 import hypothesis
 import jax
 import jaxtyping
@@ -20,6 +22,15 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("treeattn")
+
+
+def pytest_sessionfinish():
+    """Leave what was compiled to the end of the process.
+
+    pytest collects garbage when it is done. With millions of objects that takes longer than the
+    seconds that xdist gives a finished worker, before it interrupts it: a stray traceback.
+    """
+    gc.freeze()
 
 
 @pytest.fixture

@@ -1,4 +1,8 @@
-"""The README's Python, run block after block as a reader would, in a process of its own."""
+"""The README's Python, run block after block as a reader would, in a process of its own.
+
+python tests/test_readme.py                  all of it
+python tests/test_readme.py "In a script"    one section, which must stand on its own
+"""
 
 import doctest
 import re
@@ -11,11 +15,19 @@ from treeattn import simulate_devices
 README = Path(__file__).parent.parent / "README.md"
 
 
-def run_blocks() -> None:
+def section(title: str) -> str:
+    """The text under the heading `title`; all of it for an empty title."""
+    text = README.read_text(encoding="utf-8")
+    if not title:
+        return text
+    return re.search(rf"(?ms)^## {re.escape(title)}\n(.*?)(?=^## |\Z)", text)[1]
+
+
+def run_blocks(title: str = "") -> None:
     """Run every ```python block in one namespace; what follows a >>> must be what it prints."""
     simulate_devices(8)  # as one of the blocks will, but before the first uses JAX
     names = {}
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", section(title), re.DOTALL)
     runner = doctest.DocTestRunner()
     for number, block in enumerate(blocks):
         if "initialize()" in block:  # needs a cluster; tests/test_cluster.py has one
@@ -40,4 +52,4 @@ def test_the_readme_runs():
 
 
 if __name__ == "__main__":
-    run_blocks()
+    run_blocks(*sys.argv[1:])

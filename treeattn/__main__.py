@@ -10,7 +10,6 @@ import sys
 import time
 
 import jax
-from tqdm import tqdm
 
 from treeattn.devices.mesh import kv_mesh, simulate_devices
 from treeattn.llama.model import Llama
@@ -47,6 +46,8 @@ def arguments() -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> None:
+    from tqdm import tqdm  # here, so that treeattn.llama is the first to say what is missing
+
     if args.devices is not None:
         simulate_devices(args.devices)
     mesh = kv_mesh() if len(jax.devices()) > 1 else None

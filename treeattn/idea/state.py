@@ -141,6 +141,8 @@ def reduce_chain(states: AttentionState, axis: int = 0) -> AttentionState:
     first = jax.tree.map(lambda x: x[0], states)
     # Rescaling to its own pivot changes nothing but the type: that of what merge returns.
     first = rescale(first, first.max)
+    if len(states.max) == 1:  # under jax.disable_jit, a scan of nothing would be an error
+        return first
     return jax.lax.scan(lambda a, b: (merge(a, b), None), first, _slice(states, 1))[0]
 
 

@@ -1,0 +1,217 @@
+"""The rooms: who may import whom, no circles, small files, and a core that needs little."""
+
+import ast
+import importlib
+import pkgutil
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import treeattn
+
+PACKAGE = Path(treeattn.__file__).parent
+
+# What each room stands on, besides itself. A name of a room stands for all that is in it.
+BELOW = {
+    "extras": (),
+    "idea": (),
+    "kernel": ("idea",),
+    "devices": ("idea", "kernel"),
+    "trees": ("idea.arrays",),
+    "cost": (),
+    "llama": ("idea", "kernel", "devices", "trees", "extras"),
+    "figures": ("idea", "kernel", "devices", "trees", "cost", "llama", "extras"),
+    "__init__": ("idea", "kernel", "devices", "trees", "llama"),
+    "__main__": ("idea", "kernel", "devices", "trees", "llama", "extras"),
+}
+CORE = ("idea", "kernel", "devices", "trees")
+
+
+def sources() -> dict[str, str]:
+    """Name of each module, without "treeattn.", and its text; packages end in ".__init__"."""
+    files = PACKAGE.rglob("*.py")
+    return {
+        ".".join(file.relative_to(PACKAGE).with_suffix("").parts): file.read_text(encoding="utf-8")
+        for file in files
+    }
+
+
+def imported(text: str, modules: set[str]) -> Iterator[str]:
+    """Names of the `modules` that a module of this text imports, wherever in it."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "relative imports: spell out the module"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name.split(".")[0] != "treeattn":
+                continue
+            name = name.partition(".")[2]
+            holder = name.rpartition(".")[0]  # of a function, or of another name
+            choices = (name, f"{name}.__init__", holder, f"{holder}.__init__".lstrip("."))
+            yield next(choice for choice in choices if choice in modules)
+
+
+def graph(texts: dict[str, str]) -> dict[str, set[str]]:
+    return {name: set(imported(text, set(texts))) for name, text in texts.items()}
+
+
+def upward(edges: dict[str, set[str]]) -> list[str]:
+    """The imports that `BELOW` does not allow."""
+    found = []
+    for name, targets in edges.items():
+        room = name.split(".")[0]
+        for target in targets:
+            allowed = any(f"{target}.".startswith(f"{below}.") for below in (room, *BELOW[room]))
+            if not allowed:
+                found.append(f"{name} imports {target}")
+    return found
+
+
+def circle(edges: dict[str, set[str]]) -> list[str] | None:
+    """Modules of which each imports the next, and the last the first; None if there are none."""
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> list[str] | None:
+        if name in path:
+            return path[path.index(name) :]
+        if name not in done:
+            for target in edges[name]:
+                if found := visit(target, [*path, name]):
+                    return found
+            done.add(name)
+        return None
+
+    return next((found for name in edges if (found := visit(name, []))), None)
+
+
+def test_dependencies_go_downwards_only():
+    assert upward(graph(sources())) == []
+
+
+def test_there_is_no_circle():
+    assert circle(graph(sources())) is None
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "message"),
+    [
+        ("idea.state", "from treeattn.kernel.attend import attend", "kernel.attend"),
+        ("idea.state", "from treeattn.kernel import attend", "kernel.attend"),
+        ("kernel.attend", "import treeattn.devices.mesh", "devices.mesh"),
+        ("devices.mesh", "def f():\n    from treeattn.llama import Llama", "llama.__init__"),
+        ("devices.mesh", "from treeattn import merge", "__init__"),
+        ("trees.beam", "from treeattn.idea.state import merge", "idea.state"),
+        ("cost.program", "from treeattn.idea.arrays import Array", "idea.arrays"),
+        ("llama.model", "from treeattn.cost import collectives", "cost.__init__"),
+        ("llama.model", "import treeattn.figures.style as style", "figures.style"),
+    ],
+)
+def test_a_planted_upward_import_is_found(module, line, message):
+    texts = sources()
+    before = upward(graph(texts))
+    texts[module] += f"\n{line}\n"
+    assert set(upward(graph(texts))) - set(before) == {f"{module} imports {message}"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["from treeattn.idea.state import merge", "def f():\n    from treeattn.idea import state"],
+)
+def test_a_planted_circle_is_found(line):
+    texts = sources()
+    texts["idea.arrays"] += f"\n{line}\n"
+    assert set(circle(graph(texts))) == {"idea.arrays", "idea.state"}
+
+
+def test_files_and_rooms_stay_small():
+    """Figures apart: they are many short pieces, read one at a time."""
+    lines = {
+        name: text.count("\n")
+        for name, text in sources().items()
+        if not name.startswith("figures.")
+    }
+    assert {name: n for name, n in lines.items() if n > 260} == {}
+    assert sum(n for name, n in lines.items() if name.split(".")[0] in CORE) <= 2_800
+    assert sum(lines.values()) <= 8_000
+
+
+def test_every_module_can_be_imported_by_its_name():
+    """`import treeattn.x as x` is a module, not a function that a package exports as x."""
+    names = [module.name for module in pkgutil.walk_packages(treeattn.__path__, "treeattn.")]
+    assert {name.removeprefix("treeattn.") for name in names} == {
+        name.removesuffix(".__init__") for name in sources() if name != "__init__"
+    }
+    for name in names:
+        importlib.import_module(name)
+        scope: dict[str, object] = {}
+        exec(f"import {name} as module", scope)
+        assert isinstance(scope["module"], types.ModuleType), name
+        assert scope["module"].__name__ == name
+
+
+def test_every_public_name_is_there_and_listed():
+    assert set(treeattn.__all__) <= set(dir(treeattn))
+    for name in treeattn.__all__:
+        assert getattr(treeattn, name) is not None
+    assert treeattn.energy is importlib.import_module("treeattn.idea.energy").energy
+    with pytest.raises(AttributeError, match="no attribute 'flash_attention'"):
+        _ = treeattn.flash_attention
+
+
+def run(code: str) -> str:
+    """What a fresh Python prints that runs `code`."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_core_imports_jax_numpy_and_jaxtyping_only():
+    list_new = """
+import sys
+import jax, numpy, jaxtyping
+def tops():
+    return {name.split(".")[0] for name in sys.modules}
+before = tops()
+from treeattn import merge, pack, tree_decode
+print(*sorted(tops() - before - set(sys.stdlib_module_names)))
+ours = [name for name in sys.modules if name.startswith("treeattn.") and name.count(".") == 1]
+print(*sorted(ours))
+"""
+    assert run(list_new).splitlines() == [
+        "treeattn",
+        "treeattn.devices treeattn.idea treeattn.kernel treeattn.trees",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("what", "absent", "message"),
+    [
+        ("import treeattn; treeattn.Llama", "gguf", "treeattn.llama needs gguf"),
+        ("from treeattn import Llama", "tokenizers", "treeattn.llama needs tokenizers"),
+        ("import treeattn.llama.text", "jinja2", "treeattn.llama needs jinja2"),
+        ("import treeattn.__main__", "tqdm", "treeattn.llama needs tqdm"),
+        ("import treeattn.figures", "PIL", "treeattn.figures needs PIL"),
+        ("import treeattn.figures.style", "matplotlib", "treeattn.figures needs matplotlib"),
+        ("import treeattn.figures.energy", "safetensors", "treeattn.llama needs safetensors"),
+    ],
+)
+def test_what_is_missing_names_its_extra(what, absent, message):
+    extra = message.split()[0].removeprefix("treeattn.")
+    code = f"""
+import sys
+sys.modules[{absent!r}] = None  # as if it were not there
+try:
+    {what}
+except ImportError as error:
+    print(error)
+"""
+    expected = f"{message}, not installed here: pip install 'treeattn[{extra}]'"
+    assert run(code).strip() == expected
