@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from oracles import dense_attention, dense_gradients, dense_weights
 
 import treeattn
-from treeattn.cost.program import collectives, count, memory, total_bytes
+from treeattn.cost.program import collectives, count, memory, sent_bytes, total_bytes
 from treeattn.devices.merge import METHODS, merge_across
 from treeattn.kernel.inputs import check_inputs
 
@@ -229,12 +229,82 @@ def test_allreduce_sends_equation_34(batch):
         assert total_bytes(found) == 4 * elements
 
 
+STATE, PIVOT = 4 * 16 * (128 + 2), 4 * 16  # bytes of a state of 16 heads of 128, and of its pivot
+
+
+def sent_within(p: int, operand: int) -> int:
+    """By an Allreduce of p devices, at least (v1 eq. 33, v2 eq. 12)."""
+    return 2 * operand * (p - 1) // p
+
+
+FORMULAS = {  # p -> (collectives, bytes put in, bytes sent), scattered where a method can
+    "allreduce": lambda p: (2, STATE, sent_within(p, PIVOT) + sent_within(p, STATE - PIVOT)),
+    "butterfly": lambda p: (p.bit_length() - 1, *[STATE * (p.bit_length() - 1)] * 2),
+    "gather": lambda p: (1, STATE, STATE * (p - 1)),
+    "reduce_scatter": lambda p: (
+        2, STATE, sent_within(p, PIVOT) + (STATE - PIVOT) * (p - 1) // p
+    ),
+    "all_to_all": lambda p: (1, STATE, STATE * (p - 1) // p),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("p", [2, 4, 8])
-def test_butterfly_sends_one_packed_state_a_round(p):
-    found = collectives(compiled(p, 4096, "butterfly"))
-    assert {c.kind for c in found} == {"collective-permute"}
-    assert count(found) == (p - 1).bit_length()
-    assert total_bytes(found) == 4 * count(found) * (16 * 128 + 2 * 16)
+@pytest.mark.parametrize("method", FORMULAS)
+def test_every_method_sends_what_its_formula_says(method, p):
+    """Of the compiled program, and of the one that is lowered for CUDA, whatever the context."""
+    scatter = {"scatter": True} if method in ("reduce_scatter", "all_to_all") else {}
+
+    def program(mesh, kv_len, array):
+        cache = array((1, kv_len, 16, 128), P(None, "kv"))
+        f = functools.partial(treeattn.tree_decode, mesh=mesh, axis="kv", method=method, **scatter)
+        return jax.jit(f).trace(array((1, 1, 16, 128), P()), cache, cache)
+
+    mesh = make_mesh((p,))
+    for kv_len in (1024, 8192):
+        traced = program(mesh, kv_len, lambda shape, spec: jax.ShapeDtypeStruct(
+            shape, jnp.float32, sharding=NamedSharding(mesh, spec)
+        ))  # fmt: skip
+        found = collectives(traced.lower().compile())
+        assert (count(found), total_bytes(found), sent_bytes(found)) == FORMULAS[method](p)
+    traced = program(
+        AbstractMesh((p,), ("kv",)), 1024, lambda shape, _: jax.ShapeDtypeStruct(shape, jnp.float32)
+    )
+    written = collectives(traced.lower(lowering_platforms=("cuda",)))
+    joined = 1 if method == "allreduce" else 0  # XLA:CPU joins Algorithm 3's two sums
+    assert count(written) == FORMULAS[method](p)[0] + joined
+    assert (total_bytes(written), sent_bytes(written)) == FORMULAS[method](p)[1:]
+
+
+@pytest.mark.parametrize(("nodes", "g"), [(2, 2), (2, 4), (4, 2)])
+def test_by_nodes_a_share_of_the_state_leaves_each_device(nodes, g):
+    """Between nodes a g-th of what a tree of trees sends; scattered, less once more."""
+    mesh = make_mesh((nodes, g))
+
+    def sent(method, **options):
+        spec = NamedSharding(mesh, P(None, mesh.axis_names))
+        cache = jax.ShapeDtypeStruct((1, 1024, 16, 128), jnp.float32, sharding=spec)
+        q = jax.ShapeDtypeStruct((1, 1, 16, 128), jnp.float32)
+        f = functools.partial(
+            treeattn.tree_decode, mesh=mesh, axis=mesh.axis_names, method=method, **options
+        )
+        found = collectives(jax.jit(f).lower(q, cache, cache).compile())
+        # A node's groups have g devices that are neighbours; with as many nodes, kinds tell.
+        across = [c for c in found if c.devices == nodes]
+        within = [c for c in found if c.devices == g]
+        return sent_bytes(across), sent_bytes(within), found
+
+    across, within, found = sent("hierarchical")
+    if nodes != g:
+        assert across == sent_within(nodes, STATE // g)
+        assert within == (
+            sent_within(g, PIVOT) + (STATE - PIVOT) * (g - 1) // g + STATE // g * (g - 1)
+        )
+        assert sent("allreduce")[0] == g * across
+    else:
+        assert sent_bytes(found) == sent_within(nodes, STATE // g) + sent_within(g, PIVOT) + (
+            STATE - PIVOT
+        ) * (g - 1) // g + STATE // g * (g - 1)
+    assert sent_bytes(sent("hierarchical", scatter=True)[2]) < sent_bytes(found)
 
 
 @pytest.mark.parametrize("p", [3, 5, 6, 7, 9])
@@ -243,9 +313,33 @@ def test_butterfly_needs_two_more_rounds_for_other_numbers(p):
     assert count(found) == p.bit_length() - 1 + 2
 
 
-def test_gather_sends_once():
-    found = collectives(compiled(8, 4096, "gather"))
-    assert [c.kind for c in found] == ["all-gather"]
+def test_what_serving_systems_send():
+    """A layer's merge, 16-bit outputs, p = 8, 16 heads of 128, without the gather of queries.
+
+    vLLM's all-to-all, output and lse in one message: f·h·(2d + 4) bytes; TensorRT-LLM's Helix
+    sends two float32 statistics, f·h·(2d + 8). Algorithm 3 in float32 sends 2f·h·(4d + 8).
+    """
+    mesh, h, d, p = AbstractMesh((8,), ("kv",)), 16, 128, 8
+
+    def sent(method, wire):
+        def body(q, k):
+            state = treeattn.attend(q, k, k, implementation="blockwise")
+            merged = merge_across(state, "kv", method=method, wire=wire)
+            return treeattn.finalize(merged)
+
+        out = P(None, None, "kv") if method == "all_to_all" else P()
+        f = jax.shard_map(
+            body, mesh=mesh, in_specs=(P(), P(None, "kv")), out_specs=out, check_vma=False
+        )
+        q = jax.ShapeDtypeStruct((1, 1, h, d), jnp.bfloat16)
+        k = jax.ShapeDtypeStruct((1, 64, h, d), jnp.bfloat16)
+        return sent_bytes(collectives(jax.jit(f).trace(q, k).lower(lowering_platforms=("cuda",))))
+
+    assert sent("allreduce", None) == 2 * (p - 1) * h * (4 * d + 8) // p == 14_560
+    assert sent("all_to_all", jnp.bfloat16) == (p - 1) * h * (2 * d + 4) // p == 3_640
+    assert sent("gather", None) == (p - 1) * h * (4 * d + 8) == 58_240
+    queries = (p - 1) * 2 * h * d // p  # where they are computed by heads, and gathered
+    assert sent("all_to_all", jnp.bfloat16) + queries == 7_224
 
 
 def test_a_sharded_cache_stays_where_it_is():

@@ -251,11 +251,43 @@ def test_asynchronous_collectives_count_once():
 def test_table():
     text = table(collectives(lowered(scanned_ring).compile()))
     assert text.splitlines() == [
-        "collective          runs  bytes each   bytes  operands",
-        "collective-permute     7       4,096  28,672  f32[8,128]",
-        "collective-permute     7       4,096  28,672  f32[8,128]",
-        "all                   14              57,344",
+        "collective          runs  bytes put in    sent  operands",
+        "collective-permute     7        28,672  28,672  f32[8,128]",
+        "collective-permute     7        28,672  28,672  f32[8,128]",
+        "all                   14        57,344  57,344",
     ]
+
+
+def test_sent_bytes_are_what_an_algorithm_in_numpy_sends():
+    """A ring's algorithms, device by device: nobody can send less in all (v1 eq. 33)."""
+    p, n = 4, 24
+    rows = np.arange(p * n, dtype=np.float32).reshape(p, n)
+
+    def ring_reduce_scatter(x):  # (each device's own sum of a part, bytes that each sends)
+        parts = [list(np.split(row.copy(), p)) for row in x]
+        for step in range(p - 1):
+            moving = [parts[r][(r - step - 1) % p] for r in range(p)]
+            for r in range(p):
+                parts[(r + 1) % p][(r - step - 1) % p] = (
+                    parts[(r + 1) % p][(r - step - 1) % p] + moving[r]
+                )
+        return [parts[r][r] for r in range(p)], (p - 1) * n // p * 4
+
+    sums, scattered = ring_reduce_scatter(rows)
+    np.testing.assert_array_equal(np.concatenate(sums), rows.sum(axis=0))
+    gathered = (p - 1) * n // p * 4  # each part visits everybody else
+
+    def one(kind, operand):
+        return Collective(kind, 3, operand, 0, (), p).sent_bytes
+
+    assert one("reduce-scatter", n * 4) == 3 * scattered
+    assert one("all-gather", n * 4 // p) == 3 * gathered
+    assert one("all-reduce", n * 4) == 3 * (scattered + gathered)
+    assert one("all-to-all", n * 4) == 3 * (p - 1) * n // p * 4
+    assert one("collective-permute", 7) == 21
+    assert one("all-reduce", 1) == 3 * 2  # 1.5 bytes, rounded up
+    with pytest.raises(ValueError, match="how many run the all-reduce"):
+        _ = Collective("all-reduce", 1, 4, 4, (), 0).sent_bytes
 
 
 def test_memory():
