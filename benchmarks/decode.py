@@ -164,9 +164,8 @@ def report(rows: list[dict], where: str, file: str | None) -> None:
     """Print the table, and write it into benchmarks/results."""
     lines = [
         f"One query, {HEADS} heads of {DIM} over {KV_HEADS} key heads, float32; medians in turn on "
-        f"{where}. Put in: what a device hands to collectives; sent: what it must send at least. Held: its "
-        f"arguments and temporaries. "
-        f"{machine()}.",
+        f"{where}. Put in: what a device hands to collectives; sent: what it must send at least. "
+        f"Held: its arguments and temporaries. {machine()}.",
         "",
         *table(rows),
     ]
