@@ -1,20 +1,15 @@
 """Speculative decoding with a prefix tree, over a cache on one device or many.
 
     beam, scores = draft_candidate_tokens(draft, certain=last)
-    packed_beam, attention_mask, position_offsets, unpack_map = pack(beam, candidate_lengths(scores))
-    logits, keys = model.extend(packed_beam, cache, mask=attention_mask,
-                                positions=cache.lengths[:, None] + position_offsets)
+    packed, mask, offsets, unpack_map = pack(beam, candidate_lengths(scores))
+    logits, keys = model.extend(packed, cache, positions=context + offsets, mask=mask)
     verified_beam, verified_scores = (unpack(x, unpack_map) for x in likeliest(logits))
     tokens = accept_candidate_tokens(beam, scores, verified_beam, verified_scores)
 
 `generate` is these five lines in a loop.
 """
 
-from treeattn.llama.speculation.accept import (
-    accept_candidate_tokens,
-    accept_drawn_tokens,
-    rejection,
-)
+from treeattn.llama.speculation.accept import accept_candidate_tokens, rejection
 from treeattn.llama.speculation.budget import Budget
 from treeattn.llama.speculation.candidates import (
     Draft,
@@ -49,7 +44,6 @@ __all__ = [
     "Step",
     "SuffixDraft",
     "accept_candidate_tokens",
-    "accept_drawn_tokens",
     "candidate_lengths",
     "draft_candidate_tokens",
     "first_layers",

@@ -132,32 +132,6 @@ class KeyDice:
         return int(min(found, np.flatnonzero(probabilities)[-1]))
 
 
-def accept_drawn_tokens(
-    beam: Integer[np.ndarray, "b m c"],
-    scores: Float[np.ndarray, "b m c"],
-    distributions: Float[np.ndarray, "b m c vocabulary"],
-    verified: Float[np.ndarray, "b m c vocabulary"],
-    dice: Dice,
-    *,
-    replacement: bool = False,
-) -> list[list[int]]:
-    """`accept_candidate_tokens` for candidates that were drawn at random (see `Drawn`).
-
-    distributions: (B, M, C, V) the probabilities that each candidate token was drawn from; the
-                   first column, which is certain, has any
-    verified:      (B, M, C, V) the model's probabilities of what follows each candidate token
-
-    The tokens are distributed as if the model had drawn each of them alone.
-    """
-    lengths, tokens = candidate_lengths(scores), []
-    for b in range(len(beam)):
-        judge = rejection_judge(
-            beam[b], distributions[b], lambda m, c, b=b: verified[b, m, c], dice, replacement
-        )
-        tokens.append(descend(beam[b], lengths[b], judge)[2])
-    return tokens
-
-
 def rejection_judge(beam, distributions, model, dice: Dice, replacement: bool) -> Judge:
     """The judge that accepts drawn candidates with the right chances.
 
@@ -166,9 +140,10 @@ def rejection_judge(beam, distributions, model, dice: Dice, replacement: bool) -
     """
 
     def judge(m, c, further):
-        p, draws = np.asarray(model(m, c), np.float64), beam[further, c + 1]
-        if not len(draws):
+        p = np.asarray(model(m, c), np.float64)
+        if not len(further):
             return dice.pick(p / p.sum())
+        draws = beam[further, c + 1]
         q = np.asarray(distributions[further[0], c + 1], np.float64)
         draws = draws if replacement else draws[np.sort(np.unique(draws, return_index=True)[1])]
         chances, rest = rejection(p, q, draws, replacement)
@@ -193,8 +168,8 @@ def rejection(
     Draw j, if none before was, is accepted with chances[j]; if none is, the token comes from rest.
     That token, over all draws and throws, is distributed as p.
 
-    Where draw x is rejected, what p still lacks is max(p − q, 0). A token that q gives probability 0
-    cannot have been drawn from it: it is never accepted, and nothing follows from that.
+    Where draw x is rejected, what p still lacks is max(p − q, 0). A token of probability 0 cannot
+    have been drawn from q: it is never accepted, and nothing follows from that.
     """
     p, q, chances = p / p.sum(), q / q.sum(), np.zeros(len(draws))
     for j, x in enumerate(draws):

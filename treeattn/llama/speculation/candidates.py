@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Integer
 
 from treeattn.idea.arrays import Array, check_floating, check_integers
-from treeattn.trees.beam import pack, unpack
+from treeattn.trees.beam import PackedBeam, pack, unpack
 from treeattn.trees.token_tree import TokenTree, beam_from_tree, pack_tree, tree_from_beam
 
 Texts = Sequence[Sequence[int]]
@@ -152,7 +152,7 @@ def best_nodes(found, budget: int, vocabulary: int | None) -> tuple[TokenTree, n
     tokens = checked_tokens("tree", tree.tokens, real, vocabulary)
     scores = np.where(real, checked_scores("scores", scores, tokens.shape), -np.inf)
     parents = np.where(real, tree.parents, -1)
-    path = path_scores(TokenTree(tokens, parents, np.asarray(tree.sizes)), scores)
+    path = path_scores(parents, scores)
     order = np.argsort(-path, axis=1, kind="stable")[:, : max(budget, 0)]
     number = np.zeros_like(parents)
     np.put_along_axis(number, order, np.arange(order.shape[1], dtype=number.dtype)[None], axis=1)
@@ -165,23 +165,17 @@ def best_nodes(found, budget: int, vocabulary: int | None) -> tuple[TokenTree, n
     return TokenTree(tokens.astype(np.int32), up.astype(np.int32), sizes), scores
 
 
-def path_scores(tree: TokenTree, scores: np.ndarray) -> np.ndarray:
-    """(B, L) the log-probability of the path to each node; −∞ at pads."""
-    path = np.where(np.arange(scores.shape[1]) < tree.sizes[:, None], scores, -np.inf)
+def path_scores(parents: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """(B, L) the log-probability of the path to each node."""
+    path = scores.copy()
     for i in range(path.shape[1]):
-        up = tree.parents[:, i]
+        up = parents[:, i]
         path[:, i] += np.where(up >= 0, path[np.arange(len(path)), up], 0)
     return path
 
 
-def first_nodes(tree: TokenTree, scores: np.ndarray, n: int) -> tuple[TokenTree, np.ndarray]:
-    """The first n nodes of trees that are numbered best first."""
-    tokens, parents, sizes = tree
-    return TokenTree(tokens[:, :n], parents[:, :n], np.minimum(sizes, n)), scores[:, :n]
-
-
 def beam_of(tree: TokenTree, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(beam, scores), both (B, M, C), of a tree and its nodes' scores: a candidate for each leaf."""
+    """(beam, scores), both (B, M, C), of a tree with scores: a candidate for each leaf."""
     beam, lengths = beam_from_tree(tree)
     scores = unpack(scores, pack_tree(tree).unpack_map)
     return beam, np.where(np.arange(beam.shape[2]) < lengths[..., None], scores, -np.inf)
@@ -238,3 +232,11 @@ def _grow_one(state, continuations, budget, depth):
         if steps < depth:
             push(len(nodes) - 1, -cost, steps + 1, after)
     return nodes
+
+
+def padded(packed: PackedBeam, size: int) -> PackedBeam:
+    """The same nodes, and padding up to `size`: a few sizes, so that few programs are compiled."""
+    tokens, mask, offsets, unpack_map = packed
+    more = (0, size - tokens.shape[1])
+    tokens, offsets = (np.pad(x, [(0, 0), more]).astype(np.int32) for x in (tokens, offsets))
+    return PackedBeam(tokens, np.pad(mask, [(0, 0), more, more]), offsets, unpack_map)

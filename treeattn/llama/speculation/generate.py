@@ -29,12 +29,13 @@ from treeattn.llama.speculation.candidates import (
     best_nodes,
     candidate_lengths,
     checked_beam,
-    first_nodes,
+    padded,
     path_scores,
 )
 from treeattn.llama.speculation.drafts import make_draft
 from treeattn.llama.text import nucleus, stream
 from treeattn.trees.beam import PackedBeam, pack
+from treeattn.trees.token_tree import TokenTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,21 +181,6 @@ def _speculative(loop: "_Loop"):
         yield loop.step()
 
 
-@dataclasses.dataclass
-class _Drafted:
-    """A step's candidates, the certain token first; and what is expected of them.
-
-    expected: the sum of the chances; firsts: where a draft is not verified but only compared with
-    what a plain step brings, its first tokens for each text
-    """
-
-    beam: np.ndarray
-    scores: np.ndarray
-    drawn: Drawn | None
-    expected: float
-    firsts: list[set[int]] | None
-
-
 class _Loop:
     """The texts, their cache, and the steps that both take."""
 
@@ -221,85 +207,76 @@ class _Loop:
         cache = self.model.new_cache(len(self.texts), self.capacity)
         logits, self.cache = self.model.prefill(self.texts, cache, progress=self.progress)
         judge = self._judge(np.asarray(logits)[:, None], np.zeros((len(self.texts), 1), int))
-        return self._take([[_agreed(judge(b, 0))] for b in range(len(self.texts))], None)
+        return self._take([[judge(b, 0)] for b in range(len(self.texts))], None)
 
     def step(self) -> tuple[list[list[int]], Step]:
         """Draft, pack, verify, accept."""
-        began = time.perf_counter()
-        drafted = self._draft()
-        drafting = time.perf_counter() - began
-        beam, lengths = drafted.beam, candidate_lengths(drafted.scores)
+        beam, scores, drawn, expected = self._draft()
+        began, lengths = time.perf_counter(), candidate_lengths(scores)
         packed = pack(beam, lengths)
-        real = np.diagonal(packed.attention_mask, axis1=1, axis2=2)
-        size = self.budget.padded(max(real.shape[1], 1))
-        packed, real = _pad(packed, size), np.pad(real, [(0, 0), (0, size - real.shape[1])])
-        logits, new = self._call(packed, real)
+        nodes = np.diagonal(packed.attention_mask, axis1=1, axis2=2).sum(axis=1)
+        size = self.budget.padded(int(nodes.max()))
+        packed = padded(packed, size)
+        logits, new = self._call(packed, nodes)
 
         # A node stands `offset` after the certain token; the judge says what comes after it.
         judge = self._judge(logits, (self.lengths - self.begin)[:, None] + packed.position_offsets)
-        counts, select, paths = np.zeros(len(beam), np.int32), np.zeros((len(beam), size), int), []
+        counts, select, paths = np.zeros_like(nodes), np.zeros((len(beam), size), int), []
         for b, path in enumerate(packed.unpack_map):
-            decide = self._decide(b, judge, drafted, path, logits)
+            decide = lambda m, c, further, b=b, path=path: judge(b, path[m, c])  # noqa: E731
+            if drawn is not None and self.temperature > 0:
+                decide = self._rejecting(b, beam[b], drawn, path, logits)
             m, counts[b], tokens = descend(beam[b], lengths[b], decide)
             select[b, : counts[b]] = path[m, : counts[b]]
             paths.append(tokens)
         if new is not None:
             self.cache = self.model.commit(self.cache, new, select=select, counts=counts)
-        tokens = self._take(paths, self._seen(packed.packed_beam, real, logits))
-        self.budget.took(size, time.perf_counter() - began - drafting)
-        self._learn(drafted, tokens, counts)
-        return tokens, Step(
-            size, _ints(real.sum(axis=1)), _ints(lengths.sum(axis=1)),
-            _ints(lengths.max(axis=1) - 1), _ints(counts - 1), tuple(map(len, tokens)),
-        )  # fmt: skip
+        tokens = self._take(paths, self._seen(packed, nodes, logits))
+        self.budget.took(size, time.perf_counter() - began)
+        accepted = np.maximum(counts - 1, 0)
+        self.budget.came_out(expected, int(accepted.sum()))
+        depth = np.maximum(lengths.max(axis=1) - 1, 0)
+        found = (x.tolist() for x in (nodes, lengths.sum(axis=1), depth, accepted))
+        return tokens, Step(size, *map(tuple, found), tuple(map(len, tokens)))
 
-    def _draft(self) -> _Drafted:
-        """This step's candidates below each text's last token, as far as there is room."""
-        batch, found = len(self.texts), None
+    def _draft(self) -> tuple[np.ndarray, np.ndarray, Drawn | None, float]:
+        """(beam, scores, what it was drawn from, how many are expected to be accepted): candidates
+        below each text's last token, as far as there is room."""
+        batch, drawn, expected = len(self.texts), None, 0.0
+        beam, scores = np.zeros((batch, 0, 0), int), np.zeros((batch, 0, 0))
         if _agreed(self.budget.drafts()):
             began = time.perf_counter()
             found = self.draft.propose(self.budget.most - 1)
             self.budget.took(0, time.perf_counter() - began)
-        drawn, firsts, vocabulary = None, None, self.model.config.vocabulary
-        if found is None:
-            beam, scores, chances = np.zeros((batch, 0, 0), int), np.zeros((batch, 0, 0)), 0.0
-        elif isinstance(found, Drawn):
-            drawn = found
-            beam, scores = checked_beam(found.beam, found.scores, vocabulary)
-            # All of it or nothing, decided without a look at what was drawn.
-            depth = np.repeat(np.arange(1, beam.shape[2] + 1), beam.shape[1])
-            chances = np.tile(0.5**depth / max(beam.shape[1], 1), (batch, 1))
-            chances[self.over] = 0
-            if not self.budget.choose(chances):
-                firsts = [set(rows[:, 0].tolist()) if rows.size else set() for rows in beam]
-                beam, scores, chances = beam[:, :0], scores[:, :0], 0.5 * (~self.over)
-        else:
-            tree, scores = best_nodes(found, self.budget.most - 1, vocabulary)
-            chances = np.where(self.over[:, None], 0, np.exp(path_scores(tree, scores)))
-            nodes = self.budget.choose(chances)
-            if not nodes:
-                top = (tree.parents < 0) & (chances > 0)
-                firsts = [set(t[k].tolist()) for t, k in zip(tree.tokens, top, strict=True)]
-                chances = chances[top]
-            tree, scores = first_nodes(tree, scores, nodes)
-            beam, scores = beam_of(tree, scores)
-            chances = chances[:, :nodes] if nodes else chances
+            if isinstance(found, Drawn):  # leaving out some would change how they are distributed
+                drawn, vocabulary = found, self.model.config.vocabulary
+                beam, scores = checked_beam(found.beam, found.scores, vocabulary)
+            else:
+                beam, scores, expected = self._most_promising(found)
         certain = np.array([text[-1] for text in self.texts])
         beam, scores = _agreed_arrays(*after_certain(beam, scores, certain))
-        room = np.where(self.over, 0, self.end - self.lengths)
-        scores = np.where(np.arange(beam.shape[2]) < room[:, None, None], scores, -np.inf)
-        return _Drafted(beam, scores, drawn, float(np.sum(chances)), firsts)
+        room = np.where(self.over, 0, self.end - self.lengths)[:, None, None]
+        return beam, np.where(np.arange(beam.shape[2]) < room, scores, -np.inf), drawn, expected
 
-    def _call(self, packed: PackedBeam, real: np.ndarray):
+    def _most_promising(self, found) -> tuple[np.ndarray, np.ndarray, float]:
+        """(beam, scores, expected): as much of a proposal as is worth verifying."""
+        (tokens, parents, sizes), scores = best_nodes(
+            found, self.budget.most - 1, self.model.config.vocabulary
+        )
+        chances = np.exp(path_scores(parents, scores))
+        chances[self.over] = 0
+        n = self.budget.choose(chances)
+        tree = TokenTree(tokens[:, :n], parents[:, :n], np.minimum(sizes, n))
+        return *beam_of(tree, scores[:, :n]), float(chances[:, :n].sum())
+
+    def _call(self, packed: PackedBeam, nodes: np.ndarray):
         """(logits (b, l, vocabulary), the nodes' keys, or None where they are committed)."""
-        tokens = packed.packed_beam.astype(np.int32)
+        tokens, new = packed.packed_beam, None
         if tokens.shape[1] == 1:  # a plain step
-            counts = real[:, 0].astype(np.int32)
-            logits, self.cache = self.model.step(tokens, self.cache, counts=counts, last=True)
-            logits, new = logits[:, None], None
+            logits, self.cache = self.model.step(tokens, self.cache, counts=nodes, last=True)
+            logits = logits[:, None]
         else:
-            cached = (self.lengths - 1)[:, None]
-            positions = (cached + packed.position_offsets).astype(np.int32)
+            positions = (self.lengths[:, None] - 1 + packed.position_offsets).astype(np.int32)
             logits, new = self.model.extend(
                 tokens, self.cache, positions=positions, mask=packed.attention_mask
             )
@@ -310,31 +287,28 @@ class _Loop:
         """(b, node) -> the model's own token after the node, the text's new token `index`."""
         if self.temperature == 0:
             tokens = np.asarray(_argmax(logits))
-            return lambda b, node: int(tokens[b, node])
+            return lambda b, node: _agreed(int(tokens[b, node]))
 
         def draw(b, node):
             key = jax.random.fold_in(self.key, int(index[b, node]))
-            return int(_draw(logits, b, node, key, self.temperature, self.top_p, cut=self.top_p < 1))
+            token = _draw(logits, b, node, key, self.temperature, self.top_p, cut=self.top_p < 1)
+            return _agreed(int(token))
 
         return draw
 
-    def _decide(self, b: int, judge, drafted: _Drafted, path: np.ndarray, logits) -> Judge:
-        """The judge of text b's candidates, whose tokens are the nodes `path` (m, c)."""
-        if drafted.drawn is None or drafted.firsts is not None or self.temperature == 0:
-            return lambda m, c, further: _agreed(judge(b, path[m, c]))
+    def _rejecting(self, b: int, beam: np.ndarray, drawn: Drawn, path: np.ndarray, logits) -> Judge:
+        """The judge of text b's candidates that were drawn; path (m, c) are their nodes."""
 
         def model(m, c):
             args = logits, b, path[m, c], self.temperature, self.top_p
             return np.asarray(_probabilities(*args, cut=self.top_p < 1), np.float64)
 
         key = jax.random.fold_in(self.key, int(self.lengths[b] - self.begin[b]))
-        dice = KeyDice(jax.random.fold_in(key, b))
         # Before the drawn tokens comes the certain one, which nothing was drawn from.
-        distributions = np.pad(drafted.drawn.distributions[b], [(0, 0), (1, 0), (0, 0)])
-        rejecting = rejection_judge(
-            drafted.beam[b], distributions, model, dice, drafted.drawn.replacement
-        )
-        return lambda m, c, further: _agreed(rejecting(m, c, further))
+        distributions = np.pad(drawn.distributions[b], [(0, 0), (1, 0), (0, 0)])
+        dice = KeyDice(jax.random.fold_in(key, b))
+        judge = rejection_judge(beam, distributions, model, dice, drawn.replacement)
+        return lambda m, c, further: _agreed(judge(m, c, further))
 
     def _take(self, tokens: list[list[int]], seen: Seen | None) -> list[list[int]]:
         """The texts go on with these tokens, up to the first that ends them."""
@@ -346,35 +320,10 @@ class _Loop:
         self.draft.observe(self.texts, seen)
         return tokens
 
-    def _seen(self, tokens: np.ndarray, real: np.ndarray, logits) -> Seen:
+    def _seen(self, packed: PackedBeam, nodes: np.ndarray, logits) -> Seen:
         likely = min(getattr(self.draft, "likely", 0), self.model.config.vocabulary)
-        return Seen(tokens, real, np.asarray(_top(logits, likely)))
-
-    def _learn(self, drafted: _Drafted, tokens: list[list[int]], counts: np.ndarray) -> None:
-        if drafted.firsts is None:
-            right = int(np.maximum(counts - 1, 0).sum())
-        else:
-            right = sum(
-                bool(new) and new[0] in first
-                for new, first in zip(tokens, drafted.firsts, strict=True)
-            )
-        self.budget.came_out(drafted.expected, right)
-
-
-def _pad(packed: PackedBeam, size: int) -> PackedBeam:
-    """The same nodes, and padding up to `size`: a few sizes, so that few programs are compiled."""
-    tokens, mask, offsets, unpack_map = packed
-    more = (0, size - tokens.shape[1])
-    return PackedBeam(
-        np.pad(tokens, [(0, 0), more]),
-        np.pad(mask, [(0, 0), more, more]),
-        np.pad(offsets, [(0, 0), more]),
-        unpack_map,
-    )
-
-
-def _ints(x: np.ndarray) -> tuple[int, ...]:
-    return tuple(int(n) for n in np.maximum(x, 0))
+        real = np.arange(packed.packed_beam.shape[1]) < nodes[:, None]
+        return Seen(packed.packed_beam, real, np.asarray(_top(logits, likely)))
 
 
 def _agreed(x):

@@ -143,7 +143,7 @@ class SuffixDraft:
 
 
 class NGramDraft:
-    """Prompt lookup: the tokens after the last occurrences of the longest n-gram that ends the text.
+    """Prompt lookup: what followed where the longest n-gram that ends the text occurred last.
 
     longest: of the n-grams that are tried, down to one token; length: of a candidate
     rows:    how many occurrences, the latest first; with one, the candidates are a chain

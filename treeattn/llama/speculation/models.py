@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeattn.llama.model import Llama
-from treeattn.llama.speculation.candidates import Drawn, Seen, Texts
-from treeattn.trees.token_tree import TokenTree, ancestor_mask, depths
+from treeattn.llama.speculation.candidates import Drawn, Seen, Texts, padded
+from treeattn.trees.beam import pack, unpack
+from treeattn.trees.token_tree import TokenTree
 
 
 def first_layers(model: Llama, layers: int | None = None) -> Llama:
@@ -25,6 +26,17 @@ def first_layers(model: Llama, layers: int | None = None) -> Llama:
 @functools.partial(jax.jit, static_argnames="k")
 def _log_likeliest(logits, k):
     return jax.lax.top_k(jax.nn.log_softmax(logits, axis=-1), k)
+
+
+@jax.jit
+def _softmax(logits, temperature):
+    return jax.nn.softmax(logits / temperature, axis=-1)
+
+
+def _probabilities(logits, temperature: float) -> np.ndarray:
+    """softmax(logits / temperature), in float64 and with a sum of 1 in float64."""
+    q = np.asarray(_softmax(logits, temperature), np.float64)
+    return q / q.sum(axis=-1, keepdims=True)
 
 
 class _Reader:
@@ -61,16 +73,16 @@ class _Reader:
             self._logits = jnp.where((counts > 0)[:, None], logits, self._logits)
         return self._logits
 
-    def _after_nodes(self, tokens, parents, first):
-        """(b, n, vocabulary) the logits after the tree's nodes from `first` on; arrays (b, l)."""
-        l = tokens.shape[1]
-        pad = [(0, 0), (0, _few(l) - l)]
-        tokens, parents = np.pad(tokens, pad), np.pad(parents, pad, constant_values=-1)
-        lengths = np.array([len(text) for text in self._read], np.int32)
-        positions = (lengths[:, None] + depths(parents)).astype(np.int32)
-        mask = ancestor_mask(parents)
+    def _after(self, beam):
+        """(b, n, vocabulary) the logits after each text and candidate (b, n, d)."""
+        if beam.shape[2] == 0:
+            return self._after_texts()[:, None]
+        packed = pack(beam)
+        nodes = packed.packed_beam.shape[1]
+        tokens, mask, offsets, unpack_map = padded(packed, _few(nodes))
+        positions = np.array([len(text) for text in self._read], np.int32)[:, None] + offsets
         logits, _ = self.model.extend(tokens, self._cache, positions=positions, mask=mask)
-        return logits[:, first:l]
+        return unpack(logits, unpack_map[:, :, -1:])[:, :, 0]
 
 
 def _few(n: int) -> int:
@@ -90,37 +102,26 @@ class LlamaDraft(_Reader):
         self.depth, self.width = depth, min(width, self.vocabulary)
 
     def propose(self, budget: int):
-        logits = np.asarray(self._after_texts())[:, None]
-        batch = len(logits)
+        batch, width = len(self._texts), self.width
         row = np.arange(batch)[:, None]
-        read = np.zeros((3, batch, 0), int)  # the nodes read on: tokens, parents there, numbers
-        tokens, parents, scores = (np.zeros((batch, 0)) for _ in range(3))
-        above, path = (
-            np.full((batch, 1), -1),
-            np.zeros((batch, 1)),
-        )  # the nodes whose logits these are
-        for level in range(self.depth):
-            values, ids = (np.asarray(x) for x in _log_likeliest(logits, self.width))
-            total = (path[..., None] + values).reshape(batch, -1)
-            count, size = tokens.shape[1], read.shape[2]
-            number = above if size == 0 else read[2][row, above]
-            tokens = np.concatenate([tokens, ids.reshape(batch, -1)], axis=1)
-            scores = np.concatenate([scores, values.reshape(batch, -1)], axis=1)
-            parents = np.concatenate([parents, np.repeat(number, self.width, axis=1)], axis=1)
-            if level == self.depth - 1:
-                break
-            kept = np.argsort(-total, axis=1, kind="stable")[:, : self.width]
-            token = ids.reshape(batch, -1)[row, kept]
-            parent = np.repeat(above, self.width, axis=1)[row, kept]
-            read = np.concatenate([read, np.stack([token, parent, count + kept])], axis=2)
-            path, above = (
-                total[row, kept],
-                np.broadcast_to(np.arange(size, read.shape[2]), kept.shape),
-            )
-            logits = self._after_nodes(read[0].astype(np.int32), read[1].astype(np.int32), size)
+        paths, log = np.zeros((batch, 1, 0), np.int32), np.zeros((batch, 1))
+        node = np.full((batch, 1), -1)  # the last of each path
+        tokens, parents, scores = [], [], []
+        for _ in range(self.depth):
+            values, ids = (np.asarray(x) for x in _log_likeliest(self._after(paths), width))
+            ids, values = ids.reshape(batch, -1), np.minimum(values.astype(np.float64), 0)
+            total = (log[..., None] + values).reshape(batch, -1)
+            kept = np.argsort(-total, axis=1, kind="stable")[:, :width]
+            parents.append(np.repeat(node, width, axis=1))
+            node = sum(x.shape[1] for x in tokens) + kept
+            tokens.append(ids)
+            scores.append(values.reshape(batch, -1))
+            further = ids[row, kept][..., None]
+            paths = np.concatenate([paths[row, kept // width], further], axis=2).astype(np.int32)
+            log = total[row, kept]
+        tokens, parents, scores = (np.concatenate(x, axis=1) for x in (tokens, parents, scores))
         sizes = np.full(batch, tokens.shape[1], np.int32)
-        tree = TokenTree(tokens.astype(np.int32), parents.astype(np.int32), sizes)
-        return tree, np.minimum(scores.astype(np.float64), 0)
+        return TokenTree(tokens.astype(np.int32), parents.astype(np.int32), sizes), scores
 
 
 class DrawnDraft(_Reader):
@@ -148,54 +149,36 @@ class DrawnDraft(_Reader):
         self._random = np.random.default_rng(seed)
 
     def propose(self, budget: int) -> Drawn:
-        widths = self._widths(budget)
-        logits = np.asarray(self._after_texts())[:, None]
-        batch = len(logits)
-        beam = np.zeros((batch, 1, 0), np.int32)
-        scores, distributions = np.zeros((batch, 1, 0)), np.zeros((batch, 1, 0, self.vocabulary))
-        for depth, width in enumerate(widths):
-            if depth:
-                logits = self._after_candidates(beam)
-            q = np.asarray(jax.nn.softmax(np.asarray(logits, np.float64) / self.temperature, -1))
-            q = q.astype(np.float64)
-            token = self._draw(q, width)  # (b, n, width), −1 where q has no more tokens
-            chance = np.where(token < 0, 0, np.take_along_axis(q, np.maximum(token, 0), axis=2))
-            with np.errstate(divide="ignore"):
-                log = np.log(chance).reshape(batch, -1, 1)
-            beam, scores, distributions = (
-                np.repeat(x, width, axis=1) for x in (beam, scores, distributions)
-            )
-            beam = np.concatenate([beam, np.maximum(token, 0).reshape(log.shape)], axis=2)
-            if depth:
+        beam = np.zeros((len(self._texts), 1, 0), np.int32)
+        scores, distributions = np.zeros(beam.shape), np.zeros((*beam.shape, self.vocabulary))
+        for width in self._widths(budget):
+            q = _probabilities(self._after(beam), self.temperature)
+            token, log = self._draw(q, width)  # (b, n, width)
+            if beam.shape[2]:  # nothing follows a candidate that has ended
                 log = np.where(scores[..., -1:] > -np.inf, log, -np.inf)
-            scores = np.concatenate([scores, log], axis=2)
-            q = np.repeat(q, width, axis=1)[:, :, None]
-            distributions = np.concatenate([distributions, q], axis=2)
-        return Drawn(beam.astype(np.int32), np.minimum(scores, 0), distributions, self.replacement)
+            add = token[..., None], log[..., None], np.repeat(q[:, :, None, None], width, axis=2)
+            beam, scores, distributions = (
+                np.concatenate([np.repeat(x, width, 1), y.reshape(len(x), -1, 1, *y.shape[4:])], 2)
+                for x, y in zip((beam, scores, distributions), add, strict=True)
+            )
+        return Drawn(beam.astype(np.int32), scores, distributions, self.replacement)
 
     def _widths(self, budget: int) -> tuple[int, ...]:
         """The beginning of `widths` whose tree has at most `budget` nodes."""
         nodes = np.cumsum(np.cumprod(self.widths))
         return self.widths[: int((nodes <= budget).sum())]
 
-    def _after_candidates(self, beam):
-        """(b, n, vocabulary): the logits after each candidate, every one a chain of its own."""
-        batch, rows, width = beam.shape
-        node = np.arange(rows * width).reshape(rows, width)
-        parents = np.where(np.arange(width) > 0, node - 1, -1).reshape(-1).astype(np.int32)
-        parents = np.broadcast_to(parents, (batch, len(parents)))
-        logits = self._after_nodes(beam.reshape(batch, -1), parents, 0)
-        return logits[:, width - 1 :: width]
-
     def _draw(self, q, width):
-        """(b, n, width) tokens: draws from q, or the first of a random order of its tokens."""
+        """(tokens, their log-probabilities), both (b, n, width): −∞ where q has no more tokens."""
+        with np.errstate(divide="ignore"):
+            log = np.log(q)
         if self.replacement:
             noise = self._random.gumbel(size=(*q.shape[:2], width, q.shape[2]))
-            with np.errstate(divide="ignore"):
-                return np.argmax(np.log(q)[:, :, None] + noise, axis=-1)
-        with np.errstate(divide="ignore"):
-            order = np.log(q) + self._random.gumbel(size=q.shape)
+            token = np.argmax(log[:, :, None] + noise, axis=-1)
+            return token, np.take_along_axis(log, token, axis=-1)
+        # The first of a random order of q's tokens; beyond them, none is left.
+        order = log + self._random.gumbel(size=q.shape)
         token = np.argsort(-order, axis=-1, kind="stable")[..., :width]
-        found = np.take_along_axis(order, token, axis=-1) > -np.inf
-        token = np.where(found, token, -1)
-        return np.pad(token, [(0, 0), (0, 0), (0, width - token.shape[2])], constant_values=-1)
+        more = [(0, 0), (0, 0), (0, width - token.shape[2])]
+        found = np.take_along_axis(log, token, axis=-1)
+        return np.pad(token, more), np.pad(found, more, constant_values=-np.inf)
