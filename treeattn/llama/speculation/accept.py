@@ -7,7 +7,7 @@ Where none does, that token is the last to be had from this call.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -106,6 +106,7 @@ def descend(
         alive, c = follow, c + 1
 
 
+@runtime_checkable
 class Dice(Protocol):
     """Where chance comes from."""
 

@@ -6,7 +6,7 @@ A draft never decides what the text says; it decides how much of it one model ca
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Integer
@@ -45,6 +45,7 @@ class Drawn(NamedTuple):
     replacement: bool = False
 
 
+@runtime_checkable
 class Draft(Protocol):
     """Anything that proposes and observes. It may also have these attributes:
 
