@@ -19,7 +19,8 @@ from treeattn.llama.speculation.candidates import (
     draft_candidate_tokens,
 )
 from treeattn.llama.speculation.drafts import DRAFTS, make_draft
-from treeattn.llama.speculation.generate import (
+from treeattn.llama.speculation.lookup import NGramDraft, RecyclingDraft, SuffixDraft
+from treeattn.llama.speculation.loop import (
     Generation,
     Step,
     generate,
@@ -27,7 +28,6 @@ from treeattn.llama.speculation.generate import (
     speculate,
     speculate_text,
 )
-from treeattn.llama.speculation.lookup import NGramDraft, RecyclingDraft, SuffixDraft
 from treeattn.llama.speculation.models import DrawnDraft, LlamaDraft, first_layers
 
 __all__ = [
