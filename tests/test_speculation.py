@@ -21,9 +21,11 @@ from treeattn.llama.speculation import (
     generate,
     likeliest,
     loop,
+    sampling,
     speculate,
+    speculate_text,
 )
-from treeattn.llama.text import stream
+from treeattn.llama.text import nucleus, stream
 
 SMALL = Path(__file__).parent / "data" / "llamas" / "llama3"
 BATCH, NEW = 20, 24
@@ -157,9 +159,9 @@ def test_a_sharded_cache(model, want, devices, attention, prefill):
 def test_the_cache_is_that_of_plain_decoding(model, want, monkeypatch):
     """After the last step every key is the one of the text alone."""
     kept = []
-    init = loop._Loop.__init__
+    init = loop.Loop.__init__
     monkeypatch.setattr(
-        loop._Loop, "__init__", lambda self, *a, **o: (kept.append(self), init(self, *a, **o))[1]
+        loop.Loop, "__init__", lambda self, *a, **o: (kept.append(self), init(self, *a, **o))[1]
     )
     prompts = prompts_of(7)[:3]
     draft = Oracle(prompts, want[7][:3])
@@ -204,6 +206,38 @@ def test_few_new_tokens(model, want, new):
     assert made.steps == min(new - 1, 1)
 
 
+# The packaged model, in float32
+
+
+@pytest.fixture(scope="module")
+def packaged():
+    return Llama.load()
+
+
+def same_up_to_ties(model, prompt, text, other):
+    """Equal, or parted where the model's two likeliest tokens are within rounding of each other."""
+    for i, (a, b) in enumerate(zip(text, other, strict=True)):
+        if a != b:
+            logits = np.asarray(model.logits(np.array([[*prompt, *text[:i]]])))[0, -1]
+            return abs(float(logits[a] - logits[b])) < 1e-3
+    return True
+
+
+@pytest.mark.parametrize("devices", [None, 2])
+def test_the_packaged_model(packaged, devices):
+    """A text that repeats itself takes a fraction of the steps."""
+    model = packaged.on(kv_mesh(jax.devices()[:devices])) if devices else packaged
+    prompt = model.tokenizer.encode("one two three four five six, " * 3)
+    (text,) = plain(model, [prompt], stop=[])
+    made = spoken(model, [prompt], draft="suffix", budget=8, stop=[])
+    assert same_up_to_ties(model, prompt, text, made.tokens[0])
+    assert made.steps < 12
+    told = speculate_text(
+        model, prompt, draft="suffix", budget=8, stop=[], max_new_tokens=NEW, capacity=CAPACITY
+    )
+    assert "".join(piece for piece, _ in told) == model.tokenizer.decode(made.tokens[0])
+
+
 # Sampling
 
 
@@ -238,7 +272,7 @@ def chi_square(model, prompt, counts, temperature, top_p):
 
     def after(paths):
         logits = jnp.stack([model.logits(np.array([prompt + p]))[0, -1] for p in paths])
-        return np.asarray(jax.nn.softmax(loop.nucleus(logits / temperature, top_p), axis=-1))
+        return np.asarray(jax.nn.softmax(nucleus(logits / temperature, top_p), axis=-1))
 
     p0 = after([[]])[0]
     chances = {}
@@ -316,7 +350,9 @@ def test_a_wrong_mask_or_position_is_seen(model, want, monkeypatch, change):
 
 def test_argmax_instead_of_sampling_is_seen(model, monkeypatch):
     prompts, options = prompts_of(10)[:3], {"temperature": 0.7, "key": jax.random.key(5)}
-    monkeypatch.setattr(loop, "_draw", lambda logits, b, node, *_, cut: logits[b, node].argmax())
+    monkeypatch.setattr(
+        sampling, "_draw", lambda logits, b, node, *_, cut: logits[b, node].argmax()
+    )
     made = generate(
         model, prompts, draft="suffix", max_new_tokens=NEW, capacity=CAPACITY, **options
     )

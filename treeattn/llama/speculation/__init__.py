@@ -19,16 +19,16 @@ from treeattn.llama.speculation.candidates import (
     draft_candidate_tokens,
 )
 from treeattn.llama.speculation.drafts import DRAFTS, make_draft
-from treeattn.llama.speculation.lookup import NGramDraft, RecyclingDraft, SuffixDraft
-from treeattn.llama.speculation.loop import (
+from treeattn.llama.speculation.generation import (
     Generation,
-    Step,
     generate,
-    likeliest,
     speculate,
     speculate_text,
 )
+from treeattn.llama.speculation.lookup import NGramDraft, RecyclingDraft, SuffixDraft
+from treeattn.llama.speculation.loop import Step
 from treeattn.llama.speculation.models import DrawnDraft, LlamaDraft, first_layers
+from treeattn.llama.speculation.sampling import likeliest
 
 __all__ = [
     "DRAFTS",

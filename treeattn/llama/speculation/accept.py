@@ -7,7 +7,6 @@ Where none does, that token is the last to be had from this call.
 """
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -106,19 +105,8 @@ def descend(
         alive, c = follow, c + 1
 
 
-@runtime_checkable
-class Dice(Protocol):
-    """Where chance comes from."""
-
-    def happens(self, probability: float) -> bool:
-        """True with this probability."""
-
-    def pick(self, probabilities: Float[np.ndarray, " vocabulary"]) -> int:
-        """An index, with these probabilities."""
-
-
 class KeyDice:
-    """Dice from a key: as many throws as anybody asks for."""
+    """Where chance comes from: as many throws from a key as anybody asks for."""
 
     def __init__(self, key: Key[Array, ""]):
         self._random = np.random.default_rng(np.asarray(jax.random.key_data(key)).tolist())
@@ -133,11 +121,12 @@ class KeyDice:
         return int(min(found, np.flatnonzero(probabilities)[-1]))
 
 
-def rejection_judge(beam, distributions, model, dice: Dice, replacement: bool) -> Judge:
+def rejection_judge(beam, distributions, model, dice, replacement: bool) -> Judge:
     """The judge that accepts drawn candidates with the right chances.
 
     distributions: (M, C, V) what each token was drawn from
     model:         (m, c) -> (V,) the model's probabilities after candidate m's token c
+    dice:          has happens(probability) -> bool and pick(probabilities) -> index
     """
 
     def judge(m, c, further):

@@ -1,26 +1,13 @@
-"""Speculative decoding: the text that the model would write alone, in fewer calls of it.
-
-Each step drafts candidates, packs them into a tree below the last certain token, runs the model on
-all nodes in one call, and accepts the longest path that the model itself goes. The keys of the
-accepted path are committed, on whatever devices their places in the cache lie; those of the others
-were never written.
-"""
+"""The loop of speculative decoding: draft, pack, verify, accept, commit."""
 
 import dataclasses
-import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jaxtyping import Float, Int, Key
 
-from treeattn.idea.arrays import Array
-from treeattn.llama.model import Llama
-from treeattn.llama.speculation.accept import Judge, KeyDice, descend, rejection_judge
-from treeattn.llama.speculation.budget import Budget
+from treeattn.llama.speculation.accept import descend
 from treeattn.llama.speculation.candidates import (
     Drawn,
     Seen,
@@ -32,8 +19,7 @@ from treeattn.llama.speculation.candidates import (
     padded,
     path_scores,
 )
-from treeattn.llama.speculation.drafts import make_draft
-from treeattn.llama.text import nucleus, stream
+from treeattn.llama.speculation.sampling import Sampling, likeliest_tokens
 from treeattn.trees.beam import PackedBeam, pack
 from treeattn.trees.token_tree import TokenTree
 
@@ -57,140 +43,16 @@ class Step:
     new: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """What `generate` returns.
-
-    tokens: the new ids, as the prompts came: a list, or a list of lists
-    steps:  model calls after prefill; trace: what happened in each of them
-    """
-
-    tokens: list[int] | list[list[int]]
-    steps: int
-    trace: tuple[Step, ...]
-
-    @property
-    def tokens_a_step(self) -> float:
-        """New tokens for each text and step, over all steps that it took part in; 1 without any."""
-        taken = sum(n > 0 for step in self.trace for n in step.new)
-        return sum(sum(step.new) for step in self.trace) / taken if taken else 1.0
-
-
-def generate(
-    model: Llama,
-    prompt_ids: Sequence[int] | Sequence[Sequence[int]] | np.ndarray,
-    *,
-    max_new_tokens: int,
-    draft: str | object | None = None,
-    budget: int | Budget | None = None,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    key: Key[Array, ""] | None = None,
-    stop: Sequence[int] | None = None,
-    capacity: int | None = None,
-    progress: Callable[[int], None] = lambda tokens: None,
-) -> Generation:
-    """Continue a prompt, a list of token ids, or several, a list of such lists of any lengths.
-
-    draft:  None (plain decoding), one of `DRAFTS` by name, or an object that proposes and
-            observes (`Draft`)
-    budget: None: adaptive, up to 16 tokens a call (`Budget`); a number: all that is drafted, up to
-            so many, the certain token included; or a Budget
-    The others are as in `stream`, and so is the text, for every draft: greedy, token for token;
-    sampling, with the same key, draw for draw, since each position has its own key. (Candidates
-    that were drawn at random, `Drawn`, are accepted by rejection: then the text has the same
-    distribution.) A call of 16 tokens may round otherwise than one of 1: at a near tie, within the
-    rounding of the weights' dtype, the texts may part, both being the model's.
-
-    Candidates that go on beyond max_new_tokens, and so beyond the room in the cache, are cut off.
-
-    Raises ValueError as `stream` does, for a draft of another vocabulary before any work, and for
-    tokens or scores from a draft that are none (`draft_candidate_tokens`).
-    """
-    prompt_ids = prompt_ids.tolist() if isinstance(prompt_ids, np.ndarray) else prompt_ids
-    single = len(prompt_ids) > 0 and isinstance(prompt_ids[0], int | np.integer)
-    prompts = [prompt_ids] if single else prompt_ids
-    tokens, trace = [[] for _ in prompts], []
-    for new, step in _run(
-        model, prompts, draft, budget, max_new_tokens=max_new_tokens, temperature=temperature,
-        top_p=top_p, key=key, stop=stop, capacity=capacity, progress=progress,
-    ):  # fmt: skip
-        for text, ids in zip(tokens, new, strict=True):
-            text += ids
-        trace += [] if step is None else [step]
-    return Generation(tokens[0] if single else tokens, len(trace), tuple(trace))
-
-
-def speculate(
-    model: Llama,
-    prompts: Sequence[Sequence[int]],
-    *,
-    draft: str | object | None = "suffix",
-    budget: int | Budget | None = None,
-    **options,
-) -> Iterator[list[list[int]]]:
-    """`stream`, several tokens at a time: for each call of the model the new ids of each prompt.
-
-    draft, budget: as in `generate`; options: as in `stream`. A text that is over gets []. The
-    first list comes from prefill. One after the other, they are the text that `stream` gives.
-    """
-    return (new for new, _ in _run(model, prompts, draft, budget, **options))
-
-
-def speculate_text(
-    model: Llama, prompt: Sequence[int], **options
-) -> Iterator[tuple[str, Step | None]]:
-    """The text that continues one prompt, in pieces as they come, and how each came about;
-    `options` as in `speculate`."""
-    if model.tokenizer is None:
-        raise ValueError("model: this checkpoint has no tokenizer")
-    draft, budget = options.pop("draft", "suffix"), options.pop("budget", None)
-    ids, shown = [], ""
-    for (new,), step in _run(model, [prompt], draft, budget, **options):
-        ids += new
-        text = model.tokenizer.decode(ids).rstrip(
-            "\ufffd"
-        )  # half of a character: wait for the rest
-        yield text[len(shown) :], step
-        shown = text
-    yield model.tokenizer.decode(ids)[len(shown) :], None
-
-
-def _run(model, prompts, draft, budget, **options) -> Iterator[tuple[list[list[int]], Step | None]]:
-    """For each call of the model, the new ids of each prompt, and how they came about."""
-    plain = stream(model, prompts, **options)  # has checked the options, and done nothing yet
-    draft = make_draft(draft, model)
-    if draft is None:
-        return _plain(plain, len(prompts))
-    if not isinstance(budget, Budget):
-        budget = Budget() if budget is None else Budget(budget, adaptive=False)
-    return _speculative(_Loop(model, prompts, draft, budget, **options))
-
-
-def _plain(tokens: Iterator[list[int | None]], batch: int):
-    for i, ids in enumerate(tokens):
-        new = [[] if token is None else [token] for token in ids]
-        ones = tuple(map(len, new))
-        none = (0,) * batch
-        yield new, Step(1, ones, ones, none, none, ones) if i else None
-
-
-def _speculative(loop: "_Loop"):
-    yield loop.first(), None
-    while not loop.over.all():
-        yield loop.step()
-
-
-class _Loop:
+class Loop:
     """The texts, their cache, and the steps that both take."""
 
     def __init__(
         self, model, prompts, draft, budget, *, max_new_tokens, temperature=0.0, top_p=1.0,
         key=None, stop=None, capacity=None, progress=lambda tokens: None,
     ):  # fmt: skip
-        self.model, self.draft, self.budget, self.key = model, draft, budget, key
-        self.temperature, self.top_p, self.progress = temperature, top_p, progress
-        self.texts = [[int(token) for token in prompt] for prompt in prompts]
+        self.model, self.draft, self.budget, self.progress = model, draft, budget, progress
+        self.sampling = Sampling(temperature, top_p, key)
+        self.texts = [list(prompt) for prompt in prompts]
         self.begin = np.array([len(prompt) for prompt in prompts])
         self.end = self.begin + max_new_tokens
         self.capacity = capacity or max(int(self.end.max()) - 1, 1)
@@ -206,8 +68,8 @@ class _Loop:
         """Prefill, and the token after it."""
         cache = self.model.new_cache(len(self.texts), self.capacity)
         logits, self.cache = self.model.prefill(self.texts, cache, progress=self.progress)
-        judge = self._judge(np.asarray(logits)[:, None], np.zeros((len(self.texts), 1), int))
-        return self._take([[judge(b, 0)] for b in range(len(self.texts))], None)
+        own = self.sampling.own(np.asarray(logits)[:, None], np.zeros((len(self.texts), 1), int))
+        return self._take([[agreed(own(b, 0))] for b in range(len(self.texts))], None)
 
     def step(self) -> tuple[list[list[int]], Step]:
         """Draft, pack, verify, accept."""
@@ -219,13 +81,15 @@ class _Loop:
         packed = padded(packed, size)
         logits, new = self._call(packed, nodes)
 
-        # A node stands `offset` after the certain token; the judge says what comes after it.
-        judge = self._judge(logits, (self.lengths - self.begin)[:, None] + packed.position_offsets)
+        # What a node `offset` after the certain token is followed by is new token `index`.
+        index = (self.lengths - self.begin)[:, None] + packed.position_offsets
+        own = self.sampling.own(logits, index)
         counts, select, paths = np.zeros_like(nodes), np.zeros((len(beam), size), int), []
         for b, path in enumerate(packed.unpack_map):
-            decide = lambda m, c, further, b=b, path=path: judge(b, path[m, c])  # noqa: E731
-            if drawn is not None and self.temperature > 0:
-                decide = self._rejecting(b, beam[b], drawn, path, logits)
+            judge = lambda m, c, further, b=b, path=path: own(b, path[m, c])  # noqa: E731
+            if drawn is not None and self.sampling.temperature > 0:
+                judge = self.sampling.rejecting(logits, b, index[b, 0], beam[b], drawn, path)
+            decide = lambda *at, judge=judge: agreed(judge(*at))  # noqa: E731
             m, counts[b], tokens = descend(beam[b], lengths[b], decide)
             select[b, : counts[b]] = path[m, : counts[b]]
             paths.append(tokens)
@@ -244,7 +108,7 @@ class _Loop:
         below each text's last token, as far as there is room."""
         batch, drawn, expected = len(self.texts), None, 0.0
         beam, scores = np.zeros((batch, 0, 0), int), np.zeros((batch, 0, 0))
-        if _agreed(self.budget.drafts()):
+        if agreed(self.budget.drafts()):
             began = time.perf_counter()
             found = self.draft.propose(self.budget.most - 1)
             self.budget.took(0, time.perf_counter() - began)
@@ -254,7 +118,7 @@ class _Loop:
             else:
                 beam, scores, expected = self._most_promising(found)
         certain = np.array([text[-1] for text in self.texts])
-        beam, scores = _agreed_arrays(*after_certain(beam, scores, certain))
+        beam, scores = agreed_arrays(*after_certain(beam, scores, certain))
         room = np.where(self.over, 0, self.end - self.lengths)[:, None, None]
         return beam, np.where(np.arange(beam.shape[2]) < room, scores, -np.inf), drawn, expected
 
@@ -283,33 +147,6 @@ class _Loop:
         # Several simulated devices would each do all that follows.
         return (logits if self.model.mesh is None else np.asarray(logits)), new
 
-    def _judge(self, logits, index: np.ndarray) -> Callable[[int, int], int]:
-        """(b, node) -> the model's own token after the node, the text's new token `index`."""
-        if self.temperature == 0:
-            tokens = np.asarray(_argmax(logits))
-            return lambda b, node: _agreed(int(tokens[b, node]))
-
-        def draw(b, node):
-            key = jax.random.fold_in(self.key, int(index[b, node]))
-            token = _draw(logits, b, node, key, self.temperature, self.top_p, cut=self.top_p < 1)
-            return _agreed(int(token))
-
-        return draw
-
-    def _rejecting(self, b: int, beam: np.ndarray, drawn: Drawn, path: np.ndarray, logits) -> Judge:
-        """The judge of text b's candidates that were drawn; path (m, c) are their nodes."""
-
-        def model(m, c):
-            args = logits, b, path[m, c], self.temperature, self.top_p
-            return np.asarray(_probabilities(*args, cut=self.top_p < 1), np.float64)
-
-        key = jax.random.fold_in(self.key, int(self.lengths[b] - self.begin[b]))
-        # Before the drawn tokens comes the certain one, which nothing was drawn from.
-        distributions = np.pad(drawn.distributions[b], [(0, 0), (1, 0), (0, 0)])
-        dice = KeyDice(jax.random.fold_in(key, b))
-        judge = rejection_judge(beam, distributions, model, dice, drawn.replacement)
-        return lambda m, c, further: _agreed(judge(m, c, further))
-
     def _take(self, tokens: list[list[int]], seen: Seen | None) -> list[list[int]]:
         """The texts go on with these tokens, up to the first that ends them."""
         for b, new in enumerate(tokens):
@@ -323,17 +160,17 @@ class _Loop:
     def _seen(self, packed: PackedBeam, nodes: np.ndarray, logits) -> Seen:
         likely = min(getattr(self.draft, "likely", 0), self.model.config.vocabulary)
         real = np.arange(packed.packed_beam.shape[1]) < nodes[:, None]
-        return Seen(packed.packed_beam, real, np.asarray(_top(logits, likely)))
+        return Seen(packed.packed_beam, real, np.asarray(likeliest_tokens(logits, likely)))
 
 
-def _agreed(x):
+def agreed(x):
     """An int or bool that all processes agree on: the first one's. Rounding and clocks differ."""
     if jax.process_count() == 1:
         return x
     return type(x)(multihost_utils.broadcast_one_to_all(np.int32(x)))
 
 
-def _agreed_arrays(beam: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def agreed_arrays(beam: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The first process's candidates, in all of them."""
     if jax.process_count() == 1:
         return beam, scores
@@ -342,39 +179,3 @@ def _agreed_arrays(beam: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np
     if beam.shape == grown[0].shape:
         grown = beam, scores
     return tuple(np.asarray(x) for x in multihost_utils.broadcast_one_to_all(grown))
-
-
-@jax.jit
-def likeliest(
-    logits: Float[Array, "*b vocabulary"],
-) -> tuple[Int[Array, "*b"], Float[Array, "*b"]]:
-    """(tokens, scores): the likeliest token of each distribution, and its log-probability."""
-    token = jnp.argmax(logits, axis=-1)
-    top = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
-    return token, top - jax.nn.logsumexp(logits, axis=-1)
-
-
-_argmax = jax.jit(functools.partial(jnp.argmax, axis=-1))
-
-
-@functools.partial(jax.jit, static_argnames="k")
-def _top(logits, k):
-    return jax.lax.top_k(logits, k)[1]
-
-
-def _cut(logits, b, node, temperature, top_p, cut):
-    logits = logits[b, node] / temperature
-    return nucleus(logits, top_p) if cut else logits
-
-
-@functools.partial(jax.jit, static_argnames="cut")
-def _draw(logits, b, node, key, temperature, top_p, *, cut):
-    """What `treeattn.llama.text.sample` draws for text b of the batch with this key."""
-    row = _cut(logits, b, node, temperature, top_p, cut)
-    all_texts = jnp.zeros((len(logits), len(row)), row.dtype).at[b].set(row)
-    return jax.random.categorical(key, all_texts, axis=-1)[b]
-
-
-@functools.partial(jax.jit, static_argnames="cut")
-def _probabilities(logits, b, node, temperature, top_p, *, cut):
-    return jax.nn.softmax(_cut(logits, b, node, temperature, top_p, cut))
