@@ -298,7 +298,7 @@ def test_the_command_line_drafts():
     done = command(prompt, "--plain", "--draft", "suffix", "--tokens", "12")
     assert done.returncode == 0, done.stderr
     assert "one two three" in done.stdout
-    assert re.search(r"\d tokens/s, [23]\.\d\d tokens a step", done.stderr), done.stderr
+    assert re.search(r"\d tokens/s, \d\.\d\d tokens a step", done.stderr), done.stderr
 
 
 @pytest.mark.parametrize(

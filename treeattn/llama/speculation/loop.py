@@ -112,6 +112,9 @@ class Loop:
             began = time.perf_counter()
             found = self.draft.propose(self.budget.most - 1)
             self.budget.took(0, time.perf_counter() - began)
+            of = found[0].tokens if isinstance(found[0], TokenTree) else found[0]
+            if len(of) != batch:
+                raise ValueError(f"draft: expected candidates for {batch} texts, got {len(of)}")
             if isinstance(found, Drawn):  # leaving out some would change how they are distributed
                 drawn, vocabulary = found, self.model.config.vocabulary
                 beam, scores = checked_beam(found.beam, found.scores, vocabulary)
@@ -160,7 +163,9 @@ class Loop:
     def _seen(self, packed: PackedBeam, nodes: np.ndarray, logits) -> Seen:
         likely = min(getattr(self.draft, "likely", 0), self.model.config.vocabulary)
         real = np.arange(packed.packed_beam.shape[1]) < nodes[:, None]
-        return Seen(packed.packed_beam, real, np.asarray(likeliest_tokens(logits, likely)))
+        tokens = packed.packed_beam
+        after = likeliest_tokens(logits, likely) if likely else np.zeros((*real.shape, 0), int)
+        return Seen(tokens, real, np.asarray(after))
 
 
 def agreed(x):
