@@ -4,6 +4,7 @@ import datetime
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -290,6 +291,14 @@ def test_the_command_line_answers():
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "The capital of France is Paris."
     assert "2 devices; prompt: 37 tokens" in done.stderr and "tokens/s" in done.stderr
+
+
+def test_the_command_line_drafts():
+    prompt = "one two three four five six, " * 3
+    done = command(prompt, "--plain", "--draft", "suffix", "--tokens", "12")
+    assert done.returncode == 0, done.stderr
+    assert "one two three" in done.stdout
+    assert re.search(r"\d tokens/s, \d\.\d\d tokens a step", done.stderr), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ __all__ = [
     "Llama",
     "PackedBeam",
     "TokenTree",
+    "accept_candidate_tokens",
     "ancestor_mask",
     "attend",
     "attention",
@@ -61,10 +62,12 @@ __all__ = [
     "choice_tree",
     "cumulant",
     "depths",
+    "draft_candidate_tokens",
     "energy",
     "expand_tree",
     "finalize",
     "from_output",
+    "generate",
     "initialize",
     "kv_mesh",
     "log_likelihood",
@@ -88,12 +91,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str):
-    """`Llama`, when it is asked for: it needs packages that the rest does without."""
-    if name == "Llama":
-        from treeattn.llama.model import Llama
+LLAMA = ("Llama", "accept_candidate_tokens", "draft_candidate_tokens", "generate")
 
-        return Llama
+
+def __getattr__(name: str):
+    """What belongs to `Llama`, when asked for: it needs packages that the rest does without."""
+    if name in LLAMA:
+        from treeattn import llama
+
+        return getattr(llama, name)
     raise AttributeError(f"module 'treeattn' has no attribute {name!r}")
 
 

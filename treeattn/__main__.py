@@ -2,6 +2,7 @@
 
 python -m treeattn "What is the capital of France?"
 python -m treeattn "What is the capital of France?" --devices 8 --attention tree
+python -m treeattn "Repeat this text: …" --draft suffix
 python -m treeattn "Once upon a time" --plain --model path/to/checkpoint --temperature 0.8
 """
 
@@ -14,7 +15,7 @@ import jax
 from treeattn.devices.mesh import kv_mesh, simulate_devices
 from treeattn.llama.model import Llama
 from treeattn.llama.parallel import FOR_PROMPTS, TO_CACHE
-from treeattn.llama.text import stream_text
+from treeattn.llama.speculation import DRAFTS, speculate_text
 
 
 def arguments() -> argparse.Namespace:
@@ -36,6 +37,7 @@ def arguments() -> argparse.Namespace:
         choices=["chunks", *FOR_PROMPTS],
         help="for the prompt (ring on several devices)",
     )
+    add("--draft", choices=list(DRAFTS), help="guess tokens, and verify several in one step (no)")
     add("--tokens", type=int, default=128, help="at most so many new ones (128)")
     add("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     add("--top-p", type=float, default=1.0)
@@ -60,20 +62,23 @@ def run(args: argparse.Namespace) -> None:
 
     began = time.perf_counter()
     bar = tqdm(total=len(ids), desc="prefill", unit=" tokens", file=sys.stderr)
-    pieces = stream_text(
-        model, ids, max_new_tokens=args.tokens, progress=bar.update,
+    pieces = speculate_text(
+        model, ids, draft=args.draft, max_new_tokens=args.tokens, progress=bar.update,
         temperature=args.temperature, top_p=args.top_p, key=jax.random.key(args.seed),
     )  # fmt: skip
-    times = []
-    for piece in pieces:
+    times, new = [], []
+    for piece, step in pieces:
         bar.close()
         times.append(time.perf_counter())
+        new += [] if step is None else step.new
         print(piece, end="", flush=True)
     print()
     devices = f"{jax.device_count()} device{'s' if mesh else ''}"
     report = f"{devices}; prompt: {len(ids)} tokens, {times[0] - began:.1f} s with compiling"
-    if len(times) > 3:  # the second token's time is compiling, too
-        report += f"; then {(len(times) - 3) / (times[-2] - times[1]):.1f} tokens/s"
+    if len(new) > 1:  # the first step's time is compiling, too
+        report += f"; then {sum(new[1:]) / (times[len(new)] - times[1]):.1f} tokens/s"
+    if args.draft and new:
+        report += f", {sum(new) / len(new):.2f} tokens a step"
     print(report, file=sys.stderr)
 
 

@@ -1,0 +1,596 @@
+"""Speculative decoding loses nothing: the text is the one that plain decoding gives."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from treeattn import Llama, TokenTree, kv_mesh, pack, pack_tree, unpack
+from treeattn.llama import speculation
+from treeattn.llama.speculation import (
+    DRAFTS,
+    Budget,
+    DrawnDraft,
+    LlamaDraft,
+    accept_candidate_tokens,
+    candidate_lengths,
+    draft_candidate_tokens,
+    first_layers,
+    generate,
+    likeliest,
+    loop,
+    sampling,
+    speculate,
+    speculate_text,
+)
+from treeattn.llama.text import nucleus, stream
+
+SMALL = Path(__file__).parent / "data" / "llamas" / "llama3"
+BATCH, NEW = 20, 24
+
+
+@pytest.fixture(scope="module")
+def model():
+    """In float64, so that a step of 16 tokens and one of 1 never differ in a near tie."""
+    return Llama.load(SMALL, dtype=jnp.float64)
+
+
+def prompts_of(seed):
+    """Prompts of several lengths, half of them with repetitions."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, 96, n).tolist() for n in rng.integers(1, 30, BATCH)]
+    return [p * 3 if i % 2 else p for i, p in enumerate(prompts)]
+
+
+CAPACITY = 90 + NEW
+
+
+def plain(model, prompts, **options):
+    options = {"max_new_tokens": NEW, "capacity": CAPACITY} | options
+    rows = zip(*stream(model, prompts, **options), strict=True)
+    return [[token for token in row if token is not None] for row in rows]
+
+
+def spoken(model, prompts, **options):
+    """`generate`, and that what it reports fits together."""
+    options = {"max_new_tokens": NEW, "capacity": CAPACITY} | options
+    made = generate(model, prompts, **options)
+    assert made.steps == len(made.trace)
+    for b, text in enumerate(made.tokens):
+        assert len(text) == 1 + sum(step.new[b] for step in made.trace)
+    for step in made.trace:
+        assert max(step.nodes) <= step.size
+        for b, new in enumerate(step.new):
+            assert step.accepted[b] <= step.depth[b] <= step.unpacked[b]
+            assert new <= step.accepted[b] + 1
+    return made
+
+
+class Oracle:
+    """Knows the texts, and proposes them with mistakes: trees whose true path is `depth` long,
+    wrong from some token on with probability `wrong`, among siblings and deeper nodes that are."""
+
+    def __init__(self, prompts, texts, *, wrong=0.2, depth=4, seed=0):
+        self.whole = [[*p, *t] for p, t in zip(prompts, texts, strict=True)]
+        self.wrong, self.depth, self.random = wrong, depth, np.random.default_rng(seed)
+
+    def observe(self, texts, seen=None):
+        for text, whole in zip(texts, self.whole, strict=True):
+            assert list(text) == whole[: len(text)]
+        self.lengths = [len(text) for text in texts]
+
+    def propose(self, budget):
+        tokens = self.random.integers(0, 96, (len(self.whole), 3 * self.depth))
+        parents = np.zeros(tokens.shape, np.int32)
+        scores = np.full(tokens.shape, -1.0)
+        for b, (whole, n) in enumerate(zip(self.whole, self.lengths, strict=True)):
+            ahead, true = whole[n : n + self.depth], -1
+            for d in range(self.depth):
+                order = self.random.permutation(3)  # of the true token among its siblings
+                parents[b, 3 * d : 3 * d + 3] = true
+                true = 3 * d + order[0]
+                if d < len(ahead) and self.random.random() > self.wrong:
+                    tokens[b, true] = ahead[d]
+        sizes = np.full(len(tokens), tokens.shape[1], np.int32)
+        return TokenTree(tokens.astype(np.int32), parents, sizes), scores
+
+
+# Greedy: token for token
+
+
+DRAFT_OBJECTS = {
+    "a model": lambda model: LlamaDraft(first_layers(model, 1), depth=3, width=3),
+    "itself": lambda model: LlamaDraft(model, depth=3, width=2),
+    "drawn": lambda model: DrawnDraft(first_layers(model, 1), widths=(2, 2, 1)),
+}
+
+
+@pytest.fixture(scope="module")
+def want(model):
+    return {seed: plain(model, prompts_of(seed)) for seed in range(10)}
+
+
+@pytest.mark.parametrize("seed, draft", [*enumerate([*DRAFTS, *DRAFT_OBJECTS])])
+def test_greedy_text_is_the_plain_one(model, want, seed, draft):
+    """20 prompts for each draft, of which most accept something."""
+    made_of = DRAFT_OBJECTS.get(draft)
+    draft = made_of(model) if made_of else draft
+    made = spoken(model, prompts_of(seed), draft=draft, budget=8)
+    assert made.tokens == want[seed]
+    assert sum(sum(step.accepted) for step in made.trace) > 20
+    assert made.tokens_a_step > 1
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 8, 13, None])
+def test_every_size_of_tree(model, want, budget):
+    seed = 7
+    draft = Oracle(prompts_of(seed), want[seed])
+    made = spoken(model, prompts_of(seed), draft=draft, budget=budget)
+    assert made.tokens == want[seed]
+    if budget:
+        assert max(max(step.nodes) for step in made.trace) == min(budget, 13)
+        assert {step.size for step in made.trace} <= {1, 2, 4, 8, 16}
+        assert (made.steps < NEW - 1) == (budget > 1)
+
+
+def test_a_single_text(model, want):
+    for b in range(6):
+        prompts = prompts_of(8)[b : b + 1]
+        draft = Oracle(prompts, want[8][b : b + 1], seed=b)
+        made = spoken(model, prompts, draft=draft, budget=8)
+        assert made.tokens == want[8][b : b + 1] and made.steps < NEW - 5
+
+
+@pytest.mark.parametrize(
+    "devices, attention, prefill",
+    [(8, "tree", None), (3, "butterfly", None), (2, "ring", "chunks"), (3, "pass_q", None)],
+)
+def test_a_sharded_cache(model, want, devices, attention, prefill):
+    """Accepted keys move to whatever shard their place is on; rejected ones leave no trace."""
+    model = model.on(kv_mesh(jax.devices()[:devices]), attention=attention, prefill_with=prefill)
+    prompts = prompts_of(9)[:3]
+    draft = Oracle(prompts, want[9][:3])
+    made = spoken(model, prompts, draft=draft, budget=8)
+    assert made.tokens == want[9][:3] and made.steps < NEW - 5
+
+
+def test_the_cache_is_that_of_plain_decoding(model, want, monkeypatch):
+    """After the last step every key is the one of the text alone."""
+    kept = []
+    init = loop.Loop.__init__
+    monkeypatch.setattr(
+        loop.Loop, "__init__", lambda self, *a, **o: (kept.append(self), init(self, *a, **o))[1]
+    )
+    prompts = prompts_of(7)[:3]
+    draft = Oracle(prompts, want[7][:3])
+    spoken(model, prompts, draft=draft, budget=8)
+    cache, texts = kept[0].cache, kept[0].texts
+    for b, text in enumerate(texts):
+        n = int(cache.lengths[b])
+        assert len(text) - 1 - 4 <= n <= len(text)
+        k = [k for _, k, _ in model.layers_qkv(np.array([text[:n]]))]
+        for layer, want_k in enumerate(k):
+            np.testing.assert_allclose(cache.k[layer][b, :n], want_k[0], atol=1e-9)
+
+
+def test_a_draft_that_is_always_wrong_changes_only_the_time(model, want):
+    prompts = prompts_of(7)
+    draft = Oracle(prompts, want[7], wrong=2.0)
+    made = spoken(model, prompts, draft=draft, budget=8)
+    assert made.tokens == want[7]
+    assert made.steps >= NEW - 3  # a random token is right now and then
+
+
+def test_texts_that_end(model, want):
+    """An end token in the middle of an accepted path ends the text there."""
+    prompts, texts = prompts_of(7), want[7]
+    stop = [texts[0][5], texts[3][2]]
+    options = {"stop": stop, "max_new_tokens": NEW}
+    ended = plain(model, prompts, **options)
+    assert len({len(text) for text in ended}) > 2
+    made = spoken(model, prompts, draft=Oracle(prompts, texts, wrong=0), budget=8, **options)
+    assert made.tokens == ended
+
+
+@pytest.mark.parametrize("new", [1, 2, 4])
+def test_few_new_tokens(model, want, new):
+    """Candidates that go beyond the last new token, and the cache's last place, are cut off."""
+    prompts = [p[:5] for p in prompts_of(7)]
+    texts = plain(model, prompts)
+    draft = Oracle(prompts, texts, wrong=0)
+    exact = max(map(len, prompts)) + new - 1
+    made = spoken(model, prompts, draft=draft, budget=8, max_new_tokens=new, capacity=exact)
+    assert made.tokens == [text[:new] for text in texts]
+    assert made.steps == min(new - 1, 1)
+
+
+# The packaged model, in float32
+
+
+@pytest.fixture(scope="module")
+def packaged():
+    return Llama.load()
+
+
+def same_up_to_ties(model, prompt, text, other):
+    """Equal, or parted where the model's two likeliest tokens are within rounding of each other."""
+    for i, (a, b) in enumerate(zip(text, other, strict=True)):
+        if a != b:
+            logits = np.asarray(model.logits(np.array([[*prompt, *text[:i]]])))[0, -1]
+            return abs(float(logits[a] - logits[b])) < 1e-3
+    return True
+
+
+@pytest.mark.parametrize("devices", [None, 2])
+def test_the_packaged_model(packaged, devices):
+    """A text that repeats itself takes a fraction of the steps."""
+    model = packaged.on(kv_mesh(jax.devices()[:devices])) if devices else packaged
+    prompt = model.tokenizer.encode("one two three four five six, " * 3)
+    (text,) = plain(model, [prompt], stop=[])
+    made = spoken(model, [prompt], draft="suffix", budget=8, stop=[])
+    assert same_up_to_ties(model, prompt, text, made.tokens[0])
+    assert made.steps < NEW - 5
+    told = speculate_text(
+        model, prompt, draft="suffix", budget=8, stop=[], max_new_tokens=NEW, capacity=CAPACITY
+    )
+    assert "".join(piece for piece, _ in told) == model.tokenizer.decode(made.tokens[0])
+
+
+# Sampling
+
+
+SAMPLING = [{"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.6}]
+
+
+@pytest.mark.parametrize("options", SAMPLING)
+@pytest.mark.parametrize("draft", ["suffix", "recycling", "oracle"])
+def test_sampled_text_is_the_plain_one_draw_for_draw(model, draft, options):
+    prompts = prompts_of(10)[:3]
+    options = options | {"key": jax.random.key(5)}
+    texts = plain(model, prompts, **options)
+    draft = Oracle(prompts, texts) if draft == "oracle" else draft
+    made = spoken(model, prompts, draft=draft, budget=8, **options)
+    assert made.tokens == texts
+    if isinstance(draft, Oracle):
+        assert made.steps < NEW - 5
+
+
+def pairs(model, prompt, draft, n, **options):
+    """How often each pair of second and third tokens came in n texts."""
+    made = generate(model, [prompt] * n, draft=draft, max_new_tokens=3, **options)
+    counts = {}
+    for text in made.tokens:
+        counts[tuple(text[1:])] = counts.get(tuple(text[1:]), 0) + 1
+    return counts
+
+
+def chi_square(model, prompt, counts, temperature, top_p):
+    """(statistic, degrees of freedom) of the second and third tokens against the model's own."""
+    n = sum(counts.values())
+
+    def after(paths):
+        logits = jnp.stack([model.logits(np.array([prompt + p]))[0, -1] for p in paths])
+        return np.asarray(jax.nn.softmax(nucleus(logits / temperature, top_p), axis=-1))
+
+    p0 = after([[]])[0]
+    chances = {}
+    for a in np.flatnonzero(p0 > 0).tolist():
+        p1 = after([[a]])[0]
+        for b in np.flatnonzero(p1 > 0).tolist():
+            p2 = after([[a, b]])[0]
+            for c in np.flatnonzero(p2 > 0).tolist():
+                chances[b, c] = chances.get((b, c), 0) + p0[a] * p1[b] * p2[c]
+    assert set(counts) <= set(chances)
+    large = {k: v for k, v in chances.items() if v * n >= 5}
+    rest = 1 - sum(large.values())
+    cells = [(counts.get(k, 0), v * n) for k, v in large.items()]
+    cells.append((n - sum(c for c, _ in cells), rest * n))
+    return sum((c - e) ** 2 / e for c, e in cells if e > 1e-9), len(cells) - 1
+
+
+DRAWN = [{"widths": (3, 1)}, {"widths": (2, 2)}, {"widths": (2, 1), "replacement": True}]
+
+
+@pytest.mark.parametrize("options", DRAWN)
+def test_drawn_candidates_give_the_models_distribution(model, options, unchecked):
+    prompt, sampling = [3, 14, 15, 92, 6], {"temperature": 0.35, "top_p": 0.5}
+    draft = DrawnDraft(first_layers(model, 1), temperature=0.6, **options)
+    counts = pairs(model, prompt, draft, 300, budget=8, key=jax.random.key(1), **sampling)
+    statistic, freedom = chi_square(model, prompt, counts, **sampling)
+    assert freedom > 3 and statistic < freedom + 4 * np.sqrt(2 * freedom)
+
+
+# Mistakes that these tests must see
+
+
+def changed_pack(change):
+    def changed(beam, lengths):
+        tokens, mask, offsets, unpack_map = pack(beam, lengths)
+        return type(pack(beam, lengths))(*change(tokens, mask.copy(), offsets, unpack_map))
+
+    return changed
+
+
+def one_bit_wrong(tokens, mask, offsets, unpack_map):
+    """The last node does not see the first."""
+    for row in mask:
+        nodes = int(np.diagonal(row).sum())
+        if nodes > 1:
+            row[nodes - 1, 0] = False
+    return tokens, mask, offsets, unpack_map
+
+
+def one_bit_more(tokens, mask, offsets, unpack_map):
+    """Every node sees one that is no ancestor of it."""
+    for row in mask:
+        for i in range(int(np.diagonal(row).sum())):
+            row[i, np.flatnonzero(~row[i, :i])[:1]] = True
+    return tokens, mask, offsets, unpack_map
+
+
+def no_offsets(tokens, mask, offsets, unpack_map):
+    return tokens, mask, np.zeros_like(offsets), unpack_map
+
+
+@pytest.mark.parametrize("change", [one_bit_wrong, one_bit_more, no_offsets])
+def test_a_wrong_mask_or_position_is_seen(model, want, monkeypatch, change):
+    prompts = prompts_of(7)
+    options = {"budget": 8, "max_new_tokens": NEW, "capacity": CAPACITY}
+
+    class Knowing(Oracle):  # does not mind that the text is another
+        def observe(self, texts, seen=None):
+            self.lengths = [len(text) for text in texts]
+
+    monkeypatch.setattr(loop, "pack", changed_pack(change))
+    made = generate(model, prompts, draft=Knowing(prompts, want[7], wrong=0), **options)
+    assert made.tokens != want[7]
+
+
+def test_argmax_instead_of_sampling_is_seen(model, monkeypatch):
+    prompts, options = prompts_of(10)[:3], {"temperature": 0.7, "key": jax.random.key(5)}
+    monkeypatch.setattr(
+        sampling, "_draw", lambda logits, b, node, *_, cut: logits[b, node].argmax()
+    )
+    made = generate(
+        model, prompts, draft="suffix", max_new_tokens=NEW, capacity=CAPACITY, **options
+    )
+    assert made.tokens != plain(model, prompts, **options)
+
+
+def test_claims_that_are_not_what_was_drawn_from_are_seen(model, unchecked):
+    class Claiming(DrawnDraft):
+        def propose(self, budget):
+            drawn = super().propose(budget)
+            return drawn._replace(distributions=np.ones_like(drawn.distributions) / 96)
+
+    prompt, sampling = [3, 14, 15, 92, 6], {"temperature": 0.35, "top_p": 0.5}
+    draft = Claiming(first_layers(model, 1), temperature=0.2, widths=(3, 1))
+    counts = pairs(model, prompt, draft, 300, budget=8, key=jax.random.key(1), **sampling)
+    statistic, freedom = chi_square(model, prompt, counts, **sampling)
+    assert statistic > freedom + 8 * np.sqrt(2 * freedom)
+
+
+# The document's five lines, by hand
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_the_five_lines(model, want, tree):
+    prompts, texts = prompts_of(8)[:3], want[8][:3]
+    cache = model.new_cache(3, CAPACITY)
+    _, cache = model.prefill(prompts, cache)
+    text = [[*p, t[0]] for p, t in zip(prompts, texts, strict=True)]
+    draft = Oracle(prompts, texts, wrong=0)
+    draft.observe(text)
+    certain = np.array([t[-1] for t in text])
+
+    beam, scores = draft_candidate_tokens(draft, budget=12, certain=certain)
+    packed, mask, offsets, unpack_map = pack(beam, candidate_lengths(scores))
+    if tree:  # the draft's tree as it came, below the certain token
+        (tokens, parents, sizes), _ = draft.propose(12)
+        parents = np.pad(np.where(parents < 0, 0, parents + 1), [(0, 0), (1, 0)])
+        parents[:, 0] = -1
+        tokens = np.concatenate([certain[:, None], tokens], axis=1).astype(np.int32)
+        whole = TokenTree(tokens, parents.astype(np.int32), sizes + 1)
+        packed, mask, offsets, unpack_map = pack_tree(whole)
+        beam = unpack(packed, unpack_map)
+        _, lengths = speculation.candidates.beam_from_tree(whole)
+        scores = np.where(np.arange(beam.shape[2]) < lengths[..., None], -1.0, -np.inf)
+    positions = np.array([len(p) for p in prompts])[:, None] + offsets
+    logits, _ = model.extend(packed, cache, positions=positions, mask=mask)
+    verified_beam, verified_scores = (unpack(x, unpack_map) for x in likeliest(logits))
+    tokens = accept_candidate_tokens(beam, scores, verified_beam, verified_scores)
+    assert tokens == [t[1:6] for t in texts]
+
+
+# What generate takes and gives
+
+
+def test_prompts_come_back_as_they_came(model, want):
+    prompts = prompts_of(7)[:2]
+    options = {"max_new_tokens": 5, "capacity": CAPACITY}
+    for draft in (None, "suffix"):
+        one = generate(model, prompts[0], draft=draft, **options)
+        assert one.tokens == want[7][0][:5]
+        two = generate(model, prompts, draft=draft, **options)
+        assert two.tokens == [text[:5] for text in want[7][:2]]
+        assert generate(model, np.array(prompts[0]), draft=draft, **options).tokens == one.tokens
+    assert generate(model, prompts, max_new_tokens=5).steps == 4
+    assert generate(model, prompts, max_new_tokens=5).tokens_a_step == 1.0
+
+
+def test_speculate_streams_what_stream_does(model, want):
+    prompts = prompts_of(7)
+    options = {"budget": 8, "max_new_tokens": NEW, "capacity": CAPACITY}
+    for draft in (None, Oracle(prompts, want[7])):
+        texts, calls = [[] for _ in prompts], 0
+        for new in speculate(model, prompts, draft=draft, **options):
+            calls += 1
+            for text, ids in zip(texts, new, strict=True):
+                text += ids
+        assert texts == want[7] and (calls < NEW) == isinstance(draft, Oracle)
+
+
+def test_a_draft_object_can_be_used_again(model, want):
+    draft = LlamaDraft(model, depth=2, width=2)
+    for seed in (7, 8, 7):
+        prompts = prompts_of(seed)[:3]
+        made = generate(
+            model, prompts, draft=draft, budget=8, max_new_tokens=NEW, capacity=CAPACITY
+        )
+        assert made.tokens == want[seed][:3] and made.tokens_a_step > 2
+
+
+def test_nothing_compiles_while_generating(model, want):
+    prompts = prompts_of(7)[:3]
+    options = {"max_new_tokens": NEW, "capacity": CAPACITY, "budget": 8}
+    generate(model, prompts, draft=Oracle(prompts, want[7][:3]), **options)
+    with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
+        compiled = []
+        import logging
+
+        class Listen(logging.Handler):
+            def emit(self, record):
+                if "Finished XLA compilation" in record.getMessage():
+                    compiled.append(record.getMessage())
+
+        listen = Listen()
+        logging.getLogger("jax").addHandler(listen)
+        patch.setattr(logging.getLogger("jax"), "propagate", False)
+        generate(model, prompts, draft=Oracle(prompts, want[7][:3], seed=1), **options)
+        logging.getLogger("jax").removeHandler(listen)
+    assert not compiled
+
+
+# Bad input
+
+
+class Proposing:
+    """Proposes the same every time."""
+
+    def __init__(self, *found):
+        self.found = found
+
+    def observe(self, texts, seen=None):
+        pass
+
+    def propose(self, budget):
+        return self.found
+
+
+EMPTY = [
+    (np.zeros((1, 0, 0), np.int32), np.zeros((1, 0, 0))),
+    (np.zeros((1, 2, 3), np.int32), np.full((1, 2, 3), -np.inf)),
+    (
+        TokenTree(np.zeros((1, 0), np.int32), np.zeros((1, 0), np.int32), np.zeros(1, np.int32)),
+        np.zeros((1, 0)),
+    ),
+]
+
+
+@pytest.mark.parametrize("found", EMPTY)
+def test_an_empty_draft_is_plain_decoding(model, want, found):
+    prompt = prompts_of(7)[0]
+    made = spoken(model, [prompt], draft=Proposing(*found))
+    assert made.tokens == want[7][:1] and made.steps == NEW - 1
+
+
+BEAM, SCORES = np.array([[[5, 6], [5, 7]]]), np.full((1, 2, 2), -1.0)
+
+
+@pytest.mark.parametrize(
+    "found, message",
+    [
+        ((BEAM + 90, SCORES), "tree: expected tokens from 0 to 95, got 9[67]|beam: expected"),
+        ((BEAM - 6, SCORES), "expected tokens from 0 to 95, got -1"),
+        ((BEAM, SCORES[:, :1]), r"scores: expected a score for each token, \(1, 2, 2\)"),
+        ((BEAM, SCORES * np.nan), "scores: expected logarithms of probabilities, got NaN"),
+        ((BEAM, -SCORES), "scores: expected logarithms of probabilities, got NaN or one above 0"),
+        ((BEAM[0, :1], SCORES[0, :1]), r"beam: expected axes \(batch, M, C\)"),
+        ((BEAM[[0, 0]], SCORES[[0, 0]]), "draft: expected candidates for 1 texts, got 2"),
+    ],
+)
+def test_bad_proposals(model, unchecked, found, message):
+    with pytest.raises(ValueError, match=message):
+        generate(model, [1, 2, 3], max_new_tokens=5, draft=Proposing(*found))
+
+
+def test_bad_drafts(model, unchecked):
+    def run(draft, **options):
+        return generate(model, [1, 2, 3], **({"max_new_tokens": 5} | options), draft=draft)
+
+    with pytest.raises(
+        ValueError, match=r"draft: expected None or one of .*'suffix'.* got 'sufix'"
+    ):
+        run("sufix")
+    with pytest.raises(TypeError, match="draft: expected a name, or an object with the methods"):
+        run(object())
+    other = Llama.load(SMALL.parent / "llama2")
+    if other.config.vocabulary == model.config.vocabulary:
+        other.config.__dict__["vocabulary"] = 97
+    with pytest.raises(ValueError, match=r"draft: it has a vocabulary of .*, the model one"):
+        run(LlamaDraft(other))
+    with pytest.raises(ValueError, match="budget: expected at least 1 token a step, got 0"):
+        run("suffix", budget=0)
+    with pytest.raises(ValueError, match="max_new_tokens: expected at least 1"):
+        run("suffix", max_new_tokens=0)
+    with pytest.raises(ValueError, match="capacity: the longest prompt"):
+        run("suffix", capacity=6)
+    with pytest.raises(ValueError, match="key: sampling"):
+        run("suffix", temperature=1.0)
+    with pytest.raises(ValueError, match="layers: expected 1 to 2, got 3"):
+        first_layers(model, 3)
+    with pytest.raises(ValueError, match="widths: expected positive numbers"):
+        DrawnDraft(model, widths=(2, 2), replacement=True)
+
+
+# The adaptive budget
+
+
+def test_the_budget_weighs_chances_against_costs():
+    def measured(costs):
+        budget = Budget(16)
+        for size, seconds in costs.items():
+            for _ in range(3):
+                budget.took(size, seconds)
+        return budget
+
+    sure, unsure = np.full((1, 15), 0.9), np.full((1, 15), 0.02)
+    flat = measured({1: 1.0, 4: 1.0, 8: 1.0, 16: 1.0})
+    assert flat.choose(sure) == 15 and flat.choose(unsure) == 15
+    steep = measured({1: 1.0, 4: 2.0, 8: 9.0, 16: 20.0})
+    assert steep.choose(sure) == 3 and steep.choose(unsure) == 0
+    for _ in range(40):
+        steep.came_out(2.7, 0)  # what is sure never comes true
+    assert steep.choose(sure) == 0
+    assert measured({1: 1.0, 16: 4.0}).seconds(8) == pytest.approx(1 + 3 * 7 / 15)
+    assert [Budget(10).padded(n) for n in (1, 2, 4, 5, 10)] == [1, 4, 4, 8, 16]
+    fixed = Budget(5, adaptive=False)
+    assert fixed.sizes == (1, 2, 4, 8) and fixed.choose(sure) == 4
+    assert Budget(1).sizes == (1,) and not Budget(1).drafts()
+
+
+def test_a_slow_draft_that_fails_pauses():
+    budget = Budget(4)
+    for size, seconds in {0: 0.5, 1: 1.0, 4: 2.0}.items():
+        for _ in range(3):
+            budget.took(size, seconds)
+    drafted = 0
+    for _ in range(100):
+        if budget.drafts():
+            drafted += 1
+            assert budget.choose(np.full((1, 3), 0.01)) == 0
+    assert drafted <= 9
+
+
+def test_a_draft_that_fails_is_plain_decoding(model, want):
+    """The first steps try; then they are of size 1."""
+    prompts = prompts_of(7)[:1]
+    budget = Budget(8)
+    for size, seconds in {1: 1e-9, 4: 1.0, 8: 1.0}.items():
+        for _ in range(3):
+            budget.took(size, seconds)
+    made = spoken(model, prompts, draft=Oracle(prompts, want[7][:1], wrong=2.0), budget=budget)
+    assert made.tokens == want[7][:1]
+    assert {step.size for step in made.trace} == {1}

@@ -1,0 +1,56 @@
+"""Speculative decoding with a prefix tree, over a cache on one device or many.
+
+    beam, scores = draft_candidate_tokens(draft, certain=last)
+    packed, mask, offsets, unpack_map = pack(beam, candidate_lengths(scores))
+    logits, keys = model.extend(packed, cache, positions=context + offsets, mask=mask)
+    verified_beam, verified_scores = (unpack(x, unpack_map) for x in likeliest(logits))
+    tokens = accept_candidate_tokens(beam, scores, verified_beam, verified_scores)
+
+`generate` is these five lines in a loop.
+"""
+
+from treeattn.llama.speculation.accept import accept_candidate_tokens, rejection
+from treeattn.llama.speculation.budget import Budget
+from treeattn.llama.speculation.candidates import (
+    Draft,
+    Drawn,
+    Seen,
+    candidate_lengths,
+    draft_candidate_tokens,
+)
+from treeattn.llama.speculation.drafts import DRAFTS, make_draft
+from treeattn.llama.speculation.generation import (
+    Generation,
+    generate,
+    speculate,
+    speculate_text,
+)
+from treeattn.llama.speculation.lookup import NGramDraft, RecyclingDraft, SuffixDraft
+from treeattn.llama.speculation.loop import Step
+from treeattn.llama.speculation.models import DrawnDraft, LlamaDraft, first_layers
+from treeattn.llama.speculation.sampling import likeliest
+
+__all__ = [
+    "DRAFTS",
+    "Budget",
+    "Draft",
+    "Drawn",
+    "DrawnDraft",
+    "Generation",
+    "LlamaDraft",
+    "NGramDraft",
+    "RecyclingDraft",
+    "Seen",
+    "Step",
+    "SuffixDraft",
+    "accept_candidate_tokens",
+    "candidate_lengths",
+    "draft_candidate_tokens",
+    "first_layers",
+    "generate",
+    "likeliest",
+    "make_draft",
+    "rejection",
+    "speculate",
+    "speculate_text",
+]

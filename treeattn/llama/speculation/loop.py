@@ -1,0 +1,186 @@
+"""The loop of speculative decoding: draft, pack, verify, accept, commit."""
+
+import dataclasses
+import time
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from treeattn.llama.speculation.accept import descend
+from treeattn.llama.speculation.candidates import (
+    Drawn,
+    Seen,
+    after_certain,
+    beam_of,
+    best_nodes,
+    candidate_lengths,
+    checked_beam,
+    padded,
+    path_scores,
+)
+from treeattn.llama.speculation.sampling import Sampling, likeliest_tokens
+from treeattn.trees.beam import PackedBeam, pack
+from treeattn.trees.token_tree import TokenTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One model call after prefill. Tuples have an entry for each text, 0 where it was over.
+
+    size:     tokens of the call for each text, with padding
+    nodes:    real ones, the certain token included
+    unpacked: the candidates' tokens before packing
+    depth:    of the longest candidate; accepted: tokens that were
+    new:      tokens that the text got, the model's own included
+    """
+
+    size: int
+    nodes: tuple[int, ...]
+    unpacked: tuple[int, ...]
+    depth: tuple[int, ...]
+    accepted: tuple[int, ...]
+    new: tuple[int, ...]
+
+
+class Loop:
+    """The texts, their cache, and the steps that both take."""
+
+    def __init__(
+        self, model, prompts, draft, budget, *, max_new_tokens, temperature=0.0, top_p=1.0,
+        key=None, stop=None, capacity=None, progress=lambda tokens: None,
+    ):  # fmt: skip
+        self.model, self.draft, self.budget, self.progress = model, draft, budget, progress
+        self.sampling = Sampling(temperature, top_p, key)
+        self.texts = [list(prompt) for prompt in prompts]
+        self.begin = np.array([len(prompt) for prompt in prompts])
+        self.end = self.begin + max_new_tokens
+        self.capacity = capacity or max(int(self.end.max()) - 1, 1)
+        if stop is None:
+            stop = model.tokenizer.stop if model.tokenizer else ()
+        self.stop, self.over = frozenset(stop), np.zeros(len(prompts), bool)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.array([len(text) for text in self.texts])
+
+    def first(self) -> list[list[int]]:
+        """Prefill, and the token after it."""
+        cache = self.model.new_cache(len(self.texts), self.capacity)
+        logits, self.cache = self.model.prefill(self.texts, cache, progress=self.progress)
+        own = self.sampling.own(np.asarray(logits)[:, None], np.zeros((len(self.texts), 1), int))
+        return self._take([[agreed(own(b, 0))] for b in range(len(self.texts))], None)
+
+    def step(self) -> tuple[list[list[int]], Step]:
+        """Draft, pack, verify, accept."""
+        beam, scores, drawn, expected = self._draft()
+        began, lengths = time.perf_counter(), candidate_lengths(scores)
+        packed = pack(beam, lengths)
+        nodes = np.diagonal(packed.attention_mask, axis1=1, axis2=2).sum(axis=1)
+        size = self.budget.padded(int(nodes.max()))
+        packed = padded(packed, size)
+        logits, new = self._call(packed, nodes)
+
+        # What a node `offset` after the certain token is followed by is new token `index`.
+        index = (self.lengths - self.begin)[:, None] + packed.position_offsets
+        own = self.sampling.own(logits, index)
+        counts, select, paths = np.zeros_like(nodes), np.zeros((len(beam), size), int), []
+        for b, path in enumerate(packed.unpack_map):
+            judge = lambda m, c, further, b=b, path=path: own(b, path[m, c])  # noqa: E731
+            if drawn is not None and self.sampling.temperature > 0:
+                judge = self.sampling.rejecting(logits, b, index[b, 0], beam[b], drawn, path)
+            decide = lambda *at, judge=judge: agreed(judge(*at))  # noqa: E731
+            m, counts[b], tokens = descend(beam[b], lengths[b], decide)
+            select[b, : counts[b]] = path[m, : counts[b]]
+            paths.append(tokens)
+        if new is not None:
+            self.cache = self.model.commit(self.cache, new, select=select, counts=counts)
+        tokens = self._take(paths, self._seen(packed, nodes, logits))
+        self.budget.took(size, time.perf_counter() - began)
+        accepted = np.maximum(counts - 1, 0)
+        self.budget.came_out(expected, int(accepted.sum()))
+        depth = np.maximum(lengths.max(axis=1) - 1, 0)
+        found = (x.tolist() for x in (nodes, lengths.sum(axis=1), depth, accepted))
+        return tokens, Step(size, *map(tuple, found), tuple(map(len, tokens)))
+
+    def _draft(self) -> tuple[np.ndarray, np.ndarray, Drawn | None, float]:
+        """(beam, scores, what it was drawn from, how many are expected to be accepted): candidates
+        below each text's last token, as far as there is room."""
+        batch, drawn, expected = len(self.texts), None, 0.0
+        beam, scores = np.zeros((batch, 0, 0), int), np.zeros((batch, 0, 0))
+        if agreed(self.budget.drafts()):
+            began = time.perf_counter()
+            found = self.draft.propose(self.budget.most - 1)
+            self.budget.took(0, time.perf_counter() - began)
+            of = found[0].tokens if isinstance(found[0], TokenTree) else found[0]
+            if len(of) != batch:
+                raise ValueError(f"draft: expected candidates for {batch} texts, got {len(of)}")
+            if isinstance(found, Drawn):  # leaving out some would change how they are distributed
+                drawn, vocabulary = found, self.model.config.vocabulary
+                beam, scores = checked_beam(found.beam, found.scores, vocabulary)
+            else:
+                beam, scores, expected = self._most_promising(found)
+        certain = np.array([text[-1] for text in self.texts])
+        beam, scores = agreed_arrays(*after_certain(beam, scores, certain))
+        room = np.where(self.over, 0, self.end - self.lengths)[:, None, None]
+        return beam, np.where(np.arange(beam.shape[2]) < room, scores, -np.inf), drawn, expected
+
+    def _most_promising(self, found) -> tuple[np.ndarray, np.ndarray, float]:
+        """(beam, scores, expected): as much of a proposal as is worth verifying."""
+        (tokens, parents, sizes), scores = best_nodes(
+            found, self.budget.most - 1, self.model.config.vocabulary
+        )
+        chances = np.exp(path_scores(parents, scores))
+        chances[self.over] = 0
+        n = self.budget.choose(chances)
+        tree = TokenTree(tokens[:, :n], parents[:, :n], np.minimum(sizes, n))
+        return *beam_of(tree, scores[:, :n]), float(chances[:, :n].sum())
+
+    def _call(self, packed: PackedBeam, nodes: np.ndarray):
+        """(logits (b, l, vocabulary), the nodes' keys, or None where they are committed)."""
+        tokens, new = packed.packed_beam, None
+        if tokens.shape[1] == 1:  # a plain step
+            logits, self.cache = self.model.step(tokens, self.cache, counts=nodes, last=True)
+            logits = logits[:, None]
+        else:
+            positions = (self.lengths[:, None] - 1 + packed.position_offsets).astype(np.int32)
+            logits, new = self.model.extend(
+                tokens, self.cache, positions=positions, mask=packed.attention_mask
+            )
+        # Several simulated devices would each do all that follows.
+        return (logits if self.model.mesh is None else np.asarray(logits)), new
+
+    def _take(self, tokens: list[list[int]], seen: Seen | None) -> list[list[int]]:
+        """The texts go on with these tokens, up to the first that ends them."""
+        for b, new in enumerate(tokens):
+            ends = [i for i, token in enumerate(new) if token in self.stop]
+            del new[ends[0] + 1 if ends else len(new) :]
+            self.texts[b] += new
+            self.over[b] |= bool(ends) or len(self.texts[b]) >= self.end[b]
+        self.draft.observe(self.texts, seen)
+        return tokens
+
+    def _seen(self, packed: PackedBeam, nodes: np.ndarray, logits) -> Seen:
+        likely = min(getattr(self.draft, "likely", 0), self.model.config.vocabulary)
+        real = np.arange(packed.packed_beam.shape[1]) < nodes[:, None]
+        tokens = packed.packed_beam
+        after = likeliest_tokens(logits, likely) if likely else np.zeros((*real.shape, 0), int)
+        return Seen(tokens, real, np.asarray(after))
+
+
+def agreed(x):
+    """An int or bool that all processes agree on: the first one's. Rounding and clocks differ."""
+    if jax.process_count() == 1:
+        return x
+    return type(x)(multihost_utils.broadcast_one_to_all(np.int32(x)))
+
+
+def agreed_arrays(beam: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The first process's candidates, in all of them."""
+    if jax.process_count() == 1:
+        return beam, scores
+    rows, width = multihost_utils.broadcast_one_to_all(np.array(beam.shape[1:], np.int32))
+    grown = np.zeros((len(beam), rows, width), np.int32), np.zeros((len(beam), rows, width))
+    if beam.shape == grown[0].shape:
+        grown = beam, scores
+    return tuple(np.asarray(x) for x in multihost_utils.broadcast_one_to_all(grown))

@@ -1,0 +1,184 @@
+"""Drafts by a model: any smaller Llama, or the first layers of the one that is to be helped."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from treeattn.llama.model import Llama
+from treeattn.llama.speculation.candidates import Drawn, Seen, Texts, padded
+from treeattn.trees.beam import pack, unpack
+from treeattn.trees.token_tree import TokenTree
+
+
+def first_layers(model: Llama, layers: int | None = None) -> Llama:
+    """The model with its first layers only (a quarter of them when None), sharing its weights."""
+    layers = max(model.config.layers // 4, 1) if layers is None else layers
+    if not 1 <= layers <= model.config.layers:
+        raise ValueError(f"layers: expected 1 to {model.config.layers}, got {layers}")
+    config = dataclasses.replace(model.config, layers=layers)
+    weights = model.weights._replace(layers=model.weights.layers[:layers])
+    return dataclasses.replace(model, config=config, weights=weights)
+
+
+@functools.partial(jax.jit, static_argnames="k")
+def _log_likeliest(logits, k):
+    return jax.lax.top_k(jax.nn.log_softmax(logits, axis=-1), k)
+
+
+@jax.jit
+def _softmax(logits, temperature):
+    return jax.nn.softmax(logits / temperature, axis=-1)
+
+
+def _probabilities(logits, temperature: float) -> np.ndarray:
+    """softmax(logits / temperature), in float64 and with a sum of 1 in float64."""
+    q = np.asarray(_softmax(logits, temperature), np.float64)
+    return q / q.sum(axis=-1, keepdims=True)
+
+
+class _Reader:
+    """A model that reads along: its own cache of the texts, and trees of candidates after them."""
+
+    def __init__(self, model: Llama):
+        self.model, self.vocabulary = model, model.config.vocabulary
+        self._texts, self._read, self._cache = [], None, None
+
+    def observe(self, texts: Texts, seen: Seen | None = None) -> None:
+        self._texts = texts
+
+    def _after_texts(self):
+        """(b, vocabulary) the logits after each text. Reads what has been added since."""
+        texts = [[int(t) for t in text] for text in self._texts]
+        old, self._read = self._read, texts
+        room = max(len(text) for text in texts)
+        known = old is not None and len(old) == len(texts)
+        if not known or any(t[: len(o)] != o for t, o in zip(texts, old, strict=True)):
+            # Capacities are powers of two, so that few of them are compiled.
+            capacity = max(256, 1 << (2 * room - 1).bit_length())
+            self._cache = self.model.new_cache(len(texts), capacity)
+            self._logits, self._cache = self.model.prefill(texts, self._cache)
+            return self._logits
+        if room > self._cache.capacity:
+            self._cache = self.model.grow(self._cache, 2 * self._cache.capacity)
+        new = [text[len(o) :] for text, o in zip(texts, old, strict=True)]
+        counts = np.array([len(n) for n in new], np.int32)
+        if counts.any():
+            tokens = np.zeros((len(new), _few(int(counts.max()))), np.int32)
+            for row, n in zip(tokens, new, strict=True):
+                row[: len(n)] = n
+            logits, self._cache = self.model.step(tokens, self._cache, counts=counts, last=True)
+            self._logits = jnp.where((counts > 0)[:, None], logits, self._logits)
+        return self._logits
+
+    def _after(self, beam):
+        """(b, n, vocabulary) the logits after each text and candidate (b, n, d)."""
+        if beam.shape[2] == 0:
+            return self._after_texts()[:, None]
+        packed = pack(beam)
+        nodes = packed.packed_beam.shape[1]
+        tokens, mask, offsets, unpack_map = padded(packed, _few(nodes))
+        positions = np.array([len(text) for text in self._read], np.int32)[:, None] + offsets
+        logits, _ = self.model.extend(tokens, self._cache, positions=positions, mask=mask)
+        return unpack(logits, unpack_map[:, :, -1:])[:, :, 0]
+
+
+def _few(n: int) -> int:
+    """The next power of two: few sizes, each of which compiles."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+class LlamaDraft(_Reader):
+    """Beam search by a model: at each depth its `width` most probable paths are read on.
+
+    model: with the vocabulary of the one that it drafts for; depth: the longest path
+    All their `width` likeliest continuations are candidates (as in EAGLE-2).
+    """
+
+    def __init__(self, model: Llama, *, depth: int = 4, width: int = 4):
+        super().__init__(model)
+        self.depth, self.width = depth, min(width, self.vocabulary)
+
+    def propose(self, budget: int):
+        batch, width = len(self._texts), self.width
+        row = np.arange(batch)[:, None]
+        paths, log = np.zeros((batch, 1, 0), np.int32), np.zeros((batch, 1))
+        node = np.full((batch, 1), -1)  # the last of each path
+        tokens, parents, scores = [], [], []
+        for _ in range(self.depth):
+            values, ids = (np.asarray(x) for x in _log_likeliest(self._after(paths), width))
+            ids, values = ids.reshape(batch, -1), np.minimum(values.astype(np.float64), 0)
+            total = (log[..., None] + values).reshape(batch, -1)
+            kept = np.argsort(-total, axis=1, kind="stable")[:, :width]
+            parents.append(np.repeat(node, width, axis=1))
+            node = sum(x.shape[1] for x in tokens) + kept
+            tokens.append(ids)
+            scores.append(values.reshape(batch, -1))
+            further = ids[row, kept][..., None]
+            paths = np.concatenate([paths[row, kept // width], further], axis=2).astype(np.int32)
+            log = total[row, kept]
+        tokens, parents, scores = (np.concatenate(x, axis=1) for x in (tokens, parents, scores))
+        sizes = np.full(batch, tokens.shape[1], np.int32)
+        return TokenTree(tokens.astype(np.int32), parents.astype(np.int32), sizes), scores
+
+
+class DrawnDraft(_Reader):
+    """Candidates drawn at random from a model, for acceptance by rejection.
+
+    widths:      how many tokens are drawn after each path, depth by depth
+    temperature: of the draft's distributions
+    replacement: draw whole candidates independently; widths is then (M, 1, 1, …)
+
+    Which tree is drawn depends on the budget only, never on what is drawn.
+    """
+
+    def __init__(
+        self, model: Llama, *, widths: tuple[int, ...] = (3, 1, 1), temperature: float = 1.0,
+        replacement: bool = False, seed: int = 0,
+    ):  # fmt: skip
+        super().__init__(model)
+        if not widths or min(widths) < 1 or (replacement and any(w > 1 for w in widths[1:])):
+            raise ValueError(
+                f"widths: expected positive numbers, with replacement (M, 1, 1, …), got {widths}"
+            )
+        if not temperature > 0:
+            raise ValueError(f"temperature: expected more than 0, got {temperature}")
+        self.widths, self.temperature, self.replacement = tuple(widths), temperature, replacement
+        self._random = np.random.default_rng(seed)
+
+    def propose(self, budget: int) -> Drawn:
+        beam = np.zeros((len(self._texts), 1, 0), np.int32)
+        scores, distributions = np.zeros(beam.shape), np.zeros((*beam.shape, self.vocabulary))
+        for width in self._widths(budget):
+            q = _probabilities(self._after(beam), self.temperature)
+            token, log = self._draw(q, width)  # (b, n, width)
+            if beam.shape[2]:  # nothing follows a candidate that has ended
+                log = np.where(scores[..., -1:] > -np.inf, log, -np.inf)
+            add = token[..., None], log[..., None], np.repeat(q[:, :, None, None], width, axis=2)
+            beam, scores, distributions = (
+                np.concatenate([np.repeat(x, width, 1), y.reshape(len(x), -1, 1, *y.shape[4:])], 2)
+                for x, y in zip((beam, scores, distributions), add, strict=True)
+            )
+        return Drawn(beam.astype(np.int32), scores, distributions, self.replacement)
+
+    def _widths(self, budget: int) -> tuple[int, ...]:
+        """The beginning of `widths` whose tree has at most `budget` nodes."""
+        nodes = np.cumsum(np.cumprod(self.widths))
+        return self.widths[: int((nodes <= budget).sum())]
+
+    def _draw(self, q, width):
+        """(tokens, their log-probabilities), both (b, n, width): −∞ where q has no more tokens."""
+        with np.errstate(divide="ignore"):
+            log = np.log(q)
+        if self.replacement:
+            noise = self._random.gumbel(size=(*q.shape[:2], width, q.shape[2]))
+            token = np.argmax(log[:, :, None] + noise, axis=-1)
+            return token, np.take_along_axis(log, token, axis=-1)
+        # The first of a random order of q's tokens; beyond them, none is left.
+        order = log + self._random.gumbel(size=q.shape)
+        token = np.argsort(-order, axis=-1, kind="stable")[..., :width]
+        more = [(0, 0), (0, 0), (0, width - token.shape[2])]
+        found = np.take_along_axis(log, token, axis=-1)
+        return np.pad(token, more), np.pad(found, more, constant_values=-np.inf)
