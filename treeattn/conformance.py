@@ -181,9 +181,10 @@ def kernel_cases(dtype: str = "float32") -> list[Case]:
         "sinks": (qkv(), {"sinks": np.array([0.0, 2.0, 4.0, 5.0])}, None),
     }
     return [
-        Case(name, tuple(x), options, *attend(*x, **options), x[2].mean(1, keepdims=True), infinite)
-        for name, (x, options, infinite) in cases.items()
-    ]
+        Case(name, (q, k, v), options, *attend(q, k, v, **options),
+             np.repeat(v, q.shape[2] // v.shape[2], axis=2).mean(1, keepdims=True), infinite)
+        for name, ((q, k, v), options, infinite) in cases.items()
+    ]  # fmt: skip
 
 
 def wrong_merges(parts) -> Iterator:
