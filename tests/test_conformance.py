@@ -1,7 +1,10 @@
 """The conformance suite: our own ways to merge pass, and each planted mistake is recognized."""
 
+import doctest
 import functools
 import inspect
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -466,3 +469,16 @@ def test_what_is_found_of_pytorchs_flex_attention():
 
     report = check_kernel(kernel)
     assert report.names("failed") == ["stale NaN"], str(report)
+
+
+def test_the_page_runs():
+    """Every >>> of CONFORMANCE.md prints what stands there."""
+    page = Path(__file__).parent.parent / "CONFORMANCE.md"
+    results = doctest.testfile(str(page), module_relative=False, encoding="utf-8")
+    assert results.attempted > 5 and results.failed == 0
+
+
+def test_the_page_names_every_fingerprint():
+    page = (Path(__file__).parent.parent / "CONFORMANCE.md").read_text(encoding="utf-8")
+    rows = " ".join(re.findall(r"(?m)^\| ([^|]*) \|", page)).replace("\n", " ")
+    assert {name for name in FINGERPRINTS if name not in rows} == set()

@@ -134,15 +134,15 @@ def merge_cases(dtype: str = "float32") -> list[Case]:
         outs, lses = np.where(none[..., None], stale, outs), np.where(none, -np.inf, lses)
         return list(zip(rounded(outs, dtype), lses, strict=True))
 
-    infinite = shards(3, empty=[1])
+    infinite, large = shards(3, empty=[1]), 1000.0 if dtype == "float64" else 120.0
     cases = {
         "two shards": (shards(2), None),
         "seven shards": (shards(7), None),
         "batch = queries = heads": (shards(3, (4, 4, 4)), None),
         "one query": (shards(3, (3, 1, 3)), None),
         "256 shards": (shards(256, (1, 2, 3)), None),
-        "large lse": (shards(3, mean=1000.0), "exp overflows"),
-        "very negative lse": (shards(3, mean=-1000.0), "exp overflows"),
+        "large lse": (shards(3, mean=large), "exp overflows"),
+        "very negative lse": (shards(3, mean=-large), "exp overflows"),
         "empty shards": (shards(4, empty=[0, 1, 3]), "NaN for no keys"),
         "ragged": (shards(4, below=9.0), "NaN for no keys"),
         "no keys anywhere": (shards(3, empty=[0, 1, 2], stale=0.5), "NaN for no keys"),
@@ -271,7 +271,10 @@ def _judge(case: Case, answer, mistakes, tolerances) -> Result:
     if _close(answer, expected, tolerances):
         return Result(case.name, "passed")
     wrong = mistakes(*case.arguments, **case.options)
-    found = [name for name, would_be in wrong if _close(answer, would_be, tolerances)]
+    found = [
+        name for name, would_be in wrong
+        if _close(answer, would_be, tolerances) and not np.isnan(would_be[0]).any()
+    ]  # fmt: skip
     shapes = [x.shape for x in answer], [x.shape for x in expected]
     if shapes[0] != shapes[1]:
         detail = "shapes {}, expected {}".format(*shapes)
@@ -311,4 +314,5 @@ def _signs(case: Case, out, lse, tolerances) -> Iterator[str]:
     elif error <= 0.01 and np.array_equal(lse, lse.astype(np.float16)):
         yield "lse in float16"
     elif _close((out, lse), expected, (0.1, tolerances[1])):
-        yield "sums in 16 bits"
+        if np.abs(out - expected[0]).max() > 1e-4:
+            yield "sums in 16 bits"
