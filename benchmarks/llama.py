@@ -218,7 +218,7 @@ def steps(model: Llama, context: int = 512, rounds: int = 40) -> dict[str, dict]
     result = {}
     for n, t in times.items():
         ratios = {"of fastest": t.min() / times[1].min(), "median": np.median(t / times[1])}
-        result[str(n)] = {"ms": 1000 * t.min()} | {
+        result[str(n)] = {"ms": float(1000 * t.min())} | {
             f"ratio {k}": float(x) for k, x in ratios.items()
         }
         print(n, {k: round(x, 2) for k, x in result[str(n)].items()}, flush=True)
