@@ -408,16 +408,16 @@ def test_the_five_lines(model, want, tree):
 
 
 def test_prompts_come_back_as_they_came(model, want):
-    prompts = prompts_of(7)[:2]
-    options = {"max_new_tokens": 5, "capacity": CAPACITY}
+    prompts = prompts_of(7)[:3]
+    options = {"max_new_tokens": 5, "capacity": CAPACITY, "budget": 8}
     for draft in (None, "suffix"):
         one = generate(model, prompts[0], draft=draft, **options)
         assert one.tokens == want[7][0][:5]
-        two = generate(model, prompts, draft=draft, **options)
-        assert two.tokens == [text[:5] for text in want[7][:2]]
+        three = generate(model, prompts, draft=draft, **options)
+        assert three.tokens == [text[:5] for text in want[7][:3]]
         assert generate(model, np.array(prompts[0]), draft=draft, **options).tokens == one.tokens
-    assert generate(model, prompts, max_new_tokens=5).steps == 4
-    assert generate(model, prompts, max_new_tokens=5).tokens_a_step == 1.0
+    plain_one = generate(model, prompts, **options)
+    assert plain_one.steps == 4 and plain_one.tokens_a_step == 1.0
 
 
 def test_speculate_streams_what_stream_does(model, want):
