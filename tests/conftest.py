@@ -27,17 +27,21 @@ hypothesis.settings.load_profile("treeattn")
 # Files, and tests of any file, that take seconds each: `make test-fast` goes without them.
 SLOW = {
     "test_cluster.py",
+    "test_examples.py",
     "test_llama.py",
     "test_llama_text.py",
     "test_readme.py",
     "test_wheel.py",
     "test_a_long_prompt_in_pieces",
+    "test_decoding_from_shards_passes",
     "test_eight_devices_and_a_cache_agree_with_transformers",
     "test_every_attention_agrees_with_the_full_pass",
     "test_other_meshes",
+    "test_our_kernel_passes",
     "test_prefill_of_several_lengths",
     "test_prefill_values_and_gradients",
     "test_values_and_gradients",
+    "test_what_is_found_of_jax_nn_dot_product_attention",
 }
 
 

@@ -457,6 +457,7 @@ def test_what_is_found_of_jax_nn_dot_product_attention():
     assert found["float16"].fingerprints == expected, str(found["float16"])
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_what_is_found_of_pytorchs_flex_attention():
     """Its lse is natural, float32 and (b, h, l): transposed here."""
     torch = pytest.importorskip("torch")
