@@ -28,22 +28,26 @@ hypothesis.settings.load_profile("treeattn")
 # Files, and tests of any file, that take seconds each: `make test-fast` goes without them.
 SLOW = {
     "test_cluster.py",
+    "test_examples.py",
     "test_llama.py",
     "test_llama_text.py",
     "test_readme.py",
     "test_wheel.py",
     "test_a_long_prompt_in_pieces",
     "test_any_order_of_any_split_is_dense_attention",
+    "test_decoding_from_shards_passes",
     "test_eight_devices_and_a_cache_agree_with_transformers",
     "test_every_attention_agrees_with_the_full_pass",
     "test_every_small_beam",
     "test_other_meshes",
     "test_packed_llama_logits_in_float64",
+    "test_our_kernel_passes",
     "test_prefill_of_several_lengths",
     "test_prefill_values_and_gradients",
     "test_reference_counts",
     "test_the_compiled_program_runs_what_the_model_counts",
     "test_values_and_gradients",
+    "test_what_is_found_of_jax_nn_dot_product_attention",
 }
 
 
