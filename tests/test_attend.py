@@ -330,6 +330,29 @@ def test_narrow_lengths_are_widened(dtype):
     np.testing.assert_allclose(out, dense_attention(q, k, v, kv_lengths=lengths), atol=1e-12)
 
 
+@pytest.mark.parametrize("queries", [1, 5])
+def test_nothing_beyond_the_lengths_matters(queries):
+    """Memory that was never written may hold NaN: neither the state nor a gradient sees it."""
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(2, queries, 2, 16))
+    k, v = rng.normal(size=(2, 2, BLOCK + 9, 2, 16))
+    lengths = np.array([BLOCK - 100, 0])
+    for x in (k, v):
+        x[np.arange(BLOCK + 9) >= lengths[:, None]] = np.nan
+
+    def loss(q, k, v):
+        out, lse = finalize(attend(q, k, v, kv_lengths=lengths))
+        return jnp.sum(out) + jnp.sum(lse[0]), out
+
+    (_, out), grads = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+    k, v = (np.nan_to_num(x) for x in (k, v))
+    np.testing.assert_allclose(out, dense_attention(q, k, v, kv_lengths=lengths), atol=1e-12)
+    u = np.array([1.0, 0.0])[:, None, None] * np.ones((2, queries, 2))
+    expected = dense_gradients(q, k, v, np.ones(out.shape), u, kv_lengths=lengths)
+    for got, dense in zip(grads, expected, strict=True):
+        np.testing.assert_allclose(got, dense, atol=1e-11)
+
+
 def test_causal_with_everything_else():
     rng = np.random.default_rng(0)
     q, k, v = rng.normal(size=(3, 2, 40, 4, 8))

@@ -84,10 +84,14 @@ def _attend_rows(row, rows: int, q, k, v, mask, bias, lengths) -> AttentionState
         s = _limit(scores(small, read(k, first, size)) * half * half, visible, added)
         m = products.row_max(s)
         p = jnp.exp(s - finite(m)[..., None])
+
+        def values(at, count):
+            return _real(read(v, first + at, count), first + at, lengths)
+
         if few:  # a stream of values at a time
-            denominator, numerator = products.stream_sums(p, lambda i, n: read(v, first + i, n))
+            denominator, numerator = products.stream_sums(p, values)
         else:
-            denominator, numerator = products.matrix_sums(p, read(v, first, size))
+            denominator, numerator = products.matrix_sums(p, values(0, size))
         return AttentionState(m, denominator, finite(numerator))
 
     if size == n and lengths is None:
@@ -151,6 +155,15 @@ def _seen(start, size: int, n: int, mask, bias, lengths):
     return first, visible, bias
 
 
+def _real(x, first, lengths):
+    """A block's keys or values, from key `first` on; 0 beyond the lengths, where a cache may hold
+    anything: 0 · NaN would be NaN."""
+    if lengths is None:
+        return x
+    position = first + jnp.arange(x.shape[1], dtype=jnp.int32)
+    return jnp.where((position < lengths[:, None])[..., None, None], x, 0)
+
+
 def _both(visible, more):
     return more if visible is None else visible & more
 
@@ -212,11 +225,12 @@ def _sums(q, k, v, bias, *, mask, lengths, m):
         blocks["bias"] = _blocks(bias, -1, size)
 
     def add_block(sums, start, block):
-        _, visible, _ = _seen(start, size, n, mask, None, lengths)
+        first, visible, _ = _seen(start, size, n, mask, None, lengths)
         added = block.get("bias", bias)
         if added is not None:
             visible = _both(visible, added > -jnp.inf)
         keys, values = block["k"].astype(q.dtype), block["v"].astype(q.dtype)
+        keys, values = (_real(x, first, lengths) for x in (keys, values))
         s = _limit(products.matrix_scores(small, keys) * half * half, visible, added)
         p = jnp.exp(s - m)
         return jax.tree.map(jnp.add, sums, products.matrix_sums(p, values))
