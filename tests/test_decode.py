@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracles import dense_attention, dense_gradients, dense_weights
 
@@ -95,6 +95,18 @@ def test_values_and_gradients(name, shape, kv_len):
                 np.testing.assert_allclose(got, expected, atol=1e-11)
 
     check()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("name", ["allreduce", "butterfly", "ring"])
+def test_a_mesh_with_explicit_axes(name, sharded):
+    """As `jax.make_mesh` makes them from JAX 0.9 on."""
+    mesh = jax.make_mesh((4,), ("kv",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    rng = np.random.default_rng(0)
+    q, (k, v) = rng.normal(size=(1, 1, 4, 8)), rng.normal(size=(2, 1, 40, 2, 8))
+    cache = jax.device_put((k, v), NamedSharding(mesh, P(None, "kv") if sharded else P()))
+    out = DECODERS[name](q, *cache, mesh=mesh, axis="kv")
+    np.testing.assert_allclose(out, dense_attention(q, k, v), atol=1e-12)
 
 
 @pytest.mark.parametrize("method", ["reduce_scatter", "all_to_all", "hierarchical"])
@@ -475,7 +487,7 @@ def test_a_cpu_mesh_on_a_host_with_gpus_does_without_flash(flash, monkeypatch):
     specs = {"in_specs": (P(), P(None, "kv")), "out_specs": P()}
     f = jax.jit(jax.shard_map(own, mesh=mesh, **specs))
     np.testing.assert_allclose(f(q, k), 1)
-    abstract = AbstractMesh((2,), ("kv",))
+    abstract = AbstractMesh((2,), ("kv",), axis_types=(AxisType.Auto,))
     traced = jax.jit(jax.shard_map(own, mesh=abstract, **specs)).trace(q, k)
     assert "custom_call @flash_mha_fwd" in traced.lower(lowering_platforms=("cuda",)).as_text()
 

@@ -8,7 +8,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from treeattn.idea.arrays import varying_like
@@ -62,14 +62,27 @@ def over_shards(body, mesh, axes, in_specs, out_specs=REPLICATED, *, check: bool
     """
     if mesh is None:
         return lambda *arguments: body(0, *arguments)
-    return jax.shard_map(
+    # Explicit axes, as jax.make_mesh makes them from JAX 0.9 on, refuse whatever lies otherwise.
+    mapped = jax.shard_map(
         lambda *arguments: body(jax.lax.axis_index(axes), *arguments),
-        mesh=mesh,
+        mesh=mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names)),
         in_specs=in_specs,
         out_specs=out_specs,
         axis_names=frozenset(axes),
         check_vma=check,
     )
+
+    def place(spec, tree):
+        return jax.tree.map(lambda x: _explicitly(x, spec), tree)
+
+    return lambda *arguments: mapped(*jax.tree.map(place, in_specs, arguments))
+
+
+def _explicitly(x, spec: P):
+    """`x` sharded as `spec` says, if its type says how it is sharded."""
+    mesh = jax.typeof(x).sharding.mesh
+    explicit = AxisType.Explicit in mesh.axis_types
+    return jax.reshard(x, NamedSharding(mesh, spec)) if explicit else x
 
 
 def deal(inputs: Inputs, mesh, axes) -> tuple[Inputs, Inputs]:
