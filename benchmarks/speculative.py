@@ -47,9 +47,16 @@ from treeattn.trees.token_tree import TokenTree
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "speculative.json"
-PARTS = {"counts": 5.0, "times": 4.5, "packed": 0.5, "devices": 2.0}  # minutes on two quiet cores
+PARTS = {
+    "counts": 4.5,
+    "times": 4.5,
+    "steps": 0.5,
+    "packed": 0.5,
+    "devices": 2.0,
+}  # minutes on two quiet cores
 KINDS = ("chat", "code", "editing", "structured")
 BUDGET, CAPACITY = 16, 320  # one capacity for all prompts: nothing is compiled twice
+DEPTHS = (1, 2, 4, 8, 12)
 
 
 def prompts(model: Llama, quick: bool) -> list[dict]:
@@ -220,7 +227,22 @@ def times(model: Llama, options) -> list[dict]:
         yield rows
 
 
-# Packed against unpacked
+# Steps by size, and packed beams against unpacked ones
+
+
+def steps(model: Llama, options) -> dict[str, float]:
+    """Milliseconds of a call on 1, 4, … tokens after 256, the keys written; medians, in turn."""
+    after = (np.arange(256) % 1000 + 100).tolist()
+    _, cache = model.prefill([after], model.new_cache(1, CAPACITY))
+    length, milliseconds = cache.lengths, {n: [] for n in (1, 4, 8, 16, 32, 64)}
+    for i in tqdm(range(5 * options.rounds + 1), unit="round", desc="steps"):
+        for n, times in milliseconds.items():
+            tokens, began = np.arange(1, n + 1)[None], time.perf_counter()
+            logits, cache = model.step(tokens, cache)
+            jax.block_until_ready(logits)
+            times += [1000 * (time.perf_counter() - began)] if i else []  # the first compiles
+            cache = cache._replace(lengths=length)
+    yield {str(n): round(statistics.median(times), 1) for n, times in milliseconds.items()}
 
 
 def searched_beam(model: Llama, prompt: list[int], rows: int, width: int):
@@ -340,13 +362,14 @@ def counts_text(rows: list[dict]) -> str:
     saved = []
     for d in drafts:
         mine = [r for r in rows if r["draft"] == d]
-        steps, nodes, before = (sum(r[x] for r in mine) for x in ("steps", "verified", "unpacked"))
-        depths = [[sum(r["by_depth"][i][j] for r in mine if len(r["by_depth"]) > i) for j in (0, 1)]
-                  for i in (0, 1, 3, 7, 11) if any(len(r["by_depth"]) > i for r in mine)]  # fmt: skip
-        rates = [f"{a / n:.2f}" for n, a in depths]
-        saved.append([d, f"{before / steps:.1f}", f"{nodes / steps:.1f}", *rates,
-                      *["–"] * (5 - len(rates))])  # fmt: skip
-    head = ["draft", "tokens before packing", "after", *(f"depth {d}" for d in (1, 2, 4, 8, 12))]
+        calls, nodes, before = (sum(r[x] for r in mine) for x in ("steps", "verified", "unpacked"))
+        rates = []
+        for depth in DEPTHS:
+            deep = [r["by_depth"][depth - 1] for r in mine if len(r["by_depth"]) >= depth]
+            reached, taken = (sum(x) for x in zip(*deep, strict=True)) if deep else (0, 0)
+            rates.append(f"{taken / reached:.2f}" if reached else "–")
+        saved.append([d, f"{before / calls:.1f}", f"{nodes / calls:.1f}", *rates])
+    head = ["draft", "tokens before packing", "after", *(f"depth {d}" for d in DEPTHS)]
     return (
         f"## Tokens a step\n\nOver all steps, {BUDGET} tokens a call at most (“longest suffix, 4 "
         "of 8”: 33). A dash: not run.\n\n" + table(["kind", "prompt", *drafts], lines)
@@ -368,6 +391,11 @@ def times_text(rows: list[dict], title: str) -> str:
     return f"## {title}\n\n" + table(head, lines) + f"\n\nMeans of the ratios: {total}."
 
 
+def steps_text(steps: dict[str, float]) -> str:
+    lines = [[n, ms, f"{ms / steps['1']:.2f}"] for n, ms in steps.items()]
+    return "## A call of the model, after 256 tokens\n\n" + table(["tokens", "ms", "of one"], lines)
+
+
 def packed_text(rows: list[dict]) -> str:
     lines = [[r["kind"], r["name"], r["nodes"], r["unpacked_ms"], r["packed_ms"], spread_text(r)]
              for r in rows]  # fmt: skip
@@ -379,6 +407,7 @@ def write(results: dict) -> None:
     texts = {
         "counts": counts_text,
         "times": lambda rows: times_text(rows, "Time after prefill, against plain decoding"),
+        "steps": steps_text,
         "packed": packed_text,
         "devices": lambda rows: times_text(rows, "The same over 8 simulated devices"),
     }
@@ -438,9 +467,7 @@ def main() -> None:
         f"{jax.default_backend()}, jax {version('jax')}, {options.tokens} new tokens"
     )
     for part in wanted:
-        for rows in {"counts": counts, "times": times, "packed": packed, "devices": devices}[part](
-            model, options
-        ):
+        for rows in globals()[part](model, options):
             results[part] = rows
             write(results)
     return None

@@ -36,8 +36,11 @@ STYLES = ((BLUE, "o"), (SKY, "s"), (ORANGE, "^"), (GREEN, "D"), (PURPLE, "v"), (
 KINDS = ("chat", "code", "editing", "structured")
 
 
-def _tree(axes, parents, labels, accepted, width=0.86, fontsize=8.5) -> None:
-    """A token tree; accepted nodes have a tick and a thick frame, their edges are thick."""
+def _tree(axes, parents, labels, accepted=(), own=None, width=0.86, fontsize=8.5) -> None:
+    """A token tree; accepted nodes have a tick and a thick frame, their edges are thick.
+
+    own: the node that is the model's own token, which was no candidate.
+    """
     place = tree_layout(parents)
     for node, parent in enumerate(parents):
         if parent >= 0:
@@ -47,14 +50,16 @@ def _tree(axes, parents, labels, accepted, width=0.86, fontsize=8.5) -> None:
             axes.plot([x0 + width / 2, middle, middle, right], [y0, y0, y1, y1], **line)
     for node, ((x, y), label) in enumerate(zip(place, labels, strict=True)):
         if node in accepted:
-            draw_cell(axes, x, y, f"✓ {label}", GREEN, width=width, fontsize=fontsize,
-                      fontweight="bold")  # fmt: skip
-            axes.patches[-1].set(linewidth=2.4, edgecolor=INK)
+            text = label if node == own else f"✓ {label}"
+            draw_cell(axes, x, y, text, GREEN, width=width, fontsize=fontsize, fontweight="bold")
+            axes.patches[-1].set(
+                linewidth=2.4, edgecolor=INK, linestyle=":" if node == own else "-"
+            )
         else:
-            draw_cell(axes, x, y, label, width=width, fontsize=fontsize, color=None)
-            axes.patches[-1].set(linestyle="--")
+            draw_cell(axes, x, y, label, width=width, fontsize=fontsize)
+            axes.patches[-1].set(linestyle="--" if len(accepted) else "-")
     deepest, lowest = place.max(axis=0)
-    bare(axes, (-0.5, deepest + 0.5), (-0.6, lowest + 0.6))
+    bare(axes, (-0.6, deepest + 0.6), (-0.6, lowest + 0.6))
 
 
 def accepted_tree(
@@ -73,11 +78,10 @@ def accepted_tree(
     figure, axes = new_figure(
         min(1.2 + 1.12 * (1 + place[:, 0].max()), 10), 0.75 + 0.36 * (1 + place[:, 1].max())
     )
-    _tree(axes, parents, labels, accepted)
+    _tree(axes, parents, labels, accepted, len(labels) - 1 if own else None)
     if own:
         x, y = place[-1]
-        axes.text(x, y + 0.62, "the model's own", ha="center", fontsize=7.5, color=INK)
-        axes.patches[-1].set(linestyle=":")
+        axes.text(x, y + 0.58, "the model's own", ha="center", fontsize=7.5, color=INK)
     new = len(accepted) - 1
     headline(axes, f"One call of the model: {new} new tokens")
     return figure
@@ -133,11 +137,12 @@ def loop(rows=MARS, said=SAID) -> Figure:
     tokens = [words[t] for t in packed.packed_beam[0]]
     parents = [int(np.flatnonzero(row[:i])[-1]) if row[:i].any() else -1
                for i, row in enumerate(packed.attention_mask[0])]  # fmt: skip
-    figure, axes = new_figure(10, 5.6, nrows=2, ncols=3, width_ratios=[1, 1.15, 1])
+    figure, axes = new_figure(10, 5.4, nrows=2, ncols=3, width_ratios=[1, 1.2, 1])
+    figure.get_layout_engine().set(wspace=0.07, hspace=0.08)
     draft, tree, verify, accept, back, after = axes.ravel()
     _grid(draft, rows)
     headline(draft, "1  Draft: a beam of candidates")
-    _tree(tree, parents, tokens, (), width=0.9, fontsize=8)
+    _tree(tree, parents, tokens, width=0.9, fontsize=8)
     headline(tree, "2  Pack: each prefix once, a tree")
     _verify(verify, tokens)
     headline(verify, "3  Verify: one call, two states")
@@ -149,11 +154,12 @@ def loop(rows=MARS, said=SAID) -> Figure:
     headline(back, "5  Accept: the path the model goes")
     _context(accept, [tokens[0], *new])
     headline(accept, f"The text: {len(new)} tokens longer")
-    for a, b in ((draft, tree), (tree, verify), (after, back), (back, accept)):
-        x = (1, 0) if axes.ravel().tolist().index(a) < 3 else (0, 1)
-        _arrow(figure, a, (x[0], 0.5), b, (x[1], 0.5))
-    _arrow(figure, verify, (0.5, 0), after, (0.5, 1.16))
-    _arrow(figure, accept, (0.5, 1.16), draft, (0.5, 0))
+    for a, b, start, end in (
+        (draft, tree, 1, 0), (tree, verify, 1, 0), (after, back, 0, 1), (back, accept, 0, 1)
+    ):  # fmt: skip
+        _arrow(figure, a, (start, 0.5), b, (end, 0.5))
+    _arrow(figure, verify, (0.97, 0.06), after, (0.97, 1.0))
+    _arrow(figure, accept, (0.9, 0.75), draft, (0.9, 0.0))
     return figure
 
 
@@ -183,7 +189,9 @@ def _walk(parents, tokens, said) -> tuple[list[int], list[str]]:
     """The nodes on the accepted path, and the new tokens: theirs, and the model's own at its end."""
     path = [0]
     while True:
-        follow = [i for i, up in enumerate(parents) if up == path[-1] and tokens[i] == said[path[-1]]]
+        follow = [
+            i for i, up in enumerate(parents) if up == path[-1] and tokens[i] == said[path[-1]]
+        ]
         if not follow:
             return path, [said[node] for node in path]
         path.append(follow[0])
@@ -202,9 +210,20 @@ def _context(axes, words) -> None:
 
 def _arrow(figure, a, start, b, end) -> None:
     figure.add_artist(
-        ConnectionPatch(start, end, "axes fraction", "axes fraction", axesA=a, axesB=b,
-                        arrowstyle="-|>", mutation_scale=16, lw=1.6, color=INK,
-                        shrinkA=2, shrinkB=2)  # fmt: skip
+        ConnectionPatch(
+            start,
+            end,
+            "axes fraction",
+            "axes fraction",
+            axesA=a,
+            axesB=b,
+            arrowstyle="-|>",
+            mutation_scale=16,
+            lw=1.6,
+            color=INK,
+            shrinkA=2,
+            shrinkB=2,
+        )  # fmt: skip
     )
 
 
@@ -310,7 +329,9 @@ def acceptance_by_depth(results: Mapping | None = None, least: int = 20) -> Figu
     """
     rows = _results(results)["counts"]
     figure, ax = new_figure(7.6, 3.9)
-    for draft, (color, marker) in zip(dict.fromkeys(r["draft"] for r in rows), STYLES, strict=False):
+    for draft, (color, marker) in zip(
+        dict.fromkeys(r["draft"] for r in rows), STYLES, strict=False
+    ):
         counts = [r["by_depth"] for r in rows if r["draft"] == draft]
         deepest = max(map(len, counts))
         reached, taken = np.array(
@@ -346,7 +367,9 @@ def speedups(results: Mapping | None = None) -> Figure:
     ax.set_yticks(range(len(rows)), [f"{r['kind']}: {r['name']}" for r in rows], fontsize=8.5)
     ax.invert_yaxis()
     ax.set(xscale="log", xlabel="times plain decoding's speed, after prefill")
-    ticks = [t for t in (0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8) if t < 1.4 * max(r["speedup"] for r in rows)]
+    ticks = [
+        t for t in (0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8) if t < 1.4 * max(r["speedup"] for r in rows)
+    ]
     ax.set_xticks(ticks, ticks)
     ax.minorticks_off()
     ax.set_xlim(min(0.7, *(r["spread"][0] for r in rows)) * 0.95,
