@@ -186,7 +186,7 @@ def _verify(axes, tokens) -> None:
 
 
 def _walk(parents, tokens, said) -> tuple[list[int], list[str]]:
-    """The nodes on the accepted path, and the new tokens: theirs, and the model's own at its end."""
+    """The nodes on the accepted path, and the new tokens: the model's own comes last."""
     path = [0]
     while True:
         follow = [
@@ -223,7 +223,7 @@ def _arrow(figure, a, start, b, end) -> None:
             color=INK,
             shrinkA=2,
             shrinkB=2,
-        )  # fmt: skip
+        )
     )
 
 
