@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import treeattn
-from treeattn.cost.program import collectives, memory, total_bytes
+from treeattn.cost.program import collectives, memory, sent_bytes, total_bytes
 
 RESULTS = Path(__file__).parent / "results"
 HEADS, KV_HEADS, DIM = 16, 4, 128
@@ -54,6 +54,10 @@ CONTESTANTS = {
     "tree, allreduce": treeattn.tree_decode,
     "tree, butterfly": functools.partial(treeattn.tree_decode, method="butterfly"),
     "tree, gather": functools.partial(treeattn.tree_decode, method="gather"),
+    "reduce-scatter": functools.partial(
+        treeattn.tree_decode, method="reduce_scatter", scatter=True
+    ),
+    "all-to-all": functools.partial(treeattn.tree_decode, method="all_to_all", scatter=True),
     "pass-Q": treeattn.pass_q_decode,
     "ring": treeattn.ring_decode,
     "gather the cache": gather_decode,
@@ -101,7 +105,7 @@ def torch_tree(address: str, processes: int, rank: int):
 
 
 def measure(mesh, kv_len: int, rounds: int, others: dict | None = None) -> list[dict]:
-    """A row a contestant: milliseconds, bytes a device sends, bytes a device holds.
+    """A row a contestant: milliseconds, and the bytes that a device puts in, sends and holds.
 
     others: name -> a call without arguments, timed in turn with ours.
     """
@@ -112,12 +116,14 @@ def measure(mesh, kv_len: int, rounds: int, others: dict | None = None) -> list[
         program = program.compile()
         held = memory(program).total_bytes
         row = {"name": name, "p": p, "keys": kv_len, "ms": None, "held": held}
-        row["sent"] = total_bytes(collectives(program))
+        found = collectives(program)
+        row["put in"], row["sent"] = total_bytes(found), sent_bytes(found)
         rows.append(row)
         if held * p <= BUDGET:
             calls[name] = functools.partial(program, *arguments)
     for name, call in (others or {}).items():
-        rows.append({"name": name, "p": p, "keys": kv_len, "ms": None, "held": None, "sent": None})
+        sizes = dict.fromkeys(("held", "put in", "sent"))
+        rows.append({"name": name, "p": p, "keys": kv_len, "ms": None} | sizes)
         calls[name] = call
     times = {name: [] for name in calls}
     for _ in range(rounds):
@@ -136,8 +142,8 @@ def measure(mesh, kv_len: int, rounds: int, others: dict | None = None) -> list[
 
 def table(rows: list[dict]) -> list[str]:
     """Markdown: a line a measurement, its time also relative to the tree by Allreduce."""
-    lines = ["| p | keys | method | ms | × tree | sent by a device | held by a device |"]
-    lines.append("|---" * 7 + "|")
+    lines = ["| p | keys | method | ms | × tree | put in | sent by a device | held by a device |"]
+    lines.append("|---" * 8 + "|")
     for row in rows:
         same = (r for r in rows if (r["p"], r["keys"]) == (row["p"], row["keys"]))
         tree = next(same)["ms"]
@@ -145,9 +151,10 @@ def table(rows: list[dict]) -> list[str]:
             times = "not run: too large", "–"
         else:
             times = f"{row['ms']:.1f}", f"{row['ms'] / tree:.1f}"
-        sizes = "–", "–"
+        sizes = ("–",) * 3
         if row["sent"] is not None:
-            sizes = f"{row['sent']:,} B", f"{row['held'] / 2**20:.1f} MiB"
+            held = f"{row['held'] / 2**20:.1f} MiB"
+            sizes = f"{row['put in']:,} B", f"{row['sent']:,} B", held
         cells = (str(row["p"]), f"{row['keys'] // 1024}k", row["name"], *times, *sizes)
         lines.append("| " + " | ".join(cells) + " |")
     return lines
@@ -157,8 +164,8 @@ def report(rows: list[dict], where: str, file: str | None) -> None:
     """Print the table, and write it into benchmarks/results."""
     lines = [
         f"One query, {HEADS} heads of {DIM} over {KV_HEADS} key heads, float32; medians in turn on "
-        f"{where}. Sent: what a device hands to collectives. Held: its arguments and temporaries. "
-        f"{machine()}.",
+        f"{where}. Put in: what a device hands to collectives; sent: what it must send at least. "
+        f"Held: its arguments and temporaries. {machine()}.",
         "",
         *table(rows),
     ]

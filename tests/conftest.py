@@ -24,6 +24,29 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("treeattn")
 
 
+# Files, and tests of any file, that take seconds each: `make test-fast` goes without them.
+SLOW = {
+    "test_cluster.py",
+    "test_llama.py",
+    "test_llama_text.py",
+    "test_readme.py",
+    "test_wheel.py",
+    "test_a_long_prompt_in_pieces",
+    "test_eight_devices_and_a_cache_agree_with_transformers",
+    "test_every_attention_agrees_with_the_full_pass",
+    "test_other_meshes",
+    "test_prefill_of_several_lengths",
+    "test_prefill_values_and_gradients",
+    "test_values_and_gradients",
+}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if {item.path.name, getattr(item, "originalname", None)} & SLOW:
+            item.add_marker("slow")
+
+
 def pytest_sessionfinish():
     """Leave what was compiled to the end of the process.
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conftest import SLOW
 
 import treeattn
 
@@ -138,7 +139,7 @@ def test_files_and_rooms_stay_small():
         for name, text in sources().items()
         if not name.startswith("figures.")
     }
-    assert {name: n for name, n in lines.items() if n > 260} == {}
+    assert {name: n for name, n in lines.items() if n > 300} == {}
     assert sum(n for name, n in lines.items() if name.split(".")[0] in CORE) <= 2_800
     assert sum(lines.values()) <= 8_000
 
@@ -164,6 +165,12 @@ def test_every_public_name_is_there_and_listed():
     assert treeattn.energy is importlib.import_module("treeattn.idea.energy").energy
     with pytest.raises(AttributeError, match="no attribute 'flash_attention'"):
         _ = treeattn.flash_attention
+
+
+def test_the_slow_tests_that_are_named_exist():
+    texts = {file.name: file.read_text("utf-8") for file in Path(__file__).parent.glob("*.py")}
+    for name in SLOW:
+        assert name in texts or any(f"def {name}(" in text for text in texts.values()), name
 
 
 def run(code: str) -> str:

@@ -607,7 +607,7 @@ def chain_of_outputs(states):
     return from_output(*jax.lax.scan(add, start, jax.tree.map(lambda x: x[1:], states))[0])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16"])
 def test_rounding_by_order_and_dtype(dtype):
     """64 states in a dtype: a tree and a scan stay within 3 ε; a chain does not do so well."""
     rng = np.random.default_rng(0)
