@@ -83,18 +83,14 @@ def accepted_tree(
         x, y = place[-1]
         axes.text(x, y + 0.58, "the model's own", ha="center", fontsize=7.5, color=INK)
     new = len(accepted) - 1
-    headline(axes, f"One call of the model: {new} new tokens")
+    headline(axes, f"One call of the model, {new} new token{'s' * (new > 1)}")
     return figure
 
 
-PROMPT = """def area(width, height):
-    return width * height
-
-def volume(width, height, depth):
-    return width * height * depth
-
-def perimeter(width, height):
-    return"""
+PROMPT = """{"name": "Alice", "city": "Paris", "age": 34}
+{"name": "Bob", "city": "Rome", "age": 27}
+{"name": "Carol", "city": "Paris", "age": 45}
+{"name": "Dave","""
 
 
 def one_step() -> Figure:
@@ -104,7 +100,7 @@ def one_step() -> Figure:
     first, cache = model.prefill([ids], model.new_cache(1, 128))
     certain = int(np.asarray(first).argmax())
     draft.observe([[*ids, certain]])
-    tree, _ = draft.propose(12)
+    tree, _ = draft.propose(14)
     tokens = np.concatenate([[[certain]], tree.tokens], axis=1).astype(np.int32)
     parents = np.concatenate([[[-1]], tree.parents + 1], axis=1).astype(np.int32)
     packed = pack_tree(tree._replace(tokens=tokens, parents=parents, sizes=tree.sizes + 1))
