@@ -81,7 +81,7 @@ def accepted_tree(
     _tree(axes, parents, labels, accepted, len(labels) - 1 if own else None)
     if own:
         x, y = place[-1]
-        axes.text(x, y + 0.58, "the model's own", ha="center", fontsize=7.5, color=INK)
+        axes.text(x + 0.5, y, "the model's own", va="center", fontsize=8, color=INK)
     new = len(accepted) - 1
     headline(axes, f"One call of the model, {new} new token{'s' * (new > 1)}")
     return figure
@@ -119,6 +119,7 @@ def one_step() -> Figure:
         path.append(next(i for i, (t, up) in enumerate(zip(tokens[0], parents[0], strict=True))
                          if up == path[-1] and t == token))  # fmt: skip
     words = [repr(model.tokenizer.decode([t]))[1:-1] for t in [*tokens[0].tolist(), new[-1]]]
+    words = [word if word.strip() else "␣" for word in words]
     return accepted_tree(parents[0].tolist(), words[:-1], path, words[-1])
 
 
