@@ -76,7 +76,7 @@ def accepted_tree(
         accepted = [*accepted, len(labels) - 1]
     place = tree_layout(parents)
     figure, axes = new_figure(
-        min(1.2 + 1.12 * (1 + place[:, 0].max()), 10), 0.75 + 0.36 * (1 + place[:, 1].max())
+        min(1.2 + 1.12 * (1 + place[:, 0].max()), 10.0), 0.75 + 0.36 * (1 + place[:, 1].max())
     )
     _tree(axes, parents, labels, accepted, len(labels) - 1 if own else None)
     if own:
@@ -134,7 +134,7 @@ def loop(rows=MARS, said=SAID) -> Figure:
     tokens = [words[t] for t in packed.packed_beam[0]]
     parents = [int(np.flatnonzero(row[:i])[-1]) if row[:i].any() else -1
                for i, row in enumerate(packed.attention_mask[0])]  # fmt: skip
-    figure, axes = new_figure(10, 5.4, nrows=2, ncols=3, width_ratios=[1, 1.2, 1])
+    figure, axes = new_figure(10.0, 5.4, nrows=2, ncols=3, width_ratios=[1, 1.2, 1])
     figure.get_layout_engine().set(wspace=0.07, hspace=0.08)
     draft, tree, verify, accept, back, after = axes.ravel()
     _grid(draft, rows)
@@ -299,7 +299,7 @@ def tokens_a_step(results: Mapping | None = None) -> Figure:
     """
     rows = _results(results)["counts"]
     drafts, kinds = list(dict.fromkeys(r["draft"] for r in rows)), _kinds(rows)
-    figure, axes = new_figure(10, 0.9 + 0.33 * len(drafts), ncols=len(kinds), sharey=True)
+    figure, axes = new_figure(10.0, 0.9 + 0.33 * len(drafts), ncols=len(kinds), sharey=True)
     for ax, kind in zip(np.atleast_1d(axes), kinds, strict=True):
         for i, draft in enumerate(drafts):
             mine = [r["tokens_a_step"] for r in rows if (r["kind"], r["draft"]) == (kind, draft)]
@@ -338,7 +338,7 @@ def acceptance_by_depth(results: Mapping | None = None, least: int = 20) -> Figu
         ax.plot(np.arange(1, deepest + 1)[kept], (taken / np.maximum(reached, 1))[kept],
                 marker=marker, color=color, ms=5, lw=1.4, label=draft)  # fmt: skip
     ax.set(xlabel="depth d of a candidate", ylabel="accepted to that depth", ylim=(0, 1))
-    ax.set_title("What is found deep is seldom wrong, where anything is found")
+    ax.set_title("How far candidates carry")
     figure.legend(*ax.get_legend_handles_labels(), loc="outside right upper", fontsize=9)
     return figure
 
@@ -371,7 +371,7 @@ def speedups(results: Mapping | None = None) -> Figure:
     ax.minorticks_off()
     ax.set_xlim(min(0.7, *(r["spread"][0] for r in rows)) * 0.95,
                 1.35 * max(r["spread"][1] for r in rows))  # fmt: skip
-    ax.set_title("Faster where texts repeat themselves, and seldom slower")
+    ax.set_title("Guessing pays where texts repeat themselves")
     return figure
 
 
