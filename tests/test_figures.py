@@ -61,11 +61,17 @@ def test_figures_of_speculation_show_what_was_measured():
 
 def test_a_roofline_bends_where_products_take_longer_than_reading():
     times = speculation.step_seconds(
-        [1, 4, 8], 1, parameters=10, weight_bytes=40, cache_bytes=10, peak=10, bandwidth=10
+        [1, 4, 8],
+        1,
+        parameters=10.0,
+        weight_bytes=40.0,
+        cache_bytes=10.0,
+        peak=10.0,
+        bandwidth=10.0,
     )
     np.testing.assert_allclose(times, [5, 8, 16])
     four = speculation.step_seconds(
-        1, 4, parameters=10, weight_bytes=40, cache_bytes=10, peak=10, bandwidth=10
+        1, 4, parameters=10.0, weight_bytes=40.0, cache_bytes=10.0, peak=10.0, bandwidth=10.0
     )
     assert four == 8
 
