@@ -20,7 +20,7 @@ from treeattn.llama.speculation import (
     draft_candidate_tokens,
     first_layers,
 )
-from treeattn.llama.speculation.candidates import best_nodes
+from treeattn.llama.speculation.candidates import ranked
 from treeattn.llama.speculation.lookup import SuffixTree
 
 SMALL = Path(__file__).parent / "data" / "llamas" / "llama3"
@@ -90,8 +90,9 @@ def test_the_most_probable_nodes_of_a_tree(seed):
     beam, log = draft_candidate_tokens(Proposing(tree, scores), budget=20)
     again = candidates(Proposing(beam, log), budget=20)
     assert all(a == pytest.approx(b) for a, b in zip(again, whole, strict=True))
-    ordered, log = best_nodes((tree, scores), 20, None)
-    assert paths_of(ordered, log) == [pytest.approx(paths) for paths in whole]
+    chances = ranked(beam, log)[1]
+    for found, want in zip(chances, whole, strict=True):
+        assert found[: len(want)] == pytest.approx(np.exp(sorted(want.values(), reverse=True)))
 
 
 def test_a_certain_token_comes_first():
@@ -114,7 +115,7 @@ def test_bad_arguments(unchecked):
     draft = Proposing(tree, scores)
     with pytest.raises(ValueError, match=r"certain: expected shape \(2,\), one a text, got \(3,\)"):
         draft_candidate_tokens(draft, certain=np.zeros(3, int))
-    with pytest.raises(ValueError, match="tree: expected tokens from 0 to 9, got 10"):
+    with pytest.raises(ValueError, match="beam: expected tokens from 0 to 9, got 10"):
         draft_candidate_tokens(draft, vocabulary=10)
     with pytest.raises(TypeError, match="scores: expected a floating-point array"):
         draft_candidate_tokens(Proposing(tree, np.zeros((2, 5), int)))

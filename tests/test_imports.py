@@ -24,6 +24,7 @@ BELOW = {
     "devices": ("idea", "kernel"),
     "trees": ("idea.arrays",),
     "cost": (),
+    "conformance": (),
     "llama": ("idea", "kernel", "devices", "trees", "extras"),
     "figures": ("idea", "kernel", "devices", "trees", "cost", "llama", "extras"),
     "__init__": ("idea", "kernel", "devices", "trees", "llama"),
@@ -133,13 +134,17 @@ def test_a_planted_circle_is_found(line):
 
 
 def test_files_and_rooms_stay_small():
-    """Figures apart: they are many short pieces, read one at a time."""
+    """Figures apart: they are many short pieces, read one at a time.
+
+    The conformance suite is longer, for it is one file, to be copied.
+    """
     lines = {
         name: text.count("\n")
         for name, text in sources().items()
         if not name.startswith("figures.")
     }
-    assert {name: n for name, n in lines.items() if n > 300} == {}
+    most = {"conformance": 330}  # vectors and mistakes, of one piece for whoever copies it
+    assert {name: n for name, n in lines.items() if n > most.get(name, 300)} == {}
     assert sum(n for name, n in lines.items() if name.split(".")[0] in CORE) <= 2_800
     assert sum(lines.values()) <= 8_000
 

@@ -103,7 +103,7 @@ PROGRAMS = [("chain", "float32"), ("scan", "float64"), ("right to left", "float6
 PROGRAMS += [("tree of 2", "float32"), ("tree of 3", "float64")]
 
 
-@settings(max_examples=1000)
+@settings(max_examples=500)
 @given(
     s=st.lists(SCORES, min_size=N, max_size=N),
     parts=st.lists(st.integers(0, PARTS - 1), min_size=N, max_size=N),

@@ -52,7 +52,16 @@ def accept_candidate_tokens(
     Raises ValueError when shapes do not fit, a score is NaN or above 0, a finite one follows −∞, or
     a verified one is not finite.
     """
-    beam, lengths, verified = _checked(beam, scores, verified_beam, verified_scores)
+    beam, scores = checked_beam(beam, scores)
+    check_integers(verified_beam=verified_beam)
+    if verified_beam.shape != beam.shape:
+        raise ValueError(
+            f"verified_beam: expected beam's shape {beam.shape}, got {verified_beam.shape}"
+        )
+    verified_scores = checked_scores("verified_scores", verified_scores, beam.shape)
+    if not np.isfinite(verified_scores[scores > -np.inf]).all():
+        raise ValueError("verified_scores: expected finite ones, got −∞ at a candidate's token")
+    lengths, verified = candidate_lengths(scores), np.asarray(verified_beam)
     if next_token is not None:  # a column of its own, which is certain
         check_integers(next_token=next_token)
         if next_token.shape != beam.shape[:1]:
@@ -67,22 +76,6 @@ def accept_candidate_tokens(
         judge = lambda m, c, _, b=b: verified[b, m, c]  # noqa: E731
         tokens.append(descend(beam[b], lengths[b], judge)[2])
     return tokens
-
-
-def _checked(beam, scores, verified_beam, verified_scores):
-    check_integers(beam=beam, verified_beam=verified_beam)
-    if beam.ndim != 3 or verified_beam.shape != beam.shape:
-        raise ValueError(
-            f"verified_beam: expected beam's shape (batch, M, C) = {beam.shape}, got "
-            f"{verified_beam.shape}"
-        )
-    beam, scores = checked_beam(beam, scores)
-    verified_scores = checked_scores("verified_scores", verified_scores, beam.shape)
-    lengths = candidate_lengths(scores)
-    real = np.arange(beam.shape[2]) < lengths[..., None]
-    if not np.isfinite(verified_scores[real]).all():
-        raise ValueError("verified_scores: expected finite ones, got −∞ at a candidate's token")
-    return beam, lengths, np.asarray(verified_beam)
 
 
 def descend(

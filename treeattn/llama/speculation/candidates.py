@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int, Integer
 
 from treeattn.idea.arrays import Array, check_floating, check_integers
 from treeattn.trees.beam import PackedBeam, pack, unpack
-from treeattn.trees.token_tree import TokenTree, beam_from_tree, pack_tree, tree_from_beam
+from treeattn.trees.token_tree import TokenTree, beam_from_tree, pack_tree
 
 Texts = Sequence[Sequence[int]]
 
@@ -86,10 +86,9 @@ def draft_candidate_tokens(
     scores that are NaN or above 0.
     """
     found = draft.propose(budget)
-    if isinstance(found, Drawn):  # leaving out any of these would change how they are distributed
-        beam, scores = checked_beam(found.beam, found.scores, vocabulary)
-    else:
-        beam, scores = beam_of(*best_nodes(found, budget, vocabulary))
+    beam, scores = proposed(found, vocabulary)
+    if not isinstance(found, Drawn):  # leaving out some would change how they are distributed
+        scores = np.where(ranked(beam, scores)[0] < budget, scores, -np.inf)
     return (beam, scores) if certain is None else after_certain(beam, scores, certain)
 
 
@@ -110,17 +109,6 @@ def checked_scores(name: str, scores, shape: tuple[int, ...]) -> np.ndarray:
     return np.minimum(scores, 0)
 
 
-def checked_tokens(name: str, tokens, real, vocabulary: int | None) -> np.ndarray:
-    """The tokens as NumPy's, or the error that says what is wrong with them."""
-    check_integers(**{name: tokens})
-    tokens = np.asarray(tokens)
-    wrong = real & ((tokens < 0) | (tokens >= (np.inf if vocabulary is None else vocabulary)))
-    if wrong.any():
-        limit = "" if vocabulary is None else f" to {vocabulary - 1}"
-        raise ValueError(f"{name}: expected tokens from 0{limit}, got {tokens[wrong][0]}")
-    return tokens
-
-
 def checked_beam(beam, scores, vocabulary: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """A beam's tokens and scores, or the error that says what is wrong with them."""
     check_integers(beam=beam)
@@ -131,55 +119,41 @@ def checked_beam(beam, scores, vocabulary: int | None = None) -> tuple[np.ndarra
     real = np.arange(beam.shape[2]) < lengths[..., None]
     if (scores > -np.inf)[~real].any():
         raise ValueError("scores: −∞ ends a candidate, but a finite score follows it")
-    return checked_tokens("beam", beam, real, vocabulary), scores
+    beam = np.asarray(beam)
+    wrong = real & ((beam < 0) | (beam >= (np.inf if vocabulary is None else vocabulary)))
+    if wrong.any():
+        limit = "" if vocabulary is None else f" to {vocabulary - 1}"
+        raise ValueError(f"beam: expected tokens from 0{limit}, got {beam[wrong][0]}")
+    return beam, scores
 
 
-def best_nodes(found, budget: int, vocabulary: int | None) -> tuple[TokenTree, np.ndarray]:
-    """(tree, scores (B, L)) of a proposal: its `budget` most probable nodes, best first.
+def proposed(found, vocabulary: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """(beam, scores), both (B, M, C), of what `Draft.propose` returned, checked."""
+    beam, scores = found[:2]
+    if isinstance(beam, TokenTree):  # a candidate for each leaf
+        tree, node_scores = beam, checked_scores("scores", scores, beam.tokens.shape)
+        beam, lengths = beam_from_tree(tree)
+        scores = unpack(node_scores, pack_tree(tree).unpack_map)
+        scores = np.where(np.arange(beam.shape[2]) < lengths[..., None], scores, -np.inf)
+        scores = np.where(np.cumsum(scores, axis=2) > -np.inf, scores, -np.inf)
+    return checked_beam(beam, scores, vocabulary)
+
+
+def ranked(beam: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(ranks (B, M, C), chances (B, L)) of the tree's nodes, by the probability of their paths.
 
     A path's probability is the product along it, so no node comes before its parent.
     """
-    tree, scores = found
-    if not isinstance(tree, TokenTree):
-        beam, scores = checked_beam(tree, scores, vocabulary)
-        lengths = candidate_lengths(scores)
-        tree, of = tree_from_beam(beam, lengths), pack(beam, lengths).unpack_map
-        node_scores = np.full(tree.tokens.shape, -np.inf)
-        real = np.arange(beam.shape[2]) < lengths[..., None]
-        text = np.broadcast_to(np.arange(len(beam))[:, None, None], of.shape)
-        node_scores[text[real], of[real]] = scores[real]
-        scores = node_scores
-    real = np.arange(tree.tokens.shape[1]) < np.asarray(tree.sizes)[:, None]
-    tokens = checked_tokens("tree", tree.tokens, real, vocabulary)
-    scores = np.where(real, checked_scores("scores", scores, tokens.shape), -np.inf)
-    parents = np.where(real, tree.parents, -1)
-    path = path_scores(parents, scores)
-    order = np.argsort(-path, axis=1, kind="stable")[:, : max(budget, 0)]
-    number = np.zeros_like(parents)
-    np.put_along_axis(number, order, np.arange(order.shape[1], dtype=number.dtype)[None], axis=1)
-    tokens, up, scores, path = (
-        np.take_along_axis(x, order, 1) for x in (tokens, parents, scores, path)
-    )
-    sizes = (path > -np.inf).sum(axis=1, dtype=np.int32)
-    up = np.take_along_axis(number, np.maximum(up, 0), 1) * (up >= 0) - (up < 0)
-    up = np.where(path > -np.inf, up, -1)
-    return TokenTree(tokens.astype(np.int32), up.astype(np.int32), sizes), scores
-
-
-def path_scores(parents: np.ndarray, scores: np.ndarray) -> np.ndarray:
-    """(B, L) the log-probability of the path to each node."""
-    path = scores.copy()
-    for i in range(path.shape[1]):
-        up = parents[:, i]
-        path[:, i] += np.where(up >= 0, path[np.arange(len(path)), up], 0)
-    return path
-
-
-def beam_of(tree: TokenTree, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(beam, scores), both (B, M, C), of a tree with scores: a candidate for each leaf."""
-    beam, lengths = beam_from_tree(tree)
-    scores = unpack(scores, pack_tree(tree).unpack_map)
-    return beam, np.where(np.arange(beam.shape[2]) < lengths[..., None], scores, -np.inf)
+    lengths = candidate_lengths(scores)
+    real = np.arange(beam.shape[2]) < lengths[..., None]
+    node = pack(beam, lengths).unpack_map
+    path = np.full((len(beam), int(node.max(initial=-1)) + 1), -np.inf)
+    text = np.broadcast_to(np.arange(len(beam))[:, None, None], node.shape)
+    path[text[real], node[real]] = np.cumsum(scores, axis=2)[real]
+    order = np.argsort(-path, axis=1, kind="stable")
+    ranks = unpack(np.argsort(order, axis=1), node)
+    chances = np.exp(np.take_along_axis(path, order, axis=1))
+    return np.where(real, ranks, path.shape[1]), chances
 
 
 def after_certain(beam, scores, certain) -> tuple[np.ndarray, np.ndarray]:
@@ -204,11 +178,8 @@ def grow(states: Sequence[Any], continuations: Continue, budget: int, depth: int
     """(TokenTree, scores): from each text's state, the `budget` most probable paths' nodes."""
     rows = [_grow_one(state, continuations, budget, depth) for state in states]
     size = max((len(row) for row in rows), default=0)
-    tokens, parents = (
-        np.zeros((len(rows), size), np.int32),
-        np.full((len(rows), size), -1, np.int32),
-    )
-    scores = np.full((len(rows), size), -np.inf)
+    tokens, parents = (np.full((len(rows), size), fill, np.int32) for fill in (0, -1))
+    scores = np.zeros((len(rows), size))
     for b, row in enumerate(rows):
         for i, (token, parent, score) in enumerate(row):
             tokens[b, i], parents[b, i], scores[b, i] = token, parent, score

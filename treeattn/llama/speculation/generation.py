@@ -8,6 +8,7 @@ were never written.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Key
@@ -15,9 +16,44 @@ from jaxtyping import Key
 from treeattn.idea.arrays import Array
 from treeattn.llama.model import Llama
 from treeattn.llama.speculation.budget import Budget
-from treeattn.llama.speculation.drafts import make_draft
+from treeattn.llama.speculation.lookup import NGramDraft, RecyclingDraft, SuffixDraft
 from treeattn.llama.speculation.loop import Loop, Step
+from treeattn.llama.speculation.models import LlamaDraft, first_layers
 from treeattn.llama.text import stream
+
+DRAFTS = {
+    "suffix": lambda model: SuffixDraft(),
+    "ngram": lambda model: NGramDraft(),
+    "recycling": lambda model: RecyclingDraft(),
+    "layers": lambda model: LlamaDraft(first_layers(model)),
+}
+"""Drafts that need nothing but the model that they draft for."""
+
+
+def make_draft(draft: Any, model: Llama) -> Any:
+    """A new draft of that name; None and objects that propose and observe come back as they are.
+
+    Raises ValueError for an unknown name and a draft with another vocabulary than the model's,
+    TypeError for an object that does not propose and observe.
+    """
+    if draft is None:
+        return None
+    if isinstance(draft, str):
+        if draft not in DRAFTS:
+            raise ValueError(f"draft: expected None or one of {tuple(DRAFTS)}, got {draft!r}")
+        return DRAFTS[draft](model)
+    if not all(callable(getattr(draft, name, None)) for name in ("propose", "observe")):
+        raise TypeError(
+            f"draft: expected a name, or an object with the methods propose and observe, got "
+            f"{type(draft).__name__}"
+        )
+    vocabulary = getattr(draft, "vocabulary", model.config.vocabulary)
+    if vocabulary != model.config.vocabulary:
+        raise ValueError(
+            f"draft: it has a vocabulary of {vocabulary} tokens, the model one of "
+            f"{model.config.vocabulary}"
+        )
+    return draft
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,12 +121,7 @@ def generate(
 
 
 def speculate(
-    model: Llama,
-    prompts: Sequence[Sequence[int]],
-    *,
-    draft: str | object | None = "suffix",
-    budget: int | Budget | None = None,
-    **options,
+    model: Llama, prompts: Sequence[Sequence[int]], *, draft="suffix", budget=None, **options
 ) -> Iterator[list[list[int]]]:
     """`stream`, several tokens at a time: for each call of the model the new ids of each prompt.
 
@@ -101,12 +132,7 @@ def speculate(
 
 
 def speculate_text(
-    model: Llama,
-    prompt: Sequence[int],
-    *,
-    draft: str | object | None = "suffix",
-    budget: int | Budget | None = None,
-    **options,
+    model: Llama, prompt: Sequence[int], *, draft="suffix", budget=None, **options
 ) -> Iterator[tuple[str, Step | None]]:
     """The text that continues one prompt, in pieces as they come, and the steps that they came by
     (None for the first, from prefill); arguments as in `speculate`."""
@@ -132,17 +158,16 @@ def _run(model, prompts, draft, budget, **options) -> Iterator[tuple[list[list[i
     plain = stream(model, prompts, **options)  # has checked the options, and done nothing yet
     draft = make_draft(draft, model)
     if draft is None:
-        return _plain(plain, len(prompts))
+        return _plain(plain)
     if not isinstance(budget, Budget):
         budget = Budget() if budget is None else Budget(budget, adaptive=False)
     return _speculative(Loop(model, prompts, draft, budget, **options))
 
 
-def _plain(tokens: Iterator[list[int | None]], batch: int):
+def _plain(tokens: Iterator[list[int | None]]):
     for i, ids in enumerate(tokens):
         new = [[] if token is None else [token] for token in ids]
-        ones = tuple(map(len, new))
-        none = (0,) * batch
+        ones, none = tuple(map(len, new)), (0,) * len(new)
         yield new, Step(1, ones, ones, none, none, ones) if i else None
 
 

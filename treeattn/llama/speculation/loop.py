@@ -12,16 +12,13 @@ from treeattn.llama.speculation.candidates import (
     Drawn,
     Seen,
     after_certain,
-    beam_of,
-    best_nodes,
     candidate_lengths,
-    checked_beam,
     padded,
-    path_scores,
+    proposed,
+    ranked,
 )
 from treeattn.llama.speculation.sampling import Sampling, likeliest_tokens
 from treeattn.trees.beam import PackedBeam, pack
-from treeattn.trees.token_tree import TokenTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +27,7 @@ class Step:
 
     size:     tokens of the call for each text, with padding
     nodes:    real ones, the certain token included
-    unpacked: the candidates' tokens before packing
+    unpacked: the tokens of as many candidates as there are leaves, before packing
     depth:    of the longest candidate; accepted: tokens that were
     new:      tokens that the text got, the model's own included
     """
@@ -77,6 +74,8 @@ class Loop:
         began, lengths = time.perf_counter(), candidate_lengths(scores)
         packed = pack(beam, lengths)
         nodes = np.diagonal(packed.attention_mask, axis1=1, axis2=2).sum(axis=1)
+        leaves = packed.attention_mask.sum(axis=1) == 1  # that only they themselves attend to
+        unpacked = (leaves * (packed.position_offsets + 1)).sum(axis=1)
         size = self.budget.padded(int(nodes.max()))
         packed = padded(packed, size)
         logits, new = self._call(packed, nodes)
@@ -97,11 +96,10 @@ class Loop:
             self.cache = self.model.commit(self.cache, new, select=select, counts=counts)
         tokens = self._take(paths, self._seen(packed, nodes, logits))
         self.budget.took(size, time.perf_counter() - began)
-        accepted = np.maximum(counts - 1, 0)
-        self.budget.came_out(expected, int(accepted.sum()))
-        depth = np.maximum(lengths.max(axis=1) - 1, 0)
-        found = (x.tolist() for x in (nodes, lengths.sum(axis=1), depth, accepted))
-        return tokens, Step(size, *map(tuple, found), tuple(map(len, tokens)))
+        accepted, depth = np.maximum(counts - 1, 0), np.maximum(lengths.max(axis=1) - 1, 0)
+        self.budget.came_out(float(expected), int(accepted.sum()))
+        found = (tuple(x.tolist()) for x in (nodes, unpacked, depth, accepted))
+        return tokens, Step(size, *found, tuple(map(len, tokens)))
 
     def _draft(self) -> tuple[np.ndarray, np.ndarray, Drawn | None, float]:
         """(beam, scores, what it was drawn from, how many are expected to be accepted): candidates
@@ -112,26 +110,20 @@ class Loop:
             began = time.perf_counter()
             found = self.draft.propose(self.budget.most - 1)
             self.budget.took(0, time.perf_counter() - began)
+            beam, scores = proposed(found, self.model.config.vocabulary)
+            if len(beam) != batch:
+                raise ValueError(f"draft: expected candidates for {batch} texts, got {len(beam)}")
             if isinstance(found, Drawn):  # leaving out some would change how they are distributed
-                drawn, vocabulary = found, self.model.config.vocabulary
-                beam, scores = checked_beam(found.beam, found.scores, vocabulary)
+                drawn = found
             else:
-                beam, scores, expected = self._most_promising(found)
+                ranks, chances = ranked(beam, scores)
+                chances[self.over] = 0
+                n = self.budget.choose(chances)
+                scores, expected = np.where(ranks < n, scores, -np.inf), chances[:, :n].sum()
         certain = np.array([text[-1] for text in self.texts])
         beam, scores = agreed_arrays(*after_certain(beam, scores, certain))
         room = np.where(self.over, 0, self.end - self.lengths)[:, None, None]
         return beam, np.where(np.arange(beam.shape[2]) < room, scores, -np.inf), drawn, expected
-
-    def _most_promising(self, found) -> tuple[np.ndarray, np.ndarray, float]:
-        """(beam, scores, expected): as much of a proposal as is worth verifying."""
-        (tokens, parents, sizes), scores = best_nodes(
-            found, self.budget.most - 1, self.model.config.vocabulary
-        )
-        chances = np.exp(path_scores(parents, scores))
-        chances[self.over] = 0
-        n = self.budget.choose(chances)
-        tree = TokenTree(tokens[:, :n], parents[:, :n], np.minimum(sizes, n))
-        return *beam_of(tree, scores[:, :n]), float(chances[:, :n].sum())
 
     def _call(self, packed: PackedBeam, nodes: np.ndarray):
         """(logits (b, l, vocabulary), the nodes' keys, or None where they are committed)."""
@@ -160,7 +152,8 @@ class Loop:
     def _seen(self, packed: PackedBeam, nodes: np.ndarray, logits) -> Seen:
         likely = min(getattr(self.draft, "likely", 0), self.model.config.vocabulary)
         real = np.arange(packed.packed_beam.shape[1]) < nodes[:, None]
-        return Seen(packed.packed_beam, real, np.asarray(likeliest_tokens(logits, likely)))
+        after = likeliest_tokens(logits, likely) if likely else np.zeros((*real.shape, 0), int)
+        return Seen(packed.packed_beam, real, np.asarray(after))
 
 
 def agreed(x):

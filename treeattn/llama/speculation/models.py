@@ -28,14 +28,10 @@ def _log_likeliest(logits, k):
     return jax.lax.top_k(jax.nn.log_softmax(logits, axis=-1), k)
 
 
-@jax.jit
-def _softmax(logits, temperature):
-    return jax.nn.softmax(logits / temperature, axis=-1)
-
-
 def _probabilities(logits, temperature: float) -> np.ndarray:
-    """softmax(logits / temperature), in float64 and with a sum of 1 in float64."""
-    q = np.asarray(_softmax(logits, temperature), np.float64)
+    """softmax(logits / temperature), in float64."""
+    x = np.asarray(logits, np.float64) / temperature
+    q = np.exp(x - x.max(axis=-1, keepdims=True))
     return q / q.sum(axis=-1, keepdims=True)
 
 

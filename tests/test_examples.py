@@ -1,0 +1,160 @@
+"""Every script in examples/ runs, and the launchers' files call it with what it accepts."""
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SMALL = ["--context", "64", "--heads", "4", "--head-dim", "16", "--steps", "2", "--check"]
+
+
+def start(*command: str, **variables: str) -> subprocess.Popen:
+    # Under a launcher of its own, pytest's variables would be found instead.
+    outer = {x: y for x, y in os.environ.items() if not x.startswith(("SLURM_", "OMPI_", "PMIX_"))}
+    return subprocess.Popen(
+        command,
+        env={**outer, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(EXAMPLES.parent), **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def output(process: subprocess.Popen, timeout: float = 240) -> str:
+    """What it prints, once it has ended well; ended with the test in any case."""
+    try:
+        text, _ = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    assert process.returncode == 0, text
+    return text
+
+
+def run(script: str, *words: str) -> str:
+    return output(start(sys.executable, str(EXAMPLES / script), *words))
+
+
+def test_every_script_is_run_here():
+    here = Path(__file__).read_text(encoding="utf-8")
+    names = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
+    assert {name for name in names if f'"{name}"' not in here} == set()
+
+
+def test_a_kernel_of_ones_own():
+    printed = run("merge_your_kernel.py")
+    assert printed.endswith("conforms: True\n")
+    passed = re.findall(r"(?m)^(.+?)  +passed", printed)
+    assert passed == ["plain", "batch = queries = heads", "large scores", "a masked query"]
+
+
+def test_a_growing_cache():
+    lines = run("growing_cache.py").splitlines()
+    tokens = [f"{n} tokens, allclose: True" for n in (1, 14, 27, 40)]
+    assert lines == [*tokens, "still sharded: True"]
+
+
+def test_decoding_alone():
+    printed = run("decode_sharded.py", *SMALL, "--alone", "--devices", "4", "--method", "butterfly")
+    assert "64 keys on 4 devices of 1 processes" in printed
+    assert printed.count("process 0: allclose True") == 2
+
+
+def assert_decoded(printed: str, processes: int) -> None:
+    assert f"64 keys on {2 * processes} devices of {processes} processes" in printed
+    for process in range(processes):
+        assert printed.count(f"process {process}: allclose True") == 2
+
+
+def test_decoding_under_open_mpi():
+    if shutil.which("mpirun") is None:
+        reason = "no mpirun here: the example is not run under Open MPI (Debian's openmpi-bin)"
+        print(reason)
+        pytest.skip(reason)
+    # Root must say so; four processes may share two cores.
+    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "4"]
+    script = str(EXAMPLES / "decode_sharded.py")
+    printed = output(start(*mpirun, sys.executable, script, *SMALL, "--devices", "2"))
+    assert_decoded(printed, 4)
+
+
+def words_of_the_batch_file() -> list[str]:
+    """What decode.sbatch runs on each node, after srun."""
+    (line,) = re.findall(r"(?m)^srun (.*)$", (EXAMPLES / "decode.sbatch").read_text("utf-8"))
+    return shlex.split(line)
+
+
+def job_of_a_free_port() -> str:
+    """JAX takes the coordinator's port from the last 4,096, by the job's number."""
+    for job in range(os.getpid() % 1000, 4096):
+        with socket.socket() as trial:
+            try:
+                trial.bind(("127.0.0.1", 61440 + job))
+            except OSError:
+                continue
+            return str(job)
+    raise AssertionError("no free port")
+
+
+def test_decoding_under_slurms_variables():
+    """Two processes with the variables that srun sets, started by the batch file's own line."""
+    assert words_of_the_batch_file()[:2] == ["python", "examples/decode_sharded.py"]
+    script = [sys.executable, str(EXAMPLES / "decode_sharded.py"), *SMALL, "--devices", "2"]
+    common = {
+        "SLURM_JOB_ID": job_of_a_free_port(),
+        "SLURM_STEP_NODELIST": "127.0.0.1",
+        "SLURM_NTASKS": "2",
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_NUM_NODES": "2",
+    }
+    ranks = [start(*script, SLURM_PROCID=str(rank), **common) for rank in range(2)]
+    assert_decoded("".join(output(rank) for rank in ranks), 2)
+
+
+@pytest.fixture
+def decode_sharded():
+    spec = importlib.util.spec_from_file_location("decode_sharded", EXAMPLES / "decode_sharded.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_batch_file_is_bash_and_calls_the_script_as_it_wants(decode_sharded):
+    file = EXAMPLES / "decode.sbatch"
+    subprocess.run(["bash", "-n", file], check=True)
+    assert re.findall(r"(?m)^#SBATCH (\S+)", file.read_text("utf-8"))
+    # What bash hands over: srun is a function that prints its arguments.
+    told = 'srun() { printf "%s\\n" "$@"; }; . "$0"'
+    done = subprocess.run(
+        ["bash", "-c", told, file, "--method", "gather"], capture_output=True, text=True, check=True
+    )
+    python, script, *words = done.stdout.splitlines()
+    assert (python, script) == ("python", "examples/decode_sharded.py")
+    args = decode_sharded.arguments(words)
+    assert (args.context, args.steps, args.method, args.alone) == (1048576, 16, "gather", False)
+
+
+def test_the_kubernetes_job_calls_the_script_as_it_wants(decode_sharded):
+    yaml = pytest.importorskip("yaml")
+    service, job = yaml.safe_load_all((EXAMPLES / "decode-job.yaml").read_text("utf-8"))
+    assert (service["kind"], job["kind"]) == ("Service", "Job")
+    name = job["metadata"]["name"]
+    pod, spec = job["spec"]["template"]["spec"], job["spec"]
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert (
+        service["metadata"]["name"] == pod["subdomain"] and service["spec"]["clusterIP"] == "None"
+    )
+    assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"]
+    (container,) = pod["containers"]
+    assert container["command"] == ["python", "examples/decode_sharded.py"]
+    words = [word.replace("$(JOB_COMPLETION_INDEX)", "3") for word in container["args"]]
+    args = decode_sharded.arguments(words)
+    assert args.coordinator == f"{name}-0.{pod['subdomain']}:1234"
+    assert (args.processes, args.process_id) == (spec["completions"], 3)
