@@ -3,17 +3,21 @@
     python benchmarks/llama.py                 all of it; a few minutes
     python benchmarks/llama.py single          one device, in turn with transformers if installed
     python benchmarks/llama.py devices table
+    python benchmarks/llama.py steps           what verifying several candidates at once costs
 
 Everything is measured in one process, in turn, after a first run that compiles. `single` compares
 prefill and decoding with transformers on the same float32 weights. `devices` has the time of a
 decoding step by context and number of simulated devices, tree against ring; `table` is the
 experiment of the paper's Table 1, a prompt and ten more tokens. Caches of a given context are
-filled with random numbers: a step's time does not depend on them. Writes
+filled with random numbers: a step's time does not depend on them. `steps` has the time of a step of
+1 … 64 packed candidates, with positions and a tree mask, all of their logits computed, and its
+ratio to a step of one: of the fastest of each, and the median over the rounds. Writes
 benchmarks/results/llama.json.
 """
 
 import argparse
 import datetime
+import functools
 import importlib.util
 import json
 import os
@@ -27,7 +31,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from treeattn import Llama, kv_mesh, simulate_devices
+from treeattn import Llama, ancestor_mask, depths, kv_mesh, simulate_devices
 from treeattn.llama.cache import Cache
 from treeattn.llama.files import open_checkpoint
 
@@ -198,13 +202,36 @@ def table(model: Llama, rounds: int = 2, n: int = 10) -> list[dict]:
     return rows
 
 
+def steps(model: Llama, context: int = 512, rounds: int = 40) -> dict[str, dict]:
+    """Milliseconds of a step that verifies a random tree of so many tokens, and its ratios."""
+    cache, rng, runs = full_cache(model, context), np.random.default_rng(0), {}
+    for n in (1, 2, 4, 8, 16, 32, 64):
+        parents = np.array([-1, *(rng.integers(i) for i in range(1, n))])
+        tokens = rng.integers(model.config.vocabulary, size=(1, n))
+        tree = {"positions": context + depths(parents)[None], "mask": ancestor_mask(parents)[None]}
+        runs[n] = functools.partial(model.extend, tokens, cache, **tree)
+        timed(runs[n])
+    times = {n: np.empty(rounds) for n in runs}
+    for i in tqdm(range(rounds)):
+        for n, run in runs.items():
+            times[n][i] = timed(run)
+    result = {}
+    for n, t in times.items():
+        ratios = {"of fastest": t.min() / times[1].min(), "median": np.median(t / times[1])}
+        result[str(n)] = {"ms": float(1000 * t.min())} | {
+            f"ratio {k}": float(x) for k, x in ratios.items()
+        }
+        print(n, {k: round(x, 2) for k, x in result[str(n)].items()}, flush=True)
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parts = ("single", "devices", "table")
+    parts = {"single": single, "devices": devices, "table": table, "steps": steps}
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}; all when left out")
     wanted = parser.parse_args().parts or parts
     # Eight simulated devices would slow one down: it gets a process with one.
-    simulate_devices(1 if list(wanted) == ["single"] else 8)
+    simulate_devices(8 if {"devices", "table"} & set(wanted) else 1)
     model = Llama.load(None)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     results["machine"] = (
@@ -212,7 +239,7 @@ def main() -> None:
         f"{jax.default_backend()}, jax {version('jax')}"
     )
     for part in wanted:
-        results[part] = {"single": single, "devices": devices, "table": table}[part](model)
+        results[part] = parts[part](model)
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 

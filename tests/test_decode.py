@@ -407,16 +407,6 @@ def test_a_batch_that_is_sharded_too_stays_where_it_is(lengths):
 # The flash kernel, lowered for CUDA without a GPU.
 
 
-@pytest.fixture
-def flash(monkeypatch):
-    from treeattn.kernel import flash
-
-    modules = flash.load()
-    for module in modules:
-        monkeypatch.setattr(module, "get_sm_count", lambda *_: 132)  # it would ask a driver
-    return flash
-
-
 def lower_for_cuda(kv_len, kv_lengths=None, gradient=False, **options):
     mesh = AbstractMesh((8,), ("kv",))
 

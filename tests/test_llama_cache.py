@@ -162,6 +162,34 @@ def test_a_growing_text_does_not_compile_anew(eight):
     assert extend_layer._cache_size() == compiled
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_trees_of_the_same_sizes_compile_once(one, devices, caplog):
+    """Drafts of a few sizes, any trees, any accepted paths, between plain steps."""
+    model = one if devices == 1 else one.on(kv_mesh(jax.devices()[:devices]))
+    _, cache = model.prefill([TEXT.tolist()], model.new_cache(1, 128))
+    rng, sizes, compiled = np.random.default_rng(0), (1, 2, 4, 8, 16), []
+
+    def verify(cache, n):
+        parents = np.array([-1, *(rng.integers(i) for i in range(1, n))])
+        positions = np.asarray(cache.lengths)[:, None] + depths(parents)
+        tree = {"positions": positions, "mask": ancestor_mask(parents)[None]}
+        logits, new = model.extend(rng.integers(96, size=(1, n)), cache, **tree)
+        accepted = int(rng.integers(1, min(n, 3) + 1))
+        path = np.zeros((1, n), np.int32)  # of any length, in as many places as there are tokens
+        path[0, :accepted] = np.sort(rng.choice(n, accepted, replace=False))
+        return logits, model.commit(cache, new, select=path, counts=np.array([accepted]))
+
+    with jax.log_compiles():
+        for _ in range(3):
+            caplog.clear()
+            for n in sizes:
+                logits, cache = verify(cache, n)
+                assert logits.shape == (1, n, 96)
+                _, cache = model.step(rng.integers(96, size=(1, 1)), cache, last=True)
+            compiled.append(sum("Finished XLA compilation" in m for m in caplog.messages))
+    assert compiled[0] > len(sizes) and compiled[1:] == [0, 0]
+
+
 @pytest.mark.filterwarnings("ignore:capacity")
 def test_a_step_copies_no_cache(one):
     cache = one.new_cache(1, 2**16)

@@ -79,11 +79,7 @@ def test_ulysses_exchanges_four_times():
     assert total_bytes(found) == 4 * elements
 
 
-def test_flash_prefill_is_lowered_with_its_causal_kernel(monkeypatch):
-    from treeattn.kernel import flash
-
-    for module in flash.load():
-        monkeypatch.setattr(module, "get_sm_count", lambda *_: 132)
+def test_flash_prefill_is_lowered_with_its_causal_kernel(flash):
     mesh = AbstractMesh((8,), ("kv",))
     q = jax.ShapeDtypeStruct((1, 4096, 16, 64), jnp.bfloat16)
     kv = jax.ShapeDtypeStruct((1, 4096, 8, 64), jnp.bfloat16)

@@ -38,6 +38,7 @@ def arguments() -> argparse.Namespace:
         help="for the prompt (ring on several devices)",
     )
     add("--draft", choices=list(DRAFTS), help="guess tokens, and verify several in one step (no)")
+    add("--shard-weights", action="store_true", help="a part of the weights on each device, too")
     add("--tokens", type=int, default=128, help="at most so many new ones (128)")
     add("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     add("--top-p", type=float, default=1.0)
@@ -54,6 +55,7 @@ def run(args: argparse.Namespace) -> None:
         simulate_devices(args.devices)
     mesh = kv_mesh() if len(jax.devices()) > 1 else None
     options = {"attention": args.attention, "prefill_with": args.prefill, "dtype": args.dtype}
+    options["shard_weights"] = args.shard_weights
     model = Llama.load(args.model, mesh=mesh, **options)
     if model.tokenizer is None:
         raise ValueError(f"{args.model}: the checkpoint has no tokenizer")

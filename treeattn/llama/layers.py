@@ -17,15 +17,18 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
+from treeattn.devices.merge import pad_heads
+from treeattn.devices.shards import over_shards
 from treeattn.idea.arrays import Array
 from treeattn.idea.state import finalize, merge
 from treeattn.kernel.attend import attend
-from treeattn.llama.cache import ShardAttention, attend_cache, axes_of, fill
+from treeattn.llama.cache import ShardAttention, attend_cache, axes_of, fill, shard_lengths
 from treeattn.llama.config import Config
-from treeattn.llama.weights import Layer
+from treeattn.llama.weights import Layer, layer_specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +39,14 @@ class Static:
     mesh: Mesh | None
     attention: ShardAttention | None  # towards the cache; None where there is none
     implementation: str | None
+    sharded: bool = False  # the weights, over the mesh (`weights.SHARDED_AXIS`)
+    scattered: bool = False  # what the attention returns: each device's share of the heads
+
+    def whole(self, tree):
+        """The arrays, on every device, where XLA might leave them sharded as the weights are."""
+        if not self.sharded:
+            return tree
+        return jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, P()))
 
 
 class Rotation(NamedTuple):
@@ -45,24 +56,29 @@ class Rotation(NamedTuple):
     sin: Float[Array, "#b l half"]
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="out")
 def embed(
     tokens: Int[Array, "b l"],
     embedding: Float[Array, "vocabulary width"],
     frequencies: Float[Array, " half"],
     lengths: Int[Array, " b"] | None = None,
     positions: Int[Array, "b l"] | None = None,
+    *,
+    out: NamedSharding | None = None,
 ) -> tuple[Float[Array, "b l width"], Rotation]:
     """The first layer's input, and the rotation of its tokens, computed in float32.
 
     positions: None: those after a cached text of `lengths`, or from 0 on
+    out:       how the input lies, of an embedding that is sharded
     """
     if positions is None:
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         positions = positions if lengths is None else lengths[:, None] + positions
     angles = positions[..., None].astype(jnp.float32) * frequencies
     cos, sin = (f(angles).astype(embedding.dtype) for f in (jnp.cos, jnp.sin))
-    return embedding[tokens], Rotation(cos, sin)
+    x = embedding[tokens]
+    x = x if out is None else jax.lax.with_sharding_constraint(x, out)
+    return x, Rotation(cos, sin)
 
 
 @functools.partial(jax.jit, static_argnames="static")
@@ -85,7 +101,18 @@ def extend_layer(
     last:   the one token of each row whose output is wanted (b, 1, width), without a mask;
             None: of all (b, l, width)
     """
-    q, k, v = queries_keys_values(x, w, rotation, static.config)
+    inputs = x, w, rotation, mask, cached, lengths, last
+    if not static.sharded:
+        return _layer(None, *inputs, static=static)
+    axes, each = static.mesh.axis_names, P(None, static.mesh.axis_names)
+    on_device = functools.partial(_layer, static=static)
+    specs = P(), layer_specs(w, axes), P(), P(), each, P(), P()
+    return over_shards(on_device, static.mesh, axes, specs)(*inputs)
+
+
+def _layer(rank, x, w, rotation, mask, cached, lengths, last, *, static: Static):
+    """`extend_layer`; of sharded weights, what one device does: `w` and `cached` are its own."""
+    q, k, v = queries_keys_values(x, w, rotation, static)
     among_new = {"causal": True, "implementation": static.implementation}
     if last is not None:
         x, q = take_token(x, last), take_token(q, last)
@@ -93,10 +120,42 @@ def extend_layer(
     elif mask is not None:
         among_new = {"mask": mask[:, None]}
     state = attend(q, k, v, **among_new)
-    if cached is not None:
+    if static.scattered:
+        padded = pad_heads(state, static.mesh.axis_names)
+        state = jax.tree.map(lambda y: own_part(y, padded.max.ndim - 1, static), padded)
+    if cached is not None and static.sharded:
+        own = shard_lengths(lengths, rank, static.mesh.size)
+        state = merge(static.attention(q, *cached, own, static.mesh.axis_names), state)
+    elif cached is not None:
         state = merge(attend_cache(q, *cached, lengths, static.mesh, static.attention), state)
     out = finalize(state)[0].astype(x.dtype)
-    return after_attention(x, w, out, static.config), (k, v)
+    return after_attention(x, w, out, static), (k, v)
+
+
+# What sharded weights need besides: a part of an array, all parts together, the sum of all.
+
+
+def own_part(x: Float[Array, "..."], axis: int, static: Static) -> Float[Array, "..."]:
+    """This device's part of an axis that is the same everywhere."""
+    part = x.shape[axis] // static.mesh.size
+    rank = jax.lax.axis_index(static.mesh.axis_names)
+    return jax.lax.dynamic_slice_in_dim(x, rank * part, part, axis)
+
+
+def together(x: Float[Array, "... part"], static: Static) -> Float[Array, "... all"]:
+    """All devices' parts of the last axis, where weights are sharded."""
+    if not static.sharded:
+        return x
+    return jax.lax.all_gather(x, static.mesh.axis_names, axis=x.ndim - 1, tiled=True)
+
+
+def total(x: Float[Array, "... d"], matrix, bias, static: Static) -> Float[Array, "... out"]:
+    """`linear`, where each device has its part of x and of the matrix: summed in float32."""
+    if not static.sharded:
+        return linear(x, matrix, bias)
+    wide = linear(x, matrix, dtype=jnp.promote_types(x.dtype, jnp.float32))
+    y = jax.lax.psum(wide, static.mesh.axis_names)
+    return (y if bias is None else y + bias).astype(x.dtype)
 
 
 @functools.partial(
@@ -115,48 +174,60 @@ def prefill_layer(
 
     attention: a function like `ring_attention`
     """
-    q, k, v = queries_keys_values(x, w, rotation, static.config)
+    w = static.whole(w)  # what is dealt out here is the text: a layer's weights come together
+    static = dataclasses.replace(static, sharded=False)
+    q, k, v = queries_keys_values(x, w, rotation, static)
     axes = axes_of(static.mesh)
     out = attention(q, k, v, mesh=static.mesh, axis=axes, implementation=static.implementation)
-    return after_attention(x, w, out, static.config), fill(cached, (k, v), static.mesh)
+    return after_attention(x, w, out, static), fill(cached, (k, v), static.mesh)
 
 
-@functools.partial(jax.jit, static_argnames="config")
+@functools.partial(jax.jit, static_argnames="static")
 def queries_keys_values(
-    x: Float[Array, "b l width"], w: Layer, rotation: Rotation, config: Config
+    x: Float[Array, "b l width"], w: Layer, rotation: Rotation, static: Static
 ) -> tuple[Float[Array, "b l h d"], Float[Array, "b l h_kv d"], Float[Array, "b l h_kv d"]]:
     """What a layer's attention gets, from the layer's input x."""
-    h, h_kv = config.heads, config.kv_heads
+    config, h, h_kv = static.config, static.config.heads, static.config.kv_heads
     qkv = linear(rms_norm(x, w.attention_norm, config.norm_epsilon), w.qkv, w.qkv_bias)
+    qkv = together(qkv, static)[..., : (h + 2 * h_kv) * config.head_dim]
     qkv = qkv.reshape(*x.shape[:2], h + 2 * h_kv, config.head_dim)
     q, k, v = jnp.split(qkv, [h, h + h_kv], axis=2)
     return rotate(q, rotation), rotate(k, rotation), v
 
 
 def after_attention(
-    x: Float[Array, "b l width"], w: Layer, out: Float[Array, "b l h d"], config: Config
+    x: Float[Array, "b l width"], w: Layer, out: Float[Array, "b l h d"], static: Static
 ) -> Float[Array, "b l width"]:
-    """The layer's output, from its input x and its attention's `out`."""
-    x = x + linear(out.reshape(*x.shape[:2], -1), w.output, w.output_bias)
-    h = linear(rms_norm(x, w.mlp_norm, config.norm_epsilon), w.gate_up, w.gate_up_bias)
-    gate, up = jnp.split(h, 2, axis=-1)
-    return x + linear(jax.nn.silu(gate) * up, w.down, w.down_bias)
+    """The layer's output, from its input x and its attention's `out`, of all heads or its own."""
+    out = out.reshape(*x.shape[:2], -1)
+    if static.sharded and not static.scattered:
+        full = w.output.shape[1] * static.mesh.size
+        out = jnp.pad(out, [(0, 0), (0, 0), (0, full - out.shape[-1])])
+        out = own_part(out, 2, static)
+    elif not static.sharded:  # of weights that came together
+        out = jnp.pad(out, [(0, 0), (0, 0), (0, w.output.shape[1] - out.shape[-1])])
+    x = x + total(out, w.output, w.output_bias, static)
+    h = linear(rms_norm(x, w.mlp_norm, static.config.norm_epsilon), w.gate_up, w.gate_up_bias)
+    h = jax.nn.silu(h[..., 0, :]) * h[..., 1, :]
+    return x + total(h, w.down, w.down_bias, static)
 
 
-@functools.partial(jax.jit, static_argnames="epsilon")
+@functools.partial(jax.jit, static_argnames="static")
 def to_logits(
     x: Float[Array, "b l width"],
     norm: Float[Array, " width"],
     head: Float[Array, "vocabulary width"],
     last: Int[Array, " b"] | None = None,
     *,
-    epsilon: float,
+    static: Static,
 ) -> Float[Array, "b *l vocabulary"]:
     """After each token, or (b, vocabulary) after each row's token `last`; float32, or float64 for
     a model of float64."""
     if last is not None:
         x = take_token(x, last)[:, 0]
-    return linear(rms_norm(x, norm, epsilon), head, dtype=jnp.promote_types(x.dtype, jnp.float32))
+    x = rms_norm(x, norm, static.config.norm_epsilon)
+    logits = linear(x, head, dtype=jnp.promote_types(x.dtype, jnp.float32))
+    return static.whole(logits)[..., : static.config.vocabulary]
 
 
 def take_token(x: Float[Array, "b l ..."], last: Int[Array, " b"]) -> Float[Array, "b 1 ..."]:
@@ -174,21 +245,21 @@ def rms_norm(
     return (wide * weight).astype(x.dtype)
 
 
-FEW_TOKENS = 64  # up to which W xᵀ is computed faster than x Wᵀ
+FEW_TOKENS = 16  # up to which W xᵀ is computed no slower than x Wᵀ; from 32 on it is the slower
 
 
 def linear(
     x: Float[Array, "... d"],
-    matrix: Float[Array, "out d"],
-    bias: Float[Array, " out"] | None = None,
+    matrix: Float[Array, "*out d"],
+    bias: Float[Array, "*out"] | None = None,
     dtype=None,
-) -> Float[Array, "... out"]:
-    """x Wᵀ + bias, in `dtype`, or x's: the matrix may be of another."""
+) -> Float[Array, "..."]:
+    """x Wᵀ + bias, (..., *out), in `dtype`, or x's: the matrix may be of another."""
     if math.prod(x.shape[:-1]) > FEW_TOKENS:
-        y = jnp.einsum("...d,od->...o", x, matrix, preferred_element_type=dtype)
+        y = jnp.tensordot(x, matrix, (-1, -1), preferred_element_type=dtype)
     else:  # XLA:CPU rearranges the second factor: let that be the smaller one
-        y = jnp.einsum("od,...d->o...", matrix, x, preferred_element_type=dtype)
-        y = jnp.moveaxis(y, 0, -1)
+        y = jnp.tensordot(matrix, x, (-1, -1), preferred_element_type=dtype)
+        y = jnp.moveaxis(y, range(matrix.ndim - 1), range(1 - matrix.ndim, 0))
     return (y if bias is None else y + bias).astype(dtype or x.dtype)
 
 

@@ -21,7 +21,7 @@ from treeattn.llama.cache import Cache, NewEntries, ShardAttention
 from treeattn.llama.config import Config
 from treeattn.llama.files import open_checkpoint
 from treeattn.llama.tokenizer import Tokenizer
-from treeattn.llama.weights import Weights, load_weights, place
+from treeattn.llama.weights import Weights, load_weights, move_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,10 @@ class Llama:
                     text), "chunks" (pieces that attend to the cache like any step), or a
                     function like `ring_attention`. None: "ring" on a mesh, else "chunks"
     implementation: as in `attend`: "blockwise", "flash", or None
+    shard_weights:  each device holds a p-th of the weights as well ("Helix"): queries, keys and
+                    values come together before the attention; by "reduce_scatter" and
+                    "all_to_all" its merge leaves each device the heads that its part of the output
+                    projection multiplies; the projection and the MLP end in a sum over the devices
     """
 
     config: Config
@@ -43,18 +47,27 @@ class Llama:
     attention: str | ShardAttention = "tree"
     prefill_with: str | Callable | None = None
     implementation: str | None = None
+    shard_weights: bool = False
 
     def __post_init__(self):
+        if self.shard_weights and self.mesh is None:
+            raise ValueError("shard_weights: expected a mesh to shard them over, got none")
         parallel.for_prompts(self.prefill_with, self.mesh)
         parallel.to_cache(self.attention, self.implementation)
 
     @staticmethod
     def load(
-        path: str | Path | None = None, *, mesh: Mesh | None = None, dtype=None, **options
+        path: str | Path | None = None,
+        *,
+        mesh: Mesh | None = None,
+        dtype=None,
+        shard_weights: bool = False,
+        **options,
     ) -> "Llama":
         """A GGUF file, a Hugging Face directory, or (None) the packaged SmolLM2-135M-Instruct.
 
         mesh:    the weights are copied to each of its devices; simulated ones share one copy
+        shard_weights: they are dealt over the devices instead (`weights.SHARDED_AXIS`)
         dtype:   of the weights and of what is computed with them; None keeps the checkpoint's
                  (float32 where it is quantized; the embedding's for what is computed)
         options: attention, prefill_with, implementation
@@ -63,17 +76,19 @@ class Llama:
         installed, ValueError for whatever is not a readable Llama checkpoint.
         """
         checkpoint = open_checkpoint(path)
-        weights = load_weights(checkpoint, mesh, dtype)
+        if shard_weights and mesh is None:
+            raise ValueError("shard_weights: expected a mesh to shard them over, got none")
+        weights = load_weights(checkpoint, mesh, dtype, shard_weights)
+        options["shard_weights"] = shard_weights
         return Llama(checkpoint.config, weights, checkpoint.tokenizer, mesh, **options)
 
     def on(self, mesh: Mesh | None, **options) -> "Llama":
         """The same model on another mesh, perhaps with other options.
 
-        On a CPU the weights stay where they are, shared.
+        On a CPU whole weights stay where they are, shared.
         """
-        weights = jax.tree.map(lambda x: place(np.asarray(x), mesh), self.weights)
-        if self.config.tied:
-            weights = weights._replace(head=weights.embedding)
+        options.setdefault("shard_weights", self.shard_weights and mesh is not None)
+        weights = move_weights(self.weights, self.config, mesh, options["shard_weights"])
         return dataclasses.replace(self, mesh=mesh, weights=weights, **options)
 
     def using(self, attention: str | ShardAttention, **options) -> "Llama":
@@ -100,8 +115,9 @@ class Llama:
         """`layer_qkv` of one layer after the other, in a single pass."""
         x, rotation = self._embed(self._tokens(token_ids))
         for w in self.weights.layers:
-            yield layers.queries_keys_values(x, w, rotation, self.config)
-            x, _ = layers.extend_layer(x, w, rotation, static=self._static(cached=False))
+            static = self._static(cached=False)
+            yield layers.queries_keys_values(x, w, rotation, static)
+            x, _ = layers.extend_layer(x, w, rotation, static=static)
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache for `batch` texts of up to `capacity` tokens (rounded up), sharded.
@@ -234,7 +250,7 @@ class Llama:
         tokens = inputs.padded(prompts, multiple * -(-coarse // multiple))
         along = NamedSharding(self.mesh, P(None, caches.axes_of(self.mesh)))
         tokens = jax.make_array_from_callback(tokens.shape, along, lambda index: tokens[index])
-        x, rotation = self._embed(tokens)
+        x, rotation = self._embed(tokens, out=along)
         static, filled = self._static(cached=False), []
         for w, cached in zip(self.weights.layers, cache.layers, strict=True):
             x, cached = layers.prefill_layer(
@@ -273,16 +289,25 @@ class Llama:
 
     def _static(self, cached: bool) -> layers.Static:
         """Without a cache, one program for every attention to it."""
-        attention = parallel.to_cache(self.attention, self.implementation) if cached else None
-        return layers.Static(self.config, self.mesh, attention, self.implementation)
+        scattered = cached and self.shard_weights and parallel.scatters(self.attention)
+        attention = None
+        if cached:
+            attention = parallel.to_cache(self.attention, self.implementation, scattered)
+        return layers.Static(
+            self.config, self.mesh, attention, self.implementation, self.shard_weights, scattered
+        )
 
-    def _embed(self, tokens, lengths=None, positions=None):
+    def _embed(self, tokens, lengths=None, positions=None, out=None):
         w = self.weights
-        return layers.embed(tokens, w.embedding, w.frequencies, lengths, positions)
+        if not self.shard_weights:
+            out = None
+        elif out is None:
+            out = NamedSharding(self.mesh, P())
+        return layers.embed(tokens, w.embedding, w.frequencies, lengths, positions, out=out)
 
     def _logits(self, x, last=None):
-        w, epsilon = self.weights, self.config.norm_epsilon
-        return layers.to_logits(x, w.norm, w.head, last, epsilon=epsilon)
+        w = self.weights
+        return layers.to_logits(x, w.norm, w.head, last, static=self._static(cached=False))
 
     def _tokens(self, tokens) -> Array:
         return inputs.integers("tokens", tokens, (None, None), "ids", self.config.vocabulary - 1)

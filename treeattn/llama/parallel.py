@@ -21,23 +21,37 @@ from treeattn.llama.cache import ShardAttention
 TO_CACHE = {"tree": "allreduce"} | {name: name for name in ON_DEVICE if name != "allreduce"}
 
 
-def _to_cache(q, k, v, lengths, axes, *, name: str, implementation) -> AttentionState:
+def _to_cache(q, k, v, lengths, axes, *, name, implementation, scattered) -> AttentionState:
     inputs = check_inputs(q, k, v, kv_lengths=lengths)
     inputs = resolve(implementation, inputs, platform_of(q))
     if not axes:
         return attend_inputs(inputs)
     state = ON_DEVICE[TO_CACHE[name]](inputs, axes)
-    return gather_heads(state, axes, q.shape[2]) if TO_CACHE[name] in SCATTERED else state
+    if TO_CACHE[name] in SCATTERED and not scattered:
+        return gather_heads(state, axes, q.shape[2])
+    return state
 
 
 @functools.cache  # the same function object every time, so that nothing compiles twice
-def to_cache(attention: str | ShardAttention, implementation: str | None = None) -> ShardAttention:
-    """The attention of that name towards the cache; a function is returned as it is."""
+def to_cache(
+    attention: str | ShardAttention, implementation: str | None = None, scattered: bool = False
+) -> ShardAttention:
+    """The attention of that name towards the cache; a function is returned as it is.
+
+    scattered: whether a method that scatters the heads may leave them so (`scatters`)
+    """
     if callable(attention):
         return attention
     if attention not in TO_CACHE:
         raise ValueError(f"attention: expected one of {tuple(TO_CACHE)}, got {attention!r}")
-    return functools.partial(_to_cache, name=attention, implementation=implementation)
+    return functools.partial(
+        _to_cache, name=attention, implementation=implementation, scattered=scattered
+    )
+
+
+def scatters(attention: str | ShardAttention) -> bool:
+    """Whether the attention of that name can leave each device its share of the heads."""
+    return attention in SCATTERED
 
 
 FOR_PROMPTS = {"ring": ring_attention, "ulysses": ulysses_attention}

@@ -28,12 +28,12 @@ class Layer(NamedTuple):
     qkv: Float[Array, "q+2*kv d"]
     output: Float[Array, "d q"]
     mlp_norm: Float[Array, " d"]
-    gate_up: Float[Array, "2*f d"]
+    gate_up: Float[Array, "2 f d"]
     down: Float[Array, "d f"]
     # Biases, where the configuration has them.
     qkv_bias: Float[Array, " q+2*kv"] | None = None
     output_bias: Float[Array, " d"] | None = None
-    gate_up_bias: Float[Array, " 2*f"] | None = None
+    gate_up_bias: Float[Array, "2 f"] | None = None
     down_bias: Float[Array, " d"] | None = None
 
 
@@ -47,20 +47,40 @@ class Weights(NamedTuple):
     frequencies: Float[Array, " half"]
 
 
-def load_weights(checkpoint: Checkpoint, mesh: Mesh | None, dtype=None) -> Weights:
-    """The checkpoint's weights, on every device of the mesh (None: on the default device).
+# The axis of a weight that is dealt over all devices of a mesh when weights are sharded; those not
+# named here are whole on every device. Rows of zeros fill up what the devices do not divide.
+SHARDED_AXIS = {
+    "embedding": 0,  # the vocabulary
+    "head": 0,
+    "qkv": 0,  # queries, keys and values one below the other, wherever a head ends
+    "qkv_bias": 0,
+    "output": 1,  # heads, ⌈h/p⌉ to a device, as a merge scatters them
+    "gate_up": 1,  # the MLP's width
+    "gate_up_bias": 1,
+    "down": 1,
+}
+
+
+def load_weights(
+    checkpoint: Checkpoint, mesh: Mesh | None, dtype=None, sharded: bool = False
+) -> Weights:
+    """The checkpoint's weights, on every device of the mesh (None: on the default device), or
+    sharded over its devices (`SHARDED_AXIS`).
 
     Each keeps the dtype it is stored in (quantized ones become float32) unless `dtype` is given.
     The embedding's is that of the activations, and of the cache.
     """
     config = checkpoint.config
 
-    def read(*names: str) -> jax.Array:
+    def read(field: str, *names: str) -> jax.Array:
         """The tensors, one below the other."""
         parts = [checkpoint.read(name) for name in names]
         kept = dtype or functools.reduce(jnp.promote_types, (x.dtype for x in parts))
         joined = aligned_empty((sum(map(len, parts)), *parts[0].shape[1:]), kept)
-        return place(np.concatenate(parts, out=joined, casting="unsafe"), mesh)
+        joined = np.concatenate(parts, out=joined, casting="unsafe")
+        if field.startswith("gate_up"):
+            joined = joined.reshape(2, -1, *joined.shape[1:])
+        return place_field(joined, field, config, mesh, sharded)
 
     def layer(i: int) -> Layer:
         at = f"model.layers.{i}."
@@ -71,29 +91,83 @@ def load_weights(checkpoint: Checkpoint, mesh: Mesh | None, dtype=None) -> Weigh
             "gate_up": [f"{mlp}gate_proj", f"{mlp}up_proj"],
             "down": [f"{mlp}down_proj"],
         }
-        arrays = {part: read(*(f"{n}.weight" for n in names)) for part, names in parts.items()}
+        arrays = {
+            part: read(part, *(f"{n}.weight" for n in names)) for part, names in parts.items()
+        }
         for part, names in parts.items():
             if f"{names[0]}.bias" in config.tensors():
-                arrays[f"{part}_bias"] = read(*(f"{n}.bias" for n in names))
+                arrays[f"{part}_bias"] = read(f"{part}_bias", *(f"{n}.bias" for n in names))
         return Layer(
-            attention_norm=read(at + "input_layernorm.weight"),
-            mlp_norm=read(at + "post_attention_layernorm.weight"),
+            attention_norm=read("attention_norm", at + "input_layernorm.weight"),
+            mlp_norm=read("mlp_norm", at + "post_attention_layernorm.weight"),
             **arrays,
         )
 
     # The largest first: what reading a tensor takes for a moment is then never on top of all.
-    embedding = read("model.embed_tokens.weight")
-    head = embedding if config.tied else read("lm_head.weight")
+    embedding = read("embedding", "model.embed_tokens.weight")
+    head = embedding if config.tied else read("head", "lm_head.weight")
     frequencies = rotary_frequencies(config)
     if checkpoint.rotary_factors is not None:
         frequencies = frequencies / checkpoint.rotary_factors.astype(np.float32)
     return Weights(
         embedding=embedding,
         layers=tuple(layer(i) for i in range(config.layers)),
-        norm=read("model.norm.weight"),
+        norm=read("norm", "model.norm.weight"),
         head=head,
         frequencies=place(frequencies, mesh),
     )
+
+
+def field_spec(field: str, axes: tuple[str, ...]) -> PartitionSpec:
+    """How a sharded weight of that name lies over the axes."""
+    axis = SHARDED_AXIS.get(field)
+    return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, axes)
+
+
+def layer_specs(layer: Layer, axes: tuple[str, ...]) -> Layer:
+    """How each of a layer's sharded weights lies over the axes."""
+    return Layer(
+        **{f: None if x is None else field_spec(f, axes) for f, x in layer._asdict().items()}
+    )
+
+
+def move_weights(weights: Weights, config: Config, mesh: Mesh | None, sharded: bool) -> Weights:
+    """The same weights elsewhere. On a CPU, whole ones stay where they are, shared."""
+
+    def moved(fields):
+        return {
+            field: None if x is None else place_field(np.asarray(x), field, config, mesh, sharded)
+            for field, x in fields._asdict().items()
+            if field != "layers"
+        }
+
+    layers = tuple(Layer(**moved(layer)) for layer in weights.layers)
+    elsewhere = Weights(**moved(weights), layers=layers)
+    return elsewhere._replace(head=elsewhere.embedding) if config.tied else elsewhere
+
+
+def place_field(
+    x: np.ndarray, field: str, config: Config, mesh: Mesh | None, sharded: bool
+) -> jax.Array:
+    """A weight of that name where it belongs: whole, or cut along its `SHARDED_AXIS`.
+
+    x may be filled up for another number of devices.
+    """
+    axis = SHARDED_AXIS.get(field)
+    if axis is None:
+        return place(x, mesh)
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    real = {"embedding": config.vocabulary, "head": config.vocabulary, "output": q}
+    size = real.get(field, q + 2 * kv if field.startswith("qkv") else config.mlp_width)
+    x = x.take(range(size), axis) if x.shape[axis] > size else x
+    if not sharded or mesh is None:
+        return place(x, mesh)
+    unit = config.head_dim if field == "output" else 1
+    full = -(-size // (unit * mesh.size)) * unit * mesh.size
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, full - size)
+    x = np.pad(x, widths) if full > size else x
+    return place(x, mesh, field_spec(field, mesh.axis_names))
 
 
 def aligned_empty(shape: tuple[int, ...], dtype) -> np.ndarray:
@@ -108,12 +182,11 @@ def aligned_empty(shape: tuple[int, ...], dtype) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def place(x: np.ndarray, mesh: Mesh | None) -> jax.Array:
-    """`x` on every device of the mesh, or on the default device."""
+def place(x: np.ndarray, mesh: Mesh | None, spec=PartitionSpec()) -> jax.Array:  # noqa: B008
+    """`x` on every device of the mesh, or as `spec` says, or on the default device."""
     if mesh is None:
         return jax.device_put(x)
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.make_array_from_callback(x.shape, everywhere, lambda index: x[index])
+    return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
 
 
 def rotary_frequencies(config: Config) -> np.ndarray:
