@@ -6,6 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import ConnectionPatch
 
+from treeattn.figures.canvas import styled
 from treeattn.figures.llama import packaged_model
 from treeattn.figures.measured import measured
 from treeattn.figures.prefix_tree import (
@@ -62,6 +63,7 @@ def _tree(axes, parents, labels, accepted=(), own=None, width=0.86, fontsize=8.5
     bare(axes, (-0.6, deepest + 0.6), (-0.6, lowest + 0.6))
 
 
+@styled
 def accepted_tree(
     parents: Sequence[int], labels: Sequence[str], accepted: Sequence[int], own: str = ""
 ) -> Figure:
@@ -127,6 +129,7 @@ def one_step() -> Figure:
 SAID = ("is", "dark", "planet", "planet", "in", "the", "red", ".")
 
 
+@styled
 def loop(rows=MARS, said=SAID) -> Figure:
     """The whole loop on one beam: draft, pack, verify, unpack, accept, and round again."""
     beam, words = ids_of(rows)
@@ -241,6 +244,7 @@ def step_seconds(tokens, batch: int, *, parameters: float, weight_bytes: float,
     return np.maximum(reading, 2 * parameters * batch * np.asarray(tokens, float) / peak)
 
 
+@styled
 def roofline(steps: Mapping[int, float] | None = None, context: int = 2048) -> Figure:
     """How much longer a step of n tokens takes than one of 1: on two CPU cores and on an H100.
 
@@ -292,6 +296,7 @@ def measured_roofline() -> Figure:
     return roofline(_results(None).get("steps"))
 
 
+@styled
 def tokens_a_step(results: Mapping | None = None) -> Figure:
     """New tokens for each call of the model over all steps, by kind of text and draft.
 
@@ -319,6 +324,7 @@ def tokens_a_step(results: Mapping | None = None) -> Figure:
     return figure
 
 
+@styled
 def acceptance_by_depth(results: Mapping | None = None, least: int = 20) -> Figure:
     """Of the steps with a candidate of d tokens, the share in which d were accepted.
 
@@ -343,6 +349,7 @@ def acceptance_by_depth(results: Mapping | None = None, least: int = 20) -> Figu
     return figure
 
 
+@styled
 def speedups(results: Mapping | None = None) -> Figure:
     """Plain decoding's time over the default draft's, prompt by prompt, least to most.
 
