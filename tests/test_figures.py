@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from treeattn import finalize, reduce_tree
-from treeattn.figures import llama, merge, tree
+from treeattn.figures import llama, merge, speculation, tree
 from treeattn.figures.measured import measured
 
 
@@ -46,6 +46,46 @@ def test_figures_of_measurements_take_them_as_an_argument():
     assert [text.get_text() for text in panels[1].texts] == ["×4.3", "×4.1", "×2.4", "×2.8"]
 
 
+def test_figures_of_speculation_show_what_was_measured():
+    common = {"kind": "code", "name": "tests", "draft": "suffix", "tokens_a_step": 2.5}
+    row = common | {"by_depth": [[40, 30], [10, 5]], "speedup": 1.5, "spread": [1.4, 1.7]}
+    results = {"counts": [row, row | {"tokens_a_step": 1.5}], "times": [row]}
+    assert [text.get_text() for text in speculation.tokens_a_step(results).axes[0].texts] == [
+        "2.00"
+    ]
+    line = speculation.acceptance_by_depth(results, least=80).axes[0].lines[0]
+    np.testing.assert_allclose(line.get_xydata(), [[1, 0.75]])  # depth 2 was reached too seldom
+    spread, dot, *_ = speculation.speedups(results).axes[0].lines
+    assert list(spread.get_xdata()) == [1.4, 1.7] and list(dot.get_xdata()) == [1.5]
+
+
+def test_a_roofline_bends_where_products_take_longer_than_reading():
+    times = speculation.step_seconds(
+        [1, 4, 8],
+        1,
+        parameters=10.0,
+        weight_bytes=40.0,
+        cache_bytes=10.0,
+        peak=10.0,
+        bandwidth=10.0,
+    )
+    np.testing.assert_allclose(times, [5, 8, 16])
+    four = speculation.step_seconds(
+        1, 4, parameters=10.0, weight_bytes=40.0, cache_bytes=10.0, peak=10.0, bandwidth=10.0
+    )
+    assert four == 8
+
+
+def test_the_loop_that_is_drawn_accepts_what_the_model_says():
+    texts = [text.get_text() for ax in speculation.loop().axes for text in ax.texts]
+    assert [text for text in texts if text.startswith("✓ ")] == [
+        "✓ Mars",
+        "✓ is",
+        "✓ dark",
+        "✓ red",
+    ]
+
+
 def test_without_measurements_the_error_says_where_they_are_from(tmp_path, monkeypatch):
     monkeypatch.setattr("treeattn.figures.measured.RESULTS", tmp_path)
     message = r"results: expected a folder with {0}\.json, as benchmarks/{0}\.py writes it"
@@ -54,6 +94,9 @@ def test_without_measurements_the_error_says_where_they_are_from(tmp_path, monke
         (tree.decode_ratios, "decode"),
         (llama.decode_times, "llama"),
         (llama.tree_against_ring, "llama"),
+        (speculation.tokens_a_step, "speculative"),
+        (speculation.acceptance_by_depth, "speculative"),
+        (speculation.speedups, "speculative"),
     ):
         with pytest.raises(ValueError, match=message.format(name)):
             draw()
