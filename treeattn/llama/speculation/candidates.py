@@ -12,7 +12,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Integer
 
 from treeattn.idea.arrays import Array, check_floating, check_integers
-from treeattn.trees.beam import PackedBeam, pack, unpack
+from treeattn.trees.beam import PackedBeam, packed_token_indices, unpack
+from treeattn.trees.draft import most_probable
 from treeattn.trees.token_tree import TokenTree, beam_from_tree, pack_tree, tree_from_beam
 
 Texts = Sequence[Sequence[int]]
@@ -143,27 +144,15 @@ def best_nodes(found, budget: int, vocabulary: int | None) -> tuple[TokenTree, n
     if not isinstance(tree, TokenTree):
         beam, scores = checked_beam(tree, scores, vocabulary)
         lengths = candidate_lengths(scores)
-        tree, of = tree_from_beam(beam, lengths), pack(beam, lengths).unpack_map
-        node_scores = np.full(tree.tokens.shape, -np.inf)
-        real = np.arange(beam.shape[2]) < lengths[..., None]
-        text = np.broadcast_to(np.arange(len(beam))[:, None, None], of.shape)
-        node_scores[text[real], of[real]] = scores[real]
-        scores = node_scores
+        tree, place = tree_from_beam(beam, lengths), packed_token_indices(beam, lengths)
+        scores = np.take_along_axis(scores.reshape(len(beam), -1), place, axis=1)
     real = np.arange(tree.tokens.shape[1]) < np.asarray(tree.sizes)[:, None]
     tokens = checked_tokens("tree", tree.tokens, real, vocabulary)
     scores = np.where(real, checked_scores("scores", scores, tokens.shape), -np.inf)
     parents = np.where(real, tree.parents, -1)
     path = path_scores(parents, scores)
-    order = np.argsort(-path, axis=1, kind="stable")[:, : max(budget, 0)]
-    number = np.zeros_like(parents)
-    np.put_along_axis(number, order, np.arange(order.shape[1], dtype=number.dtype)[None], axis=1)
-    tokens, up, scores, path = (
-        np.take_along_axis(x, order, 1) for x in (tokens, parents, scores, path)
-    )
-    sizes = (path > -np.inf).sum(axis=1, dtype=np.int32)
-    up = np.take_along_axis(number, np.maximum(up, 0), 1) * (up >= 0) - (up < 0)
-    up = np.where(path > -np.inf, up, -1)
-    return TokenTree(tokens.astype(np.int32), up.astype(np.int32), sizes), scores
+    best, order = most_probable(tokens, parents, path, max(budget, 0))
+    return best, np.take_along_axis(scores, order, axis=1)
 
 
 def path_scores(parents: np.ndarray, scores: np.ndarray) -> np.ndarray:
@@ -204,11 +193,8 @@ def grow(states: Sequence[Any], continuations: Continue, budget: int, depth: int
     """(TokenTree, scores): from each text's state, the `budget` most probable paths' nodes."""
     rows = [_grow_one(state, continuations, budget, depth) for state in states]
     size = max((len(row) for row in rows), default=0)
-    tokens, parents = (
-        np.zeros((len(rows), size), np.int32),
-        np.full((len(rows), size), -1, np.int32),
-    )
-    scores = np.full((len(rows), size), -np.inf)
+    tokens = np.zeros((len(rows), size), np.int32)
+    parents, scores = np.full(tokens.shape, -1, np.int32), np.full(tokens.shape, -np.inf)
     for b, row in enumerate(rows):
         for i, (token, parent, score) in enumerate(row):
             tokens[b, i], parents[b, i], scores[b, i] = token, parent, score

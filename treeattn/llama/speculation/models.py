@@ -10,6 +10,7 @@ import numpy as np
 from treeattn.llama.model import Llama
 from treeattn.llama.speculation.candidates import Drawn, Seen, Texts, padded
 from treeattn.trees.beam import pack, unpack
+from treeattn.trees.draft import grow
 from treeattn.trees.token_tree import TokenTree
 
 
@@ -102,24 +103,13 @@ class LlamaDraft(_Reader):
         self.depth, self.width = depth, min(width, self.vocabulary)
 
     def propose(self, budget: int):
-        batch, width = len(self._texts), self.width
-        row = np.arange(batch)[:, None]
-        paths, log = np.zeros((batch, 1, 0), np.int32), np.zeros((batch, 1))
-        node = np.full((batch, 1), -1)  # the last of each path
-        tokens, parents, scores = [], [], []
-        for _ in range(self.depth):
-            values, ids = (np.asarray(x) for x in _log_likeliest(self._after(paths), width))
-            ids, values = ids.reshape(batch, -1), np.minimum(values.astype(np.float64), 0)
-            total = (log[..., None] + values).reshape(batch, -1)
-            kept = np.argsort(-total, axis=1, kind="stable")[:, :width]
-            parents.append(np.repeat(node, width, axis=1))
-            node = sum(x.shape[1] for x in tokens) + kept
-            tokens.append(ids)
-            scores.append(values.reshape(batch, -1))
-            further = ids[row, kept][..., None]
-            paths = np.concatenate([paths[row, kept // width], further], axis=2).astype(np.int32)
-            log = total[row, kept]
-        tokens, parents, scores = (np.concatenate(x, axis=1) for x in (tokens, parents, scores))
+        batch = len(self._texts)
+
+        def likeliest(paths):
+            values, ids = _log_likeliest(self._after(paths), self.width)
+            return np.asarray(ids), np.minimum(np.asarray(values, np.float64), 0)
+
+        (tokens, parents, scores, _), *_ = grow(likeliest, self.depth, self.width, batch)
         sizes = np.full(batch, tokens.shape[1], np.int32)
         return TokenTree(tokens.astype(np.int32), parents.astype(np.int32), sizes), scores
 
