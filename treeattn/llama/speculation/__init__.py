@@ -18,10 +18,11 @@ from treeattn.llama.speculation.candidates import (
     candidate_lengths,
     draft_candidate_tokens,
 )
-from treeattn.llama.speculation.drafts import DRAFTS, make_draft
 from treeattn.llama.speculation.generation import (
+    DRAFTS,
     Generation,
     generate,
+    make_draft,
     speculate,
     speculate_text,
 )

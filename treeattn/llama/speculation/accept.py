@@ -13,11 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int, Integer, Key
 
 from treeattn.idea.arrays import Array, check_integers
-from treeattn.llama.speculation.candidates import (
-    candidate_lengths,
-    checked_beam,
-    checked_scores,
-)
+from treeattn.llama.speculation.candidates import candidate_lengths, checked_beam, checked_scores
 
 Judge = Callable[[int, int, np.ndarray], int]
 """(m, c, further) -> the token after candidate m's tokens up to and including c. `further`: the

@@ -7,17 +7,52 @@ were never written.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
-from jaxtyping import Key
 
-from treeattn.idea.arrays import Array
 from treeattn.llama.model import Llama
 from treeattn.llama.speculation.budget import Budget
-from treeattn.llama.speculation.drafts import make_draft
+from treeattn.llama.speculation.lookup import NGramDraft, RecyclingDraft, SuffixDraft
 from treeattn.llama.speculation.loop import Loop, Step
-from treeattn.llama.text import stream
+from treeattn.llama.speculation.models import LlamaDraft, first_layers
+from treeattn.llama.text import pieces, stream, tokenizer_of
+
+DRAFTS = {
+    "suffix": lambda model: SuffixDraft(),
+    "ngram": lambda model: NGramDraft(),
+    "recycling": lambda model: RecyclingDraft(),
+    "layers": lambda model: LlamaDraft(first_layers(model)),
+}
+"""Drafts that need nothing but the model that they draft for."""
+
+
+def make_draft(draft: Any, model: Llama) -> Any:
+    """A new draft of that name; None and objects that propose and observe are returned as they are.
+
+    Raises ValueError for an unknown name and for a draft with another vocabulary than the model's,
+    TypeError for an object that does not propose and observe.
+    """
+    if draft is None:
+        return None
+    if isinstance(draft, str):
+        if draft not in DRAFTS:
+            raise ValueError(f"draft: expected None or one of {tuple(DRAFTS)}, got {draft!r}")
+        return DRAFTS[draft](model)
+    if not all(callable(getattr(draft, name, None)) for name in ("propose", "observe")):
+        raise TypeError(
+            f"draft: expected a name, or an object with the methods propose and observe, got "
+            f"{type(draft).__name__}"
+        )
+    vocabulary = getattr(draft, "vocabulary", model.config.vocabulary)
+    if vocabulary != model.config.vocabulary:
+        raise ValueError(
+            f"draft: it has a vocabulary of {vocabulary} tokens, the model one of "
+            f"{model.config.vocabulary}"
+        )
+    return draft
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +81,7 @@ def generate(
     max_new_tokens: int,
     draft: str | object | None = None,
     budget: int | Budget | None = None,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    key: Key[Array, ""] | None = None,
-    stop: Sequence[int] | None = None,
-    capacity: int | None = None,
-    progress: Callable[[int], None] = lambda tokens: None,
+    **options,
 ) -> Generation:
     """Continue a prompt, a list of token ids, or several, a list of such lists of any lengths.
 
@@ -59,7 +89,7 @@ def generate(
             observes (`Draft`)
     budget: None: adaptive, up to 16 tokens a call (`Budget`); a number: all that is drafted, up to
             so many, the certain token included; or a Budget
-    The others are as in `stream`, and so is the text, for every draft: greedy, token for token;
+    The options are as in `stream`, and so is the text, for every draft: greedy, token for token;
     sampling, with the same key, draw for draw, since each position has its own key. (Candidates
     that were drawn at random, `Drawn`, are accepted by rejection: then the text has the same
     distribution.) A call of 16 tokens may round otherwise than one of 1: at a near tie, within the
@@ -74,10 +104,8 @@ def generate(
     single = len(prompt_ids) > 0 and isinstance(prompt_ids[0], int | np.integer)
     prompts = [prompt_ids] if single else prompt_ids
     tokens, trace = [[] for _ in prompts], []
-    for new, step in _run(
-        model, prompts, draft, budget, max_new_tokens=max_new_tokens, temperature=temperature,
-        top_p=top_p, key=key, stop=stop, capacity=capacity, progress=progress,
-    ):  # fmt: skip
+    options["max_new_tokens"] = max_new_tokens
+    for new, step in _run(model, prompts, draft, budget, **options):
         for text, ids in zip(tokens, new, strict=True):
             text += ids
         trace += [] if step is None else [step]
@@ -109,22 +137,12 @@ def speculate_text(
     **options,
 ) -> Iterator[tuple[str, Step | None]]:
     """The text that continues one prompt, in pieces as they come, and the steps that they came by
-    (None for the first, from prefill); arguments as in `speculate`."""
-    if model.tokenizer is None:
-        raise ValueError("model: this checkpoint has no tokenizer")
-    return _pieces(model.tokenizer.decode, _run(model, [prompt], draft, budget, **options))
-
-
-def _pieces(decode: Callable[[list[int]], str], calls):
-    ids, shown = [], 0
-    for (new,), step in calls:
-        ids += new
-        whole = decode(ids)
-        text = whole.rstrip("\ufffd")  # half of a character: wait for the rest
-        yield text[shown:], step
-        shown = max(shown, len(text))
-    if shown < len(whole):
-        yield whole[shown:], None
+    (None for the first, from prefill, and for a last one without a step); arguments as in
+    `speculate`."""
+    tokenizer = tokenizer_of(model)
+    calls, steps = itertools.tee(_run(model, [prompt], draft, budget, **options))
+    text = pieces(tokenizer, (new for (new,), _ in calls))
+    return itertools.zip_longest(text, (step for _, step in steps))
 
 
 def _run(model, prompts, draft, budget, **options) -> Iterator[tuple[list[list[int]], Step | None]]:
