@@ -238,14 +238,9 @@ def _collective(kind: str, this: _Instruction, inside: _Computation) -> Collecti
     if this.opcode.endswith("-start") and kind != "all-reduce":
         # The type of these is (operands, results, context …).
         results = results[len(operands) : 2 * len(operands)]
-    return Collective(
-        kind,
-        1,
-        sum(map(_shape_bytes, operands)),
-        sum(map(_shape_bytes, results)),
-        tuple(sorted(operands, key=_shape_bytes, reverse=True)),
-        _devices(this.rest),
-    )
+    sizes = (sum(map(_shape_bytes, shapes)) for shapes in (operands, results))
+    largest_first = tuple(sorted(operands, key=_shape_bytes, reverse=True))
+    return Collective(kind, 1, *sizes, largest_first, _devices(this.rest))
 
 
 def _shapes(type_: str) -> list[str]:
