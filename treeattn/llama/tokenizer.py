@@ -99,13 +99,9 @@ class Tokenizer:
         )
         try:
             return environment.from_string(self.chat_template).render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                bos_token=self.bos,
-                eos_token=self.eos,
-            )
+                messages=messages, tools=None, documents=None, add_generation_prompt=True,
+                bos_token=self.bos, eos_token=self.eos,
+            )  # fmt: skip
         except jinja2.TemplateError as error:
             raise ValueError(f"messages: the checkpoint's chat template says: {error}") from None
 
@@ -179,15 +175,9 @@ def _sentence_pieces(get) -> tokenizers.Tokenizer:
     ]
     merges = [(tokens[a], tokens[b]) for _, a, b in sorted(joins)]
     unknown = get("ggml.unknown_token_id")
-    backend = tokenizers.Tokenizer(
-        models.BPE(
-            vocab=ids,
-            merges=merges,
-            unk_token=None if unknown is None else tokens[unknown],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
+    unknown = None if unknown is None else tokens[unknown]
+    pairs = models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    backend = tokenizers.Tokenizer(pairs)
     spaces = [normalizers.Replace(" ", "▁")]
     strip = []
     if get("ggml.add_space_prefix", True):
