@@ -139,10 +139,8 @@ def table(found: Iterable[Collective]) -> str:
     for c in found:
         numbers = f"{c.count:,}", f"{c.total_bytes:,}", f"{c.sent_bytes:,}"
         rows.append((c.kind, *numbers, " ".join(c.shapes)))
-    rows.append(
-        ("all", f"{count(found):,}", f"{total_bytes(found):,}", f"{sent_bytes(found):,}", "")
-    )
-    return columns(rows)
+    numbers = f"{count(found):,}", f"{total_bytes(found):,}", f"{sent_bytes(found):,}"
+    return columns([*rows, ("all", *numbers, "")])
 
 
 def _text(program: jax.stages.Lowered | jax.stages.Compiled | str) -> str:

@@ -169,8 +169,7 @@ class Llama:
         if select is not None:
             select = inputs.integers("select", select, (batch, None), "indices", most - 1)
             most = select.shape[1]
-        counts = inputs.check_counts(counts, most, cache)
-        return self._write(cache, new, counts, select)
+        return self._write(cache, new, inputs.check_counts(counts, most, cache), select)
 
     def step(
         self,
@@ -290,10 +289,7 @@ class Llama:
 
     def _embed(self, tokens, lengths=None, positions=None, out=None):
         w = self.weights
-        if not self.shard_weights:
-            out = None
-        elif out is None:
-            out = NamedSharding(self.mesh, P())
+        out = (out or NamedSharding(self.mesh, P())) if self.shard_weights else None
         return layers.embed(tokens, w.embedding, w.frequencies, lengths, positions, out=out)
 
     def _logits(self, x, last=None):

@@ -58,21 +58,16 @@ def accept_candidate_tokens(
         grown = [(0, 0), (0, rows - beam.shape[1]), (1, 0)]
         beam, verified = np.pad(beam, grown), np.pad(verified, grown)
         verified[..., :1], lengths = first, np.pad(lengths, grown[:2]) + 1
-    tokens = []
-    for b in range(len(beam)):
-        judge = lambda m, c, _, b=b: verified[b, m, c]  # noqa: E731
-        tokens.append(descend(beam[b], lengths[b], judge)[2])
-    return tokens
+    texts = zip(beam, lengths, verified, strict=True)
+    return [descend(x, n, lambda m, c, _, own=own: own[m, c])[2] for x, n, own in texts]
 
 
 def _checked(beam, scores, verified_beam, verified_scores):
-    check_integers(beam=beam, verified_beam=verified_beam)
-    if beam.ndim != 3 or verified_beam.shape != beam.shape:
-        raise ValueError(
-            f"verified_beam: expected beam's shape (batch, M, C) = {beam.shape}, got "
-            f"{verified_beam.shape}"
-        )
     beam, scores = checked_beam(beam, scores)
+    check_integers(verified_beam=verified_beam)
+    if verified_beam.shape != beam.shape:
+        expected = f"expected beam's shape (batch, M, C) = {beam.shape}"
+        raise ValueError(f"verified_beam: {expected}, got {verified_beam.shape}")
     verified_scores = checked_scores("verified_scores", verified_scores, beam.shape)
     lengths = candidate_lengths(scores)
     real = np.arange(beam.shape[2]) < lengths[..., None]
