@@ -190,6 +190,16 @@ def _sentence_pieces(get) -> tokenizers.Tokenizer:
     return backend
 
 
+def read_json(path: Path) -> dict:
+    """What a JSON file holds, or a ValueError where there is none to read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path.parent}: no {path.name} in the directory") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not readable as JSON ({error})") from None
+
+
 def from_directory(path: Path) -> Tokenizer | None:
     """The tokenizer of a Hugging Face directory; None when it has no tokenizer.json."""
     if not (path / "tokenizer.json").exists():
@@ -200,11 +210,7 @@ def from_directory(path: Path) -> Tokenizer | None:
         raise ValueError(f"{path}/tokenizer.json: not readable ({error})") from None
 
     def fields(name):
-        file = path / name
-        try:
-            return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        except ValueError as error:
-            raise ValueError(f"{file}: not readable as JSON ({error})") from None
+        return read_json(path / name) if (path / name).exists() else {}
 
     about, config = fields("tokenizer_config.json"), fields("config.json")
     ends = fields("generation_config.json").get("eos_token_id") or config.get("eos_token_id")

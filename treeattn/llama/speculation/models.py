@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from treeattn.llama import inputs
 from treeattn.llama.model import Llama
 from treeattn.llama.speculation.candidates import Drawn, Seen, Texts, padded
 from treeattn.trees.beam import pack, unpack
@@ -67,9 +68,7 @@ class _Reader:
         new = [text[len(o) :] for text, o in zip(texts, old, strict=True)]
         counts = np.array([len(n) for n in new], np.int32)
         if counts.any():
-            tokens = np.zeros((len(new), _few(int(counts.max()))), np.int32)
-            for row, n in zip(tokens, new, strict=True):
-                row[: len(n)] = n
+            tokens = inputs.padded(new, _few(int(counts.max())))
             logits, self._cache = self.model.step(tokens, self._cache, counts=counts, last=True)
             self._logits = jnp.where((counts > 0)[:, None], logits, self._logits)
         return self._logits
