@@ -35,15 +35,9 @@ from treeattn.cost.network import (
 from treeattn.cost.topology import Device, Topology
 
 STRATEGIES = (
-    "ring",
-    "pass-q",
-    "kv-gather",
-    "ring-allreduce",
-    "tree-allreduce",
-    "hierarchical-allreduce",
-    "butterfly",
-    "gather",
-)
+    "ring", "pass-q", "kv-gather", "ring-allreduce", "tree-allreduce", "hierarchical-allreduce",
+    "butterfly", "gather",
+)  # fmt: skip
 
 
 class Message(NamedTuple):

@@ -42,16 +42,11 @@ def make_draft(draft: Any, model: Llama) -> Any:
             raise ValueError(f"draft: expected None or one of {tuple(DRAFTS)}, got {draft!r}")
         return DRAFTS[draft](model)
     if not all(callable(getattr(draft, name, None)) for name in ("propose", "observe")):
-        raise TypeError(
-            f"draft: expected a name, or an object with the methods propose and observe, got "
-            f"{type(draft).__name__}"
-        )
-    vocabulary = getattr(draft, "vocabulary", model.config.vocabulary)
-    if vocabulary != model.config.vocabulary:
-        raise ValueError(
-            f"draft: it has a vocabulary of {vocabulary} tokens, the model one of "
-            f"{model.config.vocabulary}"
-        )
+        expected = "a name, or an object with the methods propose and observe"
+        raise TypeError(f"draft: expected {expected}, got {type(draft).__name__}")
+    n, its = model.config.vocabulary, getattr(draft, "vocabulary", model.config.vocabulary)
+    if its != n:
+        raise ValueError(f"draft: it has a vocabulary of {its} tokens, the model one of {n}")
     return draft
 
 
