@@ -77,9 +77,8 @@ class Tokenizer:
             messages = [{"role": "user", "content": messages}]
         for message in messages:
             if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-                raise ValueError(
-                    f'messages: expected dicts with "role" and "content", got {message!r}'
-                )
+                expected = 'dicts with "role" and "content"'
+                raise ValueError(f"messages: expected {expected}, got {message!r}")
         return self.encode(self._render(messages))
 
     def _render(self, messages: list[dict[str, str]]) -> str:

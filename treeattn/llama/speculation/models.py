@@ -129,9 +129,8 @@ class DrawnDraft(_Reader):
     ):  # fmt: skip
         super().__init__(model)
         if not widths or min(widths) < 1 or (replacement and any(w > 1 for w in widths[1:])):
-            raise ValueError(
-                f"widths: expected positive numbers, with replacement (M, 1, 1, …), got {widths}"
-            )
+            expected = "positive numbers, with replacement (M, 1, 1, …)"
+            raise ValueError(f"widths: expected {expected}, got {widths}")
         if not temperature > 0:
             raise ValueError(f"temperature: expected more than 0, got {temperature}")
         self.widths, self.temperature, self.replacement = tuple(widths), temperature, replacement
