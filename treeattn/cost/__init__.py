@@ -31,13 +31,7 @@ from treeattn.cost.network import (
 from treeattn.cost.program import Collective, Memory, collectives, memory
 from treeattn.cost.report import cost_table
 from treeattn.cost.schedules import SCHEDULES, Round, schedule
-from treeattn.cost.strategies import (
-    STRATEGIES,
-    Cost,
-    attend_seconds,
-    compare,
-    decode_cost,
-)
+from treeattn.cost.strategies import STRATEGIES, Cost, attend_seconds, compare, decode_cost
 from treeattn.cost.topology import PRESETS, Device, Level, Topology, preset
 
 __all__ = [

@@ -6,6 +6,7 @@ python -m treeattn.cost --topology dgx-h100 --nodes 16 --context 5120000
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 
 from treeattn.cost.formulas import DTYPE_BYTES, Workload
 from treeattn.cost.report import cost_table
@@ -38,16 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         topology = preset(args.topology)
         nodes = 1 if args.nodes is None else args.nodes
         p = nodes * topology.node_size if args.devices is None else args.devices
-        w = Workload(
-            args.context,
-            batch=args.batch,
-            heads=args.heads,
-            kv_heads=args.kv_heads,
-            head_dim=args.head_dim,
-            queries=args.queries,
-            dtype=args.dtype,
-            layers=args.layers,
-        )
+        w = Workload(**{field.name: getattr(args, field.name) for field in fields(Workload)})
         costs = compare(w, p, topology, overlap=args.overlap)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
@@ -58,11 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     print(cost_table(costs))
     best = min(costs, key=lambda c: c.seconds)
-    ring = costs[0]
-    print(
-        f"\nfastest: {best.strategy}, {ring.seconds / best.seconds:.3g} times as fast as the ring; "
-        f"limited by {best.limit}"
-    )
+    faster = f"{costs[0].seconds / best.seconds:.3g} times as fast as the ring"
+    print(f"\nfastest: {best.strategy}, {faster}; limited by {best.limit}")
     return 0
 
 

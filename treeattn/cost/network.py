@@ -19,7 +19,7 @@ import numpy as np
 
 from treeattn.cost.formulas import Number
 from treeattn.cost.schedules import Round, repeated, rounds_of, schedule
-from treeattn.cost.topology import Level, Topology
+from treeattn.cost.topology import Topology
 
 
 class Simulated(NamedTuple):
@@ -106,21 +106,17 @@ def _link_seconds(this: Round, topology: Topology) -> tuple[np.ndarray, np.ndarr
         _, used = np.unique(used, return_inverse=True)
         busiest = np.zeros(len(here), int)
         np.maximum.at(busiest, message, np.bincount(used)[used])
-        hops = np.bincount(message, minlength=len(here)) if _is_torus(links) else 1
+        hops = np.bincount(message, minlength=len(here)) if isinstance(links.wiring, tuple) else 1
         latency[here] = links.latency * hops
         byte_seconds[here] = busiest / links.bandwidth
     return latency, byte_seconds
-
-
-def _is_torus(level: Level) -> bool:
-    return isinstance(level.wiring, tuple)
 
 
 def _links(source, target, i: int, topology: Topology) -> tuple[np.ndarray, np.ndarray]:
     """(message, link) for each link that each message uses on level i; links are just numbers."""
     level, unit = topology.levels[i], topology.unit_sizes()[i]
     every = np.arange(len(source))
-    if _is_torus(level):
+    if isinstance(level.wiring, tuple):
         return _torus_links(source, target, level.wiring)
     if level.wiring == "mesh":  # one from each device to each other one
         return every, source * level.size + target % level.size

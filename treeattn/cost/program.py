@@ -22,14 +22,9 @@ import jax
 from treeattn.cost.report import columns
 
 KINDS = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all",
+    "collective-permute", "collective-broadcast",
+)  # fmt: skip
 
 
 class Collective(NamedTuple):
@@ -139,10 +134,8 @@ def table(found: Iterable[Collective]) -> str:
     for c in found:
         numbers = f"{c.count:,}", f"{c.total_bytes:,}", f"{c.sent_bytes:,}"
         rows.append((c.kind, *numbers, " ".join(c.shapes)))
-    rows.append(
-        ("all", f"{count(found):,}", f"{total_bytes(found):,}", f"{sent_bytes(found):,}", "")
-    )
-    return columns(rows)
+    numbers = f"{count(found):,}", f"{total_bytes(found):,}", f"{sent_bytes(found):,}"
+    return columns([*rows, ("all", *numbers, "")])
 
 
 def _text(program: jax.stages.Lowered | jax.stages.Compiled | str) -> str:
@@ -238,14 +231,9 @@ def _collective(kind: str, this: _Instruction, inside: _Computation) -> Collecti
     if this.opcode.endswith("-start") and kind != "all-reduce":
         # The type of these is (operands, results, context …).
         results = results[len(operands) : 2 * len(operands)]
-    return Collective(
-        kind,
-        1,
-        sum(map(_shape_bytes, operands)),
-        sum(map(_shape_bytes, results)),
-        tuple(sorted(operands, key=_shape_bytes, reverse=True)),
-        _devices(this.rest),
-    )
+    sizes = (sum(map(_shape_bytes, shapes)) for shapes in (operands, results))
+    largest_first = tuple(sorted(operands, key=_shape_bytes, reverse=True))
+    return Collective(kind, 1, *sizes, largest_first, _devices(this.rest))
 
 
 def _shapes(type_: str) -> list[str]:

@@ -21,27 +21,10 @@ class Round(NamedTuple):
     message_bytes: Number
 
 
-def ring_pass(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:
-    """p − 1 rounds, in which each device sends a whole message to the next one.
-
-    What visits everybody: a ring of caches, and an all-gather.
-    """
-    yield from [_to_the_next(p, message_bytes)] * (p - 1)
-
-
-def round_trip(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:
-    """p such rounds: what visits everybody and comes home, as the queries of pass-Q do."""
-    yield from [_to_the_next(p, message_bytes)] * p
-
-
-def _to_the_next(p: int, message_bytes: Number) -> Round:
+def around(p: int, message_bytes: Number, rounds: int) -> Iterator[Round]:
+    """So many rounds, in which each device sends a message to the next one."""
     ring = np.arange(p)
-    return Round(ring, (ring + 1) % p, message_bytes)
-
-
-def ring_allreduce(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:
-    """2 (p − 1) rounds of 1/p of the message: the sums are scattered, then gathered."""
-    yield from [_to_the_next(p, message_bytes / p)] * (2 * (p - 1))
+    yield from [Round(ring, (ring + 1) % p, message_bytes)] * rounds
 
 
 def tree_allreduce(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:
@@ -100,10 +83,12 @@ def strides(p: int) -> list[int]:
 # The rounds of each collective: (p, message bytes, devices of a node) -> rounds. What a message
 # is: all of what an Allreduce reduces; what each device contributes, to a ring or an all-gather.
 SCHEDULES: dict[str, Callable[[int, Number, int], Iterator[Round]]] = {
-    "ring": ring_pass,
-    "round-trip": round_trip,
-    "all-gather": ring_pass,
-    "ring-allreduce": ring_allreduce,
+    # What visits everybody, and what comes home besides, as the queries of pass-Q do.
+    "ring": lambda p, size, g: around(p, size, p - 1),
+    "round-trip": lambda p, size, g: around(p, size, p),
+    "all-gather": lambda p, size, g: around(p, size, p - 1),
+    # The sums are scattered, then gathered.
+    "ring-allreduce": lambda p, size, g: around(p, size / p, 2 * (p - 1)),
     "tree-allreduce": tree_allreduce,
     "hierarchical-allreduce": hierarchical_allreduce,
     "butterfly": butterfly,

@@ -35,15 +35,9 @@ from treeattn.cost.network import (
 from treeattn.cost.topology import Device, Topology
 
 STRATEGIES = (
-    "ring",
-    "pass-q",
-    "kv-gather",
-    "ring-allreduce",
-    "tree-allreduce",
-    "hierarchical-allreduce",
-    "butterfly",
-    "gather",
-)
+    "ring", "pass-q", "kv-gather", "ring-allreduce", "tree-allreduce", "hierarchical-allreduce",
+    "butterfly", "gather",
+)  # fmt: skip
 
 
 class Message(NamedTuple):
@@ -191,17 +185,10 @@ def decode_cost(
     parts = {"latency": latency, "link bandwidth": volume}
     parts |= {"memory bandwidth": read} if read >= arithmetic else {"arithmetic": arithmetic}
     fits = held <= topology.device.memory_bytes
-    n = w.layers
-    return Cost(
-        strategy,
-        *(n * x for x in counts),
-        memory_bytes=held,
-        compute_seconds=n * compute,
-        latency_seconds=n * latency,
-        volume_seconds=n * volume,
-        seconds=n * seconds,
-        limit=max(parts, key=parts.get) if fits else "memory",
-    )
+    limit = max(parts, key=parts.get) if fits else "memory"
+    counts = (w.layers * x for x in counts)
+    times = (w.layers * x for x in (compute, latency, volume, seconds))
+    return Cost(strategy, *counts, held, *times, limit)
 
 
 def compare(w: Workload, p: int, topology: Topology, *, overlap: bool = False) -> list[Cost]:

@@ -165,50 +165,31 @@ _NVLINK4 = Level("NVLink 4", 8, _NVLINK_LATENCY, 450 * GB)
 # One ConnectX-7 at 400 Gb/s for each GPU (NVIDIA DGX H100 user guide; v1 §6).
 _NDR = Level("InfiniBand NDR", 512, _NETWORK_LATENCY, 50 * GB)
 
-PRESETS = {
-    "dgx-h100": Topology("dgx-h100", H100, (_NVLINK4, _NDR), _NCCL_LAUNCH),
-    "dgx-h200": Topology("dgx-h200", H200, (_NVLINK4, _NDR), _NCCL_LAUNCH),
-    # Each pair has a link of 64 GB/s a direction, of which 48 are usable (AMD ROCm blog,
-    # "Understanding RCCL bandwidth and xGMI performance on AMD Instinct MI300X"); RoCE at
-    # 400 Gb/s a GPU between nodes. Latencies assumed to be NVIDIA's.
-    "mi300x": Topology(
-        "mi300x",
-        MI300X,
-        (
-            Level("xGMI", 8, _NVLINK_LATENCY, 48 * GB, wiring="mesh"),
-            Level("RoCE", 512, _NETWORK_LATENCY, 50 * GB),
-        ),
-        _NCCL_LAUNCH,
-    ),
-    # PCI Express 4.0: 16 GT/s on 16 lanes, 128 of 130 bits used. Two cards; more are joined by
-    # 10 Gb/s Ethernet, which is an assumption, as is TCP's 30 µs.
-    "rtx4090": Topology(
-        "rtx4090",
-        RTX4090,
-        (
-            Level("PCIe 4.0 x16", 2, _PCIE_LATENCY, 31.5 * GB),
-            Level("10 GbE", 512, 30e-6, 1.25 * GB, links=1),
-        ),
-        _NCCL_LAUNCH,
-    ),
-    # A slice of 16 x 16 x 16 chips; 1,200 GB/s of links a chip, which is six links, of 100 GB/s a
-    # direction ("TPU v5p", Google Cloud documentation). 1 µs a hop is assumed, and that XLA
-    # starts a collective in 1 µs.
-    "tpu-v5p": Topology(
-        "tpu-v5p",
-        TPU_V5P,
-        (Level("ICI", 4096, 1e-6, 100 * GB, wiring=(16, 16, 16)),),
-        1e-6,
-    ),
-    # The same nodes as dgx-h100 with one 100 Gb/s Ethernet port for the eight GPUs to share.
-    # TCP's 30 µs is assumed.
-    "ethernet": Topology(
-        "ethernet",
-        H100,
-        (_NVLINK4, Level("100 GbE", 512, 30e-6, 12.5 * GB, links=1)),
-        _NCCL_LAUNCH,
-    ),
-}
+# Each pair has a link of 64 GB/s a direction, of which 48 are usable (AMD ROCm blog,
+# "Understanding RCCL bandwidth and xGMI performance on AMD Instinct MI300X"); RoCE at
+# 400 Gb/s a GPU between nodes. Latencies assumed to be NVIDIA's.
+_XGMI = Level("xGMI", 8, _NVLINK_LATENCY, 48 * GB, wiring="mesh")
+_ROCE = Level("RoCE", 512, _NETWORK_LATENCY, 50 * GB)
+# PCI Express 4.0: 16 GT/s on 16 lanes, 128 of 130 bits used. Two cards; more are joined by
+# 10 Gb/s Ethernet, which is an assumption, as is TCP's 30 µs.
+_PCIE4 = Level("PCIe 4.0 x16", 2, _PCIE_LATENCY, 31.5 * GB)
+_GBE_10 = Level("10 GbE", 512, 30e-6, 1.25 * GB, links=1)
+# A slice of 16 x 16 x 16 chips; 1,200 GB/s of links a chip, which is six links, of 100 GB/s a
+# direction ("TPU v5p", Google Cloud documentation). 1 µs a hop is assumed, and below that XLA
+# starts a collective in 1 µs.
+_ICI = Level("ICI", 4096, 1e-6, 100 * GB, wiring=(16, 16, 16))
+# One 100 Gb/s Ethernet port for the eight GPUs of a node to share. TCP's 30 µs is assumed.
+_GBE_100 = Level("100 GbE", 512, 30e-6, 12.5 * GB, links=1)
+
+_ALL = (
+    Topology("dgx-h100", H100, (_NVLINK4, _NDR), _NCCL_LAUNCH),
+    Topology("dgx-h200", H200, (_NVLINK4, _NDR), _NCCL_LAUNCH),
+    Topology("mi300x", MI300X, (_XGMI, _ROCE), _NCCL_LAUNCH),
+    Topology("rtx4090", RTX4090, (_PCIE4, _GBE_10), _NCCL_LAUNCH),
+    Topology("tpu-v5p", TPU_V5P, (_ICI,), 1e-6),
+    Topology("ethernet", H100, (_NVLINK4, _GBE_100), _NCCL_LAUNCH),
+)
+PRESETS = {topology.name: topology for topology in _ALL}
 
 
 def preset(name: str, **changes) -> Topology:

@@ -175,10 +175,10 @@ def pad_heads(state: AttentionState, axes: Axes) -> AttentionState:
     return jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=heads), state, more)
 
 
-def own_heads(x: Float[Array, "... heads"], axes: Axes) -> Float[Array, "... share"]:
-    """This device's share of the last axis."""
-    share = x.shape[-1] // lax.axis_size(axes)
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * share, share, x.ndim - 1)
+def own_heads(x: Float[Array, "..."], axes: Axes, axis: int = -1) -> Float[Array, "..."]:
+    """This device's share of an axis that is the same everywhere, the last by default."""
+    share = x.shape[axis] // lax.axis_size(axes)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * share, share, axis)
 
 
 def gather_heads(share, axes: Axes, heads: int, axis: int | None = None):

@@ -84,13 +84,10 @@ def initialize(
     sys.excepthook = _end_at_once
     try:
         jax.distributed.initialize(
-            coordinator_address,
-            num_processes,
-            process_id,
+            coordinator_address, num_processes, process_id, **options,
             heartbeat_timeout_seconds=heartbeat_timeout_seconds,
             initialization_timeout=initialization_timeout,
-            **options,
-        )
+        )  # fmt: skip
     except jax.errors.JaxRuntimeError as error:
         raise RuntimeError(
             f"initialize: process {process_id} of {num_processes} did not find the others at "

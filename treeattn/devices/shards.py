@@ -16,8 +16,6 @@ from treeattn.idea.state import AttentionState
 from treeattn.kernel.attend import pad_axis, resolve
 from treeattn.kernel.inputs import Inputs, check_inputs
 
-REPLICATED = P()
-
 
 def mesh_axes(mesh: Mesh | AbstractMesh, axis: str | tuple[str, ...]) -> tuple[str, ...]:
     """`axis` as a tuple. Raises ValueError when the mesh lacks it, or it is named twice."""
@@ -53,7 +51,7 @@ def count_devices(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[name] for name in axes)
 
 
-def over_shards(body, mesh, axes, in_specs, out_specs=REPLICATED, *, check: bool = False):
+def over_shards(body, mesh, axes, in_specs, out_specs=P(), *, check: bool = False):  # noqa: B008
     """body(rank, *arguments) on every device, under `shard_map`; without a mesh, body(0, …).
 
     Axes of the mesh that are not in `axes` stay XLA's: what is sharded along them remains so.

@@ -86,6 +86,19 @@ def check_rank(rank: int, layout: str, **arrays: Array) -> None:
             raise ValueError(f"{name}: expected {rank} axes {layout}, got shape {x.shape}")
 
 
+def check_scale(scale, d: int) -> Array | float:
+    """`scale` as a scalar array, 1/√d where it is None. Raises a ValueError for anything but a
+    finite number, if it can be looked at."""
+    if scale is None:
+        return d**-0.5
+    scale = as_array("scale", scale)
+    if scale.shape != () or not jnp.issubdtype(scale.dtype, np.number):
+        raise ValueError(f"scale: expected a number, got {scale.dtype} of shape {scale.shape}")
+    if not isinstance(scale, jax.core.Tracer) and not np.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number, got {scale}")
+    return scale
+
+
 def check_broadcasts(name: str, x: Array, target: tuple[int, ...], layout: str) -> None:
     """Raise a ValueError unless `x` has `target`'s rank and each axis is 1 or `target`'s."""
     fits = x.ndim == len(target) and all(n in (1, m) for n, m in zip(x.shape, target, strict=True))

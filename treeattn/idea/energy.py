@@ -29,6 +29,7 @@ from treeattn.idea.arrays import (
     check_floating,
     check_rank,
     check_same_dtype,
+    check_scale,
 )
 
 Scale = float | int | Float[Array, ""] | None
@@ -171,26 +172,15 @@ def _scores(zeta, q, k, v, scale):
     """scale · q·k_a + ζ·v_a, (..., n), of sources zeta (..., dv) and queries q (..., d)."""
     dtype = accumulation_dtype(zeta, q, k, v)
     zeta, q, k, v = (x.astype(dtype) for x in (zeta, q, k, v))
-    scale = _check_scale(scale, q.shape[-1])
+    scale = jnp.asarray(check_scale(scale, q.shape[-1]), dtype)
 
     def dot(x, keys):  # keys first, so that XLA on CPU does not copy them to transpose them
         return jnp.einsum("nd,...d->...n", keys, x, precision="highest")
 
     # ∞ − ∞ is NaN: a score out of range counts as the largest finite one. Not the source's
     # part: a key that wins the maximum keeps its derivative in ζ.
-    s = jnp.minimum(dot(q * jnp.asarray(scale, dtype), k), jnp.finfo(dtype).max)
+    s = jnp.minimum(dot(q * scale, k), jnp.finfo(dtype).max)
     return s + dot(zeta, v)
-
-
-def _check_scale(scale: Scale, d: int):
-    if scale is None:
-        return d**-0.5
-    scale = as_array("scale", scale)
-    if scale.shape != () or not jnp.issubdtype(scale.dtype, np.number):
-        raise ValueError(f"scale: expected a number, got {scale.dtype} of shape {scale.shape}")
-    if not isinstance(scale, jax.core.Tracer) and not np.isfinite(scale):
-        raise ValueError(f"scale: expected a finite number, got {scale}")
-    return scale
 
 
 def _check_inputs(q, k, v, mask=None, rank: int = 1) -> Array | None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from treeattn.idea.arrays import (
     Array,
@@ -17,6 +16,7 @@ from treeattn.idea.arrays import (
     check_integers,
     check_rank,
     check_same_dtype,
+    check_scale,
 )
 
 _static = functools.partial(dataclasses.field, metadata={"static": True})
@@ -98,7 +98,9 @@ def check_inputs(
         bias = as_array("bias", bias)
         check_floating(bias=bias)
         check_broadcasts("bias", bias, (b, h, l, n), "(batch, heads, q_len, kv_len)")
-    scale, factor = _check_scale(scale, d)
+    scale = check_scale(scale, d)
+    traced = isinstance(scale, jax.core.Tracer)  # then it is not compiled in
+    scale, factor = (1.0, scale) if traced else (float(scale), None)
     return Inputs(q, k, v, mask, bias, _lengths(kv_lengths, b, n), factor, scale, causal)
 
 
@@ -112,17 +114,3 @@ def _lengths(kv_lengths, b: int, n: int) -> Array | None:
         raise ValueError(f"kv_lengths: expected shape ({b},), one a row, got {kv_lengths.shape}")
     wide = kv_lengths.astype(jnp.promote_types(kv_lengths.dtype, jnp.int32))
     return jnp.clip(wide, 0, n).astype(jnp.int32)
-
-
-def _check_scale(scale, d: int) -> tuple[float, Array | None]:
-    """(scale, factor): a number is compiled in, an array is not."""
-    if scale is None:
-        return d**-0.5, None
-    scale = as_array("scale", scale)
-    if scale.shape != () or not jnp.issubdtype(scale.dtype, np.number):
-        raise ValueError(f"scale: expected a number, got {scale.dtype} of shape {scale.shape}")
-    if isinstance(scale, jax.core.Tracer):
-        return 1.0, scale
-    if not np.isfinite(scale):
-        raise ValueError(f"scale: expected a finite number, got {scale}")
-    return float(scale), None

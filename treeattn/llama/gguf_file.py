@@ -70,16 +70,12 @@ def open_gguf(path: Path) -> Checkpoint:
         x = x.reshape(shapes[name])
         for part, heads in (("q_proj", config.heads), ("k_proj", config.kv_heads)):
             if part in name:
-                x = _halves_from_pairs(x, heads)
+                # GGUF has a head's rows as rotary pairs (0, 1), (2, 3), …; they become two halves.
+                x = x.reshape(heads, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(shapes[name])
         return x
 
     factors = read("rope_freqs.weight") if "rope_freqs.weight" in shapes else None
     return Checkpoint(path, config, tokenizer.from_gguf(fields, path), shapes, read, factors)
-
-
-def _halves_from_pairs(x: np.ndarray, heads: int) -> np.ndarray:
-    """Undo GGUF's order of a head's rows: rotary pairs (0, 1), (2, 3), … become two halves."""
-    return x.reshape(heads, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
 
 
 def gguf_config(fields: dict, shapes: dict, path: Path) -> Config:

@@ -1,6 +1,5 @@
 """Hugging Face directories: config.json, and safetensors in one file or many."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,7 @@ def open_hugging_face(path: Path) -> Checkpoint:
     A *.safetensors file stands for itself alone, with what lies beside it.
     """
     folder, files = (path, _shards(path)) if path.is_dir() else (path.parent, [path])
-    config = hugging_face_config(_json(folder / "config.json"), folder)
+    config = hugging_face_config(tokenizer.read_json(folder / "config.json"), folder)
     where, shapes = {}, {}
     for file in files:
         with _safetensors(file) as shard:
@@ -45,7 +44,8 @@ def _shards(path: Path) -> list[Path]:
     """The directory's safetensors files: those of its index, model.safetensors, or all."""
     index, single = path / "model.safetensors.index.json", path / "model.safetensors"
     if index.exists():
-        files = sorted({path / name for name in _json(index).get("weight_map", {}).values()})
+        names = tokenizer.read_json(index).get("weight_map", {}).values()
+        files = sorted({path / name for name in names})
         missing = [f.name for f in files if not f.exists()]
         if missing:
             raise ValueError(f"{path}: {some(missing)} missing, though the index lists it")
@@ -57,15 +57,6 @@ def _shards(path: Path) -> list[Path]:
     if pickles:
         raise ValueError(f"{path}: only a pickled checkpoint ({pickles[0]}). {NO_PICKLES}")
     raise ValueError(f"{path}: expected config.json and *.safetensors, found no safetensors")
-
-
-def _json(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path.parent}: no {path.name} in the directory") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: not readable as JSON ({error})") from None
 
 
 def _safetensors(file: Path):

@@ -9,17 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeattn.idea.arrays import Array
+from treeattn.idea.arrays import Array, as_array
 from treeattn.llama.cache import Cache
-
-
-def _array(x) -> Array:
-    return x if isinstance(x, jax.Array) else np.asarray(x)
 
 
 def integers(name: str, x, shape: tuple, what: str = "", top: int | None = None) -> Array:
     """`x` as an array of integers of that shape (None for any number), from 0 to `top`."""
-    x = _array(x)
+    x = as_array(name, x)
     fits = x.ndim == len(shape) and all(m in (None, n) for n, m in zip(x.shape, shape, strict=True))
     if not fits or not jnp.issubdtype(x.dtype, jnp.integer):
         expected = str(shape).replace("None", "any")
@@ -78,7 +74,7 @@ def check_new(tokens: Array, cache: Cache, positions, mask) -> tuple[Array | Non
     if positions is not None:
         positions = integers("positions", positions, (b, l))
     if mask is not None:
-        mask = _array(mask)
+        mask = as_array("mask", mask)
         if mask.shape not in ((b, l, l), (1, l, l)) or mask.dtype != bool:
             raise ValueError(f"mask: expected booleans {(b, l, l)}, got {mask.dtype} {mask.shape}")
     return positions, mask

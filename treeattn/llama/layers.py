@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
-from treeattn.devices.merge import pad_heads
+from treeattn.devices.merge import own_heads, pad_heads
 from treeattn.devices.shards import over_shards
 from treeattn.idea.arrays import Array
 from treeattn.idea.state import finalize, merge
@@ -121,8 +121,8 @@ def _layer(rank, x, w, rotation, mask, cached, lengths, last, *, static: Static)
         among_new = {"mask": mask[:, None]}
     state = attend(q, k, v, **among_new)
     if static.scattered:
-        padded = pad_heads(state, static.mesh.axis_names)
-        state = jax.tree.map(lambda y: own_part(y, padded.max.ndim - 1, static), padded)
+        axes = static.mesh.axis_names
+        state = jax.tree.map(lambda y: own_heads(y, axes, 2), pad_heads(state, axes))
     if cached is not None and static.sharded:
         own = shard_lengths(lengths, rank, static.mesh.size)
         state = merge(static.attention(q, *cached, own, static.mesh.axis_names), state)
@@ -132,14 +132,7 @@ def _layer(rank, x, w, rotation, mask, cached, lengths, last, *, static: Static)
     return after_attention(x, w, out, static), (k, v)
 
 
-# What sharded weights need besides: a part of an array, all parts together, the sum of all.
-
-
-def own_part(x: Float[Array, "..."], axis: int, static: Static) -> Float[Array, "..."]:
-    """This device's part of an axis that is the same everywhere."""
-    part = x.shape[axis] // static.mesh.size
-    rank = jax.lax.axis_index(static.mesh.axis_names)
-    return jax.lax.dynamic_slice_in_dim(x, rank * part, part, axis)
+# What sharded weights need besides: all parts of an array together, the sum of all.
 
 
 def together(x: Float[Array, "... part"], static: Static) -> Float[Array, "... all"]:
@@ -203,7 +196,7 @@ def after_attention(
     if static.sharded and not static.scattered:
         full = w.output.shape[1] * static.mesh.size
         out = jnp.pad(out, [(0, 0), (0, 0), (0, full - out.shape[-1])])
-        out = own_part(out, 2, static)
+        out = own_heads(out, static.mesh.axis_names)
     elif not static.sharded:  # of weights that came together
         out = jnp.pad(out, [(0, 0), (0, 0), (0, w.output.shape[1] - out.shape[-1])])
     x = x + total(out, w.output, w.output_bias, static)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
+from treeattn.devices.merge import SCATTERED
 from treeattn.idea.arrays import Array
 from treeattn.kernel.attend import CAUSAL_BLOCK
 from treeattn.llama import cache as caches
@@ -57,13 +58,9 @@ class Llama:
 
     @staticmethod
     def load(
-        path: str | Path | None = None,
-        *,
-        mesh: Mesh | None = None,
-        dtype=None,
-        shard_weights: bool = False,
-        **options,
-    ) -> "Llama":
+        path: str | Path | None = None, *, mesh: Mesh | None = None, dtype=None,
+        shard_weights: bool = False, **options,
+    ) -> "Llama":  # fmt: skip
         """A GGUF file, a Hugging Face directory, or (None) the packaged SmolLM2-135M-Instruct.
 
         mesh:    the weights are copied to each of its devices; simulated ones share one copy
@@ -76,8 +73,6 @@ class Llama:
         installed, ValueError for whatever is not a readable Llama checkpoint.
         """
         checkpoint = open_checkpoint(path)
-        if shard_weights and mesh is None:
-            raise ValueError("shard_weights: expected a mesh to shard them over, got none")
         weights = load_weights(checkpoint, mesh, dtype, shard_weights)
         options["shard_weights"] = shard_weights
         return Llama(checkpoint.config, weights, checkpoint.tokenizer, mesh, **options)
@@ -174,8 +169,7 @@ class Llama:
         if select is not None:
             select = inputs.integers("select", select, (batch, None), "indices", most - 1)
             most = select.shape[1]
-        counts = inputs.check_counts(counts, most, cache)
-        return self._write(cache, new, counts, select)
+        return self._write(cache, new, inputs.check_counts(counts, most, cache), select)
 
     def step(
         self,
@@ -253,9 +247,8 @@ class Llama:
         x, rotation = self._embed(tokens, out=along)
         static, filled = self._static(cached=False), []
         for w, cached in zip(self.weights.layers, cache.layers, strict=True):
-            x, cached = layers.prefill_layer(
-                x, w, rotation, cached, static=static, attention=attention
-            )
+            options = {"static": static, "attention": attention}
+            x, cached = layers.prefill_layer(x, w, rotation, cached, **options)
             filled.append(cached)
         cache = Cache(*zip(*filled, strict=True), cache.lengths + lengths)
         return self._logits(x, lengths - 1), cache
@@ -289,20 +282,14 @@ class Llama:
 
     def _static(self, cached: bool) -> layers.Static:
         """Without a cache, one program for every attention to it."""
-        scattered = cached and self.shard_weights and parallel.scatters(self.attention)
-        attention = None
-        if cached:
-            attention = parallel.to_cache(self.attention, self.implementation, scattered)
-        return layers.Static(
-            self.config, self.mesh, attention, self.implementation, self.shard_weights, scattered
-        )
+        scattered = cached and self.shard_weights and self.attention in SCATTERED
+        kernel, sharded = self.implementation, self.shard_weights
+        attention = parallel.to_cache(self.attention, kernel, scattered) if cached else None
+        return layers.Static(self.config, self.mesh, attention, kernel, sharded, scattered)
 
     def _embed(self, tokens, lengths=None, positions=None, out=None):
         w = self.weights
-        if not self.shard_weights:
-            out = None
-        elif out is None:
-            out = NamedSharding(self.mesh, P())
+        out = (out or NamedSharding(self.mesh, P())) if self.shard_weights else None
         return layers.embed(tokens, w.embedding, w.frequencies, lengths, positions, out=out)
 
     def _logits(self, x, last=None):

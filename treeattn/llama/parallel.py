@@ -38,7 +38,7 @@ def to_cache(
 ) -> ShardAttention:
     """The attention of that name towards the cache; a function is returned as it is.
 
-    scattered: whether a method that scatters the heads may leave them so (`scatters`)
+    scattered: whether a method that scatters the heads may leave them so
     """
     if callable(attention):
         return attention
@@ -47,11 +47,6 @@ def to_cache(
     return functools.partial(
         _to_cache, name=attention, implementation=implementation, scattered=scattered
     )
-
-
-def scatters(attention: str | ShardAttention) -> bool:
-    """Whether the attention of that name can leave each device its share of the heads."""
-    return attention in SCATTERED
 
 
 FOR_PROMPTS = {"ring": ring_attention, "ulysses": ulysses_attention}

@@ -1,7 +1,7 @@
 """Text from a model: sampling, streaming, stopping, and chatting."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jaxtyping import Float, Int, Key
 from treeattn.idea.arrays import Array
 from treeattn.llama.inputs import prompt_lengths
 from treeattn.llama.model import Llama
+from treeattn.llama.tokenizer import Tokenizer
 
 
 def nucleus(logits: Float[Array, "*b n"], top_p: float | Float[Array, ""]) -> Float[Array, "*b n"]:
@@ -88,42 +89,49 @@ def stream(
         )
     if stop is None:
         stop = model.tokenizer.stop if model.tokenizer else ()
-    return _stream(
-        model, prompts, max_new_tokens, temperature, top_p, key, frozenset(stop),
-        capacity or needed, progress,
-    )  # fmt: skip
 
+    def tokens():
+        cache = model.new_cache(len(prompts), capacity or needed)
+        logits, cache = model.prefill(prompts, cache, progress=progress)
+        over = np.zeros(len(prompts), bool)
+        for i in range(max_new_tokens):
+            now = None if key is None else jax.random.fold_in(key, i)
+            ids = sample(np.asarray(logits), now, temperature=temperature, top_p=top_p)
+            ids = np.asarray(ids, np.int32)
+            if jax.process_count() > 1:  # a ring's results may differ in the last bit
+                ids = multihost_utils.broadcast_one_to_all(ids)
+            yield [None if done else int(token) for token, done in zip(ids, over, strict=True)]
+            over |= np.isin(ids, list(stop))
+            if over.all() or i == max_new_tokens - 1:
+                return
+            counts = np.where(over, 0, 1)  # a text that is over does not grow any more
+            logits, cache = model.step(ids[:, None], cache, counts=counts, last=True)
 
-def _stream(model, prompts, n, temperature, top_p, key, stop, capacity, progress):
-    cache = model.new_cache(len(prompts), capacity)
-    logits, cache = model.prefill(prompts, cache, progress=progress)
-    over = np.zeros(len(prompts), bool)
-    for i in range(n):
-        now = None if key is None else jax.random.fold_in(key, i)
-        ids = sample(np.asarray(logits), now, temperature=temperature, top_p=top_p)
-        ids = np.asarray(ids, np.int32)
-        if jax.process_count() > 1:  # a ring's results may differ in the last bit
-            ids = multihost_utils.broadcast_one_to_all(ids)
-        yield [None if done else int(token) for token, done in zip(ids, over, strict=True)]
-        over |= np.isin(ids, list(stop))
-        if over.all() or i == n - 1:
-            return
-        counts = np.where(over, 0, 1)  # a text that is over does not grow any more
-        logits, cache = model.step(ids[:, None], cache, counts=counts, last=True)
+    return tokens()
 
 
 def stream_text(model: Llama, prompt: Sequence[int], **options) -> Iterator[str]:
     """The text that continues one prompt, in pieces as they come; `options` as in `stream`."""
+    return filter(None, pieces(tokenizer_of(model), stream(model, [prompt], **options)))
+
+
+def pieces(tokenizer: Tokenizer, new: Iterable[Sequence[int]]) -> Iterator[str]:
+    """The text of the new ids, a piece each time; at the end what was half of a character."""
+    ids, shown = [], 0
+    for more in new:
+        ids += more
+        whole = tokenizer.decode(ids)
+        text = whole.rstrip("\ufffd")  # half of a character: wait for the rest
+        yield text[shown:]
+        shown = max(shown, len(text))
+    yield whole[shown:]
+
+
+def tokenizer_of(model: Llama) -> Tokenizer:
+    """The checkpoint's tokenizer, or a ValueError where it has none."""
     if model.tokenizer is None:
         raise ValueError("model: this checkpoint has no tokenizer")
-    ids, shown = [], ""
-    for (token,) in stream(model, [prompt], **options):
-        ids.append(token)
-        text = model.tokenizer.decode(ids)
-        if not text.endswith("\ufffd"):  # half of a character: wait for the rest
-            yield text[len(shown) :]
-            shown = text
-    yield text[len(shown) :]
+    return model.tokenizer
 
 
 def chat(model: Llama, messages: str | list[dict[str, str]], **options) -> Iterator[str]:
@@ -132,6 +140,4 @@ def chat(model: Llama, messages: str | list[dict[str, str]], **options) -> Itera
     messages: what the user says, or a list of {"role": …, "content": …} for the checkpoint's
     template; `options` as in `stream`.
     """
-    if model.tokenizer is None:
-        raise ValueError("model: this checkpoint has no tokenizer")
-    return stream_text(model, model.tokenizer.chat(messages), **options)
+    return stream_text(model, tokenizer_of(model).chat(messages), **options)

@@ -77,9 +77,8 @@ class Tokenizer:
             messages = [{"role": "user", "content": messages}]
         for message in messages:
             if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-                raise ValueError(
-                    f'messages: expected dicts with "role" and "content", got {message!r}'
-                )
+                expected = 'dicts with "role" and "content"'
+                raise ValueError(f"messages: expected {expected}, got {message!r}")
         return self.encode(self._render(messages))
 
     def _render(self, messages: list[dict[str, str]]) -> str:
@@ -99,13 +98,9 @@ class Tokenizer:
         )
         try:
             return environment.from_string(self.chat_template).render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                bos_token=self.bos,
-                eos_token=self.eos,
-            )
+                messages=messages, tools=None, documents=None, add_generation_prompt=True,
+                bos_token=self.bos, eos_token=self.eos,
+            )  # fmt: skip
         except jinja2.TemplateError as error:
             raise ValueError(f"messages: the checkpoint's chat template says: {error}") from None
 
@@ -179,15 +174,9 @@ def _sentence_pieces(get) -> tokenizers.Tokenizer:
     ]
     merges = [(tokens[a], tokens[b]) for _, a, b in sorted(joins)]
     unknown = get("ggml.unknown_token_id")
-    backend = tokenizers.Tokenizer(
-        models.BPE(
-            vocab=ids,
-            merges=merges,
-            unk_token=None if unknown is None else tokens[unknown],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
+    unknown = None if unknown is None else tokens[unknown]
+    pairs = models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    backend = tokenizers.Tokenizer(pairs)
     spaces = [normalizers.Replace(" ", "▁")]
     strip = []
     if get("ggml.add_space_prefix", True):
@@ -200,6 +189,16 @@ def _sentence_pieces(get) -> tokenizers.Tokenizer:
     return backend
 
 
+def read_json(path: Path) -> dict:
+    """What a JSON file holds, or a ValueError where there is none to read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path.parent}: no {path.name} in the directory") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not readable as JSON ({error})") from None
+
+
 def from_directory(path: Path) -> Tokenizer | None:
     """The tokenizer of a Hugging Face directory; None when it has no tokenizer.json."""
     if not (path / "tokenizer.json").exists():
@@ -210,11 +209,7 @@ def from_directory(path: Path) -> Tokenizer | None:
         raise ValueError(f"{path}/tokenizer.json: not readable ({error})") from None
 
     def fields(name):
-        file = path / name
-        try:
-            return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        except ValueError as error:
-            raise ValueError(f"{file}: not readable as JSON ({error})") from None
+        return read_json(path / name) if (path / name).exists() else {}
 
     about, config = fields("tokenizer_config.json"), fields("config.json")
     ends = fields("generation_config.json").get("eos_token_id") or config.get("eos_token_id")

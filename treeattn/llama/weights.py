@@ -91,10 +91,9 @@ def load_weights(
             "gate_up": [f"{mlp}gate_proj", f"{mlp}up_proj"],
             "down": [f"{mlp}down_proj"],
         }
-        arrays = {
-            part: read(part, *(f"{n}.weight" for n in names)) for part, names in parts.items()
-        }
+        arrays = {}
         for part, names in parts.items():
+            arrays[part] = read(part, *(f"{n}.weight" for n in names))
             if f"{names[0]}.bias" in config.tensors():
                 arrays[f"{part}_bias"] = read(f"{part}_bias", *(f"{n}.bias" for n in names))
         return Layer(

@@ -10,8 +10,7 @@ The trees are for `treeattn.trees.token_tree.pack_tree`.
 """
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Float, Int, Integer
@@ -90,8 +89,7 @@ def beam_search(
     Raises as `expand_tree` does.
     """
     _check_positive(width=width, length=length, batch=batch)
-    *_, last = _grow(log_probs, length, width, batch)
-    return last.paths, last.path_scores
+    return grow(_of_all(log_probs, width), length, width, batch)[1:]
 
 
 def expand_tree(
@@ -113,51 +111,61 @@ def expand_tree(
     returns another shape, a NaN, or a logarithm above 0.
     """
     _check_positive(depth=depth, width=width, budget=budget, batch=batch)
-    tokens, parents, scores, frontier, count = [], [], [], np.full((batch, 1), -1), 0
-    for grown in _grow(log_probs, depth, width, batch):
-        tokens.append(grown.tokens)
-        parents.append(frontier[:, grown.parents])
-        scores.append(grown.scores)
-        frontier, count = count + grown.kept, count + grown.tokens.shape[1]
-    tokens, parents, scores = (np.concatenate(x, axis=1) for x in (tokens, parents, scores))
+    (tokens, parents, _, scores), *_ = grow(_of_all(log_probs, width), depth, width, batch)
+    tree, order = most_probable(tokens, parents, scores, budget)
+    return tree, np.take_along_axis(scores, order, axis=1)
 
-    best = np.argsort(-scores, axis=1, kind="stable")[:, :budget]
+
+def most_probable(tokens, parents, scores, budget: int) -> tuple[TokenTree, np.ndarray]:
+    """(tree, order): the `budget` most probable nodes, and which (B, L') they were, best first.
+
+    All (B, L); scores are those of the paths to the nodes, −∞ at what is left out.
+    """
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :budget]
     number = np.zeros_like(parents)
-    np.put_along_axis(number, best, np.arange(best.shape[1])[None], axis=1)
-    tokens, parents, scores = (np.take_along_axis(x, best, 1) for x in (tokens, parents, scores))
+    np.put_along_axis(number, order, np.arange(order.shape[1], dtype=number.dtype)[None], axis=1)
+    tokens, parents, scores = (np.take_along_axis(x, order, 1) for x in (tokens, parents, scores))
     real = scores > -np.inf
     up = np.take_along_axis(number, np.maximum(parents, 0), axis=1)
     parents = np.where((parents >= 0) & real, up, -1)
     sizes = real.sum(axis=1)
-    return TokenTree(*(x.astype(np.int32) for x in (tokens, parents, sizes))), scores
+    return TokenTree(*(x.astype(np.int32) for x in (tokens, parents, sizes))), order
 
 
-class _Grown(NamedTuple):
-    """One token further: every child, and the candidates that are kept of them."""
+def grow(likeliest: Callable, length: int, width: int, batch: int):
+    """((tokens, parents, log, scores), paths, path_scores) of a beam search.
 
-    tokens: np.ndarray  # (B, N) the children of the n kept before, k each
-    scores: np.ndarray  # (B, N)
-    parents: np.ndarray  # (N,) which of the n kept before
-    kept: np.ndarray  # (B, n') which of the N are kept, best first
-    paths: np.ndarray  # (B, n', d) their tokens
-    path_scores: np.ndarray  # (B, n')
-
-
-def _grow(log_probs: LogProbs, length: int, width: int, batch: int) -> Iterator[_Grown]:
-    """Candidates of 1, 2 … `length` tokens, the `width` best of each length."""
+    likeliest: called as `LogProbs` is, it returns each path's likeliest next tokens (B, n, k), and
+               their log-probabilities
+    The first four, (B, L), are the tree of all that was looked at: a node's own log-probability,
+    and its path's. The paths (B, n, length) are the `width` best, path_scores (B, n) theirs.
+    """
+    nodes, frontier, count = [], np.full((batch, 1), -1), 0
     paths, score = np.zeros((batch, 1, 0), np.int32), np.zeros((batch, 1))
     for _ in range(length):
-        total = score[..., None] + _checked_log_probs(log_probs(paths), paths)  # (B, n, V)
-        best = np.argsort(-total, axis=-1, kind="stable")[..., :width]  # (B, n, k)
-        tokens = best.reshape(batch, -1)
-        scores = np.take_along_axis(total, best, axis=-1).reshape(batch, -1)
-        parents = np.repeat(np.arange(paths.shape[1]), best.shape[-1])
-        kept = np.argsort(-scores, axis=-1, kind="stable")[:, :width]
-        before = np.take_along_axis(paths, parents[kept][..., None], axis=1)
+        tokens, log = likeliest(paths)
+        parents = np.repeat(frontier, tokens.shape[2], axis=1)
+        each = tokens, parents, log, score[..., None] + log
+        nodes.append([x.reshape(batch, -1) for x in each])
+        tokens, *_, scores = nodes[-1]
+        kept = np.argsort(-scores, axis=1, kind="stable")[:, :width]
+        before = np.take_along_axis(paths, kept[..., None] // log.shape[2], axis=1)
         after = np.take_along_axis(tokens, kept, axis=1)[..., None]
         paths = np.concatenate([before, after], axis=-1).astype(np.int32)
         score = np.take_along_axis(scores, kept, axis=1)
-        yield _Grown(tokens, scores, parents, kept, paths, score)
+        frontier, count = count + kept, count + scores.shape[1]
+    return [np.concatenate(x, axis=1) for x in zip(*nodes, strict=True)], paths, score
+
+
+def _of_all(log_probs: LogProbs, width: int) -> Callable:
+    """What `grow` calls, of a draft that gives the log-probabilities of all tokens."""
+
+    def likeliest(paths):
+        log = _checked_log_probs(log_probs(paths), paths)
+        best = np.argsort(-log, axis=-1, kind="stable")[..., :width]
+        return best, np.take_along_axis(log, best, axis=-1)
+
+    return likeliest
 
 
 def _check_positive(**numbers: int) -> None:

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from treeattn.llama import inputs
 from treeattn.llama.model import Llama
 from treeattn.llama.speculation.candidates import Drawn, Seen, Texts, padded
 from treeattn.trees.beam import pack, unpack
+from treeattn.trees.draft import grow
 from treeattn.trees.token_tree import TokenTree
 
 
@@ -62,9 +64,7 @@ class _Reader:
         new = [text[len(o) :] for text, o in zip(texts, old, strict=True)]
         counts = np.array([len(n) for n in new], np.int32)
         if counts.any():
-            tokens = np.zeros((len(new), _few(int(counts.max()))), np.int32)
-            for row, n in zip(tokens, new, strict=True):
-                row[: len(n)] = n
+            tokens = inputs.padded(new, _few(int(counts.max())))
             logits, self._cache = self.model.step(tokens, self._cache, counts=counts, last=True)
             self._logits = jnp.where((counts > 0)[:, None], logits, self._logits)
         return self._logits
@@ -98,24 +98,13 @@ class LlamaDraft(_Reader):
         self.depth, self.width = depth, min(width, self.vocabulary)
 
     def propose(self, budget: int):
-        batch, width = len(self._texts), self.width
-        row = np.arange(batch)[:, None]
-        paths, log = np.zeros((batch, 1, 0), np.int32), np.zeros((batch, 1))
-        node = np.full((batch, 1), -1)  # the last of each path
-        tokens, parents, scores = [], [], []
-        for _ in range(self.depth):
-            values, ids = (np.asarray(x) for x in _log_likeliest(self._after(paths), width))
-            ids, values = ids.reshape(batch, -1), np.minimum(values.astype(np.float64), 0)
-            total = (log[..., None] + values).reshape(batch, -1)
-            kept = np.argsort(-total, axis=1, kind="stable")[:, :width]
-            parents.append(np.repeat(node, width, axis=1))
-            node = sum(x.shape[1] for x in tokens) + kept
-            tokens.append(ids)
-            scores.append(values.reshape(batch, -1))
-            further = ids[row, kept][..., None]
-            paths = np.concatenate([paths[row, kept // width], further], axis=2).astype(np.int32)
-            log = total[row, kept]
-        tokens, parents, scores = (np.concatenate(x, axis=1) for x in (tokens, parents, scores))
+        batch = len(self._texts)
+
+        def likeliest(paths):
+            values, ids = _log_likeliest(self._after(paths), self.width)
+            return np.asarray(ids), np.minimum(np.asarray(values, np.float64), 0)
+
+        (tokens, parents, scores, _), *_ = grow(likeliest, self.depth, self.width, batch)
         sizes = np.full(batch, tokens.shape[1], np.int32)
         return TokenTree(tokens.astype(np.int32), parents.astype(np.int32), sizes), scores
 
@@ -136,9 +125,8 @@ class DrawnDraft(_Reader):
     ):  # fmt: skip
         super().__init__(model)
         if not widths or min(widths) < 1 or (replacement and any(w > 1 for w in widths[1:])):
-            raise ValueError(
-                f"widths: expected positive numbers, with replacement (M, 1, 1, …), got {widths}"
-            )
+            expected = "positive numbers, with replacement (M, 1, 1, …)"
+            raise ValueError(f"widths: expected {expected}, got {widths}")
         if not temperature > 0:
             raise ValueError(f"temperature: expected more than 0, got {temperature}")
         self.widths, self.temperature, self.replacement = tuple(widths), temperature, replacement

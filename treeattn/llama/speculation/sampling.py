@@ -27,7 +27,7 @@ class Sampling:
         """(b, node) -> what the model says after the node, which is the text's new token
         index[b, node]: with the key of that position, as in `treeattn.llama.text.stream`."""
         if self.temperature == 0:
-            tokens = np.asarray(_argmax(logits))
+            tokens = np.asarray(jnp.argmax(logits, axis=-1))
             return lambda b, node: int(tokens[b, node])
 
         def draw(b, node):
@@ -59,9 +59,6 @@ def likeliest(
     token = jnp.argmax(logits, axis=-1)
     top = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
     return token, top - jax.nn.logsumexp(logits, axis=-1)
-
-
-_argmax = jax.jit(functools.partial(jnp.argmax, axis=-1))
 
 
 @functools.partial(jax.jit, static_argnames="k")
