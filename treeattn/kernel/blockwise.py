@@ -40,7 +40,7 @@ def attend_blockwise(inputs: Inputs) -> AttentionState:
     q = (q.astype(dtype) * scale).reshape(b, l, h_kv, h // h_kv, d).transpose(0, 2, 3, 1, 4)
     mask, bias = (x if x is None else _group_heads(x, h_kv) for x in (mask, bias))
     bias = bias if bias is None else bias.astype(dtype)
-    state = _attend(inputs.by_row, q, k, v, mask, bias, lengths)
+    state = _attend(inputs.by_row, inputs.stale, q, k, v, mask, bias, lengths)
     return jax.tree.map(
         lambda x: x.transpose(0, 3, 1, 2, *range(4, x.ndim)).reshape(b, l, h, *x.shape[4:]), state
     )
@@ -52,11 +52,11 @@ def _group_heads(x, h_kv: int):
     return x.reshape((b, 1, 1, l, n) if h == 1 else (b, h_kv, h // h_kv, l, n))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _attend(by_row, q, k, v, mask, bias, lengths) -> AttentionState:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _attend(by_row, stale, q, k, v, mask, bias, lengths) -> AttentionState:
     b = q.shape[0]
     if lengths is None or b == 1 or not by_row:
-        return _attend_rows(0, b, q, k, v, mask, bias, lengths)
+        return _attend_rows(0, b, stale, q, k, v, mask, bias, lengths)
 
     def row(i):
         own = (
@@ -64,13 +64,13 @@ def _attend(by_row, q, k, v, mask, bias, lengths) -> AttentionState:
             for x in (q, mask, bias, lengths)
         )
         q_i, mask_i, bias_i, length = own
-        return _attend_rows(i, 1, q_i, k, v, mask_i, bias_i, length)
+        return _attend_rows(i, 1, stale, q_i, k, v, mask_i, bias_i, length)
 
     states = lax.map(row, jnp.arange(b, dtype=jnp.int32))
     return jax.tree.map(lambda x: x[:, 0], states)
 
 
-def _attend_rows(row, rows: int, q, k, v, mask, bias, lengths) -> AttentionState:
+def _attend_rows(row, rows: int, stale, q, k, v, mask, bias, lengths) -> AttentionState:
     """The state of q's rows, whose keys and values are rows row … row + rows − 1 of k and v."""
     n = k.shape[1]
     size = _block_size(q, n)
@@ -86,7 +86,7 @@ def _attend_rows(row, rows: int, q, k, v, mask, bias, lengths) -> AttentionState
         p = jnp.exp(s - finite(m)[..., None])
 
         def values(at, count):
-            return _real(read(v, first + at, count), first + at, lengths)
+            return _real(read(v, first + at, count), first + at, lengths if stale else None)
 
         if few:  # a stream of values at a time
             denominator, numerator = products.stream_sums(p, values)
@@ -191,12 +191,12 @@ def _limit(s, visible, bias):
 
 
 @functools.partial(_attend.defjvp, symbolic_zeros=True)
-def _attend_jvp(by_row, primals, tangents):
+def _attend_jvp(by_row, stale, primals, tangents):
     """The derivative: that of a second pass over the blocks, relative to the final pivot.
 
     The pivot is constant, so the blocks only add up: nothing has to be kept of each.
     """
-    state = _attend(by_row, *primals)
+    state = _attend(by_row, stale, *primals)
     q, k, v, mask, bias, lengths = primals
     arguments = {"q": q, "k": k, "v": v, "bias": bias}
     tangents = dict(zip(arguments, (*tangents[:3], tangents[4]), strict=True))

@@ -36,6 +36,8 @@ class Inputs:
     implementation: "blockwise", "flash", or "by platform", which the compiler chooses by
     by_row:     whether rows with lengths of their own are computed one after another, so that a
                 short row does not read the blocks of a long one
+    stale:      whether values beyond the lengths may be NaN, as memory never written may; of a
+                cache that is known to hold numbers everywhere they need not be set to 0
     """
 
     q: Any
@@ -49,6 +51,7 @@ class Inputs:
     causal: bool = _static(default=False)
     implementation: str = _static(default="blockwise")
     by_row: bool = _static(default=True)
+    stale: bool = _static(default=True)
 
     @property
     def arrays(self) -> tuple[Array | None, ...]:

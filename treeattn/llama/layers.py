@@ -28,7 +28,7 @@ from treeattn.idea.state import finalize, merge
 from treeattn.kernel.attend import attend
 from treeattn.llama.cache import ShardAttention, attend_cache, axes_of, fill, shard_lengths
 from treeattn.llama.config import Config
-from treeattn.llama.weights import Layer, layer_specs
+from treeattn.llama.weights import Layer, layer_specs, together_again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +167,8 @@ def prefill_layer(
 
     attention: a function like `ring_attention`
     """
-    w = static.whole(w)  # what is dealt out here is the text: a layer's weights come together
+    if static.sharded:  # what is dealt out here is the text: a layer's weights come together
+        w = together_again(static.whole(w), static.mesh.size)
     static = dataclasses.replace(static, sharded=False)
     q, k, v = queries_keys_values(x, w, rotation, static)
     axes = axes_of(static.mesh)
@@ -201,8 +202,8 @@ def after_attention(
         out = jnp.pad(out, [(0, 0), (0, 0), (0, w.output.shape[1] - out.shape[-1])])
     x = x + total(out, w.output, w.output_bias, static)
     h = linear(rms_norm(x, w.mlp_norm, static.config.norm_epsilon), w.gate_up, w.gate_up_bias)
-    h = jax.nn.silu(h[..., 0, :]) * h[..., 1, :]
-    return x + total(h, w.down, w.down_bias, static)
+    gate, up = jnp.split(h, 2, axis=-1)
+    return x + total(jax.nn.silu(gate) * up, w.down, w.down_bias, static)
 
 
 @functools.partial(jax.jit, static_argnames="static")
@@ -243,16 +244,16 @@ FEW_TOKENS = 16  # up to which W xᵀ is computed no slower than x Wᵀ; from 32
 
 def linear(
     x: Float[Array, "... d"],
-    matrix: Float[Array, "*out d"],
-    bias: Float[Array, "*out"] | None = None,
+    matrix: Float[Array, "out d"],
+    bias: Float[Array, " out"] | None = None,
     dtype=None,
-) -> Float[Array, "..."]:
-    """x Wᵀ + bias, (..., *out), in `dtype`, or x's: the matrix may be of another."""
+) -> Float[Array, "... out"]:
+    """x Wᵀ + bias, in `dtype`, or x's: the matrix may be of another."""
     if math.prod(x.shape[:-1]) > FEW_TOKENS:
-        y = jnp.tensordot(x, matrix, (-1, -1), preferred_element_type=dtype)
+        y = jnp.einsum("...d,od->...o", x, matrix, preferred_element_type=dtype)
     else:  # XLA:CPU rearranges the second factor: let that be the smaller one
-        y = jnp.tensordot(matrix, x, (-1, -1), preferred_element_type=dtype)
-        y = jnp.moveaxis(y, range(matrix.ndim - 1), range(1 - matrix.ndim, 0))
+        y = jnp.einsum("od,...d->o...", matrix, x, preferred_element_type=dtype)
+        y = jnp.moveaxis(y, 0, -1)
     return (y if bias is None else y + bias).astype(dtype or x.dtype)
 
 

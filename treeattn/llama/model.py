@@ -83,7 +83,8 @@ class Llama:
         On a CPU whole weights stay where they are, shared.
         """
         options.setdefault("shard_weights", self.shard_weights and mesh is not None)
-        weights = move_weights(self.weights, self.config, mesh, options["shard_weights"])
+        dealt = self.mesh.size if self.shard_weights else 1
+        weights = move_weights(self.weights, self.config, mesh, options["shard_weights"], dealt)
         return dataclasses.replace(self, mesh=mesh, weights=weights, **options)
 
     def using(self, attention: str | ShardAttention, **options) -> "Llama":
@@ -250,7 +251,7 @@ class Llama:
             options = {"static": static, "attention": attention}
             x, cached = layers.prefill_layer(x, w, rotation, cached, **options)
             filled.append(cached)
-        cache = Cache(*zip(*filled, strict=True), cache.lengths + lengths)
+        cache = Cache(*zip(*filled, strict=True), caches.advance(cache.lengths, lengths))
         return self._logits(x, lengths - 1), cache
 
     def _run_layers(
@@ -278,7 +279,7 @@ class Llama:
             caches.append(cached, entries, cache.lengths, counts, mesh=self.mesh, select=select)
             for cached, entries in zip(cache.layers, new, strict=True)
         ]
-        return Cache(*zip(*written, strict=True), cache.lengths + counts)
+        return Cache(*zip(*written, strict=True), caches.advance(cache.lengths, counts))
 
     def _static(self, cached: bool) -> layers.Static:
         """Without a cache, one program for every attention to it."""

@@ -22,7 +22,7 @@ TO_CACHE = {"tree": "allreduce"} | {name: name for name in ON_DEVICE if name != 
 
 
 def _to_cache(q, k, v, lengths, axes, *, name, implementation, scattered) -> AttentionState:
-    inputs = check_inputs(q, k, v, kv_lengths=lengths)
+    inputs = check_inputs(q, k, v, kv_lengths=lengths).replace(stale=False)  # a cache begins as 0
     inputs = resolve(implementation, inputs, platform_of(q))
     if not axes:
         return attend_inputs(inputs)

@@ -28,12 +28,12 @@ class Layer(NamedTuple):
     qkv: Float[Array, "q+2*kv d"]
     output: Float[Array, "d q"]
     mlp_norm: Float[Array, " d"]
-    gate_up: Float[Array, "2 f d"]
+    gate_up: Float[Array, "2*f d"]
     down: Float[Array, "d f"]
     # Biases, where the configuration has them.
     qkv_bias: Float[Array, " q+2*kv"] | None = None
     output_bias: Float[Array, " d"] | None = None
-    gate_up_bias: Float[Array, "2 f"] | None = None
+    gate_up_bias: Float[Array, " 2*f"] | None = None
     down_bias: Float[Array, " d"] | None = None
 
 
@@ -55,8 +55,8 @@ SHARDED_AXIS = {
     "qkv": 0,  # queries, keys and values one below the other, wherever a head ends
     "qkv_bias": 0,
     "output": 1,  # heads, ⌈h/p⌉ to a device, as a merge scatters them
-    "gate_up": 1,  # the MLP's width
-    "gate_up_bias": 1,
+    "gate_up": 0,  # the MLP's width: each device's rows of the gate, then its own of "up"
+    "gate_up_bias": 0,
     "down": 1,
 }
 
@@ -78,8 +78,6 @@ def load_weights(
         kept = dtype or functools.reduce(jnp.promote_types, (x.dtype for x in parts))
         joined = aligned_empty((sum(map(len, parts)), *parts[0].shape[1:]), kept)
         joined = np.concatenate(parts, out=joined, casting="unsafe")
-        if field.startswith("gate_up"):
-            joined = joined.reshape(2, -1, *joined.shape[1:])
         return place_field(joined, field, config, mesh, sharded)
 
     def layer(i: int) -> Layer:
@@ -130,12 +128,19 @@ def layer_specs(layer: Layer, axes: tuple[str, ...]) -> Layer:
     )
 
 
-def move_weights(weights: Weights, config: Config, mesh: Mesh | None, sharded: bool) -> Weights:
-    """The same weights elsewhere. On a CPU, whole ones stay where they are, shared."""
+def move_weights(
+    weights: Weights, config: Config, mesh: Mesh | None, sharded: bool, dealt: int
+) -> Weights:
+    """The same weights elsewhere, dealt over so many devices before (1: whole).
+
+    On a CPU, whole ones stay where they are, shared.
+    """
 
     def moved(fields):
         return {
-            field: None if x is None else place_field(np.asarray(x), field, config, mesh, sharded)
+            field: None
+            if x is None
+            else place_field(np.asarray(x), field, config, mesh, sharded, dealt)
             for field, x in fields._asdict().items()
             if field != "layers"
         }
@@ -146,11 +151,11 @@ def move_weights(weights: Weights, config: Config, mesh: Mesh | None, sharded: b
 
 
 def place_field(
-    x: np.ndarray, field: str, config: Config, mesh: Mesh | None, sharded: bool
+    x: np.ndarray, field: str, config: Config, mesh: Mesh | None, sharded: bool, dealt: int = 1
 ) -> jax.Array:
     """A weight of that name where it belongs: whole, or cut along its `SHARDED_AXIS`.
 
-    x may be filled up for another number of devices.
+    x may be filled up for, and dealt over, another number of devices.
     """
     axis = SHARDED_AXIS.get(field)
     if axis is None:
@@ -158,15 +163,32 @@ def place_field(
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     real = {"embedding": config.vocabulary, "head": config.vocabulary, "output": q}
     size = real.get(field, q + 2 * kv if field.startswith("qkv") else config.mlp_width)
+    paired = field.startswith("gate_up")
+    x, axis = (halves(x, dealt), 1) if paired else (x, axis)
     x = x.take(range(size), axis) if x.shape[axis] > size else x
-    if not sharded or mesh is None:
-        return place(x, mesh)
-    unit = config.head_dim if field == "output" else 1
-    full = -(-size // (unit * mesh.size)) * unit * mesh.size
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, full - size)
-    x = np.pad(x, widths) if full > size else x
-    return place(x, mesh, field_spec(field, mesh.axis_names))
+    p = mesh.size if sharded and mesh is not None else 1
+    if p > 1:
+        unit = config.head_dim if field == "output" else 1
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, -size % (unit * p))
+        x = np.pad(x, widths)
+    if paired:
+        x = x.reshape(2, p, -1, *x.shape[2:]).swapaxes(0, 1).reshape(-1, *x.shape[2:])
+    return place(x, mesh, field_spec(field, mesh.axis_names) if p > 1 else PartitionSpec())
+
+
+def halves(x, p: int):
+    """(2, f, …): the gate's rows and those of "up", of (2·f, …) as p devices hold them."""
+    return x.reshape(p, 2, -1, *x.shape[1:]).swapaxes(0, 1).reshape(2, -1, *x.shape[1:])
+
+
+def together_again(w: Layer, p: int) -> Layer:
+    """A layer's weights that were dealt over p devices and are whole again, in their own order."""
+    bias = w.gate_up_bias
+    return w._replace(
+        gate_up=halves(w.gate_up, p).reshape(w.gate_up.shape),
+        gate_up_bias=None if bias is None else halves(bias, p).reshape(bias.shape),
+    )
 
 
 def aligned_empty(shape: tuple[int, ...], dtype) -> np.ndarray:
