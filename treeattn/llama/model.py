@@ -78,10 +78,8 @@ class Llama:
         return Llama(checkpoint.config, weights, checkpoint.tokenizer, mesh, **options)
 
     def on(self, mesh: Mesh | None, **options) -> "Llama":
-        """The same model on another mesh, perhaps with other options.
-
-        On a CPU whole weights stay where they are, shared.
-        """
+        """The same model on another mesh, perhaps with other options. On a CPU whole weights stay
+        where they are, shared."""
         options.setdefault("shard_weights", self.shard_weights and mesh is not None)
         dealt = self.mesh.size if self.shard_weights else 1
         weights = move_weights(self.weights, self.config, mesh, options["shard_weights"], dealt)
