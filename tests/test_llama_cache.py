@@ -101,7 +101,7 @@ def test_short_prompts_are_padded_to_few_tokens(eight, dense, length, monkeypatc
     monkeypatch.setattr(
         type(eight),
         "_embed",
-        lambda self, x, *rest: sizes.append(x.shape[1]) or embed(self, x, *rest),
+        lambda self, x, **rest: sizes.append(x.shape[1]) or embed(self, x, **rest),
     )
     logits, cache = eight.prefill([TEXT[:length].tolist()], eight.new_cache(1, 48))
     assert sizes[0] % 8 == 0 and length <= sizes[0] <= 1.2 * length + 8
