@@ -331,7 +331,7 @@ def test_what_serving_systems_send():
     vLLM's all-to-all, output and lse in one message: f·h·(2d + 4) bytes; TensorRT-LLM's Helix
     sends two float32 statistics, f·h·(2d + 8). Algorithm 3 in float32 sends 2f·h·(4d + 8).
     """
-    mesh, h, d, p = AbstractMesh((8,), ("kv",)), 16, 128, 8
+    mesh, h, d, p = AbstractMesh((8,), ("kv",), axis_types=(AxisType.Auto,)), 16, 128, 8
 
     def sent(method, wire):
         def body(q, k):
