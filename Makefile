@@ -1,6 +1,6 @@
 # make run          execute every notebook in a clean kernel; HTML copies under build/
 # make test         unit tests, then every notebook's stored outputs against a fresh run
-# make test-fast    the unit tests that take no long: under two minutes
+# make test-fast    the unit tests that do not take long
 # make test-latest  unit tests with the newest releases of everything, in .venv-latest
 # make lab          JupyterLab on the notebooks
 # Each sets up its environment first when that is missing, or older than what it is made from.
