@@ -1,5 +1,6 @@
 """The look that the figures share."""
 
+import base64
 import io
 
 import matplotlib
@@ -27,12 +28,24 @@ RC = {
 
 
 class Figure(matplotlib.figure.Figure):
-    """A figure that a notebook shows as a PNG when it ends a cell, whatever its backend."""
+    """A figure that a notebook shows as a PNG when it ends a cell, whatever its backend.
 
-    def _repr_png_(self) -> bytes:
+    What it shows is also said in words (`describe`): the alternative text of the image, for
+    readers who do not see it.
+    """
+
+    alt = ""
+
+    def describe(self, alt: str) -> "Figure":
+        """This figure, with its alternative text."""
+        self.alt = " ".join(alt.split())
+        return self
+
+    def _repr_mimebundle_(self, **_) -> tuple[dict, dict]:
         png = io.BytesIO()
-        self.savefig(png, format="png", metadata={"Software": None})
-        return png.getvalue()
+        self.savefig(png, format="png", metadata={"Software": None, "Description": self.alt})
+        image = base64.b64encode(png.getvalue()).decode()
+        return {"image/png": image, "text/plain": repr(self)}, {"image/png": {"alt": self.alt}}
 
 
 def new_figure(width: float = 7.0, height: float = 3.2, **subplots) -> tuple[Figure, object]:
