@@ -153,8 +153,12 @@ def test_numerators_on_the_wire_in_16_bits(method, wire, unit):
     np.testing.assert_allclose(grads, expected, atol=8 * unit)
 
 
-@pytest.mark.parametrize("name", DECODERS)
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32, np.int64])
+WIDENED = [("allreduce", x) for x in (np.uint8, np.int16, np.uint32, np.int64)] + [
+    (name, np.int8) for name in DECODERS
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), WIDENED)
 def test_narrow_lengths_are_widened(name, dtype):
     """300 keys: more than fit into the narrowest of these."""
     (q, k, v), _, _, _ = draw_inputs(0, 300)
@@ -190,6 +194,79 @@ def test_float32_without_options(kv_len, batch, heads, kv_heads):
     out, lse = treeattn.tree_decode(q, k, v, mesh=mesh, axis="kv", return_lse=True)
     assert out.dtype == jnp.float32 and lse.dtype == jnp.float32
     np.testing.assert_allclose(out, dense_attention(q, k, v), atol=1e-5)
+
+
+def bits(p, method, block, arrays, lengths, mask):
+    """(out, lse) of as many devices, as NumPy arrays."""
+    q, k, v = (jnp.asarray(x) for x in arrays)
+    decoded = treeattn.tree_decode(
+        q, k, v, mesh=make_mesh((p,)), axis="kv", kv_lengths=lengths, mask=mask, method=method,
+        block=block, return_lse=True,
+    )  # fmt: skip
+    return [np.asarray(x) for x in decoded]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((4, 4, 64, 512, 64), jnp.float32), ((6, 2, 40, 256, 16), jnp.bfloat16)]
+)
+def test_blocks_give_the_same_bits_from_every_number_of_devices(shape, dtype):
+    h, kv_heads, d, n, block = shape
+    rng = np.random.default_rng(0)
+    sizes = (2, 2, h, d), (2, n, kv_heads, d), (2, n, kv_heads, d)
+    arrays = [jnp.asarray(rng.normal(size=size), dtype) for size in sizes]
+    lengths, mask = np.array([n, n // 3]), rng.random((2, 1, 2, n)) < 0.9
+    want = bits(1, "gather", block, arrays, lengths, mask)
+    np.testing.assert_allclose(
+        want[1], dense_weights(*arrays[:2], mask=mask, kv_lengths=lengths)[1], atol=1e-5
+    )
+    for p in (2, 4, 8):
+        for method in ("gather", "butterfly", "all_to_all")[: 3 if p == 4 else 2]:
+            for x, y in zip(bits(p, method, block, arrays, lengths, mask), want, strict=True):
+                np.testing.assert_array_equal(x, y)
+    # The same order over nodes of two devices; and without blocks, other bits from 8 devices.
+    nodes = make_mesh((2, 2))
+    out = treeattn.tree_decode(
+        *arrays, mesh=nodes, axis=nodes.axis_names, kv_lengths=lengths, mask=mask, method="gather",
+        block=block,
+    )  # fmt: skip
+    np.testing.assert_array_equal(out, want[0])
+    if dtype == jnp.float32:
+        plain = [bits(p, "gather", None, arrays, lengths, mask)[1] for p in (1, 8)]
+        assert (plain[0] != plain[1]).any()
+
+
+def test_blocks_that_make_no_tree_are_refused(unchecked):
+    q, kv = jnp.ones((1, 1, 2, 8)), jnp.ones((1, 48, 2, 8))
+    for p, method, block in [
+        (2, "gather", 8),
+        (3, "gather", 16),
+        (2, "butterfly", 7),
+        (2, "gather", 0),
+    ]:
+        with pytest.raises(ValueError, match="block: expected shards of 1, 2, 4, … blocks"):
+            treeattn.tree_decode(
+                q, kv, kv, mesh=make_mesh((p,)), axis="kv", method=method, block=block
+            )
+    with pytest.raises(ValueError, match="block: method 'allreduce' has no order"):
+        treeattn.tree_decode(q, kv, kv, mesh=make_mesh((2,)), axis="kv", block=8)
+
+
+@pytest.mark.parametrize("shape", [(2,), (5,), (8,), (2, 3)], ids=str)
+@pytest.mark.parametrize("method", ["allreduce", "butterfly", "gather", "hierarchical"])
+def test_every_device_has_the_same_bits(method, shape):
+    """Also where p is no power of two, and by nodes."""
+    rng, mesh, p = np.random.default_rng(0), make_mesh(shape), int(np.prod(shape))
+    m, d = (jnp.asarray(rng.uniform(1, 9, (p, 6)), jnp.float32) for _ in range(2))
+    n = jnp.asarray(rng.normal(size=(p, 6, 16)), jnp.float32)
+
+    def body(*state):
+        own = treeattn.AttentionState(*(x[0] for x in state))
+        return tuple(x[None] for x in merge_across(own, mesh.axis_names, method=method))
+
+    spec = P(mesh.axis_names)
+    f = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    for x in jax.jit(f)(m, d, n):
+        np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape))
 
 
 def test_no_keys_at_all():
@@ -323,35 +400,6 @@ def test_by_nodes_a_share_of_the_state_leaves_each_device(nodes, g):
 def test_butterfly_needs_two_more_rounds_for_other_numbers(p):
     found = collectives(compiled(p, 4096 * p, "butterfly"))
     assert count(found) == p.bit_length() - 1 + 2
-
-
-def test_what_serving_systems_send():
-    """A layer's merge, 16-bit outputs, p = 8, 16 heads of 128, without the gather of queries.
-
-    vLLM's all-to-all, output and lse in one message: f·h·(2d + 4) bytes; TensorRT-LLM's Helix
-    sends two float32 statistics, f·h·(2d + 8). Algorithm 3 in float32 sends 2f·h·(4d + 8).
-    """
-    mesh, h, d, p = AbstractMesh((8,), ("kv",), axis_types=(AxisType.Auto,)), 16, 128, 8
-
-    def sent(method, wire):
-        def body(q, k):
-            state = treeattn.attend(q, k, k, implementation="blockwise")
-            merged = merge_across(state, "kv", method=method, wire=wire)
-            return treeattn.finalize(merged)
-
-        out = P(None, None, "kv") if method == "all_to_all" else P()
-        f = jax.shard_map(
-            body, mesh=mesh, in_specs=(P(), P(None, "kv")), out_specs=out, check_vma=False
-        )
-        q = jax.ShapeDtypeStruct((1, 1, h, d), jnp.bfloat16)
-        k = jax.ShapeDtypeStruct((1, 64, h, d), jnp.bfloat16)
-        return sent_bytes(collectives(jax.jit(f).trace(q, k).lower(lowering_platforms=("cuda",))))
-
-    assert sent("allreduce", None) == 2 * (p - 1) * h * (4 * d + 8) // p == 14_560
-    assert sent("all_to_all", jnp.bfloat16) == (p - 1) * h * (2 * d + 4) // p == 3_640
-    assert sent("gather", None) == (p - 1) * h * (4 * d + 8) == 58_240
-    queries = (p - 1) * 2 * h * d // p  # where they are computed by heads, and gathered
-    assert sent("all_to_all", jnp.bfloat16) + queries == 7_224
 
 
 def test_a_sharded_cache_stays_where_it_is():

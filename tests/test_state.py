@@ -539,6 +539,26 @@ def test_inside_shard_map_whichever_fields_differ_between_devices(reduce, differ
         np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+def test_merging_commutes_bit_for_bit(dtype):
+    """Also where the result is used at once, and the compiler may fuse products and sums."""
+    rng = np.random.default_rng(0)
+    m, d = rng.normal(size=(2, 2, 64)) * 3, rng.uniform(1, 9, (2, 2, 64))
+    m[:, :, ::9] = m[:1, :, ::9]  # equal pivots, too
+    a, b = (
+        AttentionState(*(jnp.asarray(x, dtype) for x in (m[i], d[i], rng.normal(size=(2, 64, 24)))))
+        for i in range(2)
+    )
+    for f in (merge, lambda a, b: finalize(merge(a, b))):
+        for g, swapped in (
+            (f, f),
+            (jax.jit(f), jax.jit(f)),
+            (jax.jit(f), jax.jit(lambda a, b, f=f: f(a, b))),
+        ):
+            for x, y in zip(g(a, b), swapped(b, a), strict=True):
+                np.testing.assert_array_equal(x, y)
+
+
 # ---------------------------------------------------------------- work and depth
 
 

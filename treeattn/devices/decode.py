@@ -25,19 +25,32 @@ from treeattn.devices.merge import (
     scatter_by_nodes,
     unpack_state,
 )
-from treeattn.devices.shards import check_call, deal, no_keys, over_shards, own_lengths, pass_on
+from treeattn.devices.shards import (
+    check_call,
+    count_devices,
+    deal,
+    no_keys,
+    over_shards,
+    own_lengths,
+    pass_on,
+)
 from treeattn.idea.arrays import Array
 from treeattn.idea.state import AttentionState, finalize, merge
-from treeattn.kernel.attend import attend_inputs, pad_axis
+from treeattn.kernel.attend import attend_in_blocks, attend_inputs, pad_axis
 from treeattn.kernel.inputs import Inputs
 
 
-def tree(inputs: Inputs, axes: tuple[str, ...], *, method: str = "allreduce") -> AttentionState:
+def tree(
+    inputs: Inputs, axes: tuple[str, ...], *, method: str = "allreduce", block: int | None = None
+) -> AttentionState:
     """Tree Attention: every device attends to its shard, and the states merge across the mesh.
 
     By "reduce_scatter" and "all_to_all" each device gets the state of its share of the heads.
     """
-    return merge_across(attend_inputs(inputs), axes, method=method)
+    if block is None:
+        return merge_across(attend_inputs(inputs), axes, method=method)
+    merged = merge_across(attend_in_blocks(inputs, block), axes, method=method)
+    return jax.lax.optimization_barrier(merged)  # no other bits for what is done with it
 
 
 def ring(inputs: Inputs, axes: tuple[str, ...]) -> AttentionState:
@@ -102,6 +115,7 @@ def tree_decode(
     implementation: str | None = None,
     return_lse: bool = False,
     scatter: bool = False,
+    block: int | None = None,
 ):
     """Attention of q, present on every device, over keys and values sharded along `axis`.
 
@@ -117,20 +131,27 @@ def tree_decode(
              sharded so, and has ⌈h/p⌉·p heads; those beyond h have output 0 and lse −∞. By
              "hierarchical", neighbouring shares lie in different nodes.
 
+    block:   for the same bits from every number of devices. Each block of so many keys is attended
+             to by itself, and the blocks' states merge along one tree, of which the devices hold
+             subtrees: the order of all sums depends on block alone. The number of devices, and
+             that of a shard's blocks, must be powers of two, and method "gather", "butterfly" or
+             "all_to_all". It costs a state for each block, and the memory's full speed where
+             blocks are short. Without it, the bits depend on the number of devices.
+
     Returns out (b, l, h, dv) in q's dtype; with return_lse also lse (b, l, h), the natural
     logarithm of the sum of exponentials, in float32 or wider. Both are the same on every device,
     unless scattered.
 
     Raises ValueError for an axis that the mesh lacks, an unknown method, a method that does not
-    scatter when asked to, and whatever `attend` refuses.
+    scatter when asked to, a block that does not make such a tree, and whatever `attend` refuses.
     """
     check_method(method)
     if scatter and method in WHOLE:
         can = (*SCATTERED, "hierarchical")
         raise ValueError(f"scatter: expected one of the methods {can}, got {method!r}")
     return _decode(
-        method, q, k, v, return_lse, mesh, axis, scatter=scatter, kv_lengths=kv_lengths,
-        mask=mask, bias=bias, scale=scale, implementation=implementation,
+        method, q, k, v, return_lse, mesh, axis, scatter=scatter, block=block,
+        kv_lengths=kv_lengths, mask=mask, bias=bias, scale=scale, implementation=implementation,
     )  # fmt: skip
 
 
@@ -188,14 +209,28 @@ def pass_q_decode(
     )  # fmt: skip
 
 
-def _decode(name: str, q, k, v, return_lse: bool, mesh, axis, scatter=False, **options):
+def _decode(name: str, q, k, v, return_lse: bool, mesh, axis, scatter=False, block=None, **options):
     inputs, axes = check_call(q, k, v, mesh, axis, **options)
-    out, lse = _decode_jit(inputs, name=name, scatter=scatter, mesh=mesh, axes=axes)
+    if block is not None:
+        _check_block(block, name, inputs.k.shape[1], count_devices(mesh, axes))
+    out, lse = _decode_jit(inputs, name=name, scatter=scatter, block=block, mesh=mesh, axes=axes)
     return (out, lse) if return_lse else out
 
 
-@functools.partial(jax.jit, static_argnames=("name", "scatter", "mesh", "axes"))
-def _decode_jit(inputs: Inputs, *, name: str, scatter: bool, mesh, axes):
+def _check_block(block: int, method: str, n: int, p: int) -> None:
+    """Raise a ValueError unless blocks of a cache of n keys are the leaves of one binary tree."""
+    if method not in ("gather", "butterfly", "all_to_all"):
+        raise ValueError(f"block: method {method!r} has no order of its own to keep")
+    blocks, rest = divmod(n, p * block) if block > 0 else (0, n)
+    if rest or blocks.bit_count() != 1 or p.bit_count() != 1:
+        raise ValueError(
+            f"block: expected shards of 1, 2, 4, … blocks on 1, 2, 4, … devices, got {n} keys on "
+            f"{p} devices in blocks of {block}"
+        )
+
+
+@functools.partial(jax.jit, static_argnames=("name", "scatter", "block", "mesh", "axes"))
+def _decode_jit(inputs: Inputs, *, name: str, scatter: bool, block: int | None, mesh, axes):
     by_nodes = scatter and name == "hierarchical"
 
     def body(rank, inputs):
@@ -203,7 +238,8 @@ def _decode_jit(inputs: Inputs, *, name: str, scatter: bool, mesh, axes):
         if by_nodes:
             state = scatter_by_nodes(attend_inputs(inputs), axes)
         else:
-            state = ON_DEVICE[name](inputs, axes)
+            options = {} if block is None else {"block": block}
+            state = ON_DEVICE[name](inputs, axes, **options)
         out, lse = finalize(state)
         out = out.astype(inputs.q.dtype)
         if name in SCATTERED and not scatter:

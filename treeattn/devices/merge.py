@@ -33,7 +33,8 @@ def merge_across(
             "butterfly":    recursive doubling. Each of log₂ p rounds swaps one packed state with
                             a partner and merges; two rounds more when p is no power of two.
                             Every device gets the same bits.
-            "gather":       everybody gets all states, and merges them by itself: the same bits.
+            "gather":       everybody gets all states, and merges them by itself: the same bits,
+                            and, where p is a power of two, those of the butterfly.
             "hierarchical": over several axes. Within a node (the last axis) a reduce-scatter
                             leaves each device a share of the heads, an Allreduce across the
                             nodes merges equal shares, and a gather within the node completes
@@ -94,9 +95,7 @@ def _butterfly(state: AttentionState, axis: str, wire) -> AttentionState:
     bit = 1
     while bit < core:
         own, arrived = swap(state, [(i, i ^ bit) for i in range(core)])
-        # Both partners merge in rank order: the same operations, hence the same bits.
-        lower = rank & bit == 0
-        state = merge(_where(lower, own, arrived), _where(lower, arrived, own))
+        state = merge(own, arrived)  # the partner's merge(arrived, own) has the same bits
         bit *= 2
     if extra:  # … and get the result back
         own, arrived = swap(state, [(i, core + i) for i in range(extra)])

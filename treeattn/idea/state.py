@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from treeattn.idea.arrays import Array, check_floating, check_same_dtype
 
@@ -77,7 +77,7 @@ def rescale(state: AttentionState, m: Float[Array, "..."]) -> AttentionState:
 def merge(a: AttentionState, b: AttentionState) -> AttentionState:
     """The state of the union of two disjoint sets of keys.
 
-    Associative and commutative up to rounding, with `AttentionState.identity` as identity.
+    Associative up to rounding, commutative bit for bit, with `AttentionState.identity` as identity.
     The result has the wider of the two dtypes. Finite fields, or a pivot of −∞, never give a
     NaN: sums saturate. Raises a TypeError or ValueError when `a` or `b` is no state, its
     fields do not fit each other, or the two differ in shape.
@@ -89,9 +89,21 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
         )
     dtype = jnp.promote_types(a.max.dtype, b.max.dtype)
     a, b = (jax.tree.map(lambda x: x.astype(dtype), state) for state in (a, b))
-    m = jnp.maximum(a.max, b.max)
-    a, b = rescale(a, m), rescale(b, m)
-    return AttentionState(a.max, a.denominator + b.denominator, a.numerator + b.numerator)
+    m, first = jnp.maximum(a.max, b.max), a.max >= b.max
+    high, low = _where(first, a, b), rescale(_where(first, b, a), m)
+    # Only the lower state is multiplied by its weight. With two products, a compiler that fuses one
+    # of them into the sum, as it sees fit, gives the same merge other bits in other programs. The
+    # weight of the higher one is 1: what it exceeds 1 by is 0, and carries its gradient.
+    more = jnp.expm1(finite(high.max) - finite(low.max))
+    d, n = finite(high.denominator), finite(high.numerator)
+    d, n = d + d * more, n + n * more[..., None]
+    return AttentionState(low.max, d + low.denominator, n + low.numerator)
+
+
+def _where(condition: Bool[Array, "..."], a: AttentionState, b: AttentionState) -> AttentionState:
+    """For each entry the state `a` where the condition holds, and `b` where it does not."""
+    shaped = AttentionState(condition, condition, condition[..., None])
+    return jax.tree.map(jnp.where, shaped, a, b)
 
 
 def finalize(state: AttentionState) -> tuple[Float[Array, "... dv"], Float[Array, "..."]]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Integer
 
 from treeattn.idea.arrays import Array
-from treeattn.idea.state import AttentionState, finalize, merge
+from treeattn.idea.state import AttentionState, finalize, merge, reduce_tree
 from treeattn.kernel import flash
 from treeattn.kernel.blockwise import attend_blockwise
 from treeattn.kernel.inputs import Inputs, check_inputs
@@ -72,6 +72,29 @@ def attend_inputs(inputs: Inputs) -> AttentionState:
     below = jnp.tri(inputs.q.shape[1], dtype=bool)[None, None]
     mask = below if inputs.mask is None else inputs.mask & below
     return attend_blockwise(inputs.replace(mask=mask))
+
+
+def attend_in_blocks(inputs: Inputs, block: int) -> AttentionState:
+    """`attend_inputs`, each block of so many keys by itself, and then a tree over the blocks.
+
+    Which sums are formed then depends on `block` alone, and not on how a shard is read.
+    """
+    b, n = inputs.k.shape[:2]
+    lengths = jnp.full(b, n, jnp.int32) if inputs.lengths is None else inputs.lengths
+
+    def cut(x, axis, start):
+        keyless = x is None or x.shape[axis] == 1 != n
+        return x if keyless else jax.lax.dynamic_slice_in_dim(x, start, block, axis)
+
+    def one(start):
+        k, v = cut(inputs.k, 1, start), cut(inputs.v, 1, start)
+        mask, bias = cut(inputs.mask, 3, start), cut(inputs.bias, 3, start)
+        seen = jnp.clip(lengths - start, 0, block)
+        state = attend_inputs(inputs.replace(k=k, v=v, mask=mask, bias=bias, lengths=seen))
+        # A loop of one block is no loop to XLA: what follows must not be compiled into it.
+        return jax.lax.optimization_barrier(state)
+
+    return reduce_tree(jax.lax.map(one, jnp.arange(0, n, block)))
 
 
 def resolve(implementation: str | None, inputs: Inputs, platform: str | None) -> Inputs:
