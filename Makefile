@@ -29,6 +29,10 @@ export JAX_PLATFORMS ?= cpu
 run: $(STAMP)
 	$(BIN)/python notebooks/execute.py
 
+# Most of a test's time is compiling: without XLA's optimizations, a third less. `test-latest` has
+# them, and so has what depends on them (the fixture `optimized`).
+test test-fast: export JAX_DISABLE_MOST_OPTIMIZATIONS = 1
+
 test: $(STAMP) lint
 	$(BIN)/python -m pytest -q -n 2 --dist loadscope --durations 8 tests
 	$(BIN)/python -m pytest -q -n 2 --dist loadscope --nbval notebooks

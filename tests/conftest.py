@@ -75,6 +75,15 @@ def unchecked():
 
 
 @pytest.fixture
+def optimized():
+    """All that XLA does to a program, also where `make test` goes without most of it."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
 def flash(monkeypatch):
     """`treeattn.kernel.flash`, on a host without a GPU; the test is skipped without the package."""
     from treeattn.kernel import flash

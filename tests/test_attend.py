@@ -271,7 +271,7 @@ def test_an_infinite_score_counts_as_the_largest_finite_one():
         ("bfloat16", 1, 32),
     ],
 )
-def test_memory_does_not_grow_with_the_keys(dtype, batch, queries):
+def test_memory_does_not_grow_with_the_keys(dtype, batch, queries, optimized):
     def temporary(n):
         q = jax.ShapeDtypeStruct((batch, queries, 4, 64), dtype)
         k = jax.ShapeDtypeStruct((batch, n, 4, 64), dtype)
@@ -283,7 +283,7 @@ def test_memory_does_not_grow_with_the_keys(dtype, batch, queries):
     assert temporary(16 * n) <= temporary(n) + 1024  # a few bytes for the loop's indices
 
 
-def test_memory_of_the_gradient():
+def test_memory_of_the_gradient(optimized):
     def temporary(n):
         q, k = (jax.ShapeDtypeStruct((1, m, 4, 64), "float32") for m in (1, n))
         loss = jax.jit(jax.grad(lambda *x: attention(*x).sum(), (0, 1, 2)))

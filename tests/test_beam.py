@@ -508,7 +508,7 @@ def test_packed_llama_logits_in_float64():
 
 
 @pytest.mark.parametrize("shape", [(64, 32, 16), (4, 200, 2), (2, 1, 9)])
-def test_compiled_memory(shape):
+def test_compiled_memory(shape, optimized):
     """What `pack` promises: temporaries of at most 10·B·M·L bytes."""
     batch, rows, width = shape
     compiled = pack_jit.lower(jax.ShapeDtypeStruct(shape, jnp.int32)).compile()

@@ -191,7 +191,7 @@ def test_trees_of_the_same_sizes_compile_once(one, devices, caplog):
 
 
 @pytest.mark.filterwarnings("ignore:capacity")
-def test_a_step_copies_no_cache(one):
+def test_a_step_copies_no_cache(one, optimized):
     cache = one.new_cache(1, 2**16)
     x, rotation = one._embed(TEXT[None, :1], cache.lengths)
     layer, cached, counts = one.weights.layers[0], cache.layers[0], np.ones(1, np.int32)

@@ -290,7 +290,7 @@ def test_sent_bytes_are_what_an_algorithm_in_numpy_sends():
         _ = Collective("all-reduce", 1, 4, 4, (), 0).sent_bytes
 
 
-def test_memory():
+def test_memory(optimized):
     """A shard is an eighth of the cache; what the ring carries is temporary."""
     held = memory(lowered(scanned_ring).compile())
     assert held.argument_bytes == X.nbytes + CACHE.nbytes // 8

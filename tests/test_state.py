@@ -540,7 +540,7 @@ def test_inside_shard_map_whichever_fields_differ_between_devices(reduce, differ
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
-def test_merging_commutes_bit_for_bit(dtype):
+def test_merging_commutes_bit_for_bit(dtype, optimized):
     """Also where the result is used at once, and the compiler may fuse products and sums."""
     rng = np.random.default_rng(0)
     m, d = rng.normal(size=(2, 2, 64)) * 3, rng.uniform(1, 9, (2, 2, 64))

@@ -94,7 +94,7 @@ def test_a_shared_prefix_is_attended_once(lengths, seed):
     np.testing.assert_allclose(out, dense_attention(q, *whole, kv_lengths=24 + lengths), atol=1e-12)
 
 
-def test_a_cascade_reads_the_prefix_once():
+def test_a_cascade_reads_the_prefix_once(optimized):
     """What its program is given: the prefix's keys, and not a copy for each row."""
     b, n, own = 8, 1024, 16
     q, pk, k = (
