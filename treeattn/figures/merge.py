@@ -1,25 +1,26 @@
-"""Figures of the associative merge: the tree of states, its work and depth, its rounding."""
+"""Figures of the associative merge: trees of states, their numbers shown (notebook 04)."""
 
-import functools
 import io
+import itertools
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.figure import Figure
 from PIL import Image
 
-from treeattn.cost.work import count_merges
-from treeattn.figures.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, new_figure
+from treeattn.figures.style import (
+    BLUE,
+    GREY,
+    INK,
+    ORANGE,
+    PALE,
+    Figure,
+    new_figure,
+)
 from treeattn.idea.state import (
     AttentionState,
     finalize,
-    from_output,
-    merge,
-    reduce_chain,
     reduce_tree,
-    scan_states,
     tree_round,
 )
 
@@ -28,154 +29,54 @@ SCORES = np.array([1.0, 3.0, 0.5, 2.0, -1.0, -np.inf, 4.0, 1.5])
 VALUES = np.array([2.0, -1.0, 4.0, 1.0, 3.0, 0.0, 0.5, -2.0])
 
 
-# ---------------------------------------------------------------- work and depth
+# ---------------------------------------------------------------- the five words
+
+WORDS = "the", "cat", "drank", "warm", "milk"
+WEIGHTS = 1, 2, 4, 1, 8  # exp(score)
+WORD_VALUES = (0, 0), (4, 0), (0, 2), (4, 4), (1, 3)
+SHARDS = (0, 1), (2,), (3, 4)
 
 
-def scalar_states(p: int) -> AttentionState:
-    """The shapes of p states of one query and one value, for tracing only."""
-    return jax.eval_shape(lambda: AttentionState.identity((p,), 1))
+def _sums(words) -> tuple[int, np.ndarray]:
+    """(Σ eˢ, Σ eˢ v) of some of the words, by their numbers."""
+    weights = np.array(WEIGHTS)[list(words)]
+    return weights.sum(), weights @ np.array(WORD_VALUES)[list(words)]
 
 
-@functools.cache
-def count_tree(p: int, arity: int) -> tuple[int, int, int]:
-    """(rounds, work, depth) of `reduce_tree` over p states: each round's counts, added up."""
-    if p == 1:
-        return 0, 0, 0
-    one_round = functools.partial(tree_round, arity=arity)
-    work, depth = count_merges(one_round, scalar_states(p))
-    left = jax.eval_shape(one_round, scalar_states(p)).max.shape[0]
-    rounds, more_work, more_depth = count_tree(left, arity)
-    return 1 + rounds, work + more_work, depth + more_depth
-
-
-def merge_rounds(largest: int = 128) -> Figure:
-    """Rounds against the number of states, to a power of two: chain, and trees at every p."""
-    figure, ax = new_figure(7.0, 3.4)
-    ps = np.arange(2, largest + 1)
-    powers = 2 ** np.arange(1, largest.bit_length())
-    chain = [count_merges(reduce_chain, scalar_states(p))[1] for p in powers]
-    ax.plot(powers, chain, color=ORANGE, label="chain")
-    for arity, color in ((2, BLUE), (3, GREEN), (4, RED)):
-        rounds = [count_tree(p, arity)[0] for p in ps]
-        ax.step(ps, rounds, where="mid", color=color, label=f"tree, {arity} children a node")
-    ax.set(xlabel="states p", ylabel="rounds", xscale="log", yscale="log")
-    ax.set_xticks([2, 4, 8, 16, 32, 64, 128], [2, 4, 8, 16, 32, 64, 128])
-    ax.set_yticks([1, 2, 3, 4, 7, 15, 31, 63, 127], [1, 2, 3, 4, 7, 15, 31, 63, 127])
-    ax.minorticks_off()
-    ax.set_title(
-        f"{largest} states: {chain[-1]} rounds as a chain, {count_tree(largest, 2)[0]} as a "
-        f"binary tree, {largest - 1} merges either way",
-        loc="left",
-        fontsize=11,
+def merge_words() -> Figure:
+    """The five words' leaves, their three shards and the whole: what each state stands for."""
+    figure, ax = new_figure(8.0, 3.9)
+    levels = [
+        [((a,), a) for a in range(5)],
+        [(shard, np.mean(shard)) for shard in SHARDS],
+        [(range(5), 2.0)],
+    ]
+    for height, (below, above) in enumerate(itertools.pairwise(levels)):
+        for words, x in below:
+            parent = next(at for more, at in above if set(words) <= set(more))
+            ax.plot([x, parent], [height, height + 1], color=GREY, lw=1, zorder=1)
+    for height, level in enumerate(levels):
+        for words, x in level:
+            d, n = _sums(words)
+            name = WORDS[words[0]] if height == 0 else ""
+            label = f"{d}\n({n[0]}, {n[1]})"
+            box = {"boxstyle": "round,pad=0.4", "fc": "white" if height == 0 else "#D8ECF8"}
+            ax.text(x, height, label, ha="center", va="center", bbox=box | {"ec": BLUE})
+            ax.text(x, height - 0.42, name, ha="center", va="center", style="italic")
+    d, n = _sums(range(5))
+    out = f"attention = ({n[0]}, {n[1]}) / {d} = ({n[0] / d:.2f}, {n[1] / d:.2f})"
+    ax.text(2.45, 2, out, va="center", color=INK)
+    for height, name in enumerate(("words", "shards", "all")):
+        ax.text(-1.05, height, name, va="center", ha="center", color=GREY)
+    ax.set(xlim=(-1.4, 4.7), ylim=(-0.6, 2.4))
+    ax.axis("off")
+    ax.set_title("What the states stand for: the sum of the weights, and of the weighted values")
+    return figure.describe(
+        """A tree of three levels. At the bottom the five words with their weights, 1, 2, 4, 1 and
+        8, and their weighted values; above them the shards the cat, drank, and warm milk with the
+        sums 3, 4 and 9; at the top 16 and (20, 36), whose quotient is the attention
+        (1.25, 2.25)."""
     )
-    ax.legend()
-    return figure
-
-
-# ---------------------------------------------------------------- rounding
-
-# Every operation rounds to its own dtype, and compiling 1,024 leaves stays quick.
-AS_WRITTEN = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
-
-
-def random_shards(p: int, keys: int = 8, queries: int = 64, dv: int = 8) -> AttentionState:
-    """States (p, queries) of p shards of `keys` keys in numpy float64; N(0, 1) scores, values."""
-    rng = np.random.default_rng(0)
-    s = rng.standard_normal((p, keys, queries))
-    v = rng.standard_normal((p, keys, queries, dv))
-    m = s.max(1)
-    w = np.exp(s - m[:, None])
-    return AttentionState(m, w.sum(1), (w[..., None] * v).sum(1))
-
-
-def chain_prefixes(states: AttentionState) -> AttentionState:
-    """All prefixes, each from the one before by one merge."""
-    start = AttentionState.identity(
-        states.max.shape[1:], states.numerator.shape[-1], states.max.dtype
-    )
-    return jax.lax.scan(lambda a, b: (merge(a, b),) * 2, start, states)[1]
-
-
-def output_chain_prefixes(states: AttentionState) -> AttentionState:
-    """The same, but what is carried from merge to merge is (out, lse), in the states' dtype."""
-    dtype = states.max.dtype
-
-    def add(carry, state):
-        out, lse = finalize(merge(from_output(*carry), state))
-        return (out.astype(dtype), lse.astype(dtype)), from_output(out, lse)
-
-    shape, dv = states.max.shape[1:], states.numerator.shape[-1]
-    start = jnp.zeros((*shape, dv), dtype), jnp.full(shape, -jnp.inf, dtype)
-    return jax.lax.scan(add, start, states)[1]
-
-
-def tree_prefixes(states: AttentionState) -> AttentionState:
-    """The binary trees over the first 1, 2, 4, … states."""
-    levels = [states]
-    while len(levels[-1].max) > 1:
-        levels.append(tree_round(levels[-1], 2))
-    return jax.tree.map(lambda *x: jnp.stack([level[0] for level in x]), *levels)
-
-
-@functools.cache
-def rounding_errors(p: int = 1024) -> dict[tuple[str, str], tuple[np.ndarray, np.ndarray]]:
-    """(dtype, order) -> (numbers of states merged, relative errors of out).
-
-    The error is ‖out − exact‖ / ‖exact‖ against float64, the median over 64 queries. The
-    shards' states are exact until they are rounded to the dtype in which they are merged.
-    """
-    shards = random_shards(p)
-    every, powers = np.arange(1, p + 1), 2 ** np.arange(p.bit_length())
-    weights = np.exp(shards.max - shards.max.max(0))
-    exact = np.cumsum(shards.numerator * weights[..., None], 0)
-    exact /= np.cumsum(shards.denominator * weights, 0)[..., None]
-    orders = {
-        "chain": (chain_prefixes, every),
-        "tree": (tree_prefixes, powers),
-        "scan": (scan_states, every),
-        "chain of (out, lse)": (output_chain_prefixes, every),
-    }
-    errors = {}
-    for dtype in ("float32", "float16", "bfloat16"):
-        rounded = jax.tree.map(lambda x: jnp.asarray(x, jnp.dtype(dtype)), shards)  # noqa: B023
-        for order, (prefixes, counts) in orders.items():
-            run = jax.jit(lambda x, f=prefixes: finalize(f(x))[0], compiler_options=AS_WRITTEN)
-            out, wanted = np.asarray(run(rounded), np.float64), exact[counts - 1]
-            error = np.linalg.norm(out - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
-            errors[dtype, order] = counts, np.median(error, axis=-1)
-    return errors
-
-
-def merge_rounding() -> Figure:
-    """Rounding error against the number of states merged, by order and dtype of the carry."""
-    errors = rounding_errors()
-    figure, axes = new_figure(9.0, 3.6, ncols=3, sharey=True)
-    styles = {
-        "chain of (out, lse)": dict(color=RED, lw=1, ls=(0, (2, 1))),
-        "chain": dict(color=ORANGE),
-        "scan": dict(color=SKY, lw=1),
-        "tree": dict(color=BLUE, marker="o", ms=4, ls="none"),
-    }
-    for ax, dtype in zip(axes, ("float32", "float16", "bfloat16"), strict=True):
-        for order, style in styles.items():
-            ax.plot(*errors[dtype, order], label=order, **style)
-        ax.axhline(float(jnp.finfo(dtype).eps), color=GREY, lw=0.8)
-        ax.text(
-            1024, float(jnp.finfo(dtype).eps) * 0.5, "machine ε", color=GREY, ha="right", va="top"
-        )
-        ax.set(xscale="log", yscale="log", xlabel="states merged")
-        ax.set_xticks([1, 4, 16, 64, 256, 1024], [1, 4, 16, 64, 256, 1024])
-        ax.minorticks_off()
-        ax.set_title(f"{dtype} states", loc="left", fontsize=10)
-    axes[0].set_ylabel("relative error of the output")
-    axes[0].legend(loc="upper left")
-    figure.suptitle(
-        "Along a tree the rounding error stays near the dtype's ε; along a chain it accumulates",
-        x=0.01,
-        ha="left",
-        fontsize=11,
-    )
-    return figure
 
 
 # ---------------------------------------------------------------- the tree of eight leaves
@@ -281,7 +182,11 @@ def merge_tree() -> Figure:
         loc="left",
         fontsize=11,
     )
-    return figure
+    return figure.describe(
+        """A binary tree of eight states (m, d, n), of one key each but the sixth, which has none.
+        Edges carry the weight of each child; the thick orange ones come from the larger pivot,
+        whose weight is 1. At the root m is 4.0, d 1.67, n 0.34, and the output n / d is 0.20."""
+    )
 
 
 def merge_tree_steps() -> Figure:
@@ -291,7 +196,10 @@ def merge_tree_steps() -> Figure:
         _draw_tree(ax, 2 * level, fontsize=6.5)
         title = f"After round {level}" if level else "Eight states; the sixth has no keys"
         ax.set_title(title, loc="left", fontsize=11)
-    return figure
+    return figure.describe(
+        """Four pictures of the same tree of eight states: the leaves alone, then after each of the
+        three rounds, in which four, two and one merged states appear."""
+    )
 
 
 def write_merge_tree_gif(path: str | Path) -> None:
@@ -314,7 +222,6 @@ def write_merge_tree_gif(path: str | Path) -> None:
 FIGURES = {
     "merge_tree": merge_tree,
     "merge_tree_steps": merge_tree_steps,
-    "merge_rounds": merge_rounds,
-    "merge_rounding": merge_rounding,
+    "merge_words": merge_words,
 }
 ANIMATIONS = {"merge_tree": write_merge_tree_gif}
