@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeattn.cost.work import flops  # noqa: F401, notebook 03 counts with it
 from treeattn.figures.energy import convex_hull
 from treeattn.figures.merge import WEIGHTS, WORD_VALUES, WORDS
 from treeattn.figures.style import BLUE, GREY, INK, ORANGE, PALE, RED, Figure, new_figure
@@ -29,7 +28,7 @@ def pivot_trap() -> Figure:
         axes.annotate(label, value, (5, 6), textcoords="offset points", color=INK)
     for point, color, line, label, shift in (
         (right, BLUE, "-", f"attention ({right[0]:.2f}, {right[1]:.2f})", (8, -3)),
-        (wrong, RED, "-", f"as printed ({wrong[0]:.2f}, {wrong[1]:.2f})", (8, -8)),
+        (wrong, RED, "-", f"as printed ({wrong[0]:.2f}, −{-wrong[1]:.2f})", (8, -8)),
     ):
         arrow = {"arrowstyle": "-|>", "color": color, "lw": 2, "ls": line}
         axes.annotate("", point, (0, 0), arrowprops=arrow | {"shrinkA": 0, "shrinkB": 0})

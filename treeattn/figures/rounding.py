@@ -159,11 +159,11 @@ def merge_rounding() -> Figure:
                 middle = np.where(middle > 0, middle, np.nan)  # nothing merged, nothing rounded
                 ax.plot(COUNTS, middle, label=order, lw=1.3, **style)
                 band = over_seeds.min(1), over_seeds.max(1)
-                ax.fill_between(COUNTS, *band, color=style["color"], alpha=0.25, lw=0)
+                ax.fill_between(COUNTS, *band, where=band[0] > 0, color=style["color"], alpha=0.25, lw=0)
                 if bound is not None:
                     line = np.median(bound[:, mean, 0], (1, 2))
                     ax.plot(COUNTS, line, ls=":", lw=1, color=style["color"])
-                    at, shift = (5, (-6, 4)) if order == "chain" else (10, (0, -12))
+                    at, shift = (5, (-6, 4)) if order == "chain" else (10, (0, -24))
                     ax.annotate(
                         f"{order}, at worst", (COUNTS[at], line[at]), shift, ha="right",
                         textcoords="offset points", fontsize=7.5, color=style["color"],

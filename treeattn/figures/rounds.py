@@ -41,7 +41,7 @@ def merge_rounds(largest: int = 128) -> Figure:
             f"{arity} children a node", (largest, rounds[-1]), (6, 0), color=color,
             textcoords="offset points", va="center", annotation_clip=False,
         )  # fmt: skip
-    few = [p for p in ps if p <= 10]
+    few = [p for p in ps if p <= 9]
     chain = [count_merges(reduce_chain, scalar_states(p))[1] for p in few]
     ax.plot(few, chain, color=ORANGE, ls="-.")
     ax.annotate(
@@ -49,7 +49,7 @@ def merge_rounds(largest: int = 128) -> Figure:
         textcoords="offset points", va="center",
     )  # fmt: skip
     ax.set(
-        xlabel="states p", ylabel="rounds", xscale="log", ylim=(0, 9), xlim=(1.9, largest * 1.05)
+        xlabel="states p", ylabel="rounds", xscale="log", ylim=(0, 8.6), xlim=(1.9, largest * 1.05)
     )
     ax.set_xticks(2 ** np.arange(1, 8), 2 ** np.arange(1, 8))
     ax.minorticks_off()
@@ -58,7 +58,7 @@ def merge_rounds(largest: int = 128) -> Figure:
         f"""Rounds against the number of states p, 2 to {largest}, on a logarithmic axis. Trees of
         2, 3 and 4 children a node are staircases along straight lines that end at 7, 5 and 4
         rounds; their corners, at the powers of 2, 3 and 4, are marked. The chain leaves them at
-        once, and runs out of the picture at 10 states."""
+        once, and runs out of the picture at 9 states."""
     )
 
 
