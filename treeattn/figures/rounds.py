@@ -30,7 +30,7 @@ def count_tree(p: int, arity: int) -> tuple[int, int, int]:
 def merge_rounds(largest: int = 128) -> Figure:
     """Rounds against the number of states, on a logarithmic axis: trees at every p, and a chain."""
     figure, ax = new_figure(7.0, 3.4)
-    ps = np.arange(2, largest + 1)
+    ps = np.unique(np.geomspace(2, largest, 64).round().astype(int)).tolist()
     styles = (2, BLUE, "-", "o"), (3, GREEN, "--", "^"), (4, RED, ":", "s")
     for arity, color, line, marker in styles:
         rounds = [count_tree(p, arity)[0] for p in ps]
@@ -41,7 +41,7 @@ def merge_rounds(largest: int = 128) -> Figure:
             f"{arity} children a node", (largest, rounds[-1]), (6, 0), color=color,
             textcoords="offset points", va="center", annotation_clip=False,
         )  # fmt: skip
-    few = [p for p in ps if p <= 9]
+    few = range(2, 10)
     chain = [count_merges(reduce_chain, scalar_states(p))[1] for p in few]
     ax.plot(few, chain, color=ORANGE, ls="-.")
     ax.annotate(
