@@ -4,12 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from treeattn.figures.canvas import styled
 from treeattn.figures.energy import convex_hull
 from treeattn.figures.merge import WEIGHTS, WORD_VALUES, WORDS
 from treeattn.figures.style import BLUE, GREY, INK, ORANGE, PALE, RED, Figure, new_figure
 from treeattn.idea.energy import energy
 
 
+@styled
 def pivot_trap() -> Figure:
     """What Algorithm 1 differentiates to, as printed and repaired, among the five words' values."""
     q, k = np.ones(1, "float32"), np.log(np.float32(WEIGHTS))[:, None]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
+from treeattn.figures.canvas import styled
 from treeattn.figures.style import (
     BLUE,
     GREY,
@@ -43,6 +44,7 @@ def _sums(words) -> tuple[int, np.ndarray]:
     return weights.sum(), weights @ np.array(WORD_VALUES)[list(words)]
 
 
+@styled
 def merge_words() -> Figure:
     """The five words' leaves, their three shards and the whole: what each state stands for."""
     figure, ax = new_figure(8.0, 3.9)
@@ -164,6 +166,7 @@ def _result() -> str:
     return f"out = n / d = {out[0]:.2f}     lse = m + log d = {lse:.2f}".replace("-", "−")
 
 
+@styled
 def merge_tree_frame(step: int = len(STEPS) - 1) -> Figure:
     """The merge of eight leaves after `step` of its six half rounds, every (m, d, n) shown."""
     figure, ax = new_figure(8.6, 4.9)
@@ -174,6 +177,7 @@ def merge_tree_frame(step: int = len(STEPS) - 1) -> Figure:
     return figure
 
 
+@styled
 def merge_tree() -> Figure:
     """The whole tree of eight leaves: every (m, d, n) and every weight."""
     figure = merge_tree_frame()
@@ -189,6 +193,7 @@ def merge_tree() -> Figure:
     )
 
 
+@styled
 def merge_tree_steps() -> Figure:
     """The leaves, and the tree after each of its three rounds."""
     figure, axes = new_figure(11.0, 7.4, nrows=2, ncols=2)

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.figure import Figure
 
-from treeattn.figures.style import BLUE, GREY, ORANGE, RED, new_figure
+from treeattn.figures.canvas import styled
+from treeattn.figures.style import BLUE, GREY, ORANGE, RED, Figure, new_figure
 from treeattn.idea.state import AttentionState, finalize, merge, scan_states, tree_round
 
 DTYPES = "float32", "float16", "bfloat16"
@@ -130,8 +130,8 @@ def rounding_errors() -> dict[tuple[str, str], Rounding]:
 
 
 def scan_is_a_tree(dtype: str) -> float:
-    """The largest error of any of a scan's 256 prefixes, in ε: mean 0, spread 1, every seed."""
-    half = AttentionState(*(jnp.asarray(x[:256, 0, 0], jnp.dtype(dtype)) for x in shards()))
+    """The largest error of any of a scan's 128 prefixes, in ε: mean 0, spread 1, every seed."""
+    half = AttentionState(*(jnp.asarray(x[:128, 0, 0], jnp.dtype(dtype)) for x in shards()))
     run = jax.jit(lambda x: finalize(scan_states(x))[0], compiler_options=QUICKLY)
     out = np.asarray(run(half), np.float64)
     m, d, n = (np.asarray(x, np.float64) for x in half)
@@ -148,6 +148,7 @@ STYLES = {
 }
 
 
+@styled
 def merge_rounding() -> Figure:
     """Rounding error against the number of states merged, by order, dtype and mean of values."""
     errors = rounding_errors()
@@ -161,7 +162,9 @@ def merge_rounding() -> Figure:
                 middle = np.where(middle > 0, middle, np.nan)  # nothing merged, nothing rounded
                 ax.plot(COUNTS, middle, label=order, lw=1.3, **style)
                 band = over_seeds.min(1), over_seeds.max(1)
-                ax.fill_between(COUNTS, *band, where=band[0] > 0, color=style["color"], alpha=0.25, lw=0)
+                ax.fill_between(
+                    COUNTS, *band, where=band[0] > 0, color=style["color"], alpha=0.25, lw=0
+                )
                 if bound is not None:
                     line = np.median(bound[:, mean, 0], (1, 2))
                     ax.plot(COUNTS, line, ls=":", lw=1, color=style["color"])

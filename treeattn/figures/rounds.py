@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from treeattn.cost.work import count_merges
+from treeattn.figures.canvas import styled
 from treeattn.figures.style import BLUE, GREEN, ORANGE, RED, Figure, new_figure
 from treeattn.idea.state import AttentionState, reduce_chain, tree_round
 
@@ -27,6 +28,7 @@ def count_tree(p: int, arity: int) -> tuple[int, int, int]:
     return 1 + rounds, work + more_work, depth + more_depth
 
 
+@styled
 def merge_rounds(largest: int = 128) -> Figure:
     """Rounds against the number of states, on a logarithmic axis: trees at every p, and a chain."""
     figure, ax = new_figure(7.0, 3.4)
