@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from treeattn import finalize, reduce_tree
-from treeattn.figures import llama, merge, speculation, tree
+from treeattn.figures import autodiff, llama, merge, rounds, speculation, tree
 from treeattn.figures.measured import measured
 
 
@@ -18,6 +18,36 @@ def test_golden_values_of_the_eight_leaves():
     wanted = math.fsum(math.exp(x) * y for x, y in zip(s, v, strict=True)) / z
     np.testing.assert_allclose(out, [wanted], rtol=1e-5)
     np.testing.assert_allclose(lse, math.log(z), rtol=1e-6)
+
+
+def texts(figure):
+    return [text.get_text() for ax in figure.axes for text in ax.texts]
+
+
+def test_the_five_words_and_their_shards():
+    """Sums of 1, 2, 4, 1 and 8, and of the weighted values, by hand."""
+    shown = texts(merge.merge_words())
+    assert {"3\n(8, 0)", "4\n(0, 8)", "9\n(12, 28)", "16\n(20, 36)"} <= set(shown)
+    assert "attention = (20, 36) / 16 = (1.25, 2.25)" in shown
+
+
+def test_the_pivot_trap_takes_the_winner_away():
+    """Attention (1.25, 2.25), less the value of milk, (1, 3)."""
+    shown = texts(autodiff.pivot_trap())
+    assert {"attention (1.25, 2.25)", "as printed (0.25, −0.75)", "milk = v_argmax"} <= set(shown)
+
+
+def test_rounds_are_counted():
+    assert rounds.count_tree(100, 2) == (7, 99, 7)
+    assert rounds.count_tree(16, 4) == (2, 15, 6)
+    binary = rounds.merge_rounds(16).axes[0].lines[0]
+    counted = dict(zip(*binary.get_data(), strict=True))
+    assert all(counted[p] == math.ceil(math.log2(p)) for p in counted) and max(counted) == 16
+
+
+def test_figures_of_03_and_04_are_described():
+    drawn = [merge.merge_words, merge.merge_tree, merge.merge_tree_steps, autodiff.pivot_trap]
+    assert all(len(draw().alt) > 40 for draw in (*drawn, lambda: rounds.merge_rounds(8)))
 
 
 def test_the_animation_has_a_frame_for_each_half_round(tmp_path):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sympy as sp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -26,6 +27,7 @@ from treeattn import (
     scan_states,
 )
 from treeattn.cost.work import count_merges
+from treeattn.figures import rounding
 from treeattn.idea.state import rescale
 
 N, DV, PARTS = 12, 2, 5  # keys, their values' width, parts they are split into
@@ -270,6 +272,36 @@ def test_no_states_at_all_are_no_keys(reduce):
     out, lse = finalize(reduce(AttentionState.identity((2, 0), 3), axis=1))
     assert out.shape == (2, 3) and not out.any() and (lse == -np.inf).all()
     assert scan_states(AttentionState.identity((0, 2), 3)).max.shape == (0, 2)
+
+
+# ---------------------------------------------------------------- the laws, in symbols
+
+
+def symbolic_merge(a, b, pivot, rescaled="ab"):
+    """Of one component, to a pivot that need not be a maximum."""
+    wa = sp.exp(a[0] - pivot) if "a" in rescaled else 1
+    wb = sp.exp(b[0] - pivot) if "b" in rescaled else 1
+    return sp.Matrix([pivot, a[1] * wa + b[1] * wb, a[2] * wa + b[2] * wb])
+
+
+@pytest.mark.parametrize("rescaled", ["ab", "b", ""])
+def test_the_proof_that_merging_is_addition(rescaled):
+    """With all pivots free; and the proof fails for merges that do not rescale both states."""
+    a, b, c = (sp.symbols(f"m_{x} d_{x} n_{x}", real=True) for x in "abc")
+    m, m1, m2 = sp.symbols("M M_1 M_2", real=True)
+
+    def stands_for(x):
+        return sp.Matrix([x[1], x[2]]) * sp.exp(x[0])
+
+    def add(x, y, pivot):
+        return symbolic_merge(x, y, pivot, rescaled)
+
+    right = rescaled == "ab"
+    left_over = stands_for(add(a, b, m)) - stands_for(a) - stands_for(b)
+    assert (sp.simplify(left_over) == sp.zeros(2, 1)) is right
+    two_ways = add(add(a, b, m1), c, m) - add(a, add(b, c, m2), m)
+    assert (sp.simplify(two_ways) == sp.zeros(3, 1)) is (rescaled != "b")
+    assert (sp.simplify(stands_for(add(a, b, m)).diff(m)) == sp.zeros(2, 1)) is right
 
 
 # ---------------------------------------------------------------- range
@@ -589,6 +621,35 @@ def test_rounds_and_merges_of_trees(k):
     check_tree_counts((1, 2, 3, 5, 9, 27, 28, 65), k)
 
 
+@functools.cache
+def left_after_a_round(p, k):
+    one = functools.partial(treeattn.idea.state.tree_round, arity=k)
+    return jax.eval_shape(one, scalar_states(p)).max.shape[0]
+
+
+def check_states_left(p, k, one_round=left_after_a_round):
+    """⌈p / kʳ⌉ after r rounds, until one is left."""
+    left = p
+    for r in range(p + 1):
+        assert left == -(-p // k**r)
+        if left == 1:
+            return
+        left = one_round(left, k)
+    raise AssertionError("more rounds than states")
+
+
+def test_states_left_after_each_round_for_any_arity():
+    for p in (1, 2, 7, 12):
+        for k in range(2, p + 2):
+            check_states_left(p, k)
+
+
+def test_a_round_that_merges_one_pair_only_is_noticed():
+    check_states_left(2, 2, lambda p, k: p - 1)
+    with pytest.raises(AssertionError):
+        check_states_left(5, 2, lambda p, k: p - 1)
+
+
 def test_rounds_and_merges_of_a_tree_wider_than_its_leaves():
     check_tree_counts((5,), 200)
 
@@ -650,6 +711,42 @@ def test_rounding_by_order_and_dtype(dtype):
     tree, chain = error(reduce_tree, exact[-1]), error(reduce_chain, exact[-1])
     assert tree < 3 * eps and error(scan_states, exact) < 3 * eps
     assert tree < chain < error(chain_of_outputs, exact[-1])
+
+
+@pytest.fixture
+def few_merges(monkeypatch):
+    """The figure's measurement: 128 states, and two seeds."""
+    monkeypatch.setattr(rounding, "COUNTS", 2 ** np.arange(8))
+    monkeypatch.setattr(rounding, "SEEDS", 2)
+    rounding.shards.cache_clear()
+    yield
+    rounding.shards.cache_clear()
+
+
+def largest_share(errors):
+    """Of an error in its worst-case bound, over all queries and means and spreads."""
+    return max((x.error / x.bound).max() for x in errors.values() if x.bound is not None)
+
+
+def test_rounding_depends_on_the_data(few_merges, monkeypatch):
+    """Within the bounds; trees near ε; (out, lse) worse with mean 0, better with mean 3."""
+    monkeypatch.setattr(rounding, "DTYPES", ("bfloat16",))
+    errors = rounding.rounding_errors.__wrapped__()
+    assert largest_share(errors) < 1
+    tree, chain, pairs = (
+        np.median(errors["bfloat16", order].error, -1)
+        for order in ("tree", "chain", "chain of (out, lse)")
+    )
+    assert tree.max() < 2 < chain.max()
+    for mean, worse in ((0, True), (2, False)):  # the first and the last; spread 1
+        at = np.s_[-1, mean, 0]
+        assert (np.median(pairs[at]) > np.median(chain[at])) is np.bool_(worse)
+
+
+def test_merges_that_do_not_rescale_leave_the_bounds(few_merges, monkeypatch):
+    monkeypatch.setattr(rounding, "DTYPES", ("float32",))
+    monkeypatch.setattr(treeattn.idea.state, "rescale", lambda x, m: x._replace(max=m))
+    assert largest_share(rounding.rounding_errors.__wrapped__()) > 100
 
 
 # ---------------------------------------------------------------- checks that can fail

@@ -168,6 +168,8 @@ def merge_rounding() -> Figure:
                 if bound is not None:
                     line = np.median(bound[:, mean, 0], (1, 2))
                     ax.plot(COUNTS, line, ls=":", lw=1, color=style["color"])
+                    if dtype != DTYPES[0]:
+                        continue
                     at, shift = (5, (-6, 4)) if order == "chain" else (10, (0, -24))
                     ax.annotate(
                         f"{order}, at worst", (COUNTS[at], line[at]), shift, ha="right",

@@ -32,7 +32,8 @@ def count_tree(p: int, arity: int) -> tuple[int, int, int]:
 def merge_rounds(largest: int = 128) -> Figure:
     """Rounds against the number of states, on a logarithmic axis: trees at every p, and a chain."""
     figure, ax = new_figure(7.0, 3.4)
-    ps = np.unique(np.geomspace(2, largest, 64).round().astype(int)).tolist()
+    near = [k**i + j for k in (2, 3, 4) for i in range(8) for j in (0, 1)]  # where steps can be
+    ps = sorted({p for p in near if 2 <= p <= largest})
     styles = (2, BLUE, "-", "o"), (3, GREEN, "--", "^"), (4, RED, ":", "s")
     for arity, color, line, marker in styles:
         rounds = [count_tree(p, arity)[0] for p in ps]
