@@ -87,7 +87,7 @@ def gamma_saddle() -> Figure:
             where = np.argmax(np.cumsum(np.hypot(*np.diff(path, axis=0).T)) > 0.7)
             arrow = {"arrowstyle": "-|>", "color": color, "lw": 1.5}
             flat.annotate("", path[where + 8], path[where], arrowprops=arrow)
-    flat.plot(*_way_in(attention).T, ":", color=INK, lw=1.5, label="the way in for “min over both”")
+    flat.plot(*way_in(attention).T, ":", color=INK, lw=1.5, label="the way in for “min over both”")
     flat.plot(0, attention, "X", color=INK, ms=7, zorder=5)
     flat.annotate("(0, attention)", (0, attention), (10, -12), textcoords="offset points",
                   bbox={"fc": "white", "lw": 0, "pad": 1})  # fmt: skip
@@ -103,7 +103,7 @@ def gamma_saddle() -> Figure:
     )
 
 
-def _way_in(attention):
+def way_in(attention):
     """The curve along which descent in both variables arrives, (t, 2): backwards, it climbs.
 
     Near the point the flow is (ζ, y)' = (cζ − y, −ζ), c the values' variance, and the direction

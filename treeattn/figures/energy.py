@@ -89,7 +89,7 @@ def nudge() -> Figure:
     )
 
 
-def _path() -> np.ndarray:
+def nudge_path() -> np.ndarray:
     """The sources of the animation (frames, 2): out to two steps, once around, and back."""
     out = np.linspace(0, 1, 7)[:, None] * 2 * STEP
     angles = np.linspace(0, 2 * np.pi, 25)[1:]
@@ -101,7 +101,7 @@ def _path() -> np.ndarray:
 @styled
 def nudge_frame(frame: int = 6) -> Figure:
     """One frame of the animation: the source, the weights, and the way of their mean."""
-    path = _path()
+    path = nudge_path()
     figure, (source, bars, plane) = new_figure(7.6, 2.9, ncols=3, width_ratios=[1, 1, 1.25])
     zeta = path[frame]
     source.add_patch(Circle((0, 0), 2 * np.linalg.norm(STEP), fill=False, color=GREY, ls=":"))
@@ -124,7 +124,7 @@ def nudge_frame(frame: int = 6) -> Figure:
 
 def write_nudge_gif(path: str | Path) -> None:
     """The frames of `nudge_frame` as an animation that repeats."""
-    last = len(_path()) - 1
+    last = len(nudge_path()) - 1
     milliseconds = [1500 if i in (0, 6, last) else 200 for i in range(last + 1)]
     write_gif(path, map(nudge_frame, range(last + 1)), milliseconds, colours=64, dpi=80)
 
