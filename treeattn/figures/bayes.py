@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeattn.figures.canvas import styled
-from treeattn.figures.energy import WORDS, convex_hull, running_example
+from treeattn.figures.sentence import WORDS, convex_hull, running_example
 from treeattn.figures.style import BLUE, GREY, INK, ORANGE, PALE, RED, Figure, new_figure
 from treeattn.idea.energy import attention_from_energy, energy, log_likelihood
 

@@ -8,19 +8,12 @@ import numpy as np
 from matplotlib.patches import Circle
 
 from treeattn.figures.canvas import styled, write_gif
+from treeattn.figures.sentence import WORDS, convex_hull, running_example
 from treeattn.figures.style import BLUE, GREY, INK, ORANGE, PALE, RED, Figure, new_figure
 from treeattn.idea.energy import cumulant, energy
 from treeattn.llama.model import Llama
 
-WORDS = ["the", "cat", "drank", "warm", "milk"]
 STEP = np.log(2) / 2 * np.array([1.0, -1.0], "float32")  # this nudge multiplies by powers of two
-
-
-def running_example():
-    """(q (1,), k (5, 1), v (5, 2)) of the sentence that notebooks share; its scale is 1."""
-    k = np.log([[1.0], [2.0], [4.0], [1.0], [8.0]])
-    v = np.array([[0.0, 0.0], [4.0, 0.0], [0.0, 2.0], [4.0, 4.0], [1.0, 3.0]])
-    return np.ones(1, "float32"), k.astype("float32"), v.astype("float32")
 
 
 def example_head():
@@ -278,20 +271,6 @@ def spread_of_values(heads=None) -> Figure:
         weight on the first token, whose value is far shorter than all others, and its output is
         as short."""
     )
-
-
-def convex_hull(points: np.ndarray) -> np.ndarray:
-    """The corners of the points' convex hull, in turn: gift wrapping."""
-    hull, here = [], min(range(len(points)), key=lambda a: tuple(points[a]))
-    while here not in hull:
-        hull.append(here)
-        ahead = (here + 1) % len(points)
-        for other in range(len(points)):
-            x, y = points[ahead] - points[here], points[other] - points[here]
-            if x[0] * y[1] - x[1] * y[0] < 0:
-                ahead = other
-        here = ahead
-    return points[hull]
 
 
 FIGURES = {
