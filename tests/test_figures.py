@@ -1,12 +1,14 @@
 """Figures: what they show is so, and they say what they need."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from treeattn import finalize, reduce_tree
-from treeattn.figures import autodiff, llama, merge, rounds, speculation, tree
+from treeattn.figures import autodiff, bayes, energy, llama, merge, rounds, speculation, tree
+from treeattn.figures.__main__ import collect
 from treeattn.figures.measured import measured
 
 
@@ -60,6 +62,48 @@ def test_the_animation_has_a_frame_for_each_half_round(tmp_path):
     assert {"m −∞\nd 0.00\nn 0.00", "m 4.0\nd 1.67\nn 0.34"} <= {
         text.get_text() for text in merge.merge_tree_frame().axes[0].texts
     }
+
+
+def test_every_animation_has_a_figure_and_the_stored_nudge_all_its_frames():
+    from PIL import Image
+
+    assert {"merge_tree", "nudge"} <= set(collect("ANIMATIONS")) <= set(collect("FIGURES"))
+    path = energy.nudge_path()
+    assert not np.any(path[0]) and not np.any(path[-1])  # it begins and ends without a nudge
+    stored = Path(__file__).parent.parent / "figures" / "nudge.gif"
+    with Image.open(stored) as image:
+        assert image.n_frames == len(path)
+    assert stored.stat().st_size < 200_000
+
+
+def test_the_nudge_draws_the_weights_of_the_five_words():
+    figure = energy.nudge()
+    bars = [[bar.get_width() for bar in axes.patches] for axes in figure.axes[:3]]
+    np.testing.assert_allclose(bars[0], np.array([1, 2, 4, 1, 8]) / 16, rtol=1e-6)
+    np.testing.assert_allclose(bars[1], np.array([1, 8, 2, 1, 4]) / 16, rtol=1e-6)
+    np.testing.assert_allclose(bars[2], np.array([1, 32, 1, 1, 2]) / 37, rtol=1e-6)
+    assert "(2.50, 1.25)" in figure.alt
+
+
+def test_dispersion_is_of_lengths_and_of_directions():
+    """Two keys of equal weight: values of lengths 1 and 3, parallel; of length 1, opposite."""
+    q, k = np.zeros((1, 2, 1), "float32"), np.zeros((1, 2, 2, 1), "float32")
+    v = np.array([[[[1, 0], [3, 0]], [[1, 0], [-1, 0]]]], "float32")
+    effective, dispersion, lengths, directions = energy.dispersions(q, k, v)
+    np.testing.assert_allclose(effective, [[2, 2]], rtol=1e-6)
+    np.testing.assert_allclose(dispersion, [[0.2, 1]], rtol=1e-6)  # 1 of ⟨|v|²⟩ = 5; all of 1
+    np.testing.assert_allclose(lengths, [[0.2, 0]], atol=1e-6)
+    np.testing.assert_allclose(directions, [[0, 1]], atol=1e-6)
+    assert energy.extreme_pair(effective, dispersion) == [(0, 0), (0, 1)]
+    assert energy.extreme_pair(np.array([[2, 9]]), np.array([[0.5, 0.1]])) == [(0, 0), (0, 0)]
+
+
+def test_the_way_in_ends_at_the_saddle():
+    way = bayes.way_in(2.25)
+    slope = -(1.4375 - np.sqrt(1.4375**2 + 4)) / 2  # ζ over z, by the variance 1.4375
+    middle = way[np.argsort(np.hypot(way[:, 0], way[:, 1] - 2.25))[:2]]
+    np.testing.assert_allclose(middle[:, 0], slope * (middle[:, 1] - 2.25), atol=1e-5)
+    assert np.all(np.abs(way[[0, -1], 1] - 2.25) > 3)
 
 
 def test_figures_of_measurements_take_them_as_an_argument():

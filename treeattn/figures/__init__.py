@@ -1,6 +1,6 @@
 """Every figure that the notebooks and the README show, drawn by code.
 
-One module a notebook; each public function draws one figure and returns it.
+A module a notebook, or more; each public function draws one figure and returns it.
 `python -m treeattn.figures figures` writes them all into a folder.
 """
 

@@ -8,16 +8,18 @@ from pathlib import Path
 from tqdm import tqdm
 
 import treeattn.figures
-from treeattn.figures.merge import ANIMATIONS
 
 
-def all_figures() -> dict[str, object]:
-    """Name -> a function without arguments that draws it: each module's `FIGURES`."""
-    figures = {}
+def collect(table: str) -> dict[str, object]:
+    """Name -> function, of every module's `table`.
+
+    FIGURES: without arguments, draws the figure. ANIMATIONS: of a path, writes the GIF beside it.
+    """
+    found = {}
     for module in pkgutil.iter_modules(treeattn.figures.__path__, "treeattn.figures."):
         if not module.name.endswith("__main__"):
-            figures |= getattr(importlib.import_module(module.name), "FIGURES", {})
-    return figures
+            found |= getattr(importlib.import_module(module.name), table, {})
+    return found
 
 
 def main() -> None:
@@ -26,14 +28,14 @@ def main() -> None:
     parser.add_argument("only", nargs="*", help="names of figures; all when left out")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    figures = all_figures()
+    figures, animations = collect("FIGURES"), collect("ANIMATIONS")
     wanted = args.only or list(figures)
     if unknown := set(wanted) - set(figures):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(sorted(figures))}")
     for name in tqdm(wanted, unit="figure"):
         figures[name]().savefig(args.folder / f"{name}.png", metadata={"Software": None})
-        if name in ANIMATIONS:
-            ANIMATIONS[name](args.folder / f"{name}.gif")
+        if name in animations:
+            animations[name](args.folder / f"{name}.gif")
 
 
 if __name__ == "__main__":

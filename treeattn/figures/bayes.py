@@ -4,15 +4,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeattn.figures.style import BLUE, GREY, INK, ORANGE, PALE, RED, new_figure
+from treeattn.figures.canvas import styled
+from treeattn.figures.sentence import WORDS, convex_hull, running_example
+from treeattn.figures.style import BLUE, GREY, INK, ORANGE, PALE, RED, Figure, new_figure
 from treeattn.idea.energy import attention_from_energy, energy, log_likelihood
 
 
 def example_line():
-    """(q, k, v) of four keys whose values are numbers, so that Γ(ζ, z) is a surface."""
-    q = np.array([1.0, -0.5], "float32")
-    k = np.array([[1.2, 0.4], [-0.6, 0.3], [0.2, -1.0], [-0.5, -0.8]], "float32")
-    return q, k, np.array([[1.6], [-1.2], [0.4], [-2.0]], "float32")
+    """The five words with their values' second coordinate alone, so that Γ(ζ, z) is a surface."""
+    q, k, v = running_example()
+    return q, k, v[:, 1:]
+
+
+def gamma(zeta, z):
+    """Γ at numbers ζ and z."""
+    return log_likelihood(zeta[None], z[None], *example_line(), scale=1.0)
 
 
 @jax.jit
@@ -21,110 +27,178 @@ def follow(start, signs, dt=0.01):
 
     A sign of 1 climbs, −1 descends. A path that has left the picture stays where it left.
     """
-    q, k, v = example_line()
 
     def velocity(x):
-        return signs * jax.grad(lambda x: log_likelihood(x[:1], x[1:], q, k, v))(x)
+        return signs * jax.grad(lambda x: gamma(*x))(x)
 
     def step(x, _):
         ahead = x + dt * velocity(x + dt / 2 * velocity(x))
-        x = jnp.where(jnp.all(jnp.abs(x) < 4), ahead, x)
+        x = jnp.where(jnp.all(jnp.abs(x - jnp.array([0, 2.25])) < 4), ahead, x)
         return x, x
 
     path = jax.lax.scan(step, start, length=3000)[1]
     return jnp.concatenate([start[None], path])
 
 
-def gamma_saddle():
+def _surface(axes, side, attention):
+    """Γ over (ζ, z − attention), and two curves through the stationary point."""
+    zeta, z = np.meshgrid(side, side + attention)
+    heights = jax.vmap(jax.vmap(gamma))(zeta, z)
+    axes.plot_surface(zeta, z, heights, cmap="Blues", alpha=0.7, lw=0, rstride=4, cstride=4)
+    t = np.linspace(-1.7, 1.7, 41, dtype="float32")
+    for slope, dashes, label in ((-1.6, "-", "highest in the middle"), (1.6, "--", "lowest there")):
+        heights_along = np.array(jax.vmap(gamma)(t, attention + slope * t))
+        axes.plot(t, attention + slope * t, heights_along + 0.2, dashes, color=INK, lw=2, zorder=5,
+                  label=label)  # fmt: skip
+    value = float(gamma(jnp.zeros(()), jnp.asarray(attention)))
+    axes.scatter(0, attention, value + 0.3, color=RED, s=40, zorder=6)
+    axes.set(xlabel="ζ", ylabel="z", title="Γ = zζ − F(ζ)", zticks=[-10, -5, 0])
+    axes.set_zlabel("Γ")
+    axes.legend(loc="upper left", fontsize=8, bbox_to_anchor=(-0.05, 0.97))
+    axes.view_init(elev=28, azim=12)
+    return heights
+
+
+@styled
+def gamma_saddle() -> Figure:
     """Γ(ζ, z) as a surface, and the three gradient flows on its level lines."""
     q, k, v = example_line()
-    figure, axes = new_figure(8.4, 3.8, ncols=2)
+    attention = attention_from_energy(q, k, v, scale=1.0).item()
+    figure, axes = new_figure(7.8, 4.2, ncols=2, width_ratios=[1, 1.15])
     axes[0].remove()
-    surface, flat = figure.add_subplot(1, 2, 1, projection="3d"), axes[1]
     side = np.linspace(-3, 3, 61, dtype="float32")
-    zeta, z = np.meshgrid(side, side)
-    gamma = jax.vmap(
-        jax.vmap(lambda a, b: log_likelihood(a[None], b[None], q, k, v))
-    )(zeta, z)  # fmt: skip
-    attention = attention_from_energy(q, k, v).item()
-    value = log_likelihood(jnp.zeros(1), jnp.full(1, attention), q, k, v).item()
+    heights = _surface(figure.add_subplot(1, 2, 1, projection="3d"), side, attention)
 
-    surface.plot_surface(zeta, z, gamma, cmap="Blues", alpha=0.8, lw=0, rstride=4, cstride=4)
-    # Through the stationary point: Γ bends down one way, and up another.
-    t = np.linspace(-1, 1, 41, dtype="float32")
-    for direction, color in (((1.0, -1.6), RED), ((1.9, 2.7), ORANGE)):
-        x, y = direction[0] * t, attention + direction[1] * t
-        keep = abs(y) < 3
-        x, y = x[keep], y[keep]
-        heights = [log_likelihood(a[None], b[None], q, k, v) for a, b in zip(x, y, strict=True)]
-        surface.plot(x, y, np.array(heights) + 0.2, color=color, lw=2.5, zorder=5)
-    surface.scatter(0, attention, value + 0.1, color=INK, s=30, zorder=6)
-    surface.set(xlabel="ζ", ylabel="z", title="Γ = zζ − F(ζ): up one way, down the other")
-    surface.set_zlabel("Γ")
-    surface.view_init(elev=28, azim=12)
-
-    flat.contour(
-        side, side, gamma, levels=np.arange(-10, 8), colors=GREY, linewidths=0.5, linestyles="solid"
-    )
+    flat = axes[1]
+    flat.contour(side, side + attention, heights, levels=np.arange(-20, 8, 2), colors=GREY,
+                 linewidths=0.5, linestyles="solid")  # fmt: skip
     flows = [
-        ("min over both", (-1, -1), RED, [(0.05, -0.4), (-0.05, 0.9), (-2, -2), (2, 2.4)]),
-        ("max over both", (1, 1), ORANGE, [(0.3, 0.0), (-0.3, 0.4), (2.2, -2.4), (-2, 2)]),
-        ("min over z, max over ζ", (-1, 1), BLUE, [(2.5, 2.5), (-2.5, -2)]),
+        ("min over both", (-1, -1), RED, "--", [(0.1, -0.4), (-0.1, 0.6), (-1.5, -2), (1.2, 1)]),
+        ("max over both", (1, 1), ORANGE, "-.", [(0.3, 0.0), (-0.3, 0.4), (1.8, -2.6), (-1, 2)]),
+        ("min over z, max over ζ", (-1, 1), BLUE, "-", [(2.5, 2.5), (-2.5, -2)]),
     ]
-    for label, (sign_z, sign_zeta), color, starts in flows:
+    for label, (sign_z, sign_zeta), color, dashes, starts in flows:
         signs = jnp.array([sign_zeta, sign_z], jnp.float32)
         for start in starts:
-            path = np.asarray(follow(jnp.array(start, jnp.float32), signs))
-            flat.plot(*path.T, color=color, lw=1.5, label=label if start == starts[0] else None)
+            begin = jnp.array([start[0], attention + start[1]], jnp.float32)
+            path = np.asarray(follow(begin, signs))
+            flat.plot(*path.T, dashes, color=color, lw=1.5,
+                      label=label if start == starts[0] else None)  # fmt: skip
             where = np.argmax(np.cumsum(np.hypot(*np.diff(path, axis=0).T)) > 0.7)
             arrow = {"arrowstyle": "-|>", "color": color, "lw": 1.5}
             flat.annotate("", path[where + 8], path[where], arrowprops=arrow)
-    flat.plot(0, attention, "o", color=INK, ms=6, zorder=5)
-    flat.annotate("(0, attention)", (0, attention), (8, -14), textcoords="offset points")
-    flat.set(xlim=(-3, 3), ylim=(-3, 3), xlabel="ζ", ylabel="z", aspect="equal")
-    flat.set_title("Only min over z, max over ζ arrives")
-    flat.legend(loc="upper left", fontsize=8, frameon=True, framealpha=0.9, edgecolor="white")
-    return figure
+    flat.plot(*way_in(attention).T, ":", color=INK, lw=1.5, label="the way in for “min over both”")
+    flat.plot(0, attention, "X", color=INK, ms=7, zorder=5)
+    flat.annotate("(0, attention)", (0, attention), (10, -12), textcoords="offset points",
+                  bbox={"fc": "white", "lw": 0, "pad": 1})  # fmt: skip
+    flat.set(xlim=(-3, 3), ylim=(attention - 3, attention + 3), xlabel="ζ", ylabel="z")
+    flat.set(title="Gradient flows on its level lines", aspect="equal")
+    flat.legend(loc="upper center", bbox_to_anchor=(0.45, -0.14), fontsize=8, ncols=2)
+    return figure.describe(
+        """Left: Γ as a surface over ζ and z, a saddle: through the stationary point one curve is
+        highest there and another one lowest. Right: gradient flows on its level lines. Paths that
+        descend in both variables, or climb in both, leave the picture, but for one dotted curve
+        along which descent in both comes in. Paths that descend in z and climb in ζ spiral into
+        the point (0, attention)."""
+    )
 
 
-def legendre_dual():
+def way_in(attention):
+    """The curve along which descent in both variables arrives, (t, 2): backwards, it climbs.
+
+    Near the point the flow is (ζ, y)' = (cζ − y, −ζ), c the values' variance, and the direction
+    of its negative eigenvalue λ is (−λ, 1).
+    """
+    q, k, v = example_line()
+    c = float(jax.hessian(energy)(jnp.zeros(1), q, k, v, scale=1.0)[0, 0])
+    direction = np.array([-(c - np.sqrt(c**2 + 4)) / 2, 1])
+    ends = [
+        np.asarray(follow(jnp.array([0, attention]) + side * 1e-3 * direction, jnp.ones(2)))
+        for side in (-1, 1)
+    ]
+    return np.concatenate([ends[0][::-1], ends[1]])
+
+
+@styled
+def legendre_dual() -> Figure:
     """F and its dual F*: attention is the slope of one at 0, and the lowest point of the other."""
     q, k, v = example_line()
-    figure, (left, right) = new_figure(8.6, 3.6, ncols=2)
+    figure, (left, right) = new_figure(7.6, 3.7, ncols=2)
     zeta = np.linspace(-14, 14, 1401, dtype="float32")
-    f, z = jax.vmap(lambda a: jax.value_and_grad(energy)(a[None], q, k, v))(zeta)
+    f, z = jax.vmap(lambda a: jax.value_and_grad(energy)(a[None], q, k, v, scale=1.0))(zeta)
     f, z = np.asarray(f), np.asarray(z)[:, 0]
     attention, lowest = z[700], -f[700]
 
-    shown = abs(zeta) <= 3
+    shown = abs(zeta) <= 2
     left.plot(zeta[shown], f[shown], color=BLUE)
-    left.plot(zeta[shown], f[700] + attention * zeta[shown], color=RED, lw=1)
-    left.plot(0, f[700], "o", color=RED)
-    left.annotate(
-        f"slope {attention:.2f} = attention", (0, f[700]), (14, -14), textcoords="offset points",
-        color=RED,
-    )  # fmt: skip
-    left.set(xlabel="ζ", ylabel="F(ζ)", title="Attention is the slope of F at 0 …")
+    left.plot(zeta[shown], f[700] + attention * zeta[shown], "--", color=RED, lw=1)
+    left.plot(0, f[700], "X", color=RED, ms=8)
+    left.annotate("F(0) = log 16,\nslope 2.25 = attention", (0, f[700]), (14, -26),
+                  textcoords="offset points", color=RED)  # fmt: skip
+    left.set(xlabel="ζ", ylabel="F(ζ)", title="Attention: the slope of F at 0 …")
 
     right.plot(z, z * zeta - f, color=BLUE)
-    right.plot(attention, lowest, "o", color=RED)
-    right.annotate(
-        f"{attention:.2f}, where F* = −F(0)", (attention, lowest), (-40, -18),
-        textcoords="offset points", color=RED,
-    )  # fmt: skip
-    scores = k @ q / np.sqrt(len(q))
-    for value in v[:, 0]:
+    right.plot(attention, lowest, "X", color=RED, ms=8)
+    right.annotate("F*(2.25) = −log 16", (attention, lowest), (-50, -18),
+                   textcoords="offset points", color=RED)  # fmt: skip
+    for value, words in ((0, "the, cat"), (2, "drank"), (3, "milk"), (4, "warm")):
         right.axvline(value, color=GREY, lw=0.7, ls=":")
-    ends = [int(np.argmin(v)), int(np.argmax(v))]
-    right.plot(v[ends, 0], -scores[ends], "o", color=BLUE, ms=5)
-    for a, shift in zip(ends, ((8, 2), (-42, 4)), strict=True):
-        right.annotate(f"−s{'₁₂₃₄'[a]}", (v[a, 0], -scores[a]), shift, textcoords="offset points")
-    for edge in ((-2.6, -2.0), (1.6, 2.2)):
+        right.text(value, 0.35, words, ha="center", fontsize=8)
+    for value, height, label, shift in ((0, -np.log(3), "−log 3", (7, -2)), (4, 0, "0", (-12, -3))):
+        right.plot(value, height, "o", color=BLUE, ms=5)
+        right.annotate(label, (value, height), shift, textcoords="offset points")
+    for edge in ((-0.8, 0), (4, 4.8)):
         right.axvspan(*edge, color=PALE, lw=0)
-        right.text(sum(edge) / 2, -0.6, "∞", ha="center", color=GREY)
-    right.set(xlim=(-2.6, 2.2), xlabel="z  (dotted: the values)", ylabel="F*(z)")
-    right.set(ylim=(lowest - 0.3, max(-scores) + 0.3), title="… and the minimum of its dual F*")
-    return figure
+        right.text(sum(edge) / 2, -1.5, "∞", ha="center", color=INK)
+    right.set(xlim=(-0.8, 4.8), ylim=(-3.3, 0.6), xlabel="z", ylabel="F*(z)")
+    right.set_title("… and the minimum of its dual F*")
+    return figure.describe(
+        """Left: F over one coordinate of ζ, convex, with its tangent at 0, where F is log 16 and
+        the slope is attention, 2.25. Right: the dual F* over z from 0 to 4, the range of the five
+        words' values; it is infinite outside, −log 3 and 0 at the ends, and lowest at 2.25, where
+        it is −log 16."""
+    )
 
 
-FIGURES = {"gamma_saddle": gamma_saddle, "legendre_dual": legendre_dual}
+@styled
+def dual_over_the_hull() -> Figure:
+    """F*(z) for z in the plane: level lines in the hull, heights at the words, its minimum."""
+    q, k, v = running_example()
+    angles = np.linspace(0, 2 * np.pi, 480, endpoint=False)
+    rays = np.stack([np.cos(angles), np.sin(angles)], axis=-1)
+    zeta = (np.geomspace(0.02, 30, 90)[:, None, None] * rays).reshape(-1, 2).astype("float32")
+    f, z = jax.vmap(lambda a: jax.value_and_grad(energy)(a, q, k, v, scale=1.0))(zeta)
+    dual = np.sum(z * zeta, axis=1) - f
+    _, first = np.unique(np.round(z, 3), axis=0, return_index=True)  # many end in the corners
+
+    figure, axes = new_figure(5.6, 4.6)
+    axes.fill(*convex_hull(v).T, color=PALE, zorder=0)
+    lines = axes.tricontour(*np.asarray(z)[first].T, np.asarray(dual)[first], colors=BLUE,
+                            levels=[-2.7, -2.5, -2, -1.5, -1, -0.5], linewidths=1.2,
+                            linestyles="solid")  # fmt: skip
+    places = [(1.6, 1.9), (2, 1.5), (2.5, 0.75), (3.7, 1.6), (3.85, 0.2), (3.9, 3.7)]
+    axes.clabel(lines, fmt=lambda x: f"{x:.1f}".replace("-", "−"), fontsize=8, manual=places)
+    shifts = ((10, -13), (-6, -14), (-56, 7), (-16, 8), (-40, 9))
+    heights = ("0", "−log 2", "−log 4", "0", "−log 8")
+    for word, value, height, shift in zip(WORDS, v, heights, shifts, strict=True):
+        axes.plot(*value, "o", color=ORANGE, ms=6)
+        axes.annotate(f"{word}: {height}", value, shift, textcoords="offset points", fontsize=9)
+    axes.plot(1.25, 2.25, "X", color=RED, ms=9, zorder=5)
+    axes.annotate("attention: −log 16", (1.25, 2.25), (1.6, 4.2), color=RED, zorder=5,
+                  arrowprops={"arrowstyle": "-", "color": RED, "lw": 0.8})  # fmt: skip
+    axes.set(xlim=(-0.9, 4.8), ylim=(-0.6, 4.6), aspect="equal", xticks=range(5), yticks=range(5))
+    axes.set(xlabel="z, coordinate 1", ylabel="z, coordinate 2")
+    axes.set_title("F* over the hull of the five values")
+    return figure.describe(
+        """Level lines of F* over the hull of the five words' values: a bowl whose lowest point,
+        −log 16, is attention at (1.25, 2.25). At the corners it is minus the logarithm of the
+        word's own term: 0 at "the" and "warm", −log 2 at "cat", −log 4 at "drank" and −log 8
+        at "milk"."""
+    )
+
+
+FIGURES = {
+    "gamma_saddle": gamma_saddle,
+    "legendre_dual": legendre_dual,
+    "dual_over_the_hull": dual_over_the_hull,
+}

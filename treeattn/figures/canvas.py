@@ -1,10 +1,14 @@
 """How figures are drawn and stored: in the shared style throughout, as small PNGs."""
 
 import functools
+import io
+from collections.abc import Iterable
+from pathlib import Path
 
 import matplotlib
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from PIL import Image
 
 from treeattn.figures.style import RC
@@ -31,3 +35,25 @@ def styled(draw):
         return figure
 
     return wrapper
+
+
+def write_gif(
+    path: str | Path, figures: Iterable[Figure], milliseconds: list[int], *, colours=48, dpi=100
+) -> None:
+    """The figures as an animation that repeats, each shown for its `milliseconds`."""
+    frames = []
+    for figure in figures:
+        png = io.BytesIO()
+        figure.savefig(png, format="png", dpi=dpi)
+        frames.append(Image.open(png).convert("RGB"))
+    # One palette for all frames: what does not change between two of them is stored once.
+    palette = frames[len(frames) // 2].quantize(colours)
+    frames = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
+    frames[0].save(
+        path,
+        save_all=True,
+        append_images=frames[1:],
+        duration=milliseconds,
+        loop=0,
+        optimize=True,
+    )
