@@ -28,11 +28,13 @@ def packing_saves(beams) -> Figure:
            beams too.
     """
     figure, (left, right) = new_figure(7.4, 3.5, ncols=2)
+    sizes = []  # of the whole candidates' trees
     for i, (name, beam) in enumerate(beams.items()):
         rows, length = beam.shape
         steps = np.arange(1, length + 1)
         trees = [pack(beam[None, :, :c]) for c in steps]
         nodes = np.array([tree.packed_beam.shape[1] for tree in trees])
+        sizes.append(nodes[-1])
         density = [tree.attention_mask.mean() for tree in trees]
         style = {"color": ROWS[i], "marker": MARKERS[i], "ms": 5, "label": f"“{name}”"}
         left.plot(steps, nodes, **style)
@@ -52,7 +54,7 @@ def packing_saves(beams) -> Figure:
     )
     return figure.describe(
         f"Two panels over the number of tokens of each of {rows} candidates, 1 to {length}, for "
-        f"{len(beams)} prompts. Left, the nodes after packing, up to about {nodes.max()} to 33, "
+        f"{len(beams)} prompts. Left, the nodes after packing, at last {min(sizes)} to {max(sizes)}, "
         f"far below the dashed line of {rows} C tokens without packing. Right, the share of the "
         "mask that is True falls with the length, but stays above that of candidates on their own."
     )
