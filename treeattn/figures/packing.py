@@ -54,8 +54,8 @@ def packing_saves(beams) -> Figure:
     )
     return figure.describe(
         f"Two panels over the number of tokens of each of {rows} candidates, 1 to {length}, for "
-        f"{len(beams)} prompts. Left, the nodes after packing, at last {min(sizes)} to {max(sizes)}, "
-        f"far below the dashed line of {rows} C tokens without packing. Right, the share of the "
+        f"{len(beams)} prompts. Left, the nodes after packing, at last {min(sizes)} to "
+        f"{max(sizes)}, far below the dashed line of {rows} C tokens without packing. Right, the share of the "
         "mask that is True falls with the length, but stays above that of candidates on their own."
     )
 
