@@ -55,8 +55,9 @@ def packing_saves(beams) -> Figure:
     return figure.describe(
         f"Two panels over the number of tokens of each of {rows} candidates, 1 to {length}, for "
         f"{len(beams)} prompts. Left, the nodes after packing, at last {min(sizes)} to "
-        f"{max(sizes)}, far below the dashed line of {rows} C tokens without packing. Right, the share of the "
-        "mask that is True falls with the length, but stays above that of candidates on their own."
+        f"{max(sizes)}, far below the dashed line of {rows} C tokens without packing. Right, the "
+        "share of the mask that is True falls with the length, but stays above that of candidates "
+        "on their own."
     )
 
 
@@ -77,7 +78,7 @@ def packing_time(results: Mapping | None = None, tokens: int = 72, nodes: int = 
     left.legend(fontsize=8.5, loc="lower right", title="times as fast", title_fontsize=8.5)
     headline(left, "Measured: two CPU cores")
     batch = np.arange(1, 65)
-    large = {"parameters": 8.03e9, "weight_bytes": 16.06e9, "cache_bytes": 2048 * 131072}
+    large = {"parameters": 8.03e9, "weight_bytes": 16.06e9, "cache_bytes": 2048 * 131072.0}
     peak, bandwidth = MACHINES["H100"]
     for n, name, color, style in (
         (tokens, "unpacked", ORANGE, "--"),

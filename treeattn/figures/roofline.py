@@ -47,7 +47,7 @@ def roofline(steps: Mapping[int, float] | None = None, context: int = 2048) -> F
     """
     n = np.arange(1, 65)
     figure, (left, right) = new_figure(10.0, 3.7, ncols=2, sharey=True)
-    small = {"parameters": 134.5e6, "weight_bytes": 4 * 134.5e6, "cache_bytes": context * 46080}
+    small = {"parameters": 134.5e6, "weight_bytes": 4 * 134.5e6, "cache_bytes": context * 46080.0}
     peak, bandwidth = MACHINES["CPU"]
     line = step_seconds(n, 1, **small, peak=peak, bandwidth=bandwidth)
     left.plot(n, line / line[0], color=BLUE, lw=2)
@@ -58,7 +58,7 @@ def roofline(steps: Mapping[int, float] | None = None, context: int = 2048) -> F
         left.plot(x, np.array(y) / y[0], "o--", color=RED, ms=6)
         left.text(x[2], y[2] / y[0] * 1.15, "measured", color=RED, ha="right", va="bottom")
     left.set_title("Two CPU cores, SmolLM2-135M, float32, batch 1", fontsize=10)
-    large = {"parameters": 8.03e9, "weight_bytes": 16.06e9, "cache_bytes": context * 131072}
+    large = {"parameters": 8.03e9, "weight_bytes": 16.06e9, "cache_bytes": context * 131072.0}
     peak, bandwidth = MACHINES["H100"]
     for batch, (color, marker) in zip((1, 8, 32, 128), STYLES[::2], strict=False):
         line = step_seconds(n, batch, **large, peak=peak, bandwidth=bandwidth)

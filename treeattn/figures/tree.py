@@ -1,22 +1,18 @@
 """Figures of notebook 05: who sends what to whom."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from treeattn.cost.report import bytes_text
 from treeattn.figures.canvas import styled
-from treeattn.figures.measured import measured
 from treeattn.figures.style import (
     BLUE,
     GREEN,
     GREY,
     INK,
-    ORANGE,
     PALE,
-    PURPLE,
     RED,
     SKY,
     new_figure,
