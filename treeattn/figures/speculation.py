@@ -78,7 +78,12 @@ def accepted_tree(
         axes.text(x + 0.5, y, "the model's own", va="center", fontsize=8, color=INK)
     new = len(accepted) - 1
     headline(axes, f"One call of the model, {new} new token{'s' * (new > 1)}")
-    return figure
+    path = " ".join(labels[i] for i in accepted)
+    return figure.describe(
+        f"A tree of {len(labels)} tokens from left to right. Ticks and thick frames mark the "
+        f"accepted path, {path}; its last box, with a dotted frame, is the model's own token. The "
+        "boxes with dashed frames were guessed in vain."
+    )
 
 
 PROMPT = """{"name": "Alice", "city": "Paris", "age": 34}
@@ -129,7 +134,7 @@ def loop(rows=MARS, said=SAID) -> Figure:
     tokens = [words[t] for t in packed.packed_beam[0]]
     parents = [int(np.flatnonzero(row[:i])[-1]) if row[:i].any() else -1
                for i, row in enumerate(packed.attention_mask[0])]  # fmt: skip
-    figure, axes = new_figure(10.0, 5.4, nrows=2, ncols=3, width_ratios=[1, 1.2, 1])
+    figure, axes = new_figure(9.2, 5.2, nrows=2, ncols=3, width_ratios=[1, 1.2, 1])
     figure.get_layout_engine().set(wspace=0.07, hspace=0.08)
     draft, tree, verify, accept, back, after = axes.ravel()
     _grid(draft, rows)
@@ -140,7 +145,7 @@ def loop(rows=MARS, said=SAID) -> Figure:
     headline(verify, "3  Verify: one call, two states")
     verified = np.array(said)[packed.unpack_map[0]]
     _grid(after, verified)
-    headline(after, "4  Unpack: what follows each prefix")
+    headline(after, "4  Unpack: what comes next")
     path, new = _walk(parents, tokens, said)
     _tree(back, parents, tokens, path, width=0.9, fontsize=8)
     headline(back, "5  Accept: the path the model goes")
@@ -152,7 +157,12 @@ def loop(rows=MARS, said=SAID) -> Figure:
         _arrow(figure, a, (start, 0.5), b, (end, 0.5))
     _arrow(figure, verify, (0.97, 0.06), after, (0.97, 1.0))
     _arrow(figure, accept, (0.9, 0.75), draft, (0.9, 0.0))
-    return figure
+    return figure.describe(
+        "Six panels in a circle. 1 Draft: three candidates of four words. 2 Pack: their tree of "
+        "eight nodes. 3 Verify: the context's keys on eight devices and the tree's own give two "
+        "states, which merge. 4 Unpack: a table of what the model says after each prefix. 5 "
+        f"Accept: the path along which candidates agree. Then the text, {len(new)} tokens longer."
+    )
 
 
 def _grid(axes, rows) -> None:
@@ -171,7 +181,7 @@ def _verify(axes, tokens) -> None:
         draw_cell(axes, i * 0.5, 2.3, str(i), GREEN, width=0.46, fontsize=8)
     axes.text(1.75, 2.95, "tree: its own keys, masked", ha="center", fontsize=8.5, color=INK)
     axes.text(1.75, 1.15, "state  ⊕  state  →  8 distributions", ha="center", va="center",
-              fontsize=9.5, fontweight="bold", color=INK)  # fmt: skip
+              fontsize=9, fontweight="bold", color=INK)  # fmt: skip
     for y in (0.62, 1.68):
         axes.plot([1.75, 1.75], [y - 0.2, y + 0.2], color=INK, lw=1.2)
     bare(axes, (-0.4, 3.9), (-0.9, 3.2))
