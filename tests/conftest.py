@@ -77,7 +77,7 @@ def unchecked():
 @pytest.fixture
 def optimized():
     """All that XLA does to a program, also where `make test` goes without most of it."""
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)

@@ -296,6 +296,20 @@ def test_two_segments_are_not_enough():
     assert plain_trie(smallest)[4] == [[0, 0, 0], [0, 1, 1], [0, 1, 2]]
 
 
+def test_segments_read_through_the_encoding_are_enough():
+    """The document's two steps as its code takes them: a segment's start is its owner's, whichever
+    row that is, and the offset counts the row's earlier places of the same start."""
+    for rows, width in itertools.product(range(1, 4), range(1, 4)):
+        for beam in np.concatenate(list(every_beam(rows, width, letters=2))):
+            encoding = prefix_encoding(beam[None])[0]
+            added = (encoding == np.arange(rows)[:, None]).sum(axis=1)
+            starts = (added.cumsum() - added)[encoding]
+            earlier = np.tri(width, k=-1, dtype=bool)
+            offsets = ((starts[:, :, None] == starts[:, None, :]) & earlier).sum(axis=2)
+            # Rows that add nothing share their start with the next one, but own no place.
+            np.testing.assert_array_equal(starts + offsets, pack(beam[None]).unpack_map[0])
+
+
 def test_permuting_candidates_only_renumbers():
     rng = np.random.default_rng(0)
     beam = random_beam(rng, (1, 12, 6))

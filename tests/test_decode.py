@@ -318,6 +318,62 @@ def test_allreduce_sends_equation_34(batch):
         assert total_bytes(found) == 4 * elements
 
 
+def energy_of_algorithm_1(zeta, q, k, v):
+    """F(ζ) over the mesh, with this device's k (t, d) and v (t, dv): v1 Algorithm 1."""
+    r = k @ q * q.size**-0.5 + v @ zeta
+    m = jax.lax.pmax(jax.lax.stop_gradient(r.max()), "kv")
+    return m + jnp.log(jax.lax.psum(jnp.exp(r - m).sum(), "kv"))
+
+
+def energy_of_energies(zeta, q, k, v):
+    """The same as a log-sum-exp of each device's own energy."""
+    mine = treeattn.energy(zeta, q, k, v)
+    m = jax.lax.pmax(jax.lax.stop_gradient(mine), "kv")
+    return m + jnp.log(jax.lax.psum(jnp.exp(mine - m), "kv"))
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+@pytest.mark.parametrize("energy", [energy_of_algorithm_1, energy_of_energies])
+def test_the_gradient_of_an_energy_over_the_mesh(energy, p):
+    """By `jax.grad` inside `shard_map`: attention, for Algorithm 2's one further reduction, of dv
+    numbers. With the energy's own two, that is eq. 34 (v2: 13) for a head."""
+    rng = np.random.default_rng(p)
+    q, k, v = (jnp.asarray(rng.normal(size=shape)) for shape in ((8,), (64, 8), (64, 6)))
+    inputs = jnp.zeros(6), q, k, v
+    s = np.asarray(k @ q) * 8**-0.5
+    dense, lse = np.exp(s) @ v / np.exp(s).sum(), np.log(np.exp(s).sum())
+    on_devices = functools.partial(
+        jax.shard_map, mesh=make_mesh((p,)), in_specs=(P(), P(), P("kv"), P("kv")), out_specs=P()
+    )
+    alone, both = (jax.jit(on_devices(f)) for f in (energy, jax.value_and_grad(energy)))
+    tolerance = {"rtol": 0, "atol": 1e-12 if q.dtype == jnp.float64 else 1e-5}
+    value, gradient = both(*inputs)
+    np.testing.assert_allclose(gradient, dense, **tolerance)
+    np.testing.assert_allclose(value, lse, **tolerance)
+    before, after = (collectives(f.lower(*inputs).compile()) for f in (alone, both))
+    size = q.dtype.itemsize
+    assert [c.operand_bytes for c in before] == [size, size]
+    assert sorted(c.operand_bytes for c in after) == [size, size, 6 * size]
+    assert {c.kind for c in after} == {"all-reduce"} and count(after) == 3
+
+
+def test_an_energy_over_the_mesh_needs_its_constant_and_its_sum():
+    """Two ways to get it wrong: pmax has no derivative; local energies have local gradients."""
+    q, k, v = jnp.ones(4), jnp.arange(32.0).reshape(8, 4) / 32, jnp.arange(16.0).reshape(8, 2)
+    on_devices = functools.partial(
+        jax.shard_map, mesh=make_mesh((2,)), in_specs=(P(), P(), P("kv"), P("kv")), out_specs=P()
+    )
+
+    def without_constant(zeta, q, k, v):
+        return jax.lax.pmax((k @ q + v @ zeta).max(), "kv")
+
+    with pytest.raises(NotImplementedError, match="pmax"):
+        on_devices(jax.grad(without_constant))(jnp.zeros(2), q, k, v)
+    found = on_devices(jax.grad(treeattn.energy))(jnp.zeros(2), q, k, v)
+    parts = [treeattn.attention_from_energy(q, k[i : i + 4], v[i : i + 4]) for i in (0, 4)]
+    np.testing.assert_allclose(found, parts[0] + parts[1], rtol=1e-6)
+
+
 STATE, PIVOT = 4 * 16 * (128 + 2), 4 * 16  # bytes of a state of 16 heads of 128, and of its pivot
 
 

@@ -7,7 +7,21 @@ import numpy as np
 import pytest
 
 from treeattn import finalize, reduce_tree
-from treeattn.figures import autodiff, bayes, energy, llama, merge, rounds, speculation, tree
+from treeattn.figures import (
+    autodiff,
+    bayes,
+    energy,
+    llama,
+    llama_times,
+    merge,
+    packing,
+    roofline,
+    rounds,
+    sent,
+    speculation,
+    tree,
+)
+from treeattn.figures import speculation_results as results_of
 from treeattn.figures.__main__ import collect
 from treeattn.figures.measured import measured
 
@@ -112,29 +126,52 @@ def test_figures_of_measurements_take_them_as_an_argument():
         for name in ("tree, allreduce", "ring")
         for p in (2, 8)
     ]
-    panels = tree.decode_ratios(rows).axes
+    panels = sent.decode_ratios(rows).axes
     assert [text.get_text() for text in panels[1].texts] == ["8.32 kB"] * 4
     table = [{"context": 2048, "tree": 1.0, "ring": 3.0}]
-    panels = llama.tree_against_ring({"table": table}).axes
-    assert [text.get_text() for text in panels[0].texts] == ["×3.0"]
-    assert [text.get_text() for text in panels[1].texts] == ["×4.3", "×4.1", "×2.4", "×2.8"]
+    ax = llama_times.tree_against_ring({"table": table}).axes[0]
+    ratios = [list(bars.lines[0].get_ydata()) for bars in ax.containers]
+    assert ratios[0] == [3.0]
+    np.testing.assert_allclose(ratios[1], [4.28, 4.09, 2.38, 2.83], atol=0.01)  # Table 1, H100
+    row = {"kind": "code", "tokens": 64, "nodes": 16, "packed_ms": 5.0, "unpacked_ms": 10.0}
+    left, right = packing.packing_time({"packed": [row | {"speedup": 2.0}]}).axes
+    np.testing.assert_allclose(left.lines[0].get_xydata(), [[16, 5], [64, 10]])
+    unpacked, packed = (line.get_ydata() for line in right.lines)
+    np.testing.assert_allclose([unpacked[0], unpacked[-1]], [packed[0], packed[-1] * 72 / 33])
+
+
+def test_a_ring_hands_on_shards_and_a_tree_states():
+    ring, nodes = tree.ring_and_tree(4).axes
+    arrows = [text for text in ring.texts if getattr(text, "arrow_patch", None)]
+    assert len(arrows) == 4 and ring.get_title(loc="left") == "Ring: 3 rounds"
+    assert nodes.get_title(loc="left") == "Tree: 2 rounds up, 2 down"
+
+
+def test_the_first_token_and_its_shard_weigh_what_the_figure_says():
+    """Against a plain softmax over the keys, for a random model's shapes."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(1, 20, h, 4)).astype(np.float32) for h in (4, 2, 2))
+    weights = llama.weights_of_last(q, k)
+    for head in range(4):
+        s = k[0, :, head // 2] @ q[0, -1, head] / 2
+        np.testing.assert_allclose(weights[head], np.exp(s) / np.exp(s).sum(), rtol=1e-4)
+    lse, total = llama.shard_lses(q, k, v, 8)
+    np.testing.assert_allclose(np.exp(lse - total)[0], weights[:, ::8].sum(1), rtol=1e-4)
 
 
 def test_figures_of_speculation_show_what_was_measured():
     common = {"kind": "code", "name": "tests", "draft": "suffix", "tokens_a_step": 2.5}
     row = common | {"by_depth": [[40, 30], [10, 5]], "speedup": 1.5, "spread": [1.4, 1.7]}
     results = {"counts": [row, row | {"tokens_a_step": 1.5}], "times": [row]}
-    assert [text.get_text() for text in speculation.tokens_a_step(results).axes[0].texts] == [
-        "2.00"
-    ]
-    line = speculation.acceptance_by_depth(results, least=80).axes[0].lines[0]
+    assert [text.get_text() for text in results_of.tokens_a_step(results).axes[0].texts] == ["2.00"]
+    line = results_of.acceptance_by_depth(results, least=80).axes[0].lines[0]
     np.testing.assert_allclose(line.get_xydata(), [[1, 0.75]])  # depth 2 was reached too seldom
-    spread, dot, *_ = speculation.speedups(results).axes[0].lines
+    spread, dot, *_ = results_of.speedups(results).axes[0].lines
     assert list(spread.get_xdata()) == [1.4, 1.7] and list(dot.get_xdata()) == [1.5]
 
 
 def test_a_roofline_bends_where_products_take_longer_than_reading():
-    times = speculation.step_seconds(
+    times = roofline.step_seconds(
         [1, 4, 8],
         1,
         parameters=10.0,
@@ -144,7 +181,7 @@ def test_a_roofline_bends_where_products_take_longer_than_reading():
         bandwidth=10.0,
     )
     np.testing.assert_allclose(times, [5, 8, 16])
-    four = speculation.step_seconds(
+    four = roofline.step_seconds(
         1, 4, parameters=10.0, weight_bytes=40.0, cache_bytes=10.0, peak=10.0, bandwidth=10.0
     )
     assert four == 8
@@ -164,13 +201,13 @@ def test_without_measurements_the_error_says_where_they_are_from(tmp_path, monke
     monkeypatch.setattr("treeattn.figures.measured.RESULTS", tmp_path)
     message = r"results: expected a folder with {0}\.json, as benchmarks/{0}\.py writes it"
     for draw, name in (
-        (tree.sent_by_context, "decode"),
-        (tree.decode_ratios, "decode"),
-        (llama.decode_times, "llama"),
-        (llama.tree_against_ring, "llama"),
-        (speculation.tokens_a_step, "speculative"),
-        (speculation.acceptance_by_depth, "speculative"),
-        (speculation.speedups, "speculative"),
+        (sent.sent_by_context, "decode"),
+        (sent.decode_ratios, "decode"),
+        (llama_times.decode_times, "llama"),
+        (llama_times.tree_against_ring, "llama"),
+        (results_of.tokens_a_step, "speculative"),
+        (results_of.acceptance_by_depth, "speculative"),
+        (results_of.speedups, "speculative"),
     ):
         with pytest.raises(ValueError, match=message.format(name)):
             draw()

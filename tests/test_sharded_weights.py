@@ -1,5 +1,6 @@
 """A Llama with its weights sharded beside its cache: the same logits, a p-th on each device."""
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from treeattn import Llama, ancestor_mask, depths, kv_mesh
-from treeattn.cost.program import collectives, memory
+from treeattn.cost.program import collectives, memory, total_bytes
 from treeattn.llama.layers import extend_layer
 from treeattn.llama.weights import SHARDED_AXIS
 
@@ -109,6 +110,26 @@ def test_a_device_holds_its_part_and_no_more(optimized):
     assert held.temporary_bytes < layer_bytes / p
     kinds = {c.kind for c in collectives(program)}
     assert kinds == {"all-gather", "all-reduce", "reduce-scatter"}
+
+
+@pytest.mark.parametrize("attention", ["tree", "ring"])
+def test_what_a_step_sends(attention):
+    """With whole weights, only the attention sends: a state a layer by tree (v1 eq. 34, v2 eq. 13),
+    p − 1 shards a layer by ring (eq. 32, v2 eq. 11), each with its number of tokens."""
+    p, capacity = 4, 64
+    model = Llama.load(LLAMAS[0], dtype=np.float32, mesh=kv_mesh(jax.devices()[:p]))
+    model = model.using(attention)
+
+    def step(weights, token, cache):
+        return dataclasses.replace(model, weights=weights).extend(token, cache)[0]
+
+    inputs = model.weights, np.zeros((1, 1), np.int32), model.new_cache(1, capacity)
+    found = collectives(jax.jit(step).lower(*inputs).compile())
+    c = model.config
+    state = 4 * c.heads * (c.head_dim + 2)
+    shard = 4 * 2 * (capacity // p) * c.kv_heads * c.head_dim + 4
+    expected = {"tree": state, "ring": (p - 1) * shard}
+    assert total_bytes(found) == c.layers * expected[attention]
 
 
 def test_without_a_mesh_there_is_nothing_to_shard_over():

@@ -1,26 +1,14 @@
 """Figures of notebook 08: a real Llama over a sharded cache."""
 
 import functools
-from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from treeattn.cost.papers import TABLE_1_H100, TABLE_1_MI300X, TABLE_2_RTX4090
-from treeattn.figures.measured import measured
-from treeattn.figures.style import (
-    BLUE,
-    GREEN,
-    GREY,
-    INK,
-    ORANGE,
-    PURPLE,
-    RED,
-    SKY,
-    new_figure,
-)
+from treeattn.figures.canvas import styled
+from treeattn.figures.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, new_figure
 from treeattn.idea.state import finalize
 from treeattn.kernel.attend import attend
 from treeattn.llama.model import Llama
@@ -30,7 +18,6 @@ TEXT = (
     "Rome is the capital of Italy, on the Tiber. When the train had left, the old man said: the "
     "capital of France is"
 )
-SHARDS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY, INK)
 
 
 @functools.cache
@@ -38,6 +25,7 @@ def packaged_model() -> Llama:
     return Llama.load(None)
 
 
+@styled
 def striped_cache(lengths=(5, 13, 27), capacity: int = 32, p: int = 8) -> Figure:
     """Which rows of which shard hold tokens, as a text grows: contiguous shards, and stripes."""
     figure, axes = new_figure(7.2, 3.6, nrows=2, ncols=len(lengths), sharex=True, sharey=True)
@@ -66,7 +54,12 @@ def striped_cache(lengths=(5, 13, 27), capacity: int = 32, p: int = 8) -> Figure
         ax.set_xlabel("row of the shard")
     figure.suptitle("Dealt out like cards, a growing text keeps its shards equally full",
                     x=0.01, ha="left", fontsize=11)  # fmt: skip
-    return figure
+    return figure.describe(
+        f"Two rows of {len(lengths)} grids, one row of cells for each of {p} devices, for texts of "
+        f"{', '.join(map(str, lengths))} tokens. Above, contiguous shards: the first devices are "
+        "full and the last ones empty. Below, stripes: every device holds equally many tokens, up "
+        "to one."
+    )
 
 
 def shard_lses(q, k, v, p: int = 8, striped: bool = True):
@@ -86,6 +79,7 @@ def _shard_lses(q, k, v, *, p, striped):
     return jax.lax.map(shard_lse, jnp.arange(p))
 
 
+@styled
 def head_over_shards(
     model: Llama | None = None, text: str = TEXT, layer: int = 22, head: int = 4, p: int = 8
 ) -> Figure:
@@ -94,53 +88,90 @@ def head_over_shards(
     ids = model.tokenizer.encode(text)
     words = [model.tokenizer.decode([i]).strip() or "·" for i in ids]
     q, k, v = model.layer_qkv(np.array([ids]), layer)
-    group = q.shape[2] // k.shape[2]
-    scores = np.asarray(k[0, :, head // group] @ q[0, -1, head]) * q.shape[-1] ** -0.5
-    weights = np.exp(scores - np.logaddexp.reduce(scores))
+    weights = weights_of_last(q, k)[head]
     lse, total = shard_lses(q, k, v, p)
     shares = np.exp(lse - total)[:, head]
+    top, most = int(weights.argmax()), int(shares.argmax())
 
-    figure, (left, right) = new_figure(10.0, 3.4, ncols=2, width_ratios=[3.6, 1])
-    colors = [SHARDS[i % p] for i in range(len(ids))]
-    left.bar(range(len(ids)), weights, color=colors, width=0.8)
-    left.set_xticks(range(len(ids)), words, rotation=90, fontsize=7)
-    left.set_xlim(-0.8, len(ids) - 0.2)
-    left.set_ylabel("attention weight")
-    top = int(weights.argmax())
-    left.set_title(
-        f"“… {' '.join(words[-4:])}”: head {head} of layer {layer} looks back at “{words[top]}”",
-        loc="left",
+    figure, (upper, lower) = new_figure(7.2, 5.2, nrows=2, height_ratios=[1.5, 1])
+    _emphasized(upper, weights, np.arange(len(ids)) % p == most)
+    for i, weight in enumerate(weights):
+        upper.text(i, weight + 0.006, str(i % p), ha="center", fontsize=7, color=INK)
+    upper.set_xticks(range(len(ids)), words, rotation=90, fontsize=8)
+    upper.set(xlim=(-0.8, len(ids) - 0.2), ylabel="attention weight")
+    upper.set_title(f"Layer {layer}, head {head}, after “… {' '.join(words[-4:])}”: most goes to "
+                    f"“{words[top]}”")  # fmt: skip
+    _emphasized(lower, shares, np.arange(p) == most)
+    for r, share in enumerate(shares):
+        lower.text(r, share + 0.006, f"{share:.2f}", ha="center", fontsize=8, color=INK)
+    lower.set_xticks(range(p))
+    lower.set(xlabel="device", ylabel="weight in the merge", ylim=(0, 1.15 * shares.max()))
+    lower.set_title(f"The {p} states merge with these weights; device {most} has “{words[top]}”")
+    return figure.describe(
+        f"Above, the attention weights of one head over the {len(ids)} tokens of a text, each bar "
+        f"labelled with the device, 0 to {p - 1}, on which its token lies; the highest is “"
+        f"{words[top]}”, {weights[top]:.2f}, on device {most}. Below, the merge weights of the "
+        f"{p} devices: device {most} has {shares[most]:.2f}."
     )
-    right.barh(range(p), shares, color=SHARDS[:p])
-    right.invert_yaxis()
-    right.set_yticks(range(p), [f"device {r}" for r in range(p)], fontsize=8)
-    right.set_xlabel("weight in the merge")
-    right.set_title(f"device {top % p} weighs most", loc="left")
-    return figure
 
 
+def _emphasized(ax, heights, chosen) -> None:
+    """Bars, of which the chosen ones are dark and hatched."""
+    bars = ax.bar(range(len(heights)), heights, width=0.8, color=PALE, edgecolor=GREY, lw=0.6)
+    for bar, this in zip(bars, chosen, strict=True):
+        if this:
+            bar.set(facecolor=BLUE, hatch="///", edgecolor="white")
+
+
+@jax.jit
+def weights_of_last(q, k):
+    """The last query's attention weights, (heads, keys), of layer_qkv's q and k of one text."""
+    d = q.shape[-1]
+    q = q[0, -1].reshape(k.shape[2], -1, d)
+    scores = jnp.einsum("kgd,nkd->kgn", q, k[0]).reshape(-1, k.shape[1]) * d**-0.5
+    return jax.nn.softmax(scores)
+
+
+def sink_weights(model: Llama, text: str = TEXT, p: int = 8) -> dict[str, np.ndarray]:
+    """After `text`, the last query's weight on token 0, and the merge weight of the shard that
+    holds it, of p stripes and of p contiguous shards; each (layers, heads)."""
+    found = {"token 0": [], "stripes": [], "contiguous": []}
+    for q, k, v in model.layers_qkv(np.array([model.tokenizer.encode(text)])):
+        found["token 0"].append(weights_of_last(q, k)[:, 0])
+        for name in ("stripes", "contiguous"):
+            lse, total = shard_lses(q, k, v, p, striped=name == "stripes")
+            found[name].append(np.exp(lse - total)[0])
+    return {name: np.array(rows) for name, rows in found.items()}
+
+
+@styled
 def shard_shares(model: Llama | None = None, text: str = TEXT, p: int = 8) -> Figure:
-    """Device 0's merge weight for each head of each layer: contiguous shards, and stripes."""
-    model = model or packaged_model()
-    tokens = np.array([model.tokenizer.encode(text)])
-    first = {"contiguous": [], "striped": []}
-    for q, k, v in model.layers_qkv(tokens):
-        for name, shares in first.items():
-            lse, total = shard_lses(q, k, v, p, striped=name == "striped")
-            shares.append(np.exp(lse - total)[0])
-    figure, axes = new_figure(7.2, 3.2, nrows=2, sharex=True)
-    for ax, (name, shares) in zip(axes, first.items(), strict=True):
-        image = ax.imshow(np.array(shares).T, cmap="Blues", vmin=0, vmax=1, aspect="auto")
-        ax.set_ylabel(f"{name}\nhead")
-        ax.set_yticks(range(0, model.config.heads, 2))
-    axes[-1].set_xlabel("layer")
-    figure.colorbar(image, ax=axes, label="merge weight of device 0")
-    axes[0].set_title(
-        "Whichever shard holds the first token carries most later heads: a sink", loc="left"
+    """The first token's weight in each head of each layer, and the merge weight of its shard."""
+    found = sink_weights(model or packaged_model(), text, p)
+    layers = range(len(found["token 0"]))
+    median = {name: np.median(rows, axis=1) for name, rows in found.items()}
+    figure, (upper, lower) = new_figure(7.2, 5.0, nrows=2, sharex=True, sharey=True)
+    for head in found["token 0"].T:
+        upper.plot(layers, head, "o", color=GREY, ms=3, alpha=0.7)
+    upper.plot(layers, median["token 0"], "o-", color=BLUE, ms=5)
+    upper.set(ylabel="weight of token 0", ylim=(-0.03, 1.03))
+    upper.set_title("The first token is a sink: dots are heads, the line is their median")
+    for name, color, style in (("contiguous", ORANGE, "s--"), ("stripes", GREEN, "^-")):
+        lower.plot(layers, median[name], style, color=color, ms=5, label=f"device 0, {name}")
+    lower.plot(layers, median["token 0"], "o-", color=BLUE, ms=3, lw=1, label="token 0 alone")
+    lower.legend(fontsize=9, loc="upper left")
+    lower.set(xlabel="layer", ylabel="weight in the merge")
+    lower.set_title(f"The shard that holds it weighs at least as much ({p} shards, medians)")
+    late = found["token 0"][18:]
+    return figure.describe(
+        "Two panels over the layers. Above, the last query's attention weight on the first token, "
+        f"a dot for each head, and the median: small in the first layers, {np.median(late):.2f} "
+        "over layers 18 to 29. Below, the median merge weight of the device that holds that "
+        "token, for contiguous shards and for stripes; both run above the token's own weight."
     )
-    return figure
 
 
+@styled
 def score_ranges(model: Llama | None = None, text: str = TEXT) -> Figure:
     """Each layer's largest score, scaled and not, against what exp can take."""
     model = model or packaged_model()
@@ -150,7 +181,7 @@ def score_ranges(model: Llama | None = None, text: str = TEXT) -> Figure:
     figure, ax = new_figure(7.2, 3.2)
     layers = range(model.config.layers)
     ax.plot(layers, raw, "o-", color=BLUE, markersize=4)
-    ax.plot(layers, largest, "o-", color=ORANGE, markersize=4)
+    ax.plot(layers, largest, "s--", color=ORANGE, markersize=4)
     ax.text(len(raw) - 0.6, raw[-1], "q·k", color=BLUE, va="center")
     ax.text(len(raw) - 0.6, largest[-1], "q·k / √d", color=ORANGE, va="center")
     for limit, name in ((np.log(3.4028e38), "float32, bfloat16"), (np.log(65504), "float16")):
@@ -163,7 +194,11 @@ def score_ranges(model: Llama | None = None, text: str = TEXT) -> Figure:
     ax.set_xlabel("layer")
     ax.set_ylabel("largest score in the text")
     ax.set_title("Real scores overflow an unguarded exp", loc="left")
-    return figure
+    return figure.describe(
+        "Each layer's largest score on a logarithmic axis, without and with the division by √d. "
+        f"Unscaled, the largest is {raw.max():.0f}, above the line at 88.7 where exp overflows in "
+        f"float32; scaled, {max(largest):.1f}, above the line at 11.1 for float16."
+    )
 
 
 @jax.jit
@@ -175,73 +210,9 @@ def largest_score(q, k):
     return jnp.max(jnp.where(jnp.tri(l, dtype=bool), scores, -jnp.inf))
 
 
-# v2, Tables 1 and 2.
-PAPER = {
-    "8 × H100, Llama 3.1 8B": TABLE_1_H100,
-    "4 × MI300X, Llama 3.1 8B": TABLE_1_MI300X,
-    "2 × RTX 4090, Llama 3.2 1B": TABLE_2_RTX4090,
-}
-
-
-def _bars(ax, labels, tree, ring) -> None:
-    """Tree and ring side by side, with their ratio above."""
-    x, tree, ring = np.arange(len(labels)), np.array(tree), np.array(ring)
-    ax.bar(x - 0.2, tree, 0.38, color=BLUE, label="tree")
-    ax.bar(x + 0.2, ring, 0.38, color=ORANGE, label="ring")
-    for i, ratio in enumerate(ring / tree):
-        ax.text(i, max(ring[i], tree[i]) * 1.02, f"×{ratio:.1f}", ha="center", fontsize=8)
-    ax.set_xticks(x, labels)
-    ax.set_xlabel("context")
-
-
-def decode_times(results: Mapping | None = None) -> Figure:
-    """Milliseconds of a decoding step by context and number of simulated devices.
-
-    results: what benchmarks/llama.py wrote; a checkout's when None, ValueError where there is none.
-    """
-    rows = (results or measured("llama"))["devices"]
-    counts = sorted({r["devices"] for r in rows})
-    figure, axes = new_figure(8.0, 3.2, ncols=len(counts), sharey=True)
-    for ax, p in zip(axes, counts, strict=True):
-        mine = [r for r in rows if r["devices"] == p]
-        labels = [f"{r['context'] // 1024}k" for r in mine]
-        _bars(ax, labels, [r["tree"] for r in mine], [r["ring"] for r in mine])
-        ax.set_title(f"{p} devices", fontsize=9, loc="left")
-    axes[0].set_ylabel("milliseconds a token")
-    axes[0].legend(fontsize=8, loc="upper left")
-    figure.suptitle("Decoding a token: the ring's extra work grows with context and devices",
-                    x=0.01, ha="left", fontsize=11)  # fmt: skip
-    return figure
-
-
-def tree_against_ring(results: Mapping | None = None) -> Figure:
-    """Seconds for a prompt and ten tokens: measured here, and as the paper printed them.
-
-    results: as for `decode_times`.
-    """
-    rows = (results or measured("llama"))["table"]
-    here = {r["context"] / 1024: (r["tree"], r["ring"]) for r in rows}
-    panels = {"here: 8 simulated, SmolLM2 135M": here}
-    for name, table in PAPER.items():
-        panels[name] = {r.context / 1000: (r.tree.mean, r.ring.mean) for r in table}
-    figure, axes = new_figure(10.0, 3.2, ncols=len(panels))
-    for ax, (name, times) in zip(axes, panels.items(), strict=True):
-        _bars(ax, [f"{c:g}k" for c in times], *zip(*times.values(), strict=True))
-        ax.set_title(name, fontsize=9, loc="left")
-    axes[0].set_ylabel("seconds")
-    axes[0].legend(fontsize=8, loc="upper left")
-    figure.suptitle(
-        "A prompt and ten more tokens: measured here, and in the paper's Tables 1 and 2",
-        x=0.01, ha="left", fontsize=11,
-    )  # fmt: skip
-    return figure
-
-
 FIGURES = {
     "llama_striped_cache": striped_cache,
     "llama_head_over_shards": head_over_shards,
     "llama_shard_shares": shard_shares,
     "llama_score_ranges": score_ranges,
-    "llama_decode_times": decode_times,
-    "llama_tree_against_ring": tree_against_ring,
 }

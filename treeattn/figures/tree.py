@@ -1,20 +1,68 @@
-"""Figures of tree decoding: who swaps with whom, and how much the devices send."""
+"""Figures of notebook 05: who sends what to whom."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
-from treeattn.cost.report import bytes_text
-from treeattn.figures.measured import measured
-from treeattn.figures.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, PURPLE, RED, new_figure
+from treeattn.figures.canvas import styled
+from treeattn.figures.style import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    PALE,
+    RED,
+    SKY,
+    new_figure,
+)
 
-COLOURS = {
-    "allreduce": BLUE,
-    "butterfly": GREEN,
-    "gather": PURPLE,
-    "pass-Q": ORANGE,
-    "ring": RED,
-}
+
+def _arrow(ax, start, end, **style) -> None:
+    arrow = {"arrowstyle": "-|>", "color": BLUE, "lw": 1.2, "shrinkA": 0, "shrinkB": 0}
+    ax.annotate("", end, start, arrowprops=arrow | style)
+
+
+@styled
+def ring_and_tree(p: int = 8) -> Figure:
+    """What travels: keys and values around a ring, or states up and down a tree (v1, Figure 1b)."""
+    figure, (ring, tree) = new_figure(7.4, 3.4, ncols=2)
+    angles = np.pi / 2 - 2 * np.pi * np.arange(p) / p
+    x, y = np.cos(angles), np.sin(angles)
+    for i in range(p):
+        nearby = angles[i] - 2 * np.pi / p * np.array([0.27, 0.73])
+        (a, b), (c, d) = np.cos(nearby), np.sin(nearby)
+        _arrow(ring, (a, c), (b, d), color=RED, lw=4, mutation_scale=18)
+        _device(ring, x[i], y[i], i)
+    ring.text(0, 0, f"each arrow: a shard\nof keys and values,\n{p - 1} times", ha="center",
+              va="center", fontsize=9)  # fmt: skip
+    ring.set(xlim=(-1.3, 1.3), ylim=(-1.25, 1.25), aspect="equal")
+    ring.set_title(f"Ring: {p - 1} rounds")
+    places, level = list(range(p)), 0
+    while len(places) > 1:
+        above = [sum(places[i : i + 2]) / len(places[i : i + 2]) for i in range(0, len(places), 2)]
+        for i, place in enumerate(places):
+            tree.plot([place, above[i // 2]], [level, level + 1], color=BLUE, lw=1.4)
+        places, level = above, level + 1
+        tree.plot(places, [level] * len(places), "o", ms=9, mfc="white", mec=BLUE, mew=1.5)
+    for i in range(p):
+        _device(tree, i, 0, i)
+    tree.text(-0.6, level + 0.1, "each line:\na state up,\nthe result down", va="top", fontsize=9)
+    tree.set(xlim=(-0.7, p - 0.3), ylim=(-0.5, level + 0.3))
+    tree.set_title(f"Tree: {level} rounds up, {level} down")
+    for ax in (ring, tree):
+        ax.axis("off")
+    return figure.describe(
+        f"Left, {p} devices in a circle; thick arrows lead from each to the next, each a shard of "
+        f"keys and values, in {p - 1} rounds. Right, the same devices as the leaves of a binary "
+        f"tree of {level} levels; along its thin lines states go up, and the result comes down."
+    )
+
+
+def _device(ax, x, y, i) -> None:
+    ax.plot(x, y, "s", ms=19, mfc="white", mec=INK, mew=1.2)
+    ax.text(x, y, str(i), ha="center", va="center", fontsize=9)
 
 
 def butterfly_pairs(p: int) -> list[tuple[str, list[tuple[int, int]]]]:
@@ -27,9 +75,10 @@ def butterfly_pairs(p: int) -> list[tuple[str, list[tuple[int, int]]]]:
     return rounds + ([("hand back", [(b, a) for a, b in folds])] if folds else [])
 
 
+@styled
 def butterfly(sizes: Sequence[int] = (8, 6)) -> Figure:
     """Who sends its state to whom, round by round, and how many shards each state then holds."""
-    figure, axes = new_figure(8.4, 3.4, ncols=len(sizes), squeeze=False)
+    figure, axes = new_figure(7.4, 3.4, ncols=len(sizes), squeeze=False)
     for ax, p in zip(axes[0], sizes, strict=True):
         holds = [1] * p
         rounds = butterfly_pairs(p)
@@ -53,7 +102,12 @@ def butterfly(sizes: Sequence[int] = (8, 6)) -> Figure:
         ax.set_title(f"{p} devices: {len(rounds)} rounds")
         ax.spines[:].set_visible(False)
         ax.tick_params(length=0)
-    return figure
+    return figure.describe(
+        f"Devices in columns, rounds from top to bottom, for {' and '.join(map(str, sizes))} "
+        "devices. Arrows show who sends its state to whom; a circle's number says how many shards "
+        "a device's state covers, and filled circles have all. Eight devices need three rounds; "
+        "six need four, since two of them hand in their states first and get the result last."
+    )
 
 
 def _row(ax, y: int, holds: Sequence[int], p: int) -> None:
@@ -64,109 +118,59 @@ def _row(ax, y: int, holds: Sequence[int], p: int) -> None:
         ax.text(i, y, str(n), ha="center", va="center", fontsize=9, color="white" if full else INK)
 
 
-def sent_by_context(sent: Mapping[str, Mapping[int, int]] | None = None) -> Figure:
-    """Bytes that a device sends for one decode step, by the length of the context.
-
-    sent: method -> {context: bytes}, as `treeattn.cost.program` reads them from the programs; those
-          of benchmarks/decode.py for eight devices when None, from a checkout.
-
-    Raises ValueError without either.
-    """
-    sent = _sent(8) if sent is None else sent
-    figure, ax = new_figure(7.0, 3.4)
-    for method, by_context in sent.items():
-        contexts, values = list(by_context), list(by_context.values())
-        ax.plot(contexts, values, "o-", color=COLOURS[method], ms=4)
-        ax.annotate(
-            f"{method}  {bytes_text(values[-1])}",
-            (contexts[-1], values[-1]),
-            xytext=(8, 0),
-            textcoords="offset points",
-            va="center",
-            color=COLOURS[method],
-        )
-    ax.set(xscale="log", yscale="log", xlabel="keys in the cache", ylabel="bytes sent by a device")
-    ax.set_xlim(right=max(contexts) * 8)
-    ax.set_xticks(contexts, [f"{n // 1024}k" for n in contexts])
-    ax.minorticks_off()
-    ax.set_title("A tree's messages do not grow with the context; a ring's do")
-    return figure
-
-
-def _sent(p: int) -> dict[str, dict[int, int]]:
-    sent = {}
-    for row in measured("decode"):
-        method = row["name"].removeprefix("tree, ")
-        if row["p"] == p and method in ("allreduce", "pass-Q", "ring"):
-            sent.setdefault(method, {})[row["keys"]] = row["sent"]
-    return sent
-
-
-def decode_ratios(rows: Sequence[Mapping] | None = None) -> Figure:
-    """Time, bytes and memory by method and number of devices: rows of benchmarks/decode.py.
-
-    rows: those of a checkout's benchmarks/results when None; ValueError where there are none.
-    """
-    rows = measured("decode") if rows is None else rows
-    keys = max(row["keys"] for row in rows)
-    rows = [row for row in rows if row["keys"] == keys]
-    names, devices = (list(dict.fromkeys(row[key] for row in rows)) for key in ("name", "p"))
-    figure, panels = new_figure(7.0, 6.4, nrows=3, sharex=True)
-    titles = "time, × tree by Allreduce", "bytes that a device sends", "bytes that a device holds"
-    for ax, title, key in zip(panels, titles, ("ms", "sent", "held"), strict=True):
-        for i, name in enumerate(names):
-            mine = {row["p"]: row[key] for row in rows if row["name"] == name}
-            if key == "ms":
-                tree = {row["p"]: row["ms"] for row in rows if row["name"] == names[0]}
-                mine = {p: ms and ms / tree[p] for p, ms in mine.items()}
-            x = [devices.index(p) + (i - len(names) / 2 + 0.5) * 0.14 for p in mine]
-            bars = ax.bar(x, [value or 0 for value in mine.values()], 0.13, label=name)
-            ratio = [f"{v:.1f}" if v else "" for v in mine.values()]
-            labels = ratio if key == "ms" else [bytes_text(v) for v in mine.values()]
-            ax.bar_label(bars, labels, fontsize=7, padding=1, rotation=90)
-        ax.set(yscale="linear" if key == "held" else "log", ylabel=title)
-        low, high = ax.get_ylim()
-        room = 1.4 * high if key == "held" else high * (high / low) ** 0.3  # for the labels
-        ax.set_ylim(low, room)
-        for at, value in zip(x, mine.values(), strict=True):
-            if value is None:
-                ax.text(at, 1.1 * low, "too large", fontsize=7, rotation=90, ha="center")
-        ax.yaxis.set_major_formatter(
-            lambda y, _, key=key: f"{y:g}" if key == "ms" else bytes_text(y)
-        )
-        ax.yaxis.set_minor_formatter("")
-    panels[-1].set_xticks(range(len(devices)), [f"{p} devices" for p in devices])
-    panels[0].set_title(f"One query over {keys // 1024}k keys, simulated devices on shared cores")
-    handles = panels[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    return figure
-
-
+@styled
 def tree_of_trees(nodes: int = 2, devices: int = 4) -> Figure:
-    """A merge inside each node, then one between the nodes, over the slow links."""
-    figure, ax = new_figure(7.0, 2.6)
+    """`method="hierarchical"`: which parts of the state each device holds, stage by stage."""
+    figure, ax = new_figure(7.4, 4.3)
+    stages = ("its own state", "a share of its node's", "the same share of all", "all of it")
+    moves = (
+        "reduce-scatter within the node",
+        "Allreduce across the nodes",
+        "all-gather within the node",
+    )
+    for stage, name in enumerate(stages):
+        for node in range(nodes):
+            for i in range(devices):
+                left = node * (devices + 0.7) + i
+                held = range(devices) if stage in (0, 3) else (i,)
+                covers = 1 if stage == 0 else devices if stage == 1 else devices * nodes
+                for part in range(devices):
+                    full = part in held
+                    ax.add_patch(Rectangle((left + 0.2 * part, stage), 0.19, 0.34, ec=GREY, lw=0.8,
+                                           fc=GREEN if full and stage > 1 else
+                                           SKY if full else "white"))  # fmt: skip
+                ax.text(left + 0.4, stage - 0.09, f"of {covers}", ha="center", fontsize=8)
+        ax.text(-0.25, stage + 0.17, name, ha="right", va="center", fontsize=9)
+    width = nodes * (devices + 0.7) - 0.7
+    for stage, name in enumerate(moves):
+        color = RED if stage == 1 else INK
+        for node in range(nodes):
+            middle = node * (devices + 0.7) + devices / 2 - 0.1
+            _arrow(ax, (middle, stage + 0.4), (middle, stage + 0.78), color=color)
+        if stage == 1:
+            for i in range(devices):
+                low, high = i + 0.4, (nodes - 1) * (devices + 0.7) + i + 0.4
+                ax.plot([low, high], [stage + 0.48 + 0.07 * i] * 2, color=RED, lw=1, ls="--",
+                        marker="o", ms=3)  # fmt: skip
+        ax.text(width + 0.1, stage + 0.6, name.replace(" ", "\n", 1), va="center", fontsize=9,
+                color=color)  # fmt: skip
     for node in range(nodes):
-        left = node * (devices + 1)
-        ax.axvspan(left - 0.45, left + devices - 0.55, color=PALE, lw=0, alpha=0.6)
-        ax.text(left + (devices - 1) / 2, -0.62, f"node {node}", ha="center", color=GREY)
-        middle = left + (devices - 1) / 2
-        for i in range(devices):
-            ax.plot([left + i, middle], [0, 1], color=BLUE, lw=1.4)
-            ax.plot(left + i, 0, "s", ms=13, color=BLUE)
-        ax.plot(middle, 1, "o", ms=11, color=BLUE)
-        ax.plot([middle, ((nodes - 1) * (devices + 1) + devices - 1) / 2], [1, 2], color=RED, lw=2)
-    ax.plot(((nodes - 1) * (devices + 1) + devices - 1) / 2, 2, "o", ms=13, color=RED)
-    ax.text(-0.75, 0.5, "within a node\n(fast links)", ha="right", va="center", color=BLUE)
-    ax.text(-0.75, 1.5, "between nodes\n(slow links)", ha="right", va="center", color=RED)
-    ax.set(xlim=(-3.4, nodes * (devices + 1) - 0.8), ylim=(-0.9, 2.35))
-    ax.set_title("A tree of trees: merge inside each node, then between the nodes")
+        left = node * (devices + 0.7)
+        ax.text(left + devices / 2 - 0.1, -0.32, f"node {node}", ha="center", fontsize=9)
+    ax.set(xlim=(-2.4, width + 2.3), ylim=(len(stages) - 0.5, -0.5))
+    ax.set_title("A tree of trees: only a share of the state crosses between the nodes")
     ax.axis("off")
-    return figure
+    return figure.describe(
+        f"{nodes} nodes of {devices} devices, each drawn as a state of {devices} parts, in four "
+        "stages from top to bottom. First each device has all parts of its own state. A "
+        "reduce-scatter within the node leaves each device one part, of its node's shards. Dashed "
+        "lines across the nodes join devices with the same part, which then covers all shards. A "
+        "gather within the node gives every device all parts."
+    )
 
 
 FIGURES = {
+    "ring_and_tree": ring_and_tree,
     "butterfly": butterfly,
     "tree_of_trees": tree_of_trees,
-    "sent_by_context": sent_by_context,
-    "decode_ratios": decode_ratios,
 }
