@@ -1,0 +1,128 @@
+"""Write the two steppers, pages that need nothing but a browser: python site/make_steppers.py
+
+What is in steppers/ becomes one file a page, with the numbers that it shows inside: scores and
+values of heads of the packaged model, and beams that the model drafts.
+"""
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from treeattn.figures.prefix_tree import PromptDraft
+from treeattn.llama import Llama
+from treeattn.trees.draft import beam_search
+
+HERE = Path(__file__).parent
+PAGES = {"merge_stepper.html": "merge.html", "prefix_tree_stepper.html": "prefix_tree.html"}
+DIGITS = 3  # the model's numbers are rounded: the page computes with what it shows
+
+TEXT = (
+    "Anna lives in Rome and Otto lives in Paris. Every summer the two meet by the sea. "
+    "Where does Otto live? Otto lives in"
+)
+HEADS = {  # (layer, head) -> what it does on this text
+    (21, 8): "It finds the city: most of the last query's weight is on “Paris”.",
+    (18, 6): "It hesitates between the two cities.",
+    (20, 3): "It rests on the first token, as many heads do when they find nothing.",
+    (0, 0): "It looks at nearly everything alike.",
+}
+# The small example of the notebooks: a key is its score, the weights are 1, 2, 4, 1, 8 sixteenths.
+WORDS = ["the", "cat", "drank", "warm", "milk"]
+SCORES = np.log([1.0, 2.0, 4.0, 1.0, 8.0])
+VALUES = [[0.0, 0.0], [4.0, 0.0], [0.0, 2.0], [4.0, 4.0], [1.0, 3.0]]
+
+MARS = ["Mars is a red", "Mars is reddish when", "Mars is dark red"]
+SEGMENTS = ["one two three", "one four five", "one four six"]
+RAGGED = ["tree attention", "tree", "tree attention packs", "ring"]
+PROMPT = "The capital of France is"
+
+
+def heads(model: Llama) -> list[dict]:
+    """For each of `HEADS`: the words, scores of every query over the keys up to it, and values."""
+    ids = model.tokenizer.encode(TEXT)
+    words = [model.tokenizer.decode([i]).strip() for i in ids]
+    layers = list(model.layers_qkv(np.array([ids])))
+    found = []
+    for (layer, head), about in HEADS.items():
+        q, k, v = (np.asarray(x[0], np.float64) for x in layers[layer])
+        group = head // (q.shape[1] // k.shape[1])
+        scores = q[:, head] @ k[:, group].T * q.shape[-1] ** -0.5
+        found.append(
+            {
+                "name": f"layer {layer}, head {head}",
+                "about": about,
+                "layer": layer,
+                "head": head,
+                "words": words,
+                "scores": [row[: i + 1] for i, row in enumerate(scores.round(DIGITS).tolist())],
+                "values": v[:, group].round(DIGITS).tolist(),
+            }
+        )
+    return found
+
+
+def small_example() -> dict:
+    return {
+        "name": "five words, small numbers",
+        "about": "The notebooks' example: softmax weights of 1, 2, 4, 1 and 8 sixteenths.",
+        "words": WORDS,
+        "scores": [SCORES[: i + 1].tolist() for i in range(len(WORDS))],
+        "values": VALUES,
+    }
+
+
+def drafted() -> list[str]:
+    """Candidates after `PROMPT`, as lines of words; a space within a token becomes “␣”."""
+    draft = PromptDraft((PROMPT,))
+    beam, _ = beam_search(draft, width=6, length=5)
+    return [" ".join(draft.token(t).replace(" ", "␣") for t in row) for row in beam[0].tolist()]
+
+
+def examples() -> list[dict]:
+    lines = {
+        "Mars, of the packing document": MARS,
+        "a row of three segments": SEGMENTS,
+        "candidates of different lengths": RAGGED,
+        f"SmolLM2’s beam after “{PROMPT}”": drafted(),
+    }
+    return [{"name": name, "lines": candidates} for name, candidates in lines.items()]
+
+
+def page(template: str, data: dict) -> str:
+    """The template with the files and the data that it names in /*{braces}*/ put in."""
+
+    def put_in(found: re.Match) -> str:
+        if found[1] == "data":  # no "</script>" may end it early
+            text = json.dumps(data, ensure_ascii=False).replace("</", "<\\/")
+            return text.replace("], [", "],\n[")
+        return (HERE / "steppers" / found[1]).read_text(encoding="utf-8")
+
+    text = (HERE / "steppers" / template).read_text(encoding="utf-8")
+    return re.sub(r"/\*\{([\w.]+)\}\*/", put_in, text)
+
+
+def make() -> dict[str, str]:
+    """File name -> the whole page."""
+    data = {
+        "merge.html": {"heads": [*heads(Llama.load()), small_example()]},
+        "prefix_tree.html": {"examples": examples()},
+    }
+    return {name: page(template, data[template]) for name, template in PAGES.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=HERE)
+    folder = parser.parse_args().folder
+    jax.config.update("jax_platforms", "cpu")  # the same numbers everywhere, nearly
+    for name, text in make().items():
+        (folder / name).write_text(text, encoding="utf-8")
+        print(f"{folder / name}: {len(text.encode()):,} bytes")
+
+
+if __name__ == "__main__":
+    main()
