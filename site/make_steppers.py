@@ -31,7 +31,7 @@ HEADS = {  # (layer, head) -> what it does on this text
     (0, 0): "It looks at nearly everything alike.",
 }
 # The small example of the notebooks: a key is its score, the weights are 1, 2, 4, 1, 8 sixteenths.
-WORDS = ["the", "cat", "drank", "warm", "milk"]
+WORDS = ["the", " cat", " drank", " warm", " milk"]
 SCORES = np.log([1.0, 2.0, 4.0, 1.0, 8.0])
 VALUES = [[0.0, 0.0], [4.0, 0.0], [0.0, 2.0], [4.0, 4.0], [1.0, 3.0]]
 
@@ -42,9 +42,9 @@ PROMPT = "The capital of France is"
 
 
 def heads(model: Llama) -> list[dict]:
-    """For each of `HEADS`: the words, scores of every query over the keys up to it, and values."""
+    """For each of `HEADS`: the tokens, scores of every query over the keys up to it, and values."""
     ids = model.tokenizer.encode(TEXT)
-    words = [model.tokenizer.decode([i]).strip() for i in ids]
+    words = [model.tokenizer.decode([i]) for i in ids]
     layers = list(model.layers_qkv(np.array([ids])))
     found = []
     for (layer, head), about in HEADS.items():

@@ -6,8 +6,23 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
+
+OPTIONS = (
+    "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run "
+    "--disable-background-networking --disable-extensions --hide-scrollbars "
+    "--proxy-server=127.0.0.1:9 --remote-debugging-pipe"  # nobody answers there
+)
+# Becomes the browser, with the two pipes as its file descriptors 3 and 4.
+LAUNCH = """
+import fcntl, os, sys
+ends = [fcntl.fcntl(int(x), fcntl.F_DUPFD, 10) for x in sys.argv[1:3]]
+for number, end in enumerate(ends, 3):
+    os.dup2(end, number)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 def chromium() -> str | None:
@@ -25,14 +40,9 @@ class Browser:
     def __init__(self, profile: Path, seconds: float = 60):
         to_read, self.to = os.pipe()
         self.back, to_write = os.pipe()
-        options = (
-            "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run "
-            "--disable-background-networking --disable-extensions --remote-debugging-pipe "
-            "--host-resolver-rules='MAP * ~NOTFOUND' --hide-scrollbars"
-        )
-        command = f"exec {chromium()} {options} --user-data-dir='{profile}' 3<&{to_read} 4>&{to_write}"
+        command = [chromium(), *OPTIONS.split(), f"--user-data-dir={profile}"]
         self.process = subprocess.Popen(
-            ["sh", "-c", command],
+            [sys.executable, "-I", "-c", LAUNCH, str(to_read), str(to_write), *command],
             pass_fds=(to_read, to_write),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -72,7 +82,7 @@ class Browser:
         self.call("Page.navigate", url="about:blank")  # or another #… would not load it anew
         self.call("Page.navigate", url=url)
         deadline = time.monotonic() + self.seconds
-        while not self.run(f"location.href !== 'about:blank' && document.readyState === 'complete'"):
+        while not self.run("location.href !== 'about:blank' && document.readyState === 'complete'"):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{url} did not load")
             time.sleep(0.05)
@@ -104,9 +114,7 @@ class Browser:
         }})()"""
         x, y = self.run(middle)
         for kind in ("mousePressed", "mouseReleased"):
-            self.call(
-                "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1
-            )
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def screenshot(self, path: Path) -> None:
         """Of the whole page, as PNG."""

@@ -133,7 +133,7 @@ function statesAfter(count) {
 
 // ---- drawing ----
 
-const wordsOf = (keys) => keys.map((i) => head().words[i]).join(" ") || "no keys";
+const wordsOf = (keys) => keys.map((i) => head().words[i]).join("").trim() || "no keys";
 
 function bars(parent, state, x, y, width, height) {
   const { out } = finalize(state), middle = y + height / 2;
@@ -153,8 +153,9 @@ function drawBox(svg, key, node, x, y, width, narrow) {
   add(group, "rect", { ...box, class: `box ${kind}` });
   if (!node) return;
   const digits = narrow ? 1 : 2, { state } = node;
-  add(group, "text", { x: x + 5, y: y + 13 }, `m ${number(state.m, digits)}`);
-  add(group, "text", { x: x + 5, y: y + 26 }, `d ${number(state.d, digits)}`);
+  const type = { x: x + (narrow ? 3 : 5), "font-size": narrow ? 10 : 11 };
+  add(group, "text", { ...type, y: y + 13 }, `m ${number(state.m, digits)}`);
+  add(group, "text", { ...type, y: y + 26 }, `d ${number(state.d, digits)}`);
   if (!empty) bars(group, state, x + 4, y + 29, width - 8, 11);
   add(group, "title", {}, `round ${column}, device ${r}: ${wordsOf(node.keys)}`);
   group.addEventListener("click", () => goTo(node.made));
@@ -270,10 +271,11 @@ function showStep(before, nodes) {
     tableRow(body, `n, component ${j}`, all((s) => number(s.n[j], 4)));
   }
   const part = state.d > 0 ? (100 * b.state.d * y) / state.d : 0;
-  byId("step-text").textContent = state.d === 0
-    ? "Nothing merged with nothing is nothing: the pivot stays −∞, and no weight becomes NaN."
-    : `Of the merged attention, ${number(part, 1)} % goes to the keys of ${ends[1]}: ` +
-      `“${cut(wordsOf(b.keys), 300)}”.`;
+  let text = `Of the merged attention, ${number(part, 1)} % goes to what ${ends[1]} held, ` +
+    `“${cut(wordsOf(b.keys), 300)}”.`;
+  if (b.state.d === 0) text = `${ends[1]} holds no keys: it weighs nothing, and changes nothing.`;
+  if (state.d === 0) text = "No keys and no keys are no keys: m stays −∞, and no weight is a NaN.";
+  byId("step-text").textContent = text[0].toUpperCase() + text.slice(1);
 }
 
 function showSent(nodes) {
@@ -366,7 +368,7 @@ function stop() {
 function play() {
   if (timer) return stop();
   if (step === plan.steps.length) goTo(0);
-  byId("play").textContent = "⏸ Pause";
+  byId("play").textContent = "Pause";
   timer = setInterval(() => goTo(step + 1), 1200);
 }
 
@@ -381,8 +383,8 @@ function restart(wantedStep = 0) {
   byId("tokens-out").textContent = settings.tokens;
   byId("devices-out").textContent = settings.devices;
   byId("arity").disabled = settings.way !== "tree";
-  byId("text").textContent = `${about} The query: “${words[settings.tokens - 1]}”, the last of “` +
-    `${words.slice(0, settings.tokens).join(" ")}”.`;
+  byId("text").textContent = `${about} The query: “${words[settings.tokens - 1].trim()}”, the last of “` +
+    `${words.slice(0, settings.tokens).join("")}”.`;
   plan = makePlan(settings);
   shards = share();
   goTo(wantedStep);
@@ -419,7 +421,7 @@ function begin() {
   new ResizeObserver(([{ contentRect }]) => {
     if (Math.abs(contentRect.width - drawn) > 1) drawn = contentRect.width, show();
   }).observe(byId("diagram"));
-  restart(Number(wanted.get("step") ?? 0));
+  restart(Number(wanted.get("step")) || 0);
 }
 
 begin();

@@ -44,29 +44,32 @@ function role(i) {
 }
 
 function drawTree() {
-  const { nodes, width } = packed, holder = byId("tree");
-  const longest = Math.max(1, ...nodes.map(({ word }) => word.length));
-  const boxWidth = Math.min(110, 18 + 6.5 * longest), step = boxWidth + 20, rowHeight = 38;
+  const { nodes } = packed, holder = byId("tree");
+  const rowHeight = 38, widths = [], lefts = [1]; // a column is as wide as its longest word
+  for (const { word, offset } of nodes) {
+    widths[offset] = Math.max(widths[offset] ?? 0, Math.min(130, 32 + 7 * word.length));
+  }
+  widths.forEach((w, c) => lefts.push(lefts[c] + w + 20));
   const lines = new Map(); // a candidate's new nodes stand in one line of their own
   nodes.forEach(({ row }) => lines.has(row) || lines.set(row, lines.size));
-  const where = ({ row, offset }) => [offset * step + 1, lines.get(row) * rowHeight + 4];
+  const where = ({ row, offset }) => [lefts[offset], lines.get(row) * rowHeight + 4];
   holder.replaceChildren();
   const label = `${plural(nodes.length, "node")} of ${plural(rows.length, "candidate")}: ` +
     nodes.map(({ word, parent }, i) => `${i} ${word}${parent < 0 ? "" : ` under ${parent}`}`).join(", ");
-  const size = { width: Math.max(1, width) * step, height: Math.max(1, lines.size) * rowHeight + 6 };
+  const size = { width: lefts.at(-1), height: Math.max(1, lines.size) * rowHeight + 6 };
   const svg = add(holder, "svg", { ...size, role: "img", "aria-label": label });
   for (const [i, node] of nodes.entries()) {
     if (node.parent < 0) continue;
     const [x, y] = where(node), [px, py] = where(nodes[node.parent]), middle = x - 10;
-    const d = `M${px + boxWidth} ${py + 14}H${middle}V${y + 14}H${x}`;
+    const d = `M${px + widths[node.offset - 1]} ${py + 14}H${middle}V${y + 14}H${x}`;
     add(svg, "path", { class: `edge ${role(i) && "path"}`, d });
   }
   for (const [i, node] of nodes.entries()) {
-    const [x, y] = where(node), group = add(svg, "g", { "data-node": i, class: role(i) });
+    const [x, y] = where(node), boxWidth = widths[node.offset];
+    const group = add(svg, "g", { "data-node": i, class: role(i) });
     add(group, "rect", { class: "node", x, y, width: boxWidth, height: 28, rx: 5 });
-    add(group, "text", { class: "quiet", x: x + 5, y: y + 11, "font-size": 9 }, i);
-    const text = { x: x + boxWidth / 2, y: y + 20, "text-anchor": "middle", "font-size": 12 };
-    add(group, "text", text, cut(node.word, boxWidth));
+    add(group, "text", { class: "quiet", x: x + 5, y: y + 18, "font-size": 10 }, i);
+    add(group, "text", { x: x + 22, y: y + 18, "font-size": 12 }, cut(node.word, boxWidth - 20));
     add(group, "title", {}, `node ${i}: ${node.word}`);
   }
 }
@@ -159,7 +162,7 @@ function stop() {
 function play() {
   if (timer) return stop();
   if (current === packed.nodes.length - 1) goTo(-1);
-  byId("play").textContent = "⏸ Pause";
+  byId("play").textContent = "Pause";
   timer = setInterval(() => goTo(current + 1), 1200);
 }
 
