@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from treeattn.figures.llama import packaged_model
 from treeattn.figures.prefix_tree import PromptDraft
 from treeattn.llama import Llama
 from treeattn.trees.draft import beam_search
@@ -108,7 +109,7 @@ def page(template: str, data: dict) -> str:
 def make() -> dict[str, str]:
     """File name -> the whole page."""
     data = {
-        "merge.html": {"heads": [*heads(Llama.load()), small_example()]},
+        "merge.html": {"heads": [*heads(packaged_model()), small_example()]},
         "prefix_tree.html": {"examples": examples()},
     }
     return {name: page(template, data[template]) for name, template in PAGES.items()}

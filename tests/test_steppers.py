@@ -84,9 +84,9 @@ def test_the_pages_are_what_the_generator_writes():
 
 def test_the_scores_give_attention_of_the_model():
     """The page's rounded scores and values, against the model's attention to its own keys."""
-    from treeattn import Llama
+    from treeattn.figures.llama import packaged_model
 
-    model = Llama.load()
+    model = packaged_model()
     for head in heads()[:-1]:
         ids = model.tokenizer.encode("".join(head["words"]))
         q, k, v = model.layer_qkv(np.array([ids]), head["layer"])
