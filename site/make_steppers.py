@@ -5,6 +5,7 @@ values of heads of the packaged model, and beams that the model drafts.
 """
 
 import argparse
+import functools
 import json
 import re
 from pathlib import Path
@@ -12,10 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from treeattn.figures.llama import packaged_model
-from treeattn.figures.prefix_tree import PromptDraft
-from treeattn.llama import Llama
-from treeattn.trees.draft import beam_search
+from treeattn import Llama, beam_search, pack, unpack
 
 HERE = Path(__file__).parent
 PAGES = {"merge_stepper.html": "merge.html", "prefix_tree_stepper.html": "prefix_tree.html"}
@@ -42,8 +40,14 @@ RAGGED = ["tree attention", "tree", "tree attention packs", "ring"]
 PROMPT = "The capital of France is"
 
 
-def heads(model: Llama) -> list[dict]:
+@functools.cache
+def packaged_model() -> Llama:
+    return Llama.load()
+
+
+def heads() -> list[dict]:
     """For each of `HEADS`: the tokens, scores of every query over the keys up to it, and values."""
+    model = packaged_model()
     ids = model.tokenizer.encode(TEXT)
     words = [model.tokenizer.decode([i]) for i in ids]
     layers = list(model.layers_qkv(np.array([ids])))
@@ -78,9 +82,20 @@ def small_example() -> dict:
 
 def drafted() -> list[str]:
     """Candidates after `PROMPT`, as lines of words; a space within a token becomes “␣”."""
-    draft = PromptDraft((PROMPT,))
-    beam, _ = beam_search(draft, width=6, length=5)
-    return [" ".join(draft.token(t).replace(" ", "␣") for t in row) for row in beam[0].tolist()]
+    model = packaged_model()
+    first, cache = model.prefill([model.tokenizer.encode(PROMPT)], model.new_cache(1, 32))
+
+    def log_probs(paths):
+        if paths.shape[2] == 0:
+            return jax.nn.log_softmax(first)[:, None]
+        tokens, mask, offsets, unpack_map = pack(paths)
+        positions = cache.lengths[:, None] + offsets
+        logits, _ = model.extend(tokens, cache, positions=positions, mask=mask)
+        return jax.nn.log_softmax(unpack(logits, unpack_map)[:, :, -1])
+
+    beam, _ = beam_search(log_probs, width=6, length=5)
+    words = [[repr(model.tokenizer.decode([t]))[1:-1] for t in row] for row in beam[0].tolist()]
+    return [" ".join(word.replace(" ", "␣") for word in row) for row in words]
 
 
 def examples() -> list[dict]:
@@ -109,7 +124,7 @@ def page(template: str, data: dict) -> str:
 def make() -> dict[str, str]:
     """File name -> the whole page."""
     data = {
-        "merge.html": {"heads": [*heads(packaged_model()), small_example()]},
+        "merge.html": {"heads": [*heads(), small_example()]},
         "prefix_tree.html": {"examples": examples()},
     }
     return {name: page(template, data[template]) for name, template in PAGES.items()}

@@ -63,12 +63,18 @@ def browser(tmp_path_factory):
 # ---- the pages as files ----
 
 
-def test_the_pages_are_what_the_generator_writes():
+@functools.cache
+def generator():
+    """site/make_steppers.py, as a module."""
     spec = importlib.util.spec_from_file_location("make_steppers", SITE / "make_steppers.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def test_the_pages_are_what_the_generator_writes():
     with jax.enable_x64(False):  # as the generator runs
-        fresh = module.make()
+        fresh = generator().make()
     assert set(fresh) == {MERGE.name, PREFIX_TREE.name}
     for name, text in fresh.items():
         (page, data), (fresh_page, fresh_data) = (
@@ -84,9 +90,7 @@ def test_the_pages_are_what_the_generator_writes():
 
 def test_the_scores_give_attention_of_the_model():
     """The page's rounded scores and values, against the model's attention to its own keys."""
-    from treeattn.figures.llama import packaged_model
-
-    model = packaged_model()
+    model = generator().packaged_model()
     for head in heads()[:-1]:
         ids = model.tokenizer.encode("".join(head["words"]))
         q, k, v = model.layer_qkv(np.array([ids]), head["layer"])
