@@ -94,8 +94,10 @@ def drafted() -> list[str]:
         return jax.nn.log_softmax(unpack(logits, unpack_map)[:, :, -1])
 
     beam, _ = beam_search(log_probs, width=6, length=5)
-    words = [[repr(model.tokenizer.decode([t]))[1:-1] for t in row] for row in beam[0].tolist()]
-    return [" ".join(word.replace(" ", "␣") for word in row) for row in words]
+    words = [[model.tokenizer.decode([t]) for t in row] for row in beam[0].tolist()]
+    # A line break is written as \n; tokens that end a text have no letters.
+    shown = [[repr(word.replace(" ", "␣"))[1:-1] or "(end)" for word in row] for row in words]
+    return [" ".join(row) for row in shown]
 
 
 def examples() -> list[dict]:
