@@ -1,0 +1,134 @@
+"""Build the site from what is stored, without a network: python site/build.py [folder]
+
+The sources are laid out anew under build/: pages of this folder at the top, the repository's
+folders beside them, so that links which work in a checkout work here, and notebooks with the
+alternative texts of their figures where MyST-NB reads them. Warnings are errors; then every link
+within the site must lead somewhere.
+"""
+
+import argparse
+import importlib.util
+import re
+import shutil
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import nbformat
+from api import api_page
+from sphinx.cmd.build import build_main
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parent
+# The package is a server; only its files are wanted.
+(_mathjax,) = importlib.util.find_spec("jupyter_server_mathjax").submodule_search_locations
+MATHJAX = Path(_mathjax) / "static"
+# Of MathJax, what its output as HTML with its own fonts needs.
+LEFT_OUT = shutil.ignore_patterns("a11y", "localization", "mathmaps", "*.mp3", "*.ogg", "*.eot")
+
+
+def lay_out(folder: Path) -> None:
+    """The tree that Sphinx reads."""
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "notebooks").mkdir(parents=True)
+    for page in [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("benchmarks/results/*.md")]:
+        place = folder / page.relative_to(REPOSITORY)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(as_page(page), encoding="utf-8")
+    for page in HERE.glob("*.md"):
+        shutil.copy(page, folder)
+    for name in ("treeattn", "tests", "examples", "figures", "site"):
+        (folder / name).symlink_to(REPOSITORY / name, target_is_directory=True)
+    for path in sorted((REPOSITORY / "notebooks").glob("*.ipynb")):
+        notebook = nbformat.read(path, as_version=4)
+        notebook.metadata["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}
+        for cell in notebook.cells:
+            for output in cell.get("outputs", ()):
+                if alt := output.get("metadata", {}).get("image/png", {}).get("alt"):
+                    cell.metadata.setdefault("mystnb", {})["image"] = {"alt": alt}
+        nbformat.write(notebook, folder / "notebooks" / path.name)
+    (folder / "api.md").write_text(api_page(), encoding="utf-8")
+
+
+def as_page(page: Path) -> str:
+    """The text, with a title, and with links to folders, which a site cannot show, left as words."""
+
+    def words(link: re.Match) -> str:
+        return link[1] if (page.parent / link[2]).is_dir() else link[0]
+
+    text = page.read_text(encoding="utf-8")
+    title = "" if text.startswith("# ") else f"# {page.stem.replace('_', ' ').capitalize()}\n\n"
+    return title + re.sub(r"\[([^\]]+)\]\(([\w./-]+)\)", words, text)
+
+
+class Page(HTMLParser):
+    """The ids of a page, and what it links to."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: set[str] = set()
+        self.without_alt = 0
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        self.ids |= {found[name] for name in ("id", "name") if found.get(name)}
+        self.links |= {found[name] for name in ("href", "src") if found.get(name)}
+        self.without_alt += tag == "img" and not found.get("alt")
+
+
+def broken_links(site: Path) -> list[str]:
+    """Links that lead nowhere within the site, and files that a page would fetch from elsewhere."""
+    pages = {path.resolve(): Page(path) for path in site.rglob("*.html") if "mathjax" not in path.parts}
+    found = []
+    for path, page in pages.items():
+        for link in sorted(page.links):
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            ids = pages[target].ids if target in pages else None
+            if not target.exists() or (parts.fragment and ids is not None and
+                                       unquote(parts.fragment) not in ids):
+                found.append(f"{path.relative_to(site.resolve())}: {link}")
+    return found
+
+
+def fetched(site: Path) -> list[str]:
+    """Scripts, styles and images that a page would get from a network."""
+    found = []
+
+    class Finder(HTMLParser):
+        def handle_starttag(self, tag, attributes):
+            x = dict(attributes)
+            loads = x.get("src") if tag != "link" else x.get("rel") != "canonical" and x.get("href")
+            if loads and urlsplit(loads).netloc:
+                found.append(f"{path.relative_to(site)}: {loads}")
+
+    for path in site.rglob("*.html"):
+        if "mathjax" not in path.parts:
+            Finder().feed(path.read_text(encoding="utf-8"))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=REPOSITORY / "build" / "site")
+    site = parser.parse_args().folder
+    sources = site.with_name(f"{site.name}-sources")
+    lay_out(sources)
+    shutil.rmtree(site, ignore_errors=True)
+    options = ["-W", "--keep-going", "-q", "-E", "-d", str(sources / ".doctrees"), "-c", str(HERE)]
+    if status := build_main(["-b", "html", *options, str(sources), str(site)]):
+        return status
+    shutil.copytree(MATHJAX, site / "_static" / "mathjax", ignore=LEFT_OUT)
+    wrong = [f"broken link: {x}" for x in broken_links(site)]
+    wrong += [f"not offline: {x}" for x in fetched(site)]
+    print("\n".join(wrong) or f"open {site / 'index.html'}")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
