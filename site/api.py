@@ -27,7 +27,9 @@ def signature(thing) -> str:
     for parameter in found.parameters.values():
         default = parameter.default
         if default is not parameter.empty and not isinstance(default, int | float | str | None):
-            parameter = parameter.replace(default=type("Default", (), {"__repr__": lambda _: "…"})())
+            parameter = parameter.replace(
+                default=type("Default", (), {"__repr__": lambda _: "…"})()
+            )
         plain.append(parameter.replace(annotation=parameter.empty))
     return str(found.replace(parameters=plain, return_annotation=found.empty))
 
@@ -48,7 +50,7 @@ def markdown(docstring: str, known: set[str]) -> str:
     """A docstring as Markdown: paragraphs are prose; aligned lines, tables and code stay as set."""
     blocks = []
     for block in re.split(r"\n\s*\n", inspect.cleandoc(docstring)):
-        as_set = re.search(r"^(\s|\||[-*] |\(?\w[\w, ]*:\s)", block, re.MULTILINE)
+        as_set = re.search(r"^(\s|\||[-*] |\w+(, \w+)*:\s)", block, re.MULTILINE)
         blocks.append(f"````text\n{block}\n````" if as_set else prose(block, known))
     return "\n\n".join(blocks)
 

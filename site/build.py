@@ -11,12 +11,11 @@ import importlib.util
 import re
 import shutil
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import nbformat
 from api import api_page
+from links import broken, fetched
 from sphinx.cmd.build import build_main
 
 HERE = Path(__file__).parent
@@ -57,60 +56,9 @@ def as_page(page: Path) -> str:
     def words(link: re.Match) -> str:
         return link[1] if (page.parent / link[2]).is_dir() else link[0]
 
-    text = page.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8").replace("# treeattn\n", "# Overview\n", 1)
     title = "" if text.startswith("# ") else f"# {page.stem.replace('_', ' ').capitalize()}\n\n"
     return title + re.sub(r"\[([^\]]+)\]\(([\w./-]+)\)", words, text)
-
-
-class Page(HTMLParser):
-    """The ids of a page, and what it links to."""
-
-    def __init__(self, path: Path):
-        super().__init__()
-        self.ids: set[str] = set()
-        self.links: set[str] = set()
-        self.without_alt = 0
-        self.feed(path.read_text(encoding="utf-8"))
-
-    def handle_starttag(self, tag, attributes):
-        found = dict(attributes)
-        self.ids |= {found[name] for name in ("id", "name") if found.get(name)}
-        self.links |= {found[name] for name in ("href", "src") if found.get(name)}
-        self.without_alt += tag == "img" and not found.get("alt")
-
-
-def broken_links(site: Path) -> list[str]:
-    """Links that lead nowhere within the site, and files that a page would fetch from elsewhere."""
-    pages = {path.resolve(): Page(path) for path in site.rglob("*.html") if "mathjax" not in path.parts}
-    found = []
-    for path, page in pages.items():
-        for link in sorted(page.links):
-            parts = urlsplit(link)
-            if parts.scheme or parts.netloc:
-                continue
-            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
-            ids = pages[target].ids if target in pages else None
-            if not target.exists() or (parts.fragment and ids is not None and
-                                       unquote(parts.fragment) not in ids):
-                found.append(f"{path.relative_to(site.resolve())}: {link}")
-    return found
-
-
-def fetched(site: Path) -> list[str]:
-    """Scripts, styles and images that a page would get from a network."""
-    found = []
-
-    class Finder(HTMLParser):
-        def handle_starttag(self, tag, attributes):
-            x = dict(attributes)
-            loads = x.get("src") if tag != "link" else x.get("rel") != "canonical" and x.get("href")
-            if loads and urlsplit(loads).netloc:
-                found.append(f"{path.relative_to(site)}: {loads}")
-
-    for path in site.rglob("*.html"):
-        if "mathjax" not in path.parts:
-            Finder().feed(path.read_text(encoding="utf-8"))
-    return found
 
 
 def main() -> int:
@@ -123,9 +71,10 @@ def main() -> int:
     options = ["-W", "--keep-going", "-q", "-E", "-d", str(sources / ".doctrees"), "-c", str(HERE)]
     if status := build_main(["-b", "html", *options, str(sources), str(site)]):
         return status
+    pages = sorted(site.rglob("*.html"))
     shutil.copytree(MATHJAX, site / "_static" / "mathjax", ignore=LEFT_OUT)
-    wrong = [f"broken link: {x}" for x in broken_links(site)]
-    wrong += [f"not offline: {x}" for x in fetched(site)]
+    wrong = [f"broken link: {x}" for x in broken(pages)]
+    wrong += [f"not offline: {x}" for x in fetched(pages)]
     print("\n".join(wrong) or f"open {site / 'index.html'}")
     return bool(wrong)
 

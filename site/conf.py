@@ -21,6 +21,13 @@ mathjax2_config = {
         "processClass": "math",
         "ignoreClass": "document",
     },
+    "HTML-CSS": {  # the one font that the package has
+        "availableFonts": [],
+        "preferredFont": None,
+        "webFont": "STIX-Web",
+        "imageFont": None,
+        "linebreaks": {"automatic": True, "width": "container"},
+    },
     "TeX": {"equationNumbers": {"autoNumber": "none"}},
     "showMathMenu": False,
     "messageStyle": "none",
