@@ -54,7 +54,7 @@ lab: $(STAMP)
 site: $(SITE_STAMP)
 	$(SITE)/python site/build.py
 
-# For authors: store fresh outputs in the notebooks, and redraw figures/.
+# For authors: store fresh outputs in the notebooks, redraw figures/, rewrite the steppers.
 refresh: $(STAMP)
 	$(BIN)/python notebooks/execute.py --store
 

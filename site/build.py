@@ -51,7 +51,7 @@ def lay_out(folder: Path) -> None:
 
 
 def as_page(page: Path) -> str:
-    """The text, with a title, and with links to folders, which a site cannot show, left as words."""
+    """The text with a title, and without the links to folders, which a site cannot show."""
 
     def words(link: re.Match) -> str:
         return link[1] if (page.parent / link[2]).is_dir() else link[0]
