@@ -43,11 +43,20 @@ def lay_out(folder: Path) -> None:
         notebook = nbformat.read(path, as_version=4)
         notebook.metadata["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}
         for cell in notebook.cells:
+            if cell.cell_type == "markdown":
+                cell.source = for_site(cell.source, "../")
             for output in cell.get("outputs", ()):
                 if alt := output.get("metadata", {}).get("image/png", {}).get("alt"):
                     cell.metadata.setdefault("mystnb", {})["image"] = {"alt": alt}
         nbformat.write(notebook, folder / "notebooks" / path.name)
     (folder / "api.md").write_text(api_page(), encoding="utf-8")
+
+
+def for_site(text: str, top: str) -> str:
+    """The Markdown, its links to the steppers and its images' words as the site needs them."""
+    text = re.sub(r"!\[[^\]]*\]", lambda found: " ".join(found[0].split()), text)
+    link = r"\[([^\]]+)\]\((?:\.\./)?site/(\w+_stepper\.html[^)]*)\)"
+    return re.sub(link, rf'<a href="{top}\2">\1</a>', text)
 
 
 def as_page(page: Path) -> str:
@@ -57,8 +66,25 @@ def as_page(page: Path) -> str:
         return link[1] if (page.parent / link[2]).is_dir() else link[0]
 
     text = page.read_text(encoding="utf-8").replace("# treeattn\n", "# Overview\n", 1)
+    text = for_site(text, "")
     title = "" if text.startswith("# ") else f"# {page.stem.replace('_', ' ').capitalize()}\n\n"
     return title + re.sub(r"\[([^\]]+)\]\(([\w./-]+)\)", words, text)
+
+
+# What Sphinx and Furo leave out: frames that scroll take the focus, and regions have names.
+REPAIRS = {
+    "<pre>": '<pre tabindex="0">',
+    'class="caption" role="heading">': 'class="caption" role="heading" aria-level="2">',
+    '<aside class="sidebar-drawer">': '<aside class="sidebar-drawer" aria-label="Contents">',
+    '<aside class="toc-drawer': '<aside aria-label="On this page" class="toc-drawer',
+}
+
+
+def repair(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for found, better in REPAIRS.items():
+        text = text.replace(found, better)
+    page.write_text(text, encoding="utf-8")
 
 
 def main() -> int:
@@ -72,6 +98,8 @@ def main() -> int:
     if status := build_main(["-b", "html", *options, str(sources), str(site)]):
         return status
     pages = sorted(site.rglob("*.html"))
+    for page in pages:
+        repair(page)
     shutil.copytree(MATHJAX, site / "_static" / "mathjax", ignore=LEFT_OUT)
     wrong = [f"broken link: {x}" for x in broken(pages)]
     wrong += [f"not offline: {x}" for x in fetched(pages)]

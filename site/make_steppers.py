@@ -6,6 +6,7 @@ values of heads of the packaged model, and beams that the model drafts.
 
 import argparse
 import functools
+import itertools
 import json
 import re
 from pathlib import Path
@@ -50,7 +51,8 @@ def heads() -> list[dict]:
     model = packaged_model()
     ids = model.tokenizer.encode(TEXT)
     words = [model.tokenizer.decode([i]) for i in ids]
-    layers = list(model.layers_qkv(np.array([ids])))
+    deepest = 1 + max(layer for layer, _ in HEADS)
+    layers = list(itertools.islice(model.layers_qkv(np.array([ids])), deepest))
     found = []
     for (layer, head), about in HEADS.items():
         q, k, v = (np.asarray(x[0], np.float64) for x in layers[layer])

@@ -257,9 +257,9 @@ function showStep(before, nodes) {
   }
   const a = before.get(current.a), pair = [a.state, b.state];
   const [x, y] = pair.map((s) => weight(s, state.m));
-  const heads = add(add(table, "thead"), "tr"), body = add(table, "tbody");
   const ends = [current.a, current.b].map((node) => `device ${device(node)}`);
-  for (const name of ["", ...ends, "merged"]) add(heads, "th", { scope: "col" }, name);
+  addHeads(table, ["", ...ends, "merged"]);
+  const body = add(table, "tbody");
   const all = (f) => [...pair, state].map(f);
   tableRow(body, "keys", [a, b, nodes.get(current.to)].map((node) => whole(node.keys.length)));
   tableRow(body, "m", all((s) => number(s.m, 3)));
@@ -304,8 +304,8 @@ function showResult(nodes) {
   const last = finalize(nodes.get(plan.steps.at(-1).to).state);
   const table = byId("result").querySelector("table");
   table.replaceChildren();
-  const heads = add(add(table, "thead"), "tr"), body = add(table, "tbody");
-  for (const name of ["", "merged", "dense softmax"]) add(heads, "th", { scope: "col" }, name);
+  addHeads(table, ["", "merged", "dense softmax"]);
+  const body = add(table, "tbody");
   tableRow(body, "lse = m + log d", [number(last.lse, 4), number(dense.lse, 4)]);
   for (let j = 0; j < Math.min(2, last.out.length); j += 1) {
     tableRow(body, `out = n/d, component ${j}`, [number(last.out[j], 4), number(dense.out[j], 4)]);
@@ -320,10 +320,8 @@ function showTable(nodes) {
   const holder = byId("states").querySelector("div");
   holder.replaceChildren();
   if (!byId("states").open) return; // thousands of numbers
-  const table = add(holder, "table"), heads = add(add(table, "thead"), "tr");
-  for (const name of ["round", "device", "keys", "m", "d", "lse", "n"]) {
-    add(heads, "th", { scope: "col" }, name);
-  }
+  const table = add(holder, "table");
+  addHeads(table, ["round", "device", "keys", "m", "d", "lse", "n"]);
   const body = add(table, "tbody");
   for (const [key, { state, keys }] of nodes) {
     const row = add(body, "tr", { "data-row": key }), [column, r] = place(key);

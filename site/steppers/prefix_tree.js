@@ -74,16 +74,15 @@ function drawTree() {
   }
 }
 
-/** A table anew: heads, and rows of a name and cells [text, node or null, further class]. */
+/** A table anew: the nodes' words as heads, and rows of a name and [text, node, further class]. */
 function drawGrid(id, heads, lines) {
   const table = byId(id);
   table.replaceChildren();
-  if (heads) {
-    const row = add(add(table, "thead"), "tr");
-    for (const [text, node] of heads) {
-      const mark = node === null ? {} : { "data-node": node, class: role(node) };
-      add(row, "th", { scope: "col", ...mark }, text);
-    }
+  if (heads.length) {
+    addHeads(table, ["", ...heads]).slice(1).forEach((cell, node) => {
+      cell.dataset.node = node;
+      cell.className = role(node);
+    });
   }
   const body = add(table, "tbody");
   for (const [name, cells] of lines) {
@@ -99,20 +98,20 @@ function drawGrid(id, heads, lines) {
 function drawTables() {
   const { nodes, map, width } = packed, numbers = nodes.map((_, i) => i);
   const line = (name, of) => [name, nodes.map((node, i) => [of(node, i), i, ""])];
-  drawGrid("packed", null, [
+  drawGrid("packed", [], [
     line("node", (_, i) => i), line("token", ({ word }) => word),
     line("position", ({ offset }) => offset), line("taken from", ({ taken }) => taken),
   ]);
   byId("mask").classList.toggle("large", nodes.length > 30);
-  drawGrid("mask", [["", null], ...nodes.map(({ word }, i) => [cut(word, 60), i])],
+  drawGrid("mask", nodes.map(({ word }) => cut(word, 60)),
     nodes.map(({ word, path }, i) => [`${i} ${cut(word, 60)}`, numbers.map((j) => {
       const sees = path.includes(j), chosen = i === current ? (sees ? "path on" : "") : "";
       return [sees ? "●" : "", null, `${sees ? "on" : ""} ${chosen}`];
     })]));
   const beam = (of) => rows.map((words, m) => [words.join(" ").slice(0, 24),
     Array.from({ length: width }, (_, c) => c < words.length ? of(m, c) : ["·", null, "pad"])]);
-  drawGrid("unpack", null, beam((m, c) => [map[m][c], map[m][c], ""]));
-  drawGrid("encoding", null, beam((m, c) => [nodes[map[m][c]].row, map[m][c], ""]));
+  drawGrid("unpack", [], beam((m, c) => [map[m][c], map[m][c], ""]));
+  drawGrid("encoding", [], beam((m, c) => [nodes[map[m][c]].row, map[m][c], ""]));
 }
 
 function describe() {

@@ -22,6 +22,12 @@ function number(x, digits) {
   return x < 0 && Number(text) !== 0 ? `−${text}` : text;
 }
 
+/** A row of column heads; a corner without a name is no head. */
+function addHeads(table, names) {
+  const row = add(add(table, "thead"), "tr");
+  return names.map((name) => name ? add(row, "th", { scope: "col" }, name) : add(row, "td"));
+}
+
 const whole = (x) => x.toLocaleString("en-US");
 const plural = (n, noun) => `${whole(n)} ${noun}${n === 1 ? "" : "s"}`;
 
