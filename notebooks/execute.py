@@ -7,6 +7,8 @@ python notebooks/execute.py --store 05      also store the outputs in the notebo
 
 import argparse
 import asyncio
+import importlib.util
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -18,6 +20,11 @@ from tqdm import tqdm
 
 HERE = Path(__file__).parent
 BUILD = HERE.parent / "build"
+FONTS = """MathJax.Hub.Config({"HTML-CSS": {
+  availableFonts: [], preferredFont: null, imageFont: null, webFont: "STIX-Web"  // the one there is
+}});
+MathJax.Ajax.loadComplete("[MathJax]/config/fonts.js");
+"""
 
 
 def execute(path: Path, progress: tqdm) -> nbformat.NotebookNode:
@@ -38,6 +45,21 @@ def execute(path: Path, progress: tqdm) -> nbformat.NotebookNode:
     return notebook
 
 
+def exporter() -> HTMLExporter:
+    """To HTML whose formulas need no network: MathJax lies beside the pages, where it is installed.
+
+    Without jupyter-server-mathjax, which carries it, a reader's browser fetches it.
+    """
+    package = importlib.util.find_spec("jupyter_server_mathjax")
+    if package is None:
+        return HTMLExporter()
+    (folder,) = package.submodule_search_locations
+    shutil.copytree(Path(folder) / "static", BUILD / "mathjax", dirs_exist_ok=True)
+    (BUILD / "mathjax" / "config" / "fonts.js").write_text(FONTS, encoding="utf-8")
+    url = "mathjax/MathJax.js?config=TeX-AMS-MML_HTMLorMML-full,fonts"
+    return HTMLExporter(mathjax_url=url, require_js_url="")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("only", nargs="*", help="the beginnings of the notebooks' names")
@@ -51,6 +73,7 @@ def main() -> int:
     if not paths:
         parser.error(f"no notebook's name starts with {' or '.join(args.only)}")
     BUILD.mkdir(exist_ok=True)
+    to_html = exporter()
     print(f"{len(paths)} notebooks, about half a minute each on two cores", flush=True)
 
     began = time.perf_counter()
@@ -63,7 +86,7 @@ def main() -> int:
             except CellExecutionError as error:
                 print(f"{path.name} failed:\n{error}", file=sys.stderr)
                 return 1
-        html, _ = HTMLExporter().from_notebook_node(notebook)
+        html, _ = to_html.from_notebook_node(notebook)
         (BUILD / path.with_suffix(".html").name).write_text(html, encoding="utf-8")
         if args.store:
             nbformat.write(notebook, path)

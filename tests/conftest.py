@@ -32,6 +32,7 @@ SLOW = {
     "test_llama.py",
     "test_llama_text.py",
     "test_readme.py",
+    "test_steppers.py",
     "test_wheel.py",
     "test_a_long_prompt_in_pieces",
     "test_any_order_of_any_split_is_dense_attention",

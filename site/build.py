@@ -1,0 +1,111 @@
+"""Build the site from what is stored, without a network: python site/build.py [folder]
+
+The sources are laid out anew under build/: pages of this folder at the top, the repository's
+folders beside them, so that links which work in a checkout work here, and notebooks with the
+alternative texts of their figures where MyST-NB reads them. Warnings are errors; then every link
+within the site must lead somewhere.
+"""
+
+import argparse
+import importlib.util
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import nbformat
+from api import api_page
+from links import broken, fetched
+from sphinx.cmd.build import build_main
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parent
+# The package is a server; only its files are wanted.
+(_mathjax,) = importlib.util.find_spec("jupyter_server_mathjax").submodule_search_locations
+MATHJAX = Path(_mathjax) / "static"
+# Of MathJax, what its output as HTML with its own fonts needs.
+LEFT_OUT = shutil.ignore_patterns("a11y", "localization", "mathmaps", "*.mp3", "*.ogg", "*.eot")
+
+
+def lay_out(folder: Path) -> None:
+    """The tree that Sphinx reads."""
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "notebooks").mkdir(parents=True)
+    for page in [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("benchmarks/results/*.md")]:
+        place = folder / page.relative_to(REPOSITORY)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(as_page(page), encoding="utf-8")
+    for page in HERE.glob("*.md"):
+        shutil.copy(page, folder)
+    for name in ("treeattn", "tests", "examples", "figures", "site"):
+        (folder / name).symlink_to(REPOSITORY / name, target_is_directory=True)
+    for path in sorted((REPOSITORY / "notebooks").glob("*.ipynb")):
+        notebook = nbformat.read(path, as_version=4)
+        notebook.metadata["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}
+        for cell in notebook.cells:
+            if cell.cell_type == "markdown":
+                cell.source = for_site(cell.source, "../")
+            for output in cell.get("outputs", ()):
+                if alt := output.get("metadata", {}).get("image/png", {}).get("alt"):
+                    cell.metadata.setdefault("mystnb", {})["image"] = {"alt": alt}
+        nbformat.write(notebook, folder / "notebooks" / path.name)
+    (folder / "api.md").write_text(api_page(), encoding="utf-8")
+
+
+def for_site(text: str, top: str) -> str:
+    """The Markdown, its links to the steppers and its images' words as the site needs them."""
+    text = re.sub(r"!\[[^\]]*\]", lambda found: " ".join(found[0].split()), text)
+    link = r"\[([^\]]+)\]\((?:\.\./)?site/(\w+_stepper\.html[^)]*)\)"
+    return re.sub(link, rf'<a href="{top}\2">\1</a>', text)
+
+
+def as_page(page: Path) -> str:
+    """The text with a title, and without the links to folders, which a site cannot show."""
+
+    def words(link: re.Match) -> str:
+        return link[1] if (page.parent / link[2]).is_dir() else link[0]
+
+    text = page.read_text(encoding="utf-8").replace("# treeattn\n", "# Overview\n", 1)
+    text = for_site(text, "")
+    title = "" if text.startswith("# ") else f"# {page.stem.replace('_', ' ').capitalize()}\n\n"
+    return title + re.sub(r"\[([^\]]+)\]\(([\w./-]+)\)", words, text)
+
+
+# What Sphinx and Furo leave out: frames that scroll take the focus, and regions have names.
+REPAIRS = {
+    "<pre>": '<pre tabindex="0">',
+    'class="caption" role="heading">': 'class="caption" role="heading" aria-level="2">',
+    '<aside class="sidebar-drawer">': '<aside class="sidebar-drawer" aria-label="Contents">',
+    '<aside class="toc-drawer': '<aside aria-label="On this page" class="toc-drawer',
+}
+
+
+def repair(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for found, better in REPAIRS.items():
+        text = text.replace(found, better)
+    page.write_text(text, encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=REPOSITORY / "build" / "site")
+    site = parser.parse_args().folder
+    sources = site.with_name(f"{site.name}-sources")
+    lay_out(sources)
+    shutil.rmtree(site, ignore_errors=True)
+    options = ["-W", "--keep-going", "-q", "-E", "-d", str(sources / ".doctrees"), "-c", str(HERE)]
+    if status := build_main(["-b", "html", *options, str(sources), str(site)]):
+        return status
+    pages = sorted(site.rglob("*.html"))
+    for page in pages:
+        repair(page)
+    shutil.copytree(MATHJAX, site / "_static" / "mathjax", ignore=LEFT_OUT)
+    wrong = [f"broken link: {x}" for x in broken(pages)]
+    wrong += [f"not offline: {x}" for x in fetched(pages)]
+    print("\n".join(wrong) or f"open {site / 'index.html'}")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

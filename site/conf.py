@@ -1,0 +1,42 @@
+"""Sphinx, for the tree of sources that build.py lays out: nothing is run, nothing is fetched."""
+
+project = "treeattn"
+copyright = "the treeattn authors"
+extensions = ["myst_nb", "sphinx.ext.mathjax"]
+source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
+exclude_patterns = ["treeattn", "tests", "examples", "figures", "site"]
+
+nb_execution_mode = "off"  # the stored outputs are tested against fresh ones elsewhere
+nb_merge_streams = True
+myst_enable_extensions = ["dollarmath", "amsmath"]
+myst_heading_anchors = 3
+
+# MathJax 2, as jupyter-server-mathjax carries it; build.py copies it.
+mathjax_path = "mathjax/MathJax.js?config=TeX-AMS-MML_HTMLorMML-full"
+mathjax2_config = {
+    "tex2jax": {
+        "inlineMath": [["\\(", "\\)"]],
+        "displayMath": [["\\[", "\\]"]],
+        "processEscapes": False,
+        "processClass": "math",
+        "ignoreClass": "document",
+    },
+    "HTML-CSS": {  # the one font that the package has
+        "availableFonts": [],
+        "preferredFont": None,
+        "webFont": "STIX-Web",
+        "imageFont": None,
+        "linebreaks": {"automatic": True, "width": "container"},
+    },
+    "TeX": {"equationNumbers": {"autoNumber": "none"}},
+    "showMathMenu": False,
+    "messageStyle": "none",
+}
+
+html_theme = "furo"  # light, dark, or as the reader's system is
+html_title = "treeattn"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_extra_path = ["merge_stepper.html", "prefix_tree_stepper.html"]
+html_copy_source = False
+html_theme_options = {"top_of_page_buttons": []}

@@ -1,0 +1,61 @@
+"""What the site is made with: the check of its links, and the page of the API."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import treeattn
+
+SITE = Path(__file__).parent.parent / "site"
+
+
+@pytest.fixture
+def site(monkeypatch):
+    """The modules beside site/build.py can be imported."""
+    monkeypatch.syspath_prepend(str(SITE))
+    yield
+    for name in ("api", "links"):
+        sys.modules.pop(name, None)
+
+
+def test_broken_links_and_what_needs_a_network_are_found(site, tmp_path):
+    from links import broken, fetched
+
+    (tmp_path / "a b.html").write_text('<h1 id="here">one</h1><a href="#here">fine</a>')
+    (tmp_path / "two.html").write_text(
+        """<a href="a%20b.html#here">fine</a> <a href="https://nowhere.invalid/x">not followed</a>
+        <a href="a%20b.html#there">no such place</a> <a href="three.html">no such page</a>
+        <img src="four.png"> <script src="https://cdn.invalid/x.js"></script>"""
+    )
+    pages = sorted(tmp_path.glob("*.html"))
+    wanted = ["a%20b.html#there", "four.png", "three.html"]
+    assert broken(pages) == [f"two.html: {link}" for link in wanted]
+    assert fetched(pages) == ["two.html: https://cdn.invalid/x.js"]
+
+
+def test_the_api_has_every_public_name_once(site):
+    from api import api_page
+
+    page = api_page()
+    entries = re.findall(r"^`````\{py:(?:class|function)\} treeattn\.([\w.]+)", page, re.MULTILINE)
+    assert len(entries) == len(set(entries))
+    assert set(treeattn.__all__) <= set(entries)
+    assert {"cost.collectives", "stream"} <= set(entries)
+    links = set(re.findall(r"\(#treeattn\.([\w.]+)\)", page))
+    assert links and links <= set(entries)
+
+
+def test_a_docstring_as_markdown(site):
+    from api import markdown
+
+    text = """One line about `merge`, a*b and `other`.
+
+    axis:  an axis
+           of two lines
+    """
+    assert markdown(text, {"merge"}) == (
+        "One line about [`merge`](#treeattn.merge), a\\*b and `other`.\n\n"
+        "````text\naxis:  an axis\n       of two lines\n````"
+    )
