@@ -5,12 +5,15 @@ that neighbours share a node; p of them fill the nodes in order, and the last no
 empty. A message between devices of one node goes over the first level's links, one that leaves
 the node over the next level's, and so on.
 
-Bandwidths are bytes per second in one direction, latencies seconds from the moment both sides
-are ready until the first byte is there. Data sheets give peaks, so a time computed from them is
-a lower bound, and a *ratio* of times is what to look at.
+Bandwidths are bytes per second in one direction, as data sheets print them; latencies, seconds
+until the first byte is there. A `Protocol` is how a library moves messages over the links: what a
+collective costs before its first message and at each hop, and which part of the bandwidth is data.
+These constants are what a library's authors chose or somebody measured: neither bounds nor laws.
+`CORNERS` has other choices of them, to see whether a conclusion depends on the choice.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -77,16 +80,45 @@ class Level:
 
 
 @dataclass(frozen=True)
+class Protocol:
+    """How a library sends: seconds before the first message and at each hop, and what is data.
+
+    algorithm: "tree" for an Allreduce by trees, "ring" for all else that the library runs, or
+               "direct" for a kernel that reads and writes its peers' memory
+    launch:    seconds of a collective before its first message
+    alone:     seconds of a hop within a node, for a collective that stays there
+    near, far: seconds of a hop within a node and between nodes, for one that leaves it
+    shares:    of the bandwidth that carries data, within a node and between nodes
+    """
+
+    name: str
+    algorithm: str
+    launch: Number
+    alone: Number
+    near: Number
+    far: Number
+    shares: tuple[Number, Number]
+
+
+@dataclass(frozen=True)
 class Topology:
     """Devices, and the levels of links between them, innermost first.
 
-    launch: seconds that every collective costs before its first message, however small.
+    launch:    seconds from one kernel to the next, however small it is
+    protocols: of which a collective takes the fastest for its size; none where a library has one
+               way only, the levels' own latencies and bandwidths
+    reduces:   whether the innermost switch can add up what passes through it
+    gap:       seconds from one message of a device to its next one over the same link, at least:
+               NCCL's "arity serialization latency"
     """
 
     name: str
     device: Device
     levels: tuple[Level, ...]
     launch: Number
+    protocols: tuple[Protocol, ...] = ()
+    reduces: bool = False
+    gap: Number = 0.4e-6
 
     def __post_init__(self):
         check_positive("launch", self.launch)
@@ -95,6 +127,44 @@ class Topology:
         for level in self.levels[1:]:
             if level.wiring != "switch":
                 raise ValueError(f"levels: only the innermost may be a {level.wiring!r}")
+
+    def spoken(self, algorithm: str, p: int, *, spread: bool = False) -> list["Topology"]:
+        """This topology as each protocol for an algorithm makes it, for a collective of p devices.
+
+        The launch is the collective's then, and the links have the protocol's latencies and the
+        share of their bandwidth that is data. spread: whether the collective runs as several rings
+        or trees at once, each leaving the node by another link, so that one has them all.
+        """
+        ports = [1] + [x.links or self.node_size if spread else 1 for x in self.levels[1:]]
+        found = []
+        for x in self.protocols:
+            if x.algorithm != algorithm:
+                continue
+            hops = [x.alone if p <= self.node_size else x.near, x.far]
+            levels = tuple(
+                replace(
+                    level,
+                    latency=hops[min(i, 1)],
+                    bandwidth=level.bandwidth * x.shares[min(i, 1)] * ports[i],
+                )
+                for i, level in enumerate(self.levels)
+            )
+            found.append(replace(self, levels=levels, launch=x.launch, protocols=()))
+        return found or [replace(self, protocols=())]
+
+    def scaled(self, latency: Number = 1.0, bandwidth: Number = 1.0) -> "Topology":
+        """This topology with all launches and latencies, and all links' bandwidths, scaled."""
+        levels = tuple(
+            replace(x, latency=latency * x.latency, bandwidth=bandwidth * x.bandwidth)
+            for x in self.levels
+        )
+        times = ("launch", "alone", "near", "far")
+        protocols = tuple(
+            replace(x, **{name: latency * getattr(x, name) for name in times})
+            for x in self.protocols
+        )
+        launch, gap = latency * self.launch, latency * self.gap
+        return replace(self, levels=levels, launch=launch, gap=gap, protocols=protocols)
 
     @property
     def node_size(self) -> int:
@@ -139,14 +209,50 @@ def check_positive(name: str, value: Number) -> None:
 
 # ------------------------------------------------------------------------------- presets
 #
-# Bandwidths, capacities and peak operations are the vendors'. Latencies, no vendor prints: they
-# are the constants by which NVIDIA's NCCL chooses its algorithms (src/graph/tuning.cc; protocol
-# LL, for small messages, in microseconds: a hop takes 0.5 over NVLink, 1.0 over PCIe, 2.7 in a
-# ring or 5.0 in a tree over a network; a collective 3.6 to 4.4 before that). For AMD, TPU and
-# Ethernet they are *assumed*.
+# Bandwidths, capacities and peak operations are the vendors'. Latencies and shares of a bandwidth,
+# no vendor prints. NVIDIA's NCCL chooses its algorithms by a table of them, in microseconds
+# (github.com/NVIDIA/nccl, src/graph/tuning.cc): here as of version 2.28 (2025), and, in
+# `NCCL_2_8`, as of 2.8 (2020), by which earlier work was calculated.
+# - Its protocols: LL sends a flag with each 4 bytes of data and waits for nothing else; LL128 has
+#   120 bytes of data in 128; Simple sends chunks, and synchronizes for each.
+# - Of NVLink's 450 GB/s NCCL moves about 370, and of a 400 Gb/s card 48 of 50 GB/s, as its authors
+#   say in github.com/NVIDIA/nccl-tests, issues 212, 267 and 290; LL at most 141 on Hopper.
+# - In a ring over nodes the network's own 1 us bounds every hop from below.
+# "kernel" is one that reads and writes its peers' memory, a flag beside each word: the time to
+# start it and that of a hop are assumed. `treeattn.cost.referee` compares all of these with what
+# others measured.
 
-_NCCL_LAUNCH = 4.4e-6
-_NVLINK_LATENCY, _PCIE_LATENCY, _NETWORK_LATENCY = 0.5e-6, 1.0e-6, 5.0e-6
+_SIMPLE, _LL128, _LL = (0.82, 0.96), (0.76, 0.88), (0.31, 0.48)
+
+
+def _nccl(*rows: tuple[str, str, float, float, float, float], **shares) -> tuple[Protocol, ...]:
+    """Protocols from rows of NCCL's table: name, algorithm, and four times in microseconds."""
+    return tuple(
+        Protocol(name, algorithm, *(x * 1e-6 for x in times), shares[name])
+        for name, algorithm, *times in rows
+    )
+
+
+NCCL_2_28 = _nccl(
+    ("LL", "ring", 6.6, 0.6, 1.0, 2.7),
+    ("LL128", "ring", 14.0, 1.9, 1.9, 4.0),
+    ("Simple", "ring", 8.4, 3.4, 3.4, 14.0),
+    ("LL", "tree", 6.8, 0.6, 0.6, 5.0),
+    ("LL128", "tree", 14.0, 1.25, 1.25, 8.5),
+    ("Simple", "tree", 8.4, 4.0, 4.0, 14.0),
+    ("kernel", "direct", 3.0, 0.6, 0.6, 5.0),
+    LL=_LL, LL128=_LL128, Simple=_SIMPLE, kernel=_SIMPLE,
+)  # fmt: skip
+NCCL_2_8 = _nccl(
+    ("LL", "ring", 3.6, 0.47, 0.85, 2.7),
+    ("LL128", "ring", 10.0, 1.9, 1.9, 4.0),
+    ("Simple", "ring", 8.4, 3.4, 3.4, 9.6),
+    ("LL", "tree", 4.4, 0.52, 0.94, 5.0),
+    ("LL128", "tree", 4.4, 1.2, 1.2, 8.5),
+    ("kernel", "direct", 3.0, 0.6, 0.6, 5.0),
+    LL=(0.2, 0.24), LL128=_LL128, Simple=_SIMPLE, kernel=_SIMPLE,
+)  # fmt: skip
+_LAUNCH, _NVLINK_LATENCY, _PCIE_LATENCY, _NETWORK_LATENCY = 3e-6, 0.6e-6, 1.0e-6, 5.0e-6
 
 # NVIDIA H100 Tensor Core GPU data sheet, SXM5: 80 GB, 3.35 TB/s, 989 TFLOPS dense bf16.
 H100 = Device("H100 SXM", 80 * GB, 3.35 * TB, 989e12)
@@ -168,28 +274,49 @@ _NDR = Level("InfiniBand NDR", 512, _NETWORK_LATENCY, 50 * GB)
 # Each pair has a link of 64 GB/s a direction, of which 48 are usable (AMD ROCm blog,
 # "Understanding RCCL bandwidth and xGMI performance on AMD Instinct MI300X"); RoCE at
 # 400 Gb/s a GPU between nodes. Latencies assumed to be NVIDIA's.
-_XGMI = Level("xGMI", 8, _NVLINK_LATENCY, 48 * GB, wiring="mesh")
+_XGMI = Level("xGMI", 8, _NVLINK_LATENCY, 64 * GB, wiring="mesh")
 _ROCE = Level("RoCE", 512, _NETWORK_LATENCY, 50 * GB)
 # PCI Express 4.0: 16 GT/s on 16 lanes, 128 of 130 bits used. Two cards; more are joined by
-# 10 Gb/s Ethernet, which is an assumption, as is TCP's 30 µs.
+# 10 Gb/s Ethernet, which is an assumption, as is TCP's 30 us.
 _PCIE4 = Level("PCIe 4.0 x16", 2, _PCIE_LATENCY, 31.5 * GB)
 _GBE_10 = Level("10 GbE", 512, 30e-6, 1.25 * GB, links=1)
 # A slice of 16 x 16 x 16 chips; 1,200 GB/s of links a chip, which is six links, of 100 GB/s a
-# direction ("TPU v5p", Google Cloud documentation). 1 µs a hop is assumed, and below that XLA
-# starts a collective in 1 µs.
+# direction ("TPU v5p", Google Cloud documentation). 1 us a hop is assumed, and that XLA starts a
+# collective in 1 us.
 _ICI = Level("ICI", 4096, 1e-6, 100 * GB, wiring=(16, 16, 16))
-# One 100 Gb/s Ethernet port for the eight GPUs of a node to share. TCP's 30 µs is assumed.
+# One 100 Gb/s Ethernet port for the eight GPUs of a node to share. TCP's 30 us is assumed.
 _GBE_100 = Level("100 GbE", 512, 30e-6, 12.5 * GB, links=1)
 
+
+def _over_tcp(protocols: tuple[Protocol, ...], latency: Number) -> tuple[Protocol, ...]:
+    """The protocols where the network is slower than what the library's table is for."""
+    return tuple(replace(x, far=max(x.far, latency)) for x in protocols)
+
+
 _ALL = (
-    Topology("dgx-h100", H100, (_NVLINK4, _NDR), _NCCL_LAUNCH),
-    Topology("dgx-h200", H200, (_NVLINK4, _NDR), _NCCL_LAUNCH),
-    Topology("mi300x", MI300X, (_XGMI, _ROCE), _NCCL_LAUNCH),
-    Topology("rtx4090", RTX4090, (_PCIE4, _GBE_10), _NCCL_LAUNCH),
+    Topology("dgx-h100", H100, (_NVLINK4, _NDR), _LAUNCH, NCCL_2_28, reduces=True),
+    Topology("dgx-h200", H200, (_NVLINK4, _NDR), _LAUNCH, NCCL_2_28, reduces=True),
+    Topology("mi300x", MI300X, (_XGMI, _ROCE), _LAUNCH, NCCL_2_28),
+    Topology("rtx4090", RTX4090, (_PCIE4, _GBE_10), _LAUNCH, _over_tcp(NCCL_2_28, 30e-6)),
     Topology("tpu-v5p", TPU_V5P, (_ICI,), 1e-6),
-    Topology("ethernet", H100, (_NVLINK4, _GBE_100), _NCCL_LAUNCH),
+    Topology("ethernet", H100, (_NVLINK4, _GBE_100), _LAUNCH, _over_tcp(NCCL_2_28, 30e-6)),
 )
 PRESETS = {topology.name: topology for topology in _ALL}
+
+# Other choices of the constants. "fused": everything in kernels of one's own, at the 2.3 us that
+# an Allreduce of 8 bytes takes at best (8 H200, github.com/NVIDIA/nccl/issues/1940). "slow":
+# NCCL's latencies times 2.2, as on two DGX A100 (issue 812 there) and two p6-b200 (dstack, 3961).
+CORNERS: dict[str, Callable[[Topology], Topology]] = {
+    "fused": lambda t: replace(
+        t, launch=min(t.launch, 1.7e-6), protocols=tuple(
+            replace(x, launch=1.7e-6, alone=0.6e-6, near=0.6e-6, far=min(x.far, 5e-6))
+            for x in t.protocols
+        ),
+    ),
+    "NCCL 2.28": lambda t: t,
+    "NCCL 2.8": lambda t: replace(t, protocols=NCCL_2_8 if t.protocols else ()),
+    "slow": lambda t: t.scaled(latency=2.2),
+}  # fmt: skip
 
 
 def preset(name: str, **changes) -> Topology:
