@@ -127,8 +127,8 @@ def referee(observed: list[dict]):
     axes.set_xticks([0.25, 0.5, 1, 2], ["¼", "½", "1", "2"])
     axes.minorticks_off()
     axes.set(
-        xlabel="the model's time over the measured one (bars: all choices of constants)",
-        title="In a node of Hopper GPUs about right; between nodes too small by half",
+        xlabel="model over measured (bars: all constants)",
+        title="In a node about right; between nodes half",
     )
     return figure.describe(
         """The model's time over the measured one for fourteen public measurements. Those in one
@@ -158,7 +158,7 @@ def memory_gap():
             ha="right", va="center", fontsize=9,
         )  # fmt: skip
         axes.set(xlabel="thousand keys, half on each device", title=f"hidden size {hidden}")
-        axes.set_ylim(0, None)
+    panels[0].set_ylim(0, 2300)
     panels[0].set_ylabel("MB on a device")
     panels[0].legend(fontsize=9, loc="upper left")
     return figure.describe(

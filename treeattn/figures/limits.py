@@ -32,6 +32,8 @@ def merges():
             axes.plot([low, high], [y, y], color=colour, lw=3, alpha=0.35)
             axes.plot(times["NCCL 2.28"], y, marker, color=colour, ms=5)
         axes.set(xscale="log", xlabel="µs a layer", title=f"{p} H100s")
+        axes.set_xticks([5, 10, 20, 50, 100, 200], ["5", "10", "20", "50", "100", "200"])
+        axes.minorticks_off()
     panels[0].set_yticks(range(len(names)), names)
     figure.suptitle(
         "Merging one token's states: launches count, bytes do not (squares: heads end scattered)",
@@ -199,6 +201,7 @@ def scaling():
     axes.loglog(devices, floor, ":", color=GREY, label="1,000 keys: weights, launches, Allreduces")
     axes.set_xscale("log", base=2)
     axes.set_xticks(devices, devices)
+    axes.set_yticks([2, 3, 5, 10, 20], ["2", "3", "5", "10", "20"])
     axes.minorticks_off()
     axes.set(
         xlabel="devices (H100, eight to a node)",
