@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from treeattn.cost.formulas import Workload
-from treeattn.cost.papers import (
+from treeattn.cost.strategies import decode_cost
+from treeattn.cost.topology import preset
+from treeattn.figures.papers import (
     FIGURE_3_CONTEXT,
     FIGURE_3_DEVICES,
     FIGURE_3_SPEEDUP,
@@ -22,8 +24,6 @@ from treeattn.cost.papers import (
     least_seconds,
     script_seconds,
 )
-from treeattn.cost.strategies import decode_cost
-from treeattn.cost.topology import preset
 
 DGX = preset("dgx-h100")
 BLOCK = Workload(FIGURE_3_CONTEXT)

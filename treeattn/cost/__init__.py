@@ -7,7 +7,6 @@
 - `merges`: the ways to merge a sharded cache's states, the papers' and serving systems'
 - `strategies`: what rings and merges send, hold and take on a topology; prefill and overlap
 - `sharding`: whole decode steps of a model by heads, sequence, both or the batch
-- `papers`: what the papers print of their measurements, and what their scripts would take
 - `work`: operations, and merges along the longest path, of a program
 - `report`: tables of text; `python -m treeattn.cost` prints advice
 """

@@ -40,12 +40,7 @@ CHANNELS = ("ring-allreduce", "tree-allreduce", "ring-gather", "ring-scatter")
 
 
 class Simulated(NamedTuple):
-    """What a simulation found.
-
-    seconds:    when the last device has all that it gets
-    rounds:     that were run
-    sent_bytes: (p,) by each device
-    """
+    """When the last device has all that it gets, the rounds, and what each device sent, (p,)."""
 
     seconds: float
     rounds: int
@@ -69,7 +64,7 @@ def run(
     """
     topology.check_devices(p)
     first, last, free, loads = np.zeros(p), np.zeros(p), np.zeros(_link_count(topology, p)), {}
-    for this in rounds:
+    for this in list(rounds):  # all of them are kept: a round is known by its identity
         latency, seconds, message, link = loads.get(id(this)) or _load(this, topology)
         loads[id(this)] = latency, seconds, message, link
         start = np.zeros(len(seconds)) if this.own else (first if pipelined else last)[this.source]
@@ -88,8 +83,7 @@ def simulate(
 ) -> Simulated:
     """What `run` comes to: when all is done, how many rounds that took, and who sent how much."""
     seconds, count, sent_bytes = 0.0, 0, np.zeros(p)
-    kept = list(rounds)  # `run` knows a round by its identity
-    for sent in run(kept, p, topology, pipelined=pipelined):
+    for sent in run(rounds, p, topology, pipelined=pipelined):
         seconds, count = max(seconds, float(sent.arrival.max())), count + 1
         np.add.at(sent_bytes, sent.round.source, sent.round.message_bytes)
     return Simulated(seconds, count, sent_bytes)

@@ -30,14 +30,9 @@ STRATEGIES = ("ring", "pass-q", "kv-gather", *MERGES)
 class Cost(NamedTuple):
     """One decode step on every one of p devices, all layers together.
 
-    collectives:     that the program runs
-    rounds:          of messages that they take
-    operand_bytes:   that a device puts into them: what the compiled program shows
-    sent_bytes:      that the busiest device puts on its links
+    collectives … sent_bytes, latency_seconds and volume_seconds as in `merges.Traffic`
     memory_bytes:    that a device holds at its peak
     compute_seconds: of attending, launches included
-    latency_seconds: of the collectives' launches and of the links' latencies
-    volume_seconds:  of the bytes on the links
     seconds:         in all; less than the three together where they overlap
     limit:           what takes the most time, or "memory" where the devices cannot hold it
     """

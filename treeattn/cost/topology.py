@@ -194,10 +194,6 @@ class Topology:
             level[np.not_equal(a // size, b // size)] = i
         return level
 
-    def step_seconds(self, level: int, message_bytes: Number) -> float:
-        """Time of a message over a link of a level that it has for itself."""
-        return self.levels[level].latency + message_bytes / self.levels[level].bandwidth
-
 
 def check_positive(name: str, value: Number) -> None:
     """Raise unless `value` is a finite number above 0."""
@@ -288,18 +284,15 @@ _ICI = Level("ICI", 4096, 1e-6, 100 * GB, wiring=(16, 16, 16))
 _GBE_100 = Level("100 GbE", 512, 30e-6, 12.5 * GB, links=1)
 
 
-def _over_tcp(protocols: tuple[Protocol, ...], latency: Number) -> tuple[Protocol, ...]:
-    """The protocols where the network is slower than what the library's table is for."""
-    return tuple(replace(x, far=max(x.far, latency)) for x in protocols)
-
+_OVER_TCP = tuple(replace(x, far=30e-6) for x in NCCL_2_28)
 
 _ALL = (
     Topology("dgx-h100", H100, (_NVLINK4, _NDR), _LAUNCH, NCCL_2_28, reduces=True),
     Topology("dgx-h200", H200, (_NVLINK4, _NDR), _LAUNCH, NCCL_2_28, reduces=True),
     Topology("mi300x", MI300X, (_XGMI, _ROCE), _LAUNCH, NCCL_2_28),
-    Topology("rtx4090", RTX4090, (_PCIE4, _GBE_10), _LAUNCH, _over_tcp(NCCL_2_28, 30e-6)),
+    Topology("rtx4090", RTX4090, (_PCIE4, _GBE_10), _LAUNCH, _OVER_TCP),
     Topology("tpu-v5p", TPU_V5P, (_ICI,), 1e-6),
-    Topology("ethernet", H100, (_NVLINK4, _GBE_100), _LAUNCH, _over_tcp(NCCL_2_28, 30e-6)),
+    Topology("ethernet", H100, (_NVLINK4, _GBE_100), _LAUNCH, _OVER_TCP),
 )
 PRESETS = {topology.name: topology for topology in _ALL}
 

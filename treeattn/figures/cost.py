@@ -1,12 +1,14 @@
 """Figures of notebook 06: links, rounds, and the papers' figures and tables re-derived."""
 
-from dataclasses import replace
-
 import numpy as np
 
 from treeattn.cost.formulas import Workload, mem_ring, mem_tree, numel_kv
 from treeattn.cost.network import collective_seconds, run
-from treeattn.cost.papers import (
+from treeattn.cost.schedules import schedule
+from treeattn.cost.strategies import attend_seconds, decode_cost
+from treeattn.cost.topology import CORNERS, H100, preset
+from treeattn.figures.canvas import styled
+from treeattn.figures.papers import (
     FIGURE_4_GAP_BYTES,
     H100_8B,
     MI300X_8B,
@@ -17,10 +19,6 @@ from treeattn.cost.papers import (
     fit_machine,
     script_seconds,
 )
-from treeattn.cost.schedules import schedule
-from treeattn.cost.strategies import attend_seconds, decode_cost
-from treeattn.cost.topology import CORNERS, H100, preset
-from treeattn.figures.canvas import styled
 from treeattn.figures.style import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, new_figure
 
 DGX = preset("dgx-h100")
@@ -235,14 +233,6 @@ def tables():
         H100s the first three do; at 256,000 tokens both printed times lie far below them."""
     )
 
-
-def with_constant(w: Workload, p: int, seconds: float) -> float:
-    """Ring's time over the tree's when both take so many seconds more."""
-    ring, tree = (decode_cost(s, w, p, DGX).seconds for s in ("ring", "tree"))
-    return (ring + seconds) / (tree + seconds)
-
-
-LLAMA_8B = replace(Workload(1, heads=32, kv_heads=8), layers=32)
 
 FIGURES = {
     "cost-links": links,

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from treeattn.cost.papers import TABLE_1_H100, TABLE_1_MI300X, TABLE_2_RTX4090
 from treeattn.figures.measured import measured
+from treeattn.figures.papers import TABLE_1_H100, TABLE_1_MI300X, TABLE_2_RTX4090
 from treeattn.figures.style import (
     BLUE,
     GREEN,
