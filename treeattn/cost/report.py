@@ -4,20 +4,6 @@ from collections.abc import Sequence
 
 from treeattn.cost.formulas import Number
 from treeattn.cost.sharding import Step, family
-from treeattn.cost.strategies import Cost
-
-
-def cost_table(costs: Sequence[Cost]) -> str:
-    """The costs as lines of text: time and its parts, what is sent and held, what limits."""
-    fastest = min(c.seconds for c in costs)
-    rows = [("strategy", "time", "×", "attend", "latency", "links", "sent", "held", "limited by")]
-    for c in costs:
-        time, *parts = map(
-            seconds_text, (c.seconds, c.compute_seconds, c.latency_seconds, c.volume_seconds)
-        )
-        sizes = bytes_text(c.sent_bytes), bytes_text(c.memory_bytes)
-        rows.append((c.strategy, time, f"{c.seconds / fastest:.3g}", *parts, *sizes, c.limit))
-    return columns(rows)
 
 
 def advice_table(steps: Sequence[Step]) -> str:

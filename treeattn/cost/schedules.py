@@ -31,11 +31,10 @@ def around(p: int, message_bytes: Number, rounds: int) -> Iterator[Round]:
 
 
 def tree_allreduce(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:
-    """Two trees with half of the message each, up and down, as NCCL's double binary tree.
+    """Two trees with half of the message each, up and down: NCCL's double binary tree.
 
-    In a node the devices are a chain; the nodes' first devices are the inner nodes and leaves of a
-    binary tree, which has depth ⌊log₂ nodes⌋. The second tree has the nodes in reverse order, so
-    that a device is a leaf of one at least.
+    Each is a chain in a node, and a binary tree of depth ⌊log₂ nodes⌋ between the nodes' first
+    devices; the second has the nodes in reverse order.
     """
     rank = np.arange(p)
     up = []
@@ -60,8 +59,7 @@ def tree_allreduce(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]
 def butterfly(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:
     """⌊log₂ p⌋ rounds in which partners swap whole messages; two more unless p is a power of 2.
 
-    As `treeattn.devices` does it: the devices beyond the largest power of two hand their states
-    in, and get the result back. Known as recursive doubling.
+    As `treeattn.devices` does it. Known as recursive doubling.
     """
     core = 1 << (p.bit_length() - 1)
     beyond = np.arange(core, p)
@@ -97,7 +95,6 @@ def to_everybody(p: int, message_bytes: Number) -> Iterator[Round]:
 def hierarchical_allreduce(p: int, message_bytes: Number, g: int) -> Iterator[Round]:
     """Scattered sums within each node of g devices, a butterfly between nodes, and a gather.
 
-    Devices of the same rank in their nodes share the work between nodes, 1/g of the message each.
     Where the devices do not fill their nodes, a plain tree takes its place.
     """
     if p % g:
@@ -118,9 +115,8 @@ def hierarchical_allreduce(p: int, message_bytes: Number, g: int) -> Iterator[Ro
 
 
 def in_switch(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:
-    """A switch that adds up: each device's message in, its 1/p of the sum out, and to everybody.
+    """A switch reads all messages, hands each device 1/p of their sum, and spreads these parts.
 
-    The switch reads all messages, hands each device its part of their sum, and spreads the parts.
     Messages to a neighbour stand for those to and from the switch: they load the same links.
     """
     yield from around(p, message_bytes, 1)

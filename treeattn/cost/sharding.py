@@ -19,10 +19,10 @@ from treeattn.cost.formulas import DTYPE_BYTES, Number, Workload, numel_kv
 from treeattn.cost.merges import MERGES, SCATTERING, Message, merge_messages, traffic
 from treeattn.cost.network import collective_seconds
 from treeattn.cost.strategies import attend_seconds
-from treeattn.cost.topology import Topology
+from treeattn.cost.topology import DATA, Topology
 
-# Kernels of a layer besides attention and collectives, where nothing is fused that a library does
-# not fuse: norm, three projections in one, rotary and append, output, norm, gate and up, down.
+# Of a layer, besides attention and collectives: norm, projections, rotary and append, output, norm,
+# gate and up, down.
 KERNELS = 7
 
 
@@ -40,31 +40,18 @@ class Model:
     head_dim: int = 128
 
     @property
-    def queries_and_keys(self) -> int:
-        """Weights of a layer's projections to queries, keys and values."""
-        return self.width * self.head_dim * (self.heads + 2 * self.kv_heads)
-
-    @property
-    def others(self) -> int:
-        """Weights of a layer's output projection and of its feed-forward part."""
-        return self.width * (self.heads * self.head_dim + 3 * self.hidden)
+    def layer(self) -> tuple[int, int]:
+        """Weights of a layer: to queries, keys and values; the output's and the feed-forward's."""
+        projected = self.head_dim * (self.heads + 2 * self.kv_heads)
+        return self.width * projected, self.width * (self.heads * self.head_dim + 3 * self.hidden)
 
     @property
     def weights(self) -> int:
         """Weights that a step reads: all layers' and the last projection's."""
-        return self.layers * (self.queries_and_keys + self.others) + self.vocabulary * self.width
+        return self.layers * sum(self.layer) + self.vocabulary * self.width
 
 
-# As published with the models (config.json on Hugging Face).
-MODELS = {
-    model.name: model
-    for model in (
-        Model("llama-3.2-1b", 16, 2048, 32, 8, 8192, 128_256, 64),
-        Model("llama-3.1-8b", 32, 4096, 32, 8, 14_336, 128_256),
-        Model("llama-3.1-70b", 80, 8192, 64, 8, 28_672, 128_256),
-        Model("llama-3.1-405b", 126, 16_384, 128, 8, 53_248, 128_256),
-    )
-}
+MODELS = {name: Model(name, **sizes) for name, sizes in DATA["models"].items()}
 
 
 class Plan(NamedTuple):
@@ -116,7 +103,7 @@ def step_cost(
     share = group if plan.split_weights else 1
     # Helix projects all queries of its heads on every device: nothing to gather, more to read.
     own = plan.heads if plan.merge == "helix" else share
-    held = model.layers * (model.queries_and_keys / own + model.others / share)
+    held = model.layers * (model.layer[0] / own + model.layer[1] / share)
     held = DTYPE_BYTES[dtype] * (held + model.vocabulary * model.width / share)
     memory, flops = topology.device.memory_bandwidth, topology.device.flops
     weights = max(held / memory, 2 * b * held / DTYPE_BYTES[dtype] / flops)
@@ -153,7 +140,12 @@ def kernel_allreduce(p: int, message_bytes: Number, topology: Topology) -> float
 
 
 def plans(model: Model, batch: int, p: int, merges=MERGES) -> Iterator[Plan]:
-    """All plans with shares that are powers of two and come to p devices, p a power of two."""
+    """All plans with shares that are powers of two and come to p devices.
+
+    Raises ValueError for a number of devices that is no power of two.
+    """
+    if p & (p - 1):
+        raise ValueError(f"p: plans are for a power of two, got {p}")
     sizes = [1 << k for k in range(p.bit_length())]
     for shares in sizes:
         for heads in sizes:

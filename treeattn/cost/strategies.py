@@ -3,12 +3,9 @@
 A strategy is how p devices, each with a chunk of the cache, attend together: what they send, and
 what each device computes meanwhile.
 
-| strategy          | sends                                  | each device attends to  |
-|-------------------|----------------------------------------|-------------------------|
-| ring              | its keys and values, p − 1 times       | p chunks, one by one    |
-| pass-q            | its queries and their states, p times  | its chunk, p times      |
-| kv-gather         | its keys and values, to everybody      | all keys                |
-| any of `MERGES`   | states, by that merge                  | its chunk               |
+a ring sends its keys and values to the next device, p − 1 times; pass-q, its queries and their
+states, p times; kv-gather gives its keys and values to everybody; and any of `MERGES` sends states,
+after each device has attended to its chunk.
 
 The first three deal several queries to the devices, ⌈l/p⌉ to each, as `ring_attention` does; the
 others have every device attend for all of them. A single query makes the devices of a ring do the
@@ -34,7 +31,6 @@ class Cost(NamedTuple):
     memory_bytes:    that a device holds at its peak
     compute_seconds: of attending, launches included
     seconds:         in all; less than the three together where they overlap
-    limit:           what takes the most time, or "memory" where the devices cannot hold it
     """
 
     strategy: str
@@ -47,7 +43,6 @@ class Cost(NamedTuple):
     latency_seconds: float
     volume_seconds: float
     seconds: float
-    limit: str
 
 
 def attend_seconds(w: Workload, keys: int, queries: int, device: Device) -> float:
@@ -56,13 +51,8 @@ def attend_seconds(w: Workload, keys: int, queries: int, device: Device) -> floa
     Reads keys and values once, 2 b keys d_kv elements; multiplies and adds each with every query
     head, 4 b queries keys d operations.
     """
-    return max(_attend_bounds(w, keys, queries, device))
-
-
-def _attend_bounds(w: Workload, keys: int, queries: int, device: Device) -> tuple[float, float]:
-    """(seconds of reading the keys and values, seconds of arithmetic)."""
     read = 2 * w.batch * keys * w.d_kv * w.dtype_bytes / device.memory_bandwidth
-    return read, 4 * w.batch * queries * keys * w.d / device.flops
+    return max(read, 4 * w.batch * queries * keys * w.d / device.flops)
 
 
 def messages(strategy: str, w: Workload, p: int, *, gather_queries: bool = False) -> list[Message]:
@@ -123,7 +113,7 @@ def decode_cost(
     partly empty. Nor need p divide the context: everything waits for the longest chunk.
 
     overlap: whether a ring sends its next chunk while it attends to this one. What a merge has to
-             send, it has after attending; `merge_in_pieces` says what pieces would save.
+             send, it has after attending.
 
     Raises ValueError for an unknown strategy, and for more devices than the topology joins.
     """
@@ -133,97 +123,20 @@ def decode_cost(
     keys = w.context if strategy == "kv-gather" else w.chunk(p)
     dealt = strategy in ("ring", "pass-q", "kv-gather")
     queries = -(-w.queries // p) if dealt else w.queries
-    read, arithmetic = (visits * x for x in _attend_bounds(w, keys, queries, topology.device))
-    compute = max(read, arithmetic) + visits * topology.launch
+    compute = visits * (attend_seconds(w, keys, queries, topology.device) + topology.launch)
     seconds = compute + sent.seconds
     if overlap and strategy == "ring" and p > 1:
         step, send = compute / p, sent.seconds / (p - 1)  # p chunks, p − 1 sent
         seconds = step + (p - 1) * max(step, send)
 
-    held = memory_bytes(strategy, w, p)
-    parts = {"latency": sent.latency + visits * topology.launch, "link bandwidth": sent.volume}
-    parts |= {"memory bandwidth": read} if read >= arithmetic else {"arithmetic": arithmetic}
-    fits = held <= topology.device.memory_bytes
-    limit = max(parts, key=parts.get) if fits else "memory"
     counts = (w.layers * x for x in sent[:4])
     times = (w.layers * x for x in (compute, sent.latency, sent.volume, seconds))
-    return Cost(strategy, *counts, held, *times, limit)
+    return Cost(strategy, *counts, memory_bytes(strategy, w, p), *times)
 
 
 def compare(w: Workload, p: int, topology: Topology, *, overlap: bool = False) -> list[Cost]:
     """`decode_cost` of every strategy, in the order of `STRATEGIES`."""
     return [decode_cost(s, w, p, topology, overlap=overlap) for s in STRATEGIES]
-
-
-def merge_in_pieces(merge: str, w: Workload, p: int, topology: Topology, pieces: int) -> float:
-    """Seconds of a layer whose heads are attended to, and merged, in so many pieces.
-
-    A piece is merged while the next one is attended to: the last merge is waited for, and each
-    piece has launches of its own. Raises ValueError when the key heads do not divide.
-    """
-    if w.kv_heads % pieces:
-        raise ValueError(f"pieces: expected a divisor of {w.kv_heads} key heads, got {pieces}")
-    part = Workload(
-        w.context, w.batch, w.heads // pieces, w.kv_heads // pieces, w.head_dim, w.queries, w.dtype
-    )
-    attend = attend_seconds(part, w.chunk(p), w.queries, topology.device) + topology.launch
-    send = traffic(merge_messages(merge, part, p, gather_queries=False), p, topology).seconds
-    return attend + (pieces - 1) * max(attend, send) + send
-
-
-def prefill_seconds(
-    strategy: str, w: Workload, p: int, topology: Topology, *, causal: bool = True
-) -> tuple[float, float]:
-    """(seconds of one layer, seconds of sending in it): the last w.queries of w.context are new.
-
-    Old and new tokens, and their pairs, are dealt evenly (striped or zigzag), so that a causal
-    mask halves everybody's work with the new keys. strategy: "ring", which sends keys while it
-    attends; "kv-gather", everything before it attends; "ulysses", all-to-alls to whole sequences
-    of a share of the heads and back; or "tree", which gathers the queries and scatters the states'
-    sums, for a share of the queries at a time while it attends for the next.
-
-    Raises ValueError for another strategy, and for Ulysses on more devices than query heads.
-    """
-    new, d = w.queries, w.dtype_bytes
-    pairs = new * (w.context - new) + new * (new + 1 if causal else 2 * new) / 2
-    compute = max(
-        4 * w.batch * pairs * w.d / p / topology.device.flops,
-        _attend_bounds(w, w.chunk(p), 0, topology.device)[0],
-    )
-    chunk, share = numel_kv(w, p) // 2 * d, w.batch * -(-new // p)
-    if p == 1:
-        return compute + topology.launch, 0.0
-    if strategy == "ring":
-        send = traffic([Message("ring", chunk, 2)], p, topology).seconds
-        step = compute / p + topology.launch
-        return step + (p - 1) * max(step, send / (p - 1)), send
-    if strategy == "kv-gather":
-        send = traffic([Message("all-gather", chunk, 2)], p, topology).seconds
-        return compute + topology.launch + send, send
-    if strategy == "ulysses":
-        if p > w.heads:
-            raise ValueError(f"strategy: ulysses needs a query head a device, got {w.heads} heads")
-        keys = w.batch * w.context * max(w.kv_heads, p) * w.head_dim * d / p
-        back_and_forth = Message("all-to-all", share * w.d * d, 2)
-        send = traffic([back_and_forth, Message("all-to-all", keys, 2)], p, topology).seconds
-        return compute + topology.launch + send, send
-    if strategy == "tree":
-        pieces = min(8, max(1, new))
-        rows = w.batch * new / pieces * w.heads * state_bytes(w)  # one number for each query head
-        send = traffic(
-            [
-                Message("all-gather", share * w.d * d / pieces),
-                Message("allreduce", rows),
-                Message("reduce-scatter", rows * (w.head_dim + 1)),
-            ],
-            p,
-            topology,
-        ).seconds
-        step = compute / pieces + topology.launch
-        return step + (pieces - 1) * max(step, send) + send, pieces * send
-    raise ValueError(
-        f"strategy: expected ring, kv-gather, ulysses or tree for a prefill, got {strategy!r}"
-    )
 
 
 def check_strategy(strategy: str) -> None:

@@ -13,14 +13,14 @@ These constants are what a library's authors chose or somebody measured: neither
 """
 
 import math
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.resources import files
 
 import numpy as np
 
 from treeattn.cost.formulas import Number, check_count
-
-GB, TB, GIB = 1e9, 1e12, 2**30
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Level:
     latency: Number
     bandwidth: Number
     links: int | None = None
-    wiring: str | tuple[int, ...] = "switch"
+    wiring: str | tuple[int, ...] | list[int] = "switch"
 
     def __post_init__(self):
         check_count("size", self.size)
@@ -71,6 +71,8 @@ class Level:
             check_count("links", self.links)
         for name in ("latency", "bandwidth"):
             check_positive(name, getattr(self, name))
+        if isinstance(self.wiring, list):
+            object.__setattr__(self, "wiring", tuple(self.wiring))
         if isinstance(self.wiring, tuple) and math.prod(self.wiring) != self.size:
             raise ValueError(f"wiring: a torus {self.wiring} does not hold {self.size} units")
         if not isinstance(self.wiring, tuple) and self.wiring not in ("switch", "mesh"):
@@ -204,97 +206,29 @@ def check_positive(name: str, value: Number) -> None:
 
 
 # ------------------------------------------------------------------------------- presets
-#
-# Bandwidths, capacities and peak operations are the vendors'. Latencies and shares of a bandwidth,
-# no vendor prints. NVIDIA's NCCL chooses its algorithms by a table of them, in microseconds
-# (github.com/NVIDIA/nccl, src/graph/tuning.cc): here as of version 2.28 (2025), and, in
-# `NCCL_2_8`, as of 2.8 (2020), by which earlier work was calculated.
-# - Its protocols: LL sends a flag with each 4 bytes of data and waits for nothing else; LL128 has
-#   120 bytes of data in 128; Simple sends chunks, and synchronizes for each.
-# - Of NVLink's 450 GB/s NCCL moves about 370, and of a 400 Gb/s card 48 of 50 GB/s, as its authors
-#   say in github.com/NVIDIA/nccl-tests, issues 212, 267 and 290; LL at most 141 on Hopper.
-# - In a ring over nodes the network's own 1 us bounds every hop from below.
-# "kernel" is one that reads and writes its peers' memory, a flag beside each word: the time to
-# start it and that of a hop are assumed. `treeattn.cost.referee` compares all of these with what
-# others measured.
 
-_SIMPLE, _LL128, _LL = (0.82, 0.96), (0.76, 0.88), (0.31, 0.48)
+DATA = tomllib.loads(files(__package__).joinpath("presets.toml").read_text(encoding="utf-8"))
+DEVICES = {name: Device(**x) for name, x in DATA["devices"].items()}
+H100, H200, MI300X, RTX4090, TPU_V5P = DEVICES.values()
 
 
-def _nccl(*rows: tuple[str, str, float, float, float, float], **shares) -> tuple[Protocol, ...]:
-    """Protocols from rows of NCCL's table: name, algorithm, and four times in microseconds."""
+def _protocols(table: str, far: Number | None = None) -> tuple[Protocol, ...]:
+    """The protocols of a library's table, in seconds; `far` replaces their hops between nodes."""
     return tuple(
-        Protocol(name, algorithm, *(x * 1e-6 for x in times), shares[name])
-        for name, algorithm, *times in rows
+        Protocol(*names, 1e-6 * launch, 1e-6 * alone, 1e-6 * near, far or 1e-6 * between, tuple(x))
+        for *names, launch, alone, near, between, x in DATA["protocols"][table]
     )
 
 
-NCCL_2_28 = _nccl(
-    ("LL", "ring", 6.6, 0.6, 1.0, 2.7),
-    ("LL128", "ring", 14.0, 1.9, 1.9, 4.0),
-    ("Simple", "ring", 8.4, 3.4, 3.4, 14.0),
-    ("LL", "tree", 6.8, 0.6, 0.6, 5.0),
-    ("LL128", "tree", 14.0, 1.25, 1.25, 8.5),
-    ("Simple", "tree", 8.4, 4.0, 4.0, 14.0),
-    ("kernel", "direct", 3.0, 0.6, 0.6, 5.0),
-    LL=_LL, LL128=_LL128, Simple=_SIMPLE, kernel=_SIMPLE,
-)  # fmt: skip
-NCCL_2_8 = _nccl(
-    ("LL", "ring", 3.6, 0.47, 0.85, 2.7),
-    ("LL128", "ring", 10.0, 1.9, 1.9, 4.0),
-    ("Simple", "ring", 8.4, 3.4, 3.4, 9.6),
-    ("LL", "tree", 4.4, 0.52, 0.94, 5.0),
-    ("LL128", "tree", 4.4, 1.2, 1.2, 8.5),
-    ("kernel", "direct", 3.0, 0.6, 0.6, 5.0),
-    LL=(0.2, 0.24), LL128=_LL128, Simple=_SIMPLE, kernel=_SIMPLE,
-)  # fmt: skip
-_LAUNCH, _NVLINK_LATENCY, _PCIE_LATENCY, _NETWORK_LATENCY = 3e-6, 0.6e-6, 1.0e-6, 5.0e-6
-
-# NVIDIA H100 Tensor Core GPU data sheet, SXM5: 80 GB, 3.35 TB/s, 989 TFLOPS dense bf16.
-H100 = Device("H100 SXM", 80 * GB, 3.35 * TB, 989e12)
-# NVIDIA H200 Tensor Core GPU data sheet, SXM: 141 GB, 4.8 TB/s; multiplies like an H100.
-H200 = Device("H200 SXM", 141 * GB, 4.8 * TB, 989e12)
-# AMD Instinct MI300X data sheet: 192 GB, 5.3 TB/s, 1307 TFLOPS dense bf16.
-MI300X = Device("MI300X", 192 * GB, 5.3 * TB, 1307e12)
-# NVIDIA Ada GPU architecture white paper, GeForce RTX 4090: 24 GB, 1,008 GB/s, 165 TFLOPS dense
-# bf16 with float32 sums.
-RTX4090 = Device("RTX 4090", 24 * GB, 1.008 * TB, 165e12)
-# Google Cloud documentation, "TPU v5p": 95 GiB, 2,765 GB/s, 459 TFLOPS bf16.
-TPU_V5P = Device("TPU v5p", 95 * GIB, 2.765 * TB, 459e12)
-
-# NVLink 4: 900 GB/s a GPU, both directions together, through NVSwitch (H100 data sheet).
-_NVLINK4 = Level("NVLink 4", 8, _NVLINK_LATENCY, 450 * GB)
-# One ConnectX-7 at 400 Gb/s for each GPU (NVIDIA DGX H100 user guide; v1 §6).
-_NDR = Level("InfiniBand NDR", 512, _NETWORK_LATENCY, 50 * GB)
-
-# Each pair has a link of 64 GB/s a direction, of which 48 are usable (AMD ROCm blog,
-# "Understanding RCCL bandwidth and xGMI performance on AMD Instinct MI300X"); RoCE at
-# 400 Gb/s a GPU between nodes. Latencies assumed to be NVIDIA's.
-_XGMI = Level("xGMI", 8, _NVLINK_LATENCY, 64 * GB, wiring="mesh")
-_ROCE = Level("RoCE", 512, _NETWORK_LATENCY, 50 * GB)
-# PCI Express 4.0: 16 GT/s on 16 lanes, 128 of 130 bits used. Two cards; more are joined by
-# 10 Gb/s Ethernet, which is an assumption, as is TCP's 30 us.
-_PCIE4 = Level("PCIe 4.0 x16", 2, _PCIE_LATENCY, 31.5 * GB)
-_GBE_10 = Level("10 GbE", 512, 30e-6, 1.25 * GB, links=1)
-# A slice of 16 x 16 x 16 chips; 1,200 GB/s of links a chip, which is six links, of 100 GB/s a
-# direction ("TPU v5p", Google Cloud documentation). 1 us a hop is assumed, and that XLA starts a
-# collective in 1 us.
-_ICI = Level("ICI", 4096, 1e-6, 100 * GB, wiring=(16, 16, 16))
-# One 100 Gb/s Ethernet port for the eight GPUs of a node to share. TCP's 30 us is assumed.
-_GBE_100 = Level("100 GbE", 512, 30e-6, 12.5 * GB, links=1)
+def _topology(name: str, device: str, levels: list[str], launch: Number, **more) -> Topology:
+    far, table = more.pop("far", None), more.pop("protocols", None)
+    links = tuple(Level(**DATA["levels"][level]) for level in levels)
+    protocols = _protocols(table, far) if table else ()
+    return Topology(name, DEVICES[device], links, launch, protocols, **more)
 
 
-_OVER_TCP = tuple(replace(x, far=30e-6) for x in NCCL_2_28)
-
-_ALL = (
-    Topology("dgx-h100", H100, (_NVLINK4, _NDR), _LAUNCH, NCCL_2_28, reduces=True),
-    Topology("dgx-h200", H200, (_NVLINK4, _NDR), _LAUNCH, NCCL_2_28, reduces=True),
-    Topology("mi300x", MI300X, (_XGMI, _ROCE), _LAUNCH, NCCL_2_28),
-    Topology("rtx4090", RTX4090, (_PCIE4, _GBE_10), _LAUNCH, _OVER_TCP),
-    Topology("tpu-v5p", TPU_V5P, (_ICI,), 1e-6),
-    Topology("ethernet", H100, (_NVLINK4, _GBE_100), _LAUNCH, _OVER_TCP),
-)
-PRESETS = {topology.name: topology for topology in _ALL}
+NCCL_2_28, NCCL_2_8 = (_protocols(table) for table in DATA["protocols"])
+PRESETS = {name: _topology(name, **x) for name, x in DATA["topologies"].items()}
 
 # Other choices of the constants. "fused": everything in kernels of one's own, at the 2.3 us that
 # an Allreduce of 8 bytes takes at best (8 H200, github.com/NVIDIA/nccl/issues/1940). "slow":

@@ -184,7 +184,7 @@ def figure_3():
         axes.set(xlabel="keys in the cache", title=f"{p} GPUs")
     panels[0].set_ylabel("time over the ring's at 80,000 keys")
     figure.suptitle(
-        "Calculated: the ring's time grows 64 times; the tree's the less, the more GPUs",
+        "Calculated: the ring's time grows with the context, the tree's the less, the more GPUs",
         x=0.01, ha="left", fontsize=11,
     )  # fmt: skip
     return figure.describe(

@@ -8,9 +8,9 @@ from matplotlib.colors import BoundaryNorm, ListedColormap
 from treeattn.cost.formulas import Workload
 from treeattn.cost.merges import MERGES, SCATTERING, merge_seconds
 from treeattn.cost.sharding import MODELS, advise, family
-from treeattn.cost.strategies import prefill_seconds
 from treeattn.cost.topology import CORNERS
 from treeattn.figures.canvas import styled
+from treeattn.figures.claims import prefill_seconds
 from treeattn.figures.cost import DGX
 from treeattn.figures.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, PURPLE, SKY, new_figure
 
