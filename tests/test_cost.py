@@ -31,7 +31,6 @@ from treeattn.cost.sharding import MODELS, Plan, advise, family, step_cost
 from treeattn.cost.strategies import (
     STRATEGIES,
     attend_seconds,
-    compare,
     decode_cost,
     memory_bytes,
 )
@@ -39,6 +38,10 @@ from treeattn.cost.topology import CORNERS, PRESETS, preset
 from treeattn.figures.claims import merge_in_pieces, prefill_seconds
 
 DGX = preset("dgx-h100")
+
+
+def compare(w, p, topology):
+    return [decode_cost(strategy, w, p, topology) for strategy in STRATEGIES]
 
 
 # ------------------------------------------------------------------------ the papers' formulas

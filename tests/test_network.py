@@ -13,7 +13,7 @@ from treeattn.cost.network import (
     collective_rounds,
     collective_seconds,
     collective_sent_bytes,
-    message_seconds,
+    run,
     simulate,
     torus_coordinates,
 )
@@ -57,6 +57,14 @@ THREE_PORTS = replace(
 
 HIERARCHIES = [preset(n) for n in ("dgx-h100", "mi300x", "rtx4090", "ethernet")] + [THREE_LEVELS]
 DGX = preset("dgx-h100")
+
+
+def message_seconds(this: Round, topology: Topology) -> np.ndarray:
+    """Seconds of each message of a round that has the links for itself. (messages,)"""
+    (sent,) = run([this], topology.capacity, topology)
+    return sent.arrival
+
+
 TWO = Topology("two", H100, (Level("near", 2, 1.0, 10.0), Level("far", 2, 5.0, 2.0)), 1.0, gap=1e-9)
 
 

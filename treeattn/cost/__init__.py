@@ -17,12 +17,12 @@ from treeattn.cost.network import collective_seconds
 from treeattn.cost.program import Collective, Memory, collectives, memory
 from treeattn.cost.report import advice_table
 from treeattn.cost.sharding import MODELS, Model, Plan, advise, step_cost
-from treeattn.cost.strategies import STRATEGIES, Cost, compare, decode_cost
+from treeattn.cost.strategies import STRATEGIES, Cost, decode_cost
 from treeattn.cost.topology import CORNERS, PRESETS, Device, Level, Topology, preset
 
 __all__ = [
     "CORNERS", "MERGES", "MODELS", "PRESETS", "STRATEGIES", "Collective", "Cost", "Device",
     "Level", "Memory", "Model", "Plan", "Topology", "Workload", "advice_table", "advise",
-    "collective_seconds", "collectives", "compare", "decode_cost", "memory",
+    "collective_seconds", "collectives", "decode_cost", "memory",
     "merge_seconds", "preset", "step_cost",
 ]  # fmt: skip

@@ -1,8 +1,7 @@
 """Merging the states of a sharded cache: what each way sends, and how long that takes.
 
-Every way ends with the same attention; they differ in who gets it. Where the output projection is
-sharded over the same devices, each of them needs its share of the heads only, and the Allreduce
-does twice the work.
+Every way ends with the same attention; they differ in who gets it: a sharded output projection
+needs a share of the heads on each device only.
 
 | merge          | collectives of a layer                                         | ends on      |
 |----------------|----------------------------------------------------------------|--------------|
@@ -54,11 +53,9 @@ SCATTERING = ("reduce-scatter", "ag-rs", "a2a", "helix")
 def merge_messages(
     merge: str, w: Workload, p: int, *, gather_queries: bool = True
 ) -> list[Message]:
-    """The collectives of one layer that merge the states of p devices.
+    """The collectives of one layer that merge the states (float32, or float64) of p devices.
 
-    gather_queries: whether merges that gather queries pay for it; the others have the queries
-                    everywhere at no cost, as where the projections are replicated. States are
-                    float32, or float64 where the cache is.
+    gather_queries: whether merges that gather queries pay for it; else they are everywhere.
 
     Raises ValueError for another merge than those of `MERGES`.
     """

@@ -1,17 +1,13 @@
 """How long collectives take on a topology, simulated.
 
 A message starts when its sender has what it is to send, and when its links are free. It keeps
-them for as long as its bytes take, and is there a latency later, one for every hop. So a device
-may send the next message while the last one travels, and what nobody waits for delays nobody: a
-chain of messages takes its latencies and the time of its bytes on the busiest link. Messages of
-one round that share a link share its bandwidth. This is the α-β model, as in Thakur, Rabenseifner
-and Gropp (2005, "Optimization of collective communication operations in MPICH", §3-4), with data
-dependencies where they assume rounds.
+them for as long as its bytes take, and is there a latency later, one for every hop: a device may
+send the next message while the last one travels. Messages of one round that share a link share
+its bandwidth. This is the α-β model, as in Thakur, Rabenseifner and Gropp (2005, "Optimization of
+collective communication operations in MPICH"), with data dependencies where they assume rounds.
 
 A collective that the library runs is pipelined: a device hands on the first bytes before the last
 have come. One that JAX writes as permutes is not, and pays a launch for each round.
-
-`treeattn.cost.schedules` has the rounds of each algorithm.
 """
 
 import functools
@@ -33,9 +29,9 @@ CHOICES = {
 }
 # What JAX writes as a permute a round, each a launch of its own.
 PERMUTES = ("ring", "round-trip", "butterfly")
-DIRECT = ("one-shot", "in-switch")
-# What the library runs as several rings or trees at once, of which each leaves a node by another
-# network card.
+ALGORITHMS = dict.fromkeys(("one-shot", "in-switch"), "direct")
+ALGORITHMS |= dict.fromkeys(("tree-allreduce", "hierarchical-allreduce"), "tree")
+# What the library runs as several rings or trees at once, each leaving a node by another card.
 CHANNELS = ("ring-allreduce", "tree-allreduce", "ring-gather", "ring-scatter")
 
 
@@ -87,12 +83,6 @@ def simulate(
         seconds, count = max(seconds, float(sent.arrival.max())), count + 1
         np.add.at(sent_bytes, sent.round.source, sent.round.message_bytes)
     return Simulated(seconds, count, sent_bytes)
-
-
-def message_seconds(this: Round, topology: Topology) -> np.ndarray:
-    """Seconds of each message of a round that has the links for itself. (messages,)"""
-    latency, seconds, *_ = _load(this, topology)
-    return latency + seconds
 
 
 def _link_count(topology: Topology, p: int) -> int:
@@ -152,8 +142,7 @@ def _torus_links(source, target, sides: tuple[int, ...]) -> tuple[np.ndarray, np
 def torus_coordinates(device: np.ndarray, sides: tuple[int, ...]) -> np.ndarray:
     """Coordinates (dimensions, devices) along a path on which successive devices are neighbours.
 
-    Each row is walked forth and the next one back. Where all sides are even, the last device is
-    a neighbour of the first one, too.
+    Where all sides are even, the last device is a neighbour of the first one, too.
     """
     coordinates, rest = [], np.asarray(device)
     for axis in range(len(sides)):
@@ -183,14 +172,8 @@ def collective_seconds(kind: str, p: int, message_bytes: Number, topology: Topol
     launches = collective_launches(kind, p)
     return min(
         launches * spoken.launch + simulate(rounds, p, spoken, pipelined=launches == 1).seconds
-        for spoken in topology.spoken(_algorithm(kind), p, spread=kind in CHANNELS)
+        for spoken in topology.spoken(ALGORITHMS.get(kind, "ring"), p, spread=kind in CHANNELS)
     )
-
-
-def _algorithm(kind: str) -> str:
-    if kind in DIRECT:
-        return "direct"
-    return "tree" if kind in ("tree-allreduce", "hierarchical-allreduce") else "ring"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -209,10 +192,9 @@ def collective_rounds(kind: str, p: int, g: int = 1) -> int:
 
 
 def collective_sent_bytes(kind: str, p: int, message_bytes: Number, g: int = 1) -> Number:
-    """Bytes that the device that sends most puts on its links, in a collective on p devices.
+    """Bytes that the device that sends most puts on its links; of one of `CHOICES`, in its ring.
 
-    The ring's Allreduce sends the least that any can (v1 eq. 33, v2 eq. 12), without a switch that
-    adds up. For one of `CHOICES`, what its ring sends.
+    A ring's Allreduce sends the least that any can (v1 eq. 33, v2 eq. 12), but for in-switch ones.
     """
     return _counts(kind, p, g)[1] * message_bytes
 

@@ -3,12 +3,8 @@
 A plan splits p devices into groups with a share of the batch each; a group splits the key heads,
 and what is left of it splits each head's sequence, whose states are merged. The weights are split
 over the group (tensor parallelism), or every device has them all, as in the papers' programs.
-
-- batch alone: data parallelism, the cache of a sequence on one device;
-- heads alone: tensor parallelism. Beyond the key heads, keys are on several devices;
-- sequence alone: the papers' tree, or a ring; by vLLM's and SGLang's merges, decode context
-  parallelism;
-- heads and sequence: Helix, and decode context parallelism inside tensor parallelism.
+Heads alone are tensor parallelism: beyond the key heads, keys are on several devices. Heads and
+sequence are Helix, and vLLM's and SGLang's decode context parallelism.
 """
 
 from collections.abc import Iterator
@@ -21,9 +17,7 @@ from treeattn.cost.network import collective_seconds
 from treeattn.cost.strategies import attend_seconds
 from treeattn.cost.topology import DATA, Topology
 
-# Of a layer, besides attention and collectives: norm, projections, rotary and append, output, norm,
-# gate and up, down.
-KERNELS = 7
+KERNELS = 7  # a layer: norm, projections, rotary and append, output, norm, gate and up, down
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,9 @@
 """What each way of attending to a sharded cache sends, holds and takes, on a topology.
 
-A strategy is how p devices, each with a chunk of the cache, attend together: what they send, and
-what each device computes meanwhile.
-
-a ring sends its keys and values to the next device, p − 1 times; pass-q, its queries and their
-states, p times; kv-gather gives its keys and values to everybody; and any of `MERGES` sends states,
-after each device has attended to its chunk.
-
-The first three deal several queries to the devices, ⌈l/p⌉ to each, as `ring_attention` does; the
-others have every device attend for all of them. A single query makes the devices of a ring do the
-same work p times.
+A strategy is how p devices, each with a chunk of the cache, attend together. A ring sends its keys
+and values to the next device, p − 1 times; pass-q, its queries and their states, p times; kv-gather
+gives its keys and values to everybody; these three deal several queries to the devices, ⌈l/p⌉ to
+each. Any of `MERGES` sends states, after each device has attended to its chunk for all queries.
 
 Attending takes what the roofline says, max(bytes / memory bandwidth, operations / peak), and a
 launch; sending, what `network` says. Nothing overlaps, unless asked for.
@@ -55,14 +49,11 @@ def attend_seconds(w: Workload, keys: int, queries: int, device: Device) -> floa
     return max(read, 4 * w.batch * queries * keys * w.d / device.flops)
 
 
-def messages(strategy: str, w: Workload, p: int, *, gather_queries: bool = False) -> list[Message]:
-    """The collectives of one layer on p devices; a ring sends keys and values apart.
-
-    gather_queries: as for `merge_messages`. The papers have them everywhere.
-    """
+def messages(strategy: str, w: Workload, p: int) -> list[Message]:
+    """The collectives of one layer on p devices; the queries are everywhere, as the papers' are."""
     check_strategy(strategy)
     if strategy in MERGES:
-        return merge_messages(strategy, w, p, gather_queries=gather_queries)
+        return merge_messages(strategy, w, p, gather_queries=False)
     if p == 1:
         return []
     chunk = numel_kv(w, p) // 2 * w.dtype_bytes  # keys, or values
@@ -99,13 +90,7 @@ def memory_bytes(strategy: str, w: Workload, p: int) -> int:
 
 
 def decode_cost(
-    strategy: str,
-    w: Workload,
-    p: int,
-    topology: Topology,
-    *,
-    overlap: bool = False,
-    gather_queries: bool = False,
+    strategy: str, w: Workload, p: int, topology: Topology, *, overlap: bool = False
 ) -> Cost:
     """What one step of decoding costs on the first p devices of a topology.
 
@@ -118,7 +103,7 @@ def decode_cost(
     Raises ValueError for an unknown strategy, and for more devices than the topology joins.
     """
     topology.check_devices(p)
-    sent = traffic(messages(strategy, w, p, gather_queries=gather_queries), p, topology)
+    sent = traffic(messages(strategy, w, p), p, topology)
     visits = p if strategy in ("ring", "pass-q") else 1
     keys = w.context if strategy == "kv-gather" else w.chunk(p)
     dealt = strategy in ("ring", "pass-q", "kv-gather")
@@ -132,11 +117,6 @@ def decode_cost(
     counts = (w.layers * x for x in sent[:4])
     times = (w.layers * x for x in (compute, sent.latency, sent.volume, seconds))
     return Cost(strategy, *counts, memory_bytes(strategy, w, p), *times)
-
-
-def compare(w: Workload, p: int, topology: Topology, *, overlap: bool = False) -> list[Cost]:
-    """`decode_cost` of every strategy, in the order of `STRATEGIES`."""
-    return [decode_cost(s, w, p, topology, overlap=overlap) for s in STRATEGIES]
 
 
 def check_strategy(strategy: str) -> None:

@@ -107,11 +107,10 @@ class Topology:
     """Devices, and the levels of links between them, innermost first.
 
     launch:    seconds from one kernel to the next, however small it is
-    protocols: of which a collective takes the fastest for its size; none where a library has one
-               way only, the levels' own latencies and bandwidths
+    protocols: of which a collective takes the fastest for its size; without any, the levels' own
+               latencies and bandwidths count
     reduces:   whether the innermost switch can add up what passes through it
-    gap:       seconds from one message of a device to its next one over the same link, at least:
-               NCCL's "arity serialization latency"
+    gap:       seconds between two messages over a link, at least: NCCL's "arity serialization"
     """
 
     name: str
@@ -235,15 +234,16 @@ PRESETS = {name: _topology(name, **x) for name, x in DATA["topologies"].items()}
 # NCCL's latencies times 2.2, as on two DGX A100 (issue 812 there) and two p6-b200 (dstack, 3961).
 CORNERS: dict[str, Callable[[Topology], Topology]] = {
     "fused": lambda t: replace(
-        t, launch=min(t.launch, 1.7e-6), protocols=tuple(
-            replace(x, launch=1.7e-6, alone=0.6e-6, near=0.6e-6, far=min(x.far, 5e-6))
-            for x in t.protocols
-        ),
+        t, launch=min(t.launch, 1.7e-6), protocols=tuple(map(_fused, t.protocols))
     ),
     "NCCL 2.28": lambda t: t,
     "NCCL 2.8": lambda t: replace(t, protocols=NCCL_2_8 if t.protocols else ()),
     "slow": lambda t: t.scaled(latency=2.2),
-}  # fmt: skip
+}
+
+
+def _fused(x: Protocol) -> Protocol:
+    return replace(x, launch=1.7e-6, alone=0.6e-6, near=0.6e-6, far=min(x.far, 5e-6))
 
 
 def preset(name: str, **changes) -> Topology:
