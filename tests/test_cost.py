@@ -158,7 +158,7 @@ def test_reference_counts():
 
 
 @pytest.mark.parametrize("strategy", ["ring", "tree-joined", "butterfly"])
-def test_compiled_memory(strategy):
+def test_compiled_memory(strategy, optimized):
     """A tree holds what eq. 30 says, within a tenth; a ring what eq. 29 says, and a chunk more.
 
     XLA keeps the caller's chunk besides the two that the ring moves.

@@ -225,14 +225,12 @@ def test_a_ring_by_hand():
     """
     for pipelined in (True, False):
         found = simulate(schedule("ring", 4, 20.0), 4, TWO, pipelined=pipelined)
-        assert found.seconds == 3 * (20.0 / 2.0) + 5.0
-        assert found.rounds == 3
-        assert found.sent_bytes.tolist() == [60.0] * 4
+        assert found == 3 * (20.0 / 2.0) + 5.0
 
 
 def test_a_ring_of_nothing_takes_the_latencies_on_its_way():
     """Of seven hops in a ring of four on two nodes, four cross: 4 · 5 + 3 · 1."""
-    assert simulate(around(4, 0.0, 7), 4, TWO).seconds == 4 * 5.0 + 3 * 1.0
+    assert simulate(around(4, 0.0, 7), 4, TWO) == 4 * 5.0 + 3 * 1.0
 
 
 def test_a_tree_by_hand():
@@ -246,9 +244,9 @@ def test_a_tree_by_hand():
     sent = [[(int(a), int(b)) for a, b in zip(r.source, r.target, strict=True)] for r in rounds]
     assert sent == [[(1, 0), (3, 2)], [(2, 0), (0, 2)], [(0, 2), (2, 0)], [(0, 1), (2, 3)]]
     assert [r.message_bytes for r in rounds] == [20.0, 10.0, 10.0, 20.0]
-    assert simulate(rounds, 4, TWO).seconds == 1.0 + 5.0 + 5.0 + 1.0 + 5.0
+    assert simulate(rounds, 4, TWO) == 1.0 + 5.0 + 5.0 + 1.0 + 5.0
     # A round at a time, the bytes of every round add up.
-    assert simulate(rounds, 4, TWO, pipelined=False).seconds == 2 * (3.0 + 10.0)
+    assert simulate(rounds, 4, TWO, pipelined=False) == 2 * (3.0 + 10.0)
 
 
 def test_devices_wait_only_for_what_they_need():
@@ -256,14 +254,14 @@ def test_devices_wait_only_for_what_they_need():
     two = replace(TWO, levels=(TWO.levels[0], Level("far", 4, 5.0, 1.0)))
     fast = Round(np.array([0]), np.array([1]), 10.0)
     slow = Round(np.array([2]), np.array([4]), 10.0)
-    assert simulate([slow], 8, two).seconds == 15.0
-    assert simulate([slow, fast, fast], 8, two).seconds == 15.0
+    assert simulate([slow], 8, two) == 15.0
+    assert simulate([slow, fast, fast], 8, two) == 15.0
     # 2 sends again at 10, when its link is free, and not at 15, when the first has arrived.
-    assert simulate([slow, slow], 8, two).seconds == 25.0
+    assert simulate([slow, slow], 8, two) == 25.0
     # 4 needs what came at 15; handed on as it comes, it is there 1 s after.
     on = Round(np.array([4]), np.array([5]), 10.0)
-    assert simulate([slow, on], 8, two).seconds == 15.0 + 1.0
-    assert simulate([slow, on], 8, two, pipelined=False).seconds == 15.0 + 2.0
+    assert simulate([slow, on], 8, two) == 15.0 + 1.0
+    assert simulate([slow, on], 8, two, pipelined=False) == 15.0 + 2.0
 
 
 def test_messages_to_many_leave_one_after_the_other():
@@ -275,7 +273,7 @@ def test_messages_to_many_leave_one_after_the_other():
     ):
         levels = (Level("l", 4, 1.0, 1 / byte_seconds, wiring=wiring),)
         topology = Topology("t", H100, levels, 1.0, gap=gap)
-        found = simulate(schedule("one-shot", 4, 10.0), 4, topology).seconds
+        found = simulate(schedule("one-shot", 4, 10.0), 4, topology)
         assert found == pytest.approx(seconds)
 
 
@@ -324,8 +322,8 @@ def test_torus_hops():
 def test_hundreds_of_devices():
     """512: 9 rounds of a butterfly, 1,022 of a ring's Allreduce."""
     for kind, rounds in (("butterfly", 9), ("tree-allreduce", 26), ("ring-allreduce", 1022)):
-        found = simulate(schedule(kind, 512, 8320.0, 8), 512, DGX)
-        assert found.rounds == rounds == collective_rounds(kind, 512, 8)
+        assert simulate(schedule(kind, 512, 8320.0, 8), 512, DGX) > 0
+        assert rounds == collective_rounds(kind, 512, 8)
 
 
 @given(

@@ -35,14 +35,6 @@ ALGORITHMS |= dict.fromkeys(("tree-allreduce", "hierarchical-allreduce"), "tree"
 CHANNELS = ("ring-allreduce", "tree-allreduce", "ring-gather", "ring-scatter")
 
 
-class Simulated(NamedTuple):
-    """When the last device has all that it gets, the rounds, and what each device sent, (p,)."""
-
-    seconds: float
-    rounds: int
-    sent_bytes: np.ndarray
-
-
 class Sent(NamedTuple):
     """A round as it was run: the messages, and when each began and arrived. (messages,) each."""
 
@@ -76,13 +68,10 @@ def run(
 
 def simulate(
     rounds: Iterable[Round], p: int, topology: Topology, *, pipelined: bool = True
-) -> Simulated:
-    """What `run` comes to: when all is done, how many rounds that took, and who sent how much."""
-    seconds, count, sent_bytes = 0.0, 0, np.zeros(p)
-    for sent in run(rounds, p, topology, pipelined=pipelined):
-        seconds, count = max(seconds, float(sent.arrival.max())), count + 1
-        np.add.at(sent_bytes, sent.round.source, sent.round.message_bytes)
-    return Simulated(seconds, count, sent_bytes)
+) -> float:
+    """What `run` comes to: seconds until the last device has all that it gets."""
+    sent = run(rounds, p, topology, pipelined=pipelined)
+    return max((float(x.arrival.max()) for x in sent), default=0.0)
 
 
 def _link_count(topology: Topology, p: int) -> int:
@@ -171,7 +160,7 @@ def collective_seconds(kind: str, p: int, message_bytes: Number, topology: Topol
         return 0.0
     launches = collective_launches(kind, p)
     return min(
-        launches * spoken.launch + simulate(rounds, p, spoken, pipelined=launches == 1).seconds
+        launches * spoken.launch + simulate(rounds, p, spoken, pipelined=launches == 1)
         for spoken in topology.spoken(ALGORITHMS.get(kind, "ring"), p, spread=kind in CHANNELS)
     )
 

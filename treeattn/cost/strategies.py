@@ -51,7 +51,8 @@ def attend_seconds(w: Workload, keys: int, queries: int, device: Device) -> floa
 
 def messages(strategy: str, w: Workload, p: int) -> list[Message]:
     """The collectives of one layer on p devices; the queries are everywhere, as the papers' are."""
-    check_strategy(strategy)
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy: expected one of {', '.join(STRATEGIES)}, got {strategy!r}")
     if strategy in MERGES:
         return merge_messages(strategy, w, p, gather_queries=False)
     if p == 1:
@@ -74,7 +75,6 @@ def memory_bytes(strategy: str, w: Workload, p: int) -> int:
 
     A ring and the trees as v1 eq. 29 and 30 (v2 8 and 9), the others in their manner.
     """
-    check_strategy(strategy)
     chunk, whole = (numel_kv(w, n) * w.dtype_bytes for n in (p, 1))
     state = numel_state(w) * state_bytes(w)
     query = w.batch * w.queries * w.d * w.dtype_bytes
@@ -117,9 +117,3 @@ def decode_cost(
     counts = (w.layers * x for x in sent[:4])
     times = (w.layers * x for x in (compute, sent.latency, sent.volume, seconds))
     return Cost(strategy, *counts, memory_bytes(strategy, w, p), *times)
-
-
-def check_strategy(strategy: str) -> None:
-    """Raise ValueError for a strategy that is not one of `STRATEGIES`."""
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy: expected one of {', '.join(STRATEGIES)}, got {strategy!r}")
