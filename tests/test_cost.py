@@ -25,12 +25,23 @@ from treeattn.cost.formulas import (
     v_ring,
     v_tree,
 )
-from treeattn.cost.network import merge_seconds
+from treeattn.cost.merges import merge_messages, traffic
 from treeattn.cost.program import collectives, count, memory, total_bytes
-from treeattn.cost.strategies import STRATEGIES, attend_seconds, compare, decode_cost, memory_bytes
-from treeattn.cost.topology import PRESETS, preset
+from treeattn.cost.sharding import MODELS, Plan, advise, family, step_cost
+from treeattn.cost.strategies import (
+    STRATEGIES,
+    attend_seconds,
+    decode_cost,
+    memory_bytes,
+)
+from treeattn.cost.topology import CORNERS, PRESETS, preset
+from treeattn.figures.claims import merge_in_pieces, prefill_seconds
 
 DGX = preset("dgx-h100")
+
+
+def compare(w, p, topology):
+    return [decode_cost(strategy, w, p, topology) for strategy in STRATEGIES]
 
 
 # ------------------------------------------------------------------------ the papers' formulas
@@ -96,7 +107,7 @@ PROGRAMS = {
     "ring": ring_decode,
     "pass-q": pass_q_decode,
     "kv-gather": kv_gather,
-    "ring-allreduce": functools.partial(tree_decode, method="allreduce"),
+    "tree-joined": functools.partial(tree_decode, method="allreduce"),
     "butterfly": functools.partial(tree_decode, method="butterfly"),
     "gather": functools.partial(tree_decode, method="gather"),
 }
@@ -134,7 +145,7 @@ def test_the_compiled_program_runs_what_the_model_counts(strategy, p):
 
 def test_reference_counts():
     """8 devices, 32k keys, float32, 16 heads of 128: the numbers of the papers' own workload."""
-    allreduce = collectives(compiled("ring-allreduce", PAPERS, 8))
+    allreduce = collectives(compiled("tree-joined", PAPERS, 8))
     assert len(allreduce) == 2  # of three written: XLA joins the two sums
     assert total_bytes(allreduce) == 8320 == 4 * numel_state(PAPERS)
     butterfly = collectives(compiled("butterfly", PAPERS, 8))
@@ -146,7 +157,7 @@ def test_reference_counts():
     assert total_bytes(ring) == 469_762_048 == 4 * 7 * numel_kv(PAPERS, 8)
 
 
-@pytest.mark.parametrize("strategy", ["ring", "ring-allreduce", "butterfly"])
+@pytest.mark.parametrize("strategy", ["ring", "tree-joined", "butterfly"])
 def test_compiled_memory(strategy, optimized):
     """A tree holds what eq. 30 says, within a tenth; a ring what eq. 29 says, and a chunk more.
 
@@ -157,7 +168,7 @@ def test_compiled_memory(strategy, optimized):
     if strategy == "ring":
         assert model == 4 * mem_ring(PAPERS, 8)
         model += 4 * numel_kv(PAPERS, 8)
-    if strategy == "ring-allreduce":
+    if strategy == "tree-joined":
         assert model == 4 * mem_tree(PAPERS, 8)
     assert 0.95 * model <= held <= 1.1 * model
 
@@ -178,7 +189,7 @@ def test_the_roofline():
 def test_moving_a_chunk_takes_milliseconds():
     """v1 §6.3's O(10⁻³) s to move the same chunk: 1.46 ms over NVLink, 13.1 ms over InfiniBand."""
     chunk = 2 * numel_kv(Workload(640_000), 8)
-    nvlink, infiniband = (DGX.step_seconds(level, chunk) for level in (0, 1))
+    nvlink, infiniband = (x.latency + chunk / x.bandwidth for x in DGX.levels)
     assert nvlink == pytest.approx(1.46e-3, rel=5e-3)
     assert infiniband == pytest.approx(13.1e-3, rel=5e-3)
 
@@ -187,7 +198,8 @@ def test_one_device_sends_nothing():
     w = Workload(10_000)
     for c in compare(w, 1, DGX):
         assert (c.collectives, c.rounds, c.operand_bytes, c.sent_bytes) == (0, 0, 0, 0)
-        assert c.seconds == c.compute_seconds == attend_seconds(w, 10_000, 1, DGX.device)
+        attend = attend_seconds(w, 10_000, 1, DGX.device) + DGX.launch
+        assert c.seconds == c.compute_seconds == attend
 
 
 def test_layers_add_up_and_share_their_working_memory():
@@ -217,18 +229,8 @@ def test_devices_need_not_fill_nodes_nor_divide_the_context():
     w = Workload(1_000_001)
     twelve = {c.strategy: c for c in compare(w, 12, DGX)}
     assert twelve["butterfly"].rounds == 5  # 8 swap in 3 rounds, 4 hand in and get back
-    assert twelve["hierarchical-allreduce"][1:] == twelve["tree-allreduce"][1:]
-    assert twelve["butterfly"].compute_seconds == attend_seconds(w, 83_334, 1, DGX.device)
-
-
-def test_what_limits():
-    w = Workload(640_000)
-    limits = {c.strategy: c.limit for c in compare(w, 8, DGX)}
-    assert limits["ring"] == "link bandwidth"
-    assert limits["butterfly"] == "memory bandwidth"
-    assert decode_cost("ring-allreduce", Workload(10_000), 128, DGX).limit == "latency"
-    assert decode_cost("butterfly", replace(w, queries=10_000), 8, DGX).limit == "arithmetic"
-    assert decode_cost("butterfly", Workload(10**9), 8, DGX).limit == "memory"
+    attend = attend_seconds(w, 83_334, 1, DGX.device) + DGX.launch
+    assert twelve["butterfly"].compute_seconds == attend
 
 
 def test_papers_volumes_in_one_unit():
@@ -237,14 +239,14 @@ def test_papers_volumes_in_one_unit():
     one_device = (p - 1) * numel_kv(w, p)
     assert v_ring(w, p) / one_device == pytest.approx(p / (p - 1))
     assert decode_cost("ring", w, p, DGX).sent_bytes == w.dtype_bytes * one_device
-    assert decode_cost("ring-allreduce", w, p, DGX).sent_bytes == pytest.approx(4 * v_tree(w, p))
+    assert decode_cost("tree", w, p, DGX).sent_bytes == pytest.approx(4 * v_tree(w, p))
 
 
 def test_memory_of_many_layers():
     """Half the memory for one block; for many layers' caches the ring's extra chunk is one more."""
     for layers in (1, 32):
         w = Workload(128_000, layers=layers)
-        ring, tree = (memory_bytes(s, w, 2) for s in ("ring", "ring-allreduce"))
+        ring, tree = (memory_bytes(s, w, 2) for s in ("ring", "tree"))
         assert ring / tree == pytest.approx((layers + 1) / layers, rel=1e-3)
 
 
@@ -253,7 +255,8 @@ def test_no_ring_decodes_one_token_faster(name):
     """Not even over a link of 1 ms and 1 TB/s: it has more rounds, and more bytes."""
     topology = preset(name)
     links = replace(topology.levels[0], latency=1e-3, bandwidth=1e12)
-    for there in (topology, replace(topology, levels=(links, *topology.levels[1:]))):
+    slow = replace(topology, levels=(links, *topology.levels[1:]), protocols=())
+    for there in (topology, slow):
         for p in (2, 8, 64):
             ring, tree = (
                 decode_cost(s, Workload(640_000), p, there).seconds for s in ("ring", "butterfly")
@@ -261,56 +264,135 @@ def test_no_ring_decodes_one_token_faster(name):
             assert ring > tree
 
 
-def test_where_ring_and_tree_send_as_much():
-    """For l = N/2 · d_kv / (d + 2 n_h) new tokens, bfloat16 keys against float32 states."""
-    for kv_heads in (1, 4, 16):
-        w = Workload(2**20, kv_heads=kv_heads)
-        even = replace(w, queries=round(w.context / 2 * w.d_kv / (w.d + 2 * w.heads)))
-        ring, tree = (decode_cost(s, even, 128, DGX) for s in ("ring", "ring-allreduce"))
-        assert ring.sent_bytes == pytest.approx(tree.sent_bytes, rel=1e-3)
+def merge_bytes(merge, w, p, **keywords):
+    return traffic(merge_messages(merge, w, p, **keywords), p, DGX).sent_bytes
 
 
-def test_prefill_is_the_rings():
-    """Overlapping, with all tokens new; the tree's with one in a thousand."""
-    w = Workload(2**20)
-    for queries, ring_wins in ((2**10, False), (2**20, True)):
-        many = replace(w, queries=queries)
-        ring = decode_cost("ring", many, 128, DGX, overlap=True).seconds
-        assert (ring < decode_cost("hierarchical-allreduce", many, 128, DGX).seconds) == ring_wins
+@pytest.mark.parametrize("p", [8, 64])
+def test_what_serving_systems_send(p):
+    """By the formulas derived from their code, for 16 heads of 128, with f = (p − 1)/p."""
+    b, h, d, f = 3, 16, 128, (p - 1) / p
+    w = Workload(10_000, batch=b, heads=h, head_dim=d)
+    queries = f * 2 * b * h * d  # what the gather of queries sends
+    for merge, sent, gathered in (
+        ("tree", 2 * f * b * h * (4 * d + 8), 0),
+        ("tree-joined", 2 * f * b * h * (4 * d + 8), 0),
+        ("ag-rs", f * 4 * b * h * d + (p - 1) * 4 * b * h, queries),
+        ("a2a", f * b * h * (4 * d + 4), queries),
+        ("helix", f * b * h * (2 * d + 8), 0),
+        ("sglang", f * 6 * b * h * d + (p - 1) * 4 * b * h, queries),
+        ("gather", (p - 1) * b * h * (4 * d + 8), 0),
+        ("one-shot", (p - 1) * b * h * (4 * d + 8), 0),
+    ):
+        assert merge_bytes(merge, w, p) == pytest.approx(sent), merge
+        without = merge_bytes(merge, w, p, gather_queries=False)
+        assert without == pytest.approx(sent - gathered), merge
 
 
-def test_butterfly_against_allreduces_by_what_a_launch_costs():
-    """On 128 GPUs seven launches are worth it up to 13 µs each; on 8, three, up to 4.6 µs."""
-    for p, even in ((8, 4.6e-6), (128, 13.0e-6)):
-        for factor, butterfly_wins in ((0.95, True), (1.05, False)):
-            there = replace(DGX, launch=factor * even)
-            butterfly, tree = (
-                decode_cost(s, Workload(640_000), p, there).seconds
-                for s in ("butterfly", "tree-allreduce")
-            )
-            assert (butterfly < tree) == butterfly_wins
+def test_pieces_of_a_merge_save_little_and_cost_launches():
+    """Head by head, the papers' block takes longer: what a merge waits for is not its bytes."""
+    w = Workload(640_000)
+    whole = merge_in_pieces("tree", w, 8, DGX, 1)
+    assert whole == pytest.approx(decode_cost("tree", w, 8, DGX).seconds)
+    for pieces in (2, 4, 16):
+        assert merge_in_pieces("tree", w, 8, DGX, pieces) > 0.9 * whole
+    assert merge_in_pieces("tree", w, 8, DGX, 16) > 2 * whole
+    # With bytes enough, pieces hide them: 4,096 sequences on 100 Gb/s Ethernet.
+    many, slow = Workload(8_000, batch=4096), preset("ethernet")
+    assert merge_in_pieces("tree", many, 16, slow, 4) < merge_in_pieces("tree", many, 16, slow, 1)
+    with pytest.raises(ValueError, match="pieces: expected a divisor of 16 key heads, got 3"):
+        merge_in_pieces("tree", w, 8, DGX, 3)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[3:])
-@pytest.mark.parametrize("name", ["dgx-h100", "ethernet", "tpu-v5p"])
-def test_merging_is_what_a_strategy_sends(strategy, name):
-    """`merge_seconds` by the size of a state, and `decode_cost` by the workload, are the same."""
-    topology, w = preset(name), Workload(1_000_000, batch=100)
-    for p in (2, 8, 24, 64):
-        cost = decode_cost(strategy, w, p, topology)
-        seconds = merge_seconds(strategy, p, 4 * numel_state(w), topology)
-        assert seconds == pytest.approx(cost.latency_seconds + cost.volume_seconds)
+def test_prefill_by_hand():
+    """All tokens new and causal: half of the pairs; a ring's sends hide, an all-gather's do not."""
+    w = Workload(2**17, queries=2**17)
+    pairs = 2**17 * (2**17 + 1) / 2
+    attend = 4 * pairs * w.d / 8 / DGX.device.flops
+    ring, sending = prefill_seconds("ring", w, 8, DGX)
+    assert sending < attend and ring == pytest.approx(attend + 8 * DGX.launch)
+    gather, sending = prefill_seconds("kv-gather", w, 8, DGX)
+    assert gather == pytest.approx(attend + sending + DGX.launch)
+    whole, _ = prefill_seconds("ring", w, 8, DGX, causal=False)
+    assert whole == pytest.approx(2 * ring, rel=2e-3)  # but for the launches
+    for strategy in ("ring", "kv-gather", "ulysses", "tree"):
+        alone, nothing = prefill_seconds(strategy, w, 1, DGX)
+        assert nothing == 0 and alone == pytest.approx(8 * attend, rel=1e-3)
+    with pytest.raises(ValueError, match="ulysses needs a query head a device, got 16 heads"):
+        prefill_seconds("ulysses", w, 32, DGX)
+    with pytest.raises(ValueError, match="strategy: expected ring, kv-gather, ulysses or tree"):
+        prefill_seconds("butterfly", w, 8, DGX)
 
 
-def test_more_devices_stop_helping_a_tree_and_never_help_a_ring():
-    """Llama 3.1 8B: a million keys are fastest on 64 devices; a ring waits for all keys to pass."""
-    llama = Workload(10**6, heads=32, kv_heads=8, layers=32)
-    seconds = {p: decode_cost("butterfly", llama, p, DGX).seconds for p in (8, 32, 64, 256, 4096)}
-    assert min(seconds, key=seconds.get) == 64
-    long = replace(llama, context=10**8)
-    floor = 32 * 2 * long.context * long.d_kv * 2 / DGX.levels[1].bandwidth
-    for p in (128, 512, 2048):
-        assert decode_cost("ring", long, p, DGX).seconds == pytest.approx(floor, rel=0.1)
+def test_where_ring_and_tree_take_as_long_in_a_prefill():
+    """Few new tokens are the tree's, all new the ring's, where key heads are shared."""
+    for kv_heads, new, ring_wins in ((1, 2**10, False), (1, 2**20, True), (16, 2**18, False)):
+        w = Workload(2**20, queries=new, kv_heads=kv_heads)
+        ring, tree = (prefill_seconds(s, w, 128, DGX)[0] for s in ("ring", "tree"))
+        assert (ring < tree) == ring_wins, (kv_heads, new)
+
+
+# --------------------------------------------------------------------------- whole steps
+
+
+LLAMA = MODELS["llama-3.1-8b"]
+
+
+def test_the_models_are_as_large_as_their_names():
+    """Weights that a step reads: all but the input embedding, where that is another matrix."""
+    for name, weights in (("1b", 1.24e9), ("8b", 7.50e9), ("70b", 69.5e9), ("405b", 403.7e9)):
+        (model,) = (m for n, m in MODELS.items() if n.endswith("-" + name))
+        assert model.weights == pytest.approx(weights, rel=0.01)
+
+
+def test_a_step_by_hand():
+    """Llama 3.1 8B, a million keys on 8 H100s by heads: a key head each."""
+    step = step_cost(LLAMA, Plan(1, 8, 1, None, True), 1, 10**6, DGX)
+    assert step.attend == pytest.approx(32 * 2 * 10**6 * 128 * 2 / 3.35e12)
+    assert step.weights == pytest.approx(2 * LLAMA.weights / 8 / 3.35e12)
+    assert step.merge == 0 and step.projections > 0
+    assert step.memory_bytes == pytest.approx(2 * LLAMA.weights / 8 + 32 * 2 * 10**6 * 128 * 2)
+    # On 16, key heads are on two devices each, unless their sequence is split.
+    twice = step_cost(LLAMA, Plan(1, 16, 1, None, True), 1, 10**6, DGX)
+    assert twice.attend == pytest.approx(step.attend)
+    both = step_cost(LLAMA, Plan(1, 8, 2, "helix", True), 1, 10**6, DGX)
+    assert both.attend == pytest.approx(step.attend / 2) and both.merge > 0
+    # With all weights everywhere nothing is summed, and all of them are read.
+    papers = step_cost(LLAMA, Plan(1, 1, 8, "tree", False), 1, 10**6, DGX)
+    assert papers.weights == pytest.approx(8 * step.weights) and papers.projections == 0
+
+
+@pytest.mark.parametrize("corner", CORNERS)
+def test_advice_that_no_choice_of_constants_changes(corner):
+    """Heads up to the key heads; beyond them, heads and sequence; many sequences, the batch."""
+    there = CORNERS[corner](DGX)
+    for model, batch, context, p, expected in (
+        (LLAMA, 1, 10**6, 8, "heads"),
+        (LLAMA, 1, 10**6, 16, "heads + sequence"),
+        (MODELS["llama-3.1-70b"], 1, 10**6, 16, "heads + sequence"),
+        (MODELS["llama-3.1-70b"], 8, 128_000, 32, "batch + heads"),
+        (LLAMA, 64, 32_000, 8, "heads"),
+    ):
+        best = advise(model, batch, context, p, there)[0]
+        assert best.fits and family(best.plan) == expected
+    # With one key head, the sequence is all that there is to split.
+    mqa = replace(LLAMA, kv_heads=1)
+    assert "sequence" in family(advise(mqa, 1, 10**6, 8, there)[0].plan)
+
+
+def test_advice_that_depends_on_the_network():
+    """Ten million keys on 64 GPUs: on a slow network, no Allreduces of sharded weights."""
+    found = {c: advise(LLAMA, 1, 10**7, 64, CORNERS[c](DGX))[0].plan for c in ("fused", "slow")}
+    assert found["fused"].split_weights and not found["slow"].split_weights
+
+
+def test_plans_come_to_the_devices_and_fit_or_come_last():
+    steps = advise(MODELS["llama-3.1-70b"], 8, 128_000, 32, DGX)
+    assert all(s.plan.batch * s.plan.heads * s.plan.sequence == 32 for s in steps)
+    fits = [s.fits for s in steps]
+    assert fits == sorted(fits, reverse=True) and not all(fits)
+    times = [s.seconds for s in steps if s.fits]
+    assert times == sorted(times)
 
 
 @given(
@@ -349,54 +431,50 @@ def test_monotone(strategy, name, p, context, more, kv_heads):
 def test_dimensions(strategy, p, context, unit):
     """With every rate in another unit of time, and every delay too, so is every time."""
     other = replace(
-        DGX,
-        launch=DGX.launch * unit,
+        DGX.scaled(latency=unit, bandwidth=1 / unit),
         device=replace(
             DGX.device,
             memory_bandwidth=DGX.device.memory_bandwidth / unit,
             flops=DGX.device.flops / unit,
-        ),
-        levels=tuple(
-            replace(x, latency=x.latency * unit, bandwidth=x.bandwidth / unit) for x in DGX.levels
         ),
     )
     w = Workload(context)
     there, here = decode_cost(strategy, w, p, other), decode_cost(strategy, w, p, DGX)
     for field in ("compute_seconds", "latency_seconds", "volume_seconds", "seconds"):
         assert getattr(there, field) == pytest.approx(unit * getattr(here, field))
-    assert there.limit == here.limit
 
 
 # ------------------------------------------------------------------------------ the program
 
 
 def test_command_line(capsys):
-    assert cost.main(["--topology", "dgx-h100", "--nodes", "16", "--context", "5120000"]) == 0
-    text = capsys.readouterr().out
-    lines = text.splitlines()
-    assert lines[0].startswith("128 × H100 SXM (dgx-h100), 5,120,000 keys: 40,000 a device")
-    assert [line.split()[0] for line in lines[3:11]] == list(STRATEGIES)
-    assert "832 ms" in lines[3] and lines[3].endswith("link bandwidth")
-    assert lines[-1].startswith("fastest: butterfly, 5.62e+03 times as fast as the ring")
+    arguments = ["--model", "llama-3.1-8b", "--nodes", "2", "--context", "1000000"]
+    assert cost.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("llama-3.1-8b, batch 1, 1,000,000 keys each, on 16 × H100 SXM")
+    assert lines[3].startswith("heads + sequence") and lines[3].endswith("2× sequence, helix")
+    assert [line[3:12].strip() for line in lines if line.startswith("by ")] == list(CORNERS)
+    assert cost.main(["--context", "1000000000", "--nodes", "2"]) == 0
+    assert "by slow     : nothing fits" in capsys.readouterr().out
 
 
 def test_command_line_as_a_program():
-    command = [sys.executable, "-m", "treeattn.cost", "--devices", "3", "--context", "1000"]
+    command = [sys.executable, "-m", "treeattn.cost", "--devices", "4", "--context", "1000"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert found.returncode == 0 and found.stderr == ""
-    assert found.stdout.startswith("3 × H100 SXM")
+    assert found.stdout.startswith("llama-3.1-8b, batch 1, 1,000 keys each, on 4 × H100 SXM")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--context", "0"], "context: expected at least 1, got 0"),
-        (["--context", "-5"], "context: expected at least 1, got -5"),
+        (["--context", "9", "--batch", "-5"], "batch: expected at least 1, got -5"),
         (["--context", "9", "--topology", "dgx"], "topology: expected one of dgx-h100"),
         (["--context", "9", "--nodes", "0"], "p: expected at least 1, got 0"),
         (["--context", "9", "--devices", "9999"], "at most 4096 devices, got 9999"),
-        (["--context", "9", "--heads", "6", "--kv-heads", "4"], "kv_heads: expected a divisor"),
-        (["--context", "9", "--dtype", "int8"], "dtype: expected one of float64"),
+        (["--context", "9", "--devices", "6"], "p: plans are for a power of two, got 6"),
+        (["--context", "9", "--model", "gpt"], "model: expected one of llama-3.2-1b"),
     ],
 )
 def test_command_line_refuses(capsys, arguments, message):

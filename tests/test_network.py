@@ -1,6 +1,8 @@
-"""Collectives on a topology: the simulation by hand, and against closed formulas."""
+"""Collectives on a topology: by hand, against NCCL's own formula, and what others measured."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,13 +13,23 @@ from treeattn.cost.network import (
     collective_rounds,
     collective_seconds,
     collective_sent_bytes,
-    message_seconds,
     run,
     simulate,
     torus_coordinates,
 )
-from treeattn.cost.schedules import SCHEDULES, Round, schedule
-from treeattn.cost.topology import H100, PRESETS, Device, Level, Topology, preset
+from treeattn.cost.schedules import SCHEDULES, Round, around, schedule
+from treeattn.cost.topology import (
+    CORNERS,
+    H100,
+    NCCL_2_8,
+    NCCL_2_28,
+    PRESETS,
+    Device,
+    Level,
+    Protocol,
+    Topology,
+    preset,
+)
 
 # Three levels, and links to share: each device of a group of 4 has half a link out of it, and
 # the 16 devices of a rack share one.
@@ -43,129 +55,90 @@ THREE_PORTS = replace(
 )
 
 
-# ----------------------------------------------------------------------- closed formulas
-#
-# (seconds, rounds, bytes from the device that sends most): latency plus bytes over bandwidth,
-# round by round, for switches and meshes whose units' sizes and links are powers of two.
-
-
-class Formulas:
-    """The formulas for p devices and messages of m bytes."""
-
-    def __init__(self, p, m, topology):
-        self.p, self.m, self.topology = p, m, topology
-        self.sizes = [1, *np.cumprod([x.size for x in topology.levels[:-1]]).tolist()]
-        self.core = 1 << (p.bit_length() - 1)
-        self.depth = (p - 1).bit_length()  # ⌈log₂ p⌉
-
-    def step(self, stride, m, senders=1):
-        """Latency + bytes / bandwidth over the link to a device so far away.
-
-        senders: devices of a unit, from its first, that send at once and may share links.
-        """
-        level = max(i for i, size in enumerate(self.sizes) if size <= stride)
-        link = self.topology.levels[level]
-        share = min(senders, -(-self.sizes[level] // link.links)) if link.links else 1
-        return link.latency + share * m / link.bandwidth
-
-    def ring(self):
-        """p − 1 times the slowest link's step: every round waits for it."""
-        rounds = self.p - 1
-        return rounds * self.slowest(self.m), rounds, rounds * self.m
-
-    def slowest(self, m):
-        return max(self.step(size, m) for size in self.sizes if size < self.p)
-
-    def round_trip(self):
-        return self.p * self.slowest(self.m), self.p, self.p * self.m
-
-    def ring_allreduce(self):
-        rounds = 2 * (self.p - 1)
-        return rounds * self.slowest(self.m / self.p), rounds, rounds * self.m / self.p
-
-    def tree_allreduce(self):
-        """Up and down; from a node, only the first device sends: nobody shares its link."""
-        up = sum(self.step(1 << k, self.m) for k in range(self.depth))
-        return 2 * up, 2 * self.depth, self.depth * self.m
-
-    def butterfly(self):
-        """All of a node's devices share the links out of it; two rounds more beyond the core."""
-        p, m, core = self.p, self.m, self.core
-        swaps = core.bit_length() - 1
-        seconds = sum(self.step(1 << k, m, core) for k in range(swaps))
-        if p == core:
-            return seconds, swaps, swaps * m
-        return seconds + 2 * self.step(core, m, p - core), swaps + 2, (swaps + 1) * m
-
-    def hierarchical_allreduce(self):
-        """Rings in nodes of g devices, a tree between them, each with 1/g of the message."""
-        g = min(self.p, self.topology.node_size)
-        if self.p % g:
-            return self.tree_allreduce()
-        part, depth = self.m / g, (self.p // g - 1).bit_length()
-        within = (g - 1) * self.step(1, part)
-        across = sum(self.step(g << k, part, g) for k in range(depth))
-        return 2 * (within + across), 2 * (g - 1 + depth), (2 * (g - 1) + depth) * part
-
-
-FORMULAS = {
-    "ring": Formulas.ring,
-    "round-trip": Formulas.round_trip,
-    "all-gather": Formulas.ring,
-    "ring-allreduce": Formulas.ring_allreduce,
-    "tree-allreduce": Formulas.tree_allreduce,
-    "hierarchical-allreduce": Formulas.hierarchical_allreduce,
-    "butterfly": Formulas.butterfly,
-}
-# The H200's links are the H100's.
 HIERARCHIES = [preset(n) for n in ("dgx-h100", "mi300x", "rtx4090", "ethernet")] + [THREE_LEVELS]
+DGX = preset("dgx-h100")
 
 
-@pytest.mark.parametrize("topology", HIERARCHIES, ids=lambda t: t.name)
-@pytest.mark.parametrize("kind", SCHEDULES)
-def test_closed_formulas(kind, topology):
-    """Times, rounds and bytes, for devices that fill nodes and racks, or do not."""
-    g = topology.node_size
-    for p in (*range(2, 34), 47, 48, 63, 64):
-        for m in (8320, 1e8):
-            seconds, rounds, sent = FORMULAS[kind](Formulas(p, m, topology))
-            assert collective_seconds(kind, p, m, topology) == pytest.approx(seconds), (p, m)
-            assert collective_rounds(kind, p, g) == rounds
-            assert collective_sent_bytes(kind, p, m, g) == pytest.approx(sent)
+def message_seconds(this: Round, topology: Topology) -> np.ndarray:
+    """Seconds of each message of a round that has the links for itself. (messages,)"""
+    (sent,) = run([this], topology.capacity, topology)
+    return sent.arrival
 
 
-@pytest.mark.parametrize("kind", SCHEDULES)
-@pytest.mark.parametrize("topology", [*HIERARCHIES, TORUS, SIX, THREE_PORTS], ids=lambda t: t.name)
-def test_every_round_run_gives_the_same(kind, topology):
-    """`simulate` skips rounds that only repeat, and `collective_seconds` reuses what it knows."""
-    for p, m in ((2, 1e6), (7, 1e6), (12, 0), (24, 1e6), (40, 1e6)):
-        rounds = list(schedule(kind, p, m, topology))
-        arrivals = [sent.arrival.max() for sent in run(rounds, p, topology)]
-        found = simulate(rounds, p, topology)
-        assert found.seconds == pytest.approx(max(arrivals))
-        assert collective_seconds(kind, p, m, topology) == pytest.approx(found.seconds)
-        sent = sum(np.bincount(x.source, minlength=p) * x.message_bytes for x in rounds)
-        np.testing.assert_allclose(found.sent_bytes, sent)
-        assert found.rounds == len(rounds)
+TWO = Topology("two", H100, (Level("near", 2, 1.0, 10.0), Level("far", 2, 5.0, 2.0)), 1.0, gap=1e-9)
 
 
-def test_on_one_node_a_hierarchical_allreduce_is_a_ring():
-    """To the last bit, so that neither is ever the faster one."""
-    for p in range(2, 9):
-        for m in np.logspace(3, 9, 7):
-            ring, nodes = (
-                collective_seconds(f"{kind}-allreduce", p, float(m), preset("dgx-h100"))
-                for kind in ("ring", "hierarchical")
-            )
-            assert ring == nodes
+# ------------------------------------------------------- against what the library itself says
+
+
+def nccl_latency(kind: str, p: int, g: int, protocol: Protocol) -> float:
+    """NCCL's formula for an Allreduce's latency, as in its src/graph/tuning.cc."""
+    nodes = -(-p // g)
+    near = protocol.alone if nodes == 1 else protocol.near
+    if kind == "tree-allreduce":
+        return protocol.launch + 2 * ((p // nodes - 1) * near + int(np.log2(nodes)) * protocol.far)
+    steps, crossing = 2 * (p - 1), 2 * nodes if nodes > 1 else 0
+    return protocol.launch + (steps - crossing) * near + crossing * protocol.far
+
+
+@pytest.mark.parametrize("protocols", [NCCL_2_28, NCCL_2_8], ids=["2.28", "2.8"])
+@pytest.mark.parametrize("kind", ["ring-allreduce", "tree-allreduce"])
+def test_latencies_are_those_of_nccls_own_formula(kind, protocols):
+    """The simulation knows rounds, dependencies and hops; NCCL's formula, steps: they agree."""
+    for protocol in protocols:
+        if protocol.algorithm != kind.removesuffix("-allreduce"):
+            continue
+        alone = replace(DGX, protocols=(protocol,))
+        for p in (2, 8, 16, 24, 64, 128):
+            found = collective_seconds(kind, p, 0, alone)
+            assert found == pytest.approx(nccl_latency(kind, p, 8, protocol)), (protocol, p)
+
+
+def test_what_nccl_printed_that_it_expected():
+    """24 H100s, 128 bytes, a tree with LL: 25.214764 µs (github.com/NVIDIA/nccl/issues/1453)."""
+    expected, found = 25.214764e-6, collective_seconds("tree-allreduce", 24, 128, DGX)
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_large_messages_move_what_a_ring_moves():
+    """NCCL's authors: 370 GB/s of "bus bandwidth" in a node, 48 GB/s a card between nodes."""
+    for p, rate in ((8, 370e9), (16, 370e9)):
+        seconds = collective_seconds("ring-allreduce", p, 2**34, DGX)
+        assert 2 * (p - 1) / p * 2**34 / seconds == pytest.approx(rate, rel=0.01)
+    # A ring of permutes leaves each node by one card, which is all that it has.
+    seconds = collective_seconds("ring", 16, 2**30, DGX)
+    assert 15 * 2**30 / seconds == pytest.approx(48e9, rel=0.01)
+
+
+OBSERVED = json.loads((Path(__file__).parent / "data" / "observed_collectives.json").read_text())
+
+
+@pytest.mark.parametrize("seen", OBSERVED, ids=lambda x: f"{x['machine']}-{x['kind']}-{x['bytes']}")
+def test_what_others_measured(seen):
+    """Within a fifth in a node of Hopper, a quarter at most; elsewhere, too small by half.
+
+    Nothing here was fitted, but for the launch of a kernel, to the first of the one-shot rows.
+    """
+    found = collective_seconds(seen["kind"], seen["devices"], seen["bytes"], DGX)
+    low, high = (0.78, 1.21) if seen["fast"] else (0.4, 0.55)
+    assert low <= found / (seen["microseconds"] * 1e-6) <= high
+    times = [
+        collective_seconds(seen["kind"], seen["devices"], seen["bytes"], corner(DGX))
+        for corner in CORNERS.values()
+    ]
+    assert min(times) < 1.25 * seen["microseconds"] * 1e-6
+    assert max(times) > 0.83 * seen["microseconds"] * 1e-6
+
+
+# ----------------------------------------------------------------- the algorithms themselves
 
 
 @pytest.mark.parametrize("p", [*range(1, 18), 24, 31, 32])
-@pytest.mark.parametrize("kind", ["ring", "round-trip", "all-gather"])
+@pytest.mark.parametrize("kind", ["ring", "round-trip", "ring-gather"])
 def test_what_is_passed_on_visits_everybody(kind, p):
     held = [i for i in range(p)]
     seen = [{i} for i in range(p)]
-    for this in schedule(kind, p, 1, preset("dgx-h100")):
+    for this in schedule(kind, p, 1, 8):
         before = list(held)
         for a, b in zip(this.source, this.target, strict=True):
             held[b] = before[a]
@@ -176,65 +149,132 @@ def test_what_is_passed_on_visits_everybody(kind, p):
 
 
 @pytest.mark.parametrize("p", [*range(1, 18), 24, 31, 32])
-@pytest.mark.parametrize("kind", [kind for kind in SCHEDULES if "reduce" in kind or "fly" in kind])
+@pytest.mark.parametrize("kind", ["ring-allreduce", "tree-allreduce", "butterfly"])
 def test_an_allreduce_sums_everything_once(kind, p):
-    """Simulated on sets of who has contributed to each part of what is reduced.
+    """On sets of who has contributed to each part: what arrives is added, or is the result.
 
-    What arrives is added, or is the result and takes the place of what was there. In rings of g
-    devices, with g parts, device i sends part i − r in the r-th round; before and after the tree
-    between the nodes, that is the part which it has whole.
+    A ring has p parts, of which device i sends part i − r in round r. A tree has two, a tree each:
+    in a node, messages carry both; between nodes, the first half of a round is the first tree's.
     """
-    g = p if kind == "ring-allreduce" else min(p, 8) if kind.startswith("hier") else 1
-    g = 1 if p % g else g
-    held, ring_round = [[{i}] * g for i in range(p)], 0
-    for this in schedule(kind, p, 1.0, preset("dgx-h100")):
-        assert this.message_bytes == 1 / g
-        before = [list(parts) for parts in held]
+    parts = {"ring-allreduce": p, "tree-allreduce": 2, "butterfly": 1}[kind]
+    held = [[{i} for _ in range(parts)] for i in range(p)]
+    for r, this in enumerate(schedule(kind, p, 1.0, 8)):
+        before = [[set(part) for part in device] for device in held]
+        messages = list(zip(this.source.tolist(), this.target.tolist(), strict=True))
+        for n, (a, b) in enumerate(messages):
+            if kind == "ring-allreduce":
+                which = [(a - r) % p]
+            elif this.message_bytes == 0.5:
+                which = [int(n >= len(messages) // 2)]
+            else:
+                which = range(parts)
+            for part in which:
+                mine, theirs = held[b][part], before[a][part]
+                assert not mine & theirs or mine <= theirs  # nothing counts twice
+                held[b][part] = mine | theirs
+    assert held == [[set(range(p))] * parts] * p
+
+
+@pytest.mark.parametrize("p", [*range(1, 18), 24, 31, 32])
+def test_a_doubling_gather_collects_everything_once_and_a_halving_scatter_is_its_reverse(p):
+    held = [[i] for i in range(p)]
+    rounds = list(schedule("doubling-gather", p, 1.0))
+    for this in rounds:
+        before = [list(x) for x in held]
         for a, b in zip(this.source.tolist(), this.target.tolist(), strict=True):
-            part = (a - ring_round) % g
-            mine, theirs = before[b][part], before[a][part]
-            assert not mine & theirs or mine <= theirs  # nothing counts twice
-            held[b][part] = mine | theirs
-        ring_round += int((this.source // g == this.target // g).all())
-    assert held == [[set(range(p))] * g] * p
+            held[b] += before[a][: int(this.message_bytes)]
+    assert held == [[(i + k) % p for k in range(p)] for i in range(p)]
+    back = list(schedule("halving-scatter", p, float(p)))
+    for there, here in zip(reversed(rounds), back, strict=True):
+        assert (there.source == here.target).all() and (there.target == here.source).all()
+        assert there.message_bytes == here.message_bytes
+
+
+@pytest.mark.parametrize("kind", ["all-to-all", "one-shot"])
+@pytest.mark.parametrize("p", [1, 2, 5, 8, 24])
+def test_everybody_sends_to_everybody_else(kind, p):
+    pairs = [x for r in schedule(kind, p, 1.0) for x in zip(r.source, r.target, strict=True)]
+    assert sorted(pairs) == [(a, b) for a in range(p) for b in range(p) if a != b]
+
+
+def test_bytes_and_rounds():
+    """What the textbooks have, for 24 devices on three nodes, of a message of 2,400 bytes."""
+    for kind, rounds, sent in (
+        ("ring-allreduce", 46, 2 * 23 / 24 * 2400),
+        ("tree-allreduce", 16, 2400 + 3 * 1200),  # in a node; as a root, to two; as a leaf
+        ("butterfly", 6, 5 * 2400),  # 16 swap in four rounds, 8 hand in and get back
+        ("hierarchical-allreduce", 9, 2 * 7 / 8 * 2400 + 2 * 300),
+        ("ring-gather", 23, 23 * 2400),
+        ("doubling-gather", 5, 23 * 2400),
+        ("ring-scatter", 23, 23 / 24 * 2400),
+        ("halving-scatter", 5, 23 / 24 * 2400),
+        ("all-to-all", 23, 23 / 24 * 2400),
+        ("one-shot", 23, 23 * 2400),
+        ("in-switch", 2, 25 / 24 * 2400),
+        ("ring", 23, 23 * 2400),
+        ("round-trip", 24, 24 * 2400),
+    ):
+        assert collective_rounds(kind, 24, 8) == rounds, kind
+        assert collective_sent_bytes(kind, 24, 2400, 8) == pytest.approx(sent), kind
 
 
 def test_a_ring_by_hand():
-    """Four devices on two nodes: the slow link between the nodes times every step."""
-    two = Topology("two", H100, (Level("near", 2, 1.0, 10.0), Level("far", 2, 5.0, 2.0)), 1.0)
-    found = simulate(schedule("ring", 4, 20.0, two), 4, two)
-    assert found.seconds == 3 * (5.0 + 20.0 / 2.0)
-    assert found.rounds == 3
-    assert found.sent_bytes.tolist() == [60.0] * 4
+    """Four devices on two nodes: the slow link is busy all the time, and its latency counts once.
+
+    Three messages of 10 s each leave node 0 one after the other, and the last takes 5 s more.
+    """
+    for pipelined in (True, False):
+        found = simulate(schedule("ring", 4, 20.0), 4, TWO, pipelined=pipelined)
+        assert found == 3 * (20.0 / 2.0) + 5.0
+
+
+def test_a_ring_of_nothing_takes_the_latencies_on_its_way():
+    """Of seven hops in a ring of four on two nodes, four cross: 4 · 5 + 3 · 1."""
+    assert simulate(around(4, 0.0, 7), 4, TWO) == 4 * 5.0 + 3 * 1.0
 
 
 def test_a_tree_by_hand():
-    """Up: 1 → 0 and 3 → 2 near, 2 → 0 far; and the same down."""
-    two = Topology("two", H100, (Level("near", 2, 1.0, 10.0), Level("far", 2, 5.0, 2.0)), 1.0)
-    rounds = list(schedule("tree-allreduce", 4, 20.0, two))
+    """In each node 1 → 0, then one node's first device to the other's, and the same down.
+
+    Two trees with half of the message each, so that both nodes send and receive 10 bytes, for
+    which the slow link takes 5 s. What comes in is handed on at once: 1 + 5 + 5 + 1 s until the
+    first byte is there, and those 5 s until the last.
+    """
+    rounds = list(schedule("tree-allreduce", 4, 20.0, 2))
     sent = [[(int(a), int(b)) for a, b in zip(r.source, r.target, strict=True)] for r in rounds]
-    assert sent == [[(1, 0), (3, 2)], [(2, 0)], [(0, 2)], [(0, 1), (2, 3)]]
-    assert simulate(rounds, 4, two).seconds == 2 * (3.0 + 15.0)
+    assert sent == [[(1, 0), (3, 2)], [(2, 0), (0, 2)], [(0, 2), (2, 0)], [(0, 1), (2, 3)]]
+    assert [r.message_bytes for r in rounds] == [20.0, 10.0, 10.0, 20.0]
+    assert simulate(rounds, 4, TWO) == 1.0 + 5.0 + 5.0 + 1.0 + 5.0
+    # A round at a time, the bytes of every round add up.
+    assert simulate(rounds, 4, TWO, pipelined=False) == 2 * (3.0 + 10.0)
 
 
-def test_devices_wait_only_for_their_partners():
-    """A fast pair is done while a slow one is not; what follows on the fast pair waits for none."""
-    two = Topology("two", H100, (Level("near", 2, 1.0, 10.0), Level("far", 4, 5.0, 1.0)), 1.0)
+def test_devices_wait_only_for_what_they_need():
+    """A fast pair is done while a slow one is not; a sender is free when its bytes are out."""
+    two = replace(TWO, levels=(TWO.levels[0], Level("far", 4, 5.0, 1.0)))
     fast = Round(np.array([0]), np.array([1]), 10.0)
     slow = Round(np.array([2]), np.array([4]), 10.0)
-    assert simulate([slow], 8, two).seconds == 15.0
-    assert simulate([slow, fast, fast], 8, two).seconds == 15.0
-    assert simulate([slow, fast, Round(np.array([1]), np.array([2]), 10.0)], 8, two).seconds == 30.0
+    assert simulate([slow], 8, two) == 15.0
+    assert simulate([slow, fast, fast], 8, two) == 15.0
+    # 2 sends again at 10, when its link is free, and not at 15, when the first has arrived.
+    assert simulate([slow, slow], 8, two) == 25.0
+    # 4 needs what came at 15; handed on as it comes, it is there 1 s after.
+    on = Round(np.array([4]), np.array([5]), 10.0)
+    assert simulate([slow, on], 8, two) == 15.0 + 1.0
+    assert simulate([slow, on], 8, two, pipelined=False) == 15.0 + 2.0
 
 
-def test_a_wait_is_passed_on_before_repeated_rounds_are_skipped():
-    """Device 1 is late; what 1 → 2 → 3 send twice reaches 3 late only the second time."""
-    one = Topology("one", H100, (Level("link", 4, 1.0, 10.0),), 1.0)
-    late = Round(np.array([0]), np.array([1]), 100.0)  # until 11
-    chain = Round(np.array([1, 2]), np.array([2, 3]), 10.0)  # 2 s; the second, until 15
-    last = Round(np.array([3]), np.array([0]), 10.0)
-    assert simulate([late, chain, chain, last], 4, one).seconds == 17.0
-    assert simulate([late, *[chain] * 50, last], 4, one).seconds == 11.0 + 50 * 2 + 2
+def test_messages_to_many_leave_one_after_the_other():
+    """On a switch a device has one link; on a mesh, one to each. `gap` is the least between two."""
+    for wiring, byte_seconds, gap, seconds in (
+        ("switch", 0.1, 1e-9, 1.0 + 3 * 1.0),
+        ("mesh", 0.1, 1e-9, 1.0 + 1.0),
+        ("switch", 1e-9, 0.5, 1.0 + 2 * 0.5),
+    ):
+        levels = (Level("l", 4, 1.0, 1 / byte_seconds, wiring=wiring),)
+        topology = Topology("t", H100, levels, 1.0, gap=gap)
+        found = simulate(schedule("one-shot", 4, 10.0), 4, topology)
+        assert found == pytest.approx(seconds)
 
 
 def test_links_are_shared():
@@ -279,15 +319,11 @@ def test_torus_hops():
     assert shared.tolist() == [2.0 + 2.0, 2.0 + 2.0]
 
 
-def test_thousands_of_devices():
-    """4,096 devices: 12 rounds of a butterfly, 8,190 of a ring's Allreduce."""
-    topology = preset("dgx-h100")
-    for kind, rounds in (("butterfly", 12), ("tree-allreduce", 24), ("ring-allreduce", 8190)):
-        found = simulate(schedule(kind, 4096, 8320.0, topology), 4096, topology)
-        seconds, *_ = FORMULAS[kind](Formulas(4096, 8320.0, topology))
-        assert found.rounds == rounds == collective_rounds(kind, 4096, topology.node_size)
-        assert found.seconds == pytest.approx(seconds)
-        assert collective_seconds(kind, 4096, 8320.0, topology) == pytest.approx(seconds)
+def test_hundreds_of_devices():
+    """512: 9 rounds of a butterfly, 1,022 of a ring's Allreduce."""
+    for kind, rounds in (("butterfly", 9), ("tree-allreduce", 26), ("ring-allreduce", 1022)):
+        assert simulate(schedule(kind, 512, 8320.0, 8), 512, DGX) > 0
+        assert rounds == collective_rounds(kind, 512, 8)
 
 
 @given(
@@ -304,19 +340,10 @@ def test_monotone(kind, p, message_bytes, factor, name):
     def seconds(topology, message_bytes):
         return collective_seconds(kind, p, message_bytes, topology)
 
-    def with_levels(**scale):
-        return replace(
-            topology,
-            levels=tuple(
-                replace(x, **{k: getattr(x, k) * f for k, f in scale.items()})
-                for x in topology.levels
-            ),
-        )
-
     base = seconds(topology, message_bytes) * (1 - 1e-12)
     assert seconds(topology, message_bytes * factor) >= base
-    assert seconds(with_levels(latency=factor), message_bytes) >= base
-    assert seconds(with_levels(bandwidth=1 / factor), message_bytes) >= base
+    assert seconds(topology.scaled(latency=factor), message_bytes) >= base
+    assert seconds(topology.scaled(bandwidth=1 / factor), message_bytes) >= base
 
 
 @given(
@@ -337,6 +364,8 @@ def test_dimensions(kind, p, message_bytes, unit):
     )
     in_other_seconds = replace(
         THREE_LEVELS,
+        launch=THREE_LEVELS.launch * unit,
+        gap=THREE_LEVELS.gap * unit,
         levels=tuple(
             replace(x, bandwidth=x.bandwidth / unit, latency=x.latency * unit)
             for x in THREE_LEVELS.levels
@@ -356,14 +385,14 @@ def test_bad_input():
     with pytest.raises(ValueError, match=r"topology: expected one of dgx-h100, .*, got 'dgx'"):
         preset("dgx")
     with pytest.raises(ValueError, match=r"kind: expected one of ring, .* got 'star'"):
-        schedule("star", 4, 1.0, topology)
+        schedule("star", 4, 1.0)
     with pytest.raises(ValueError, match=r"kind: expected one of ring, .* got 'star'"):
         collective_seconds("star", 4, 1.0, topology)
     for p, error in ((0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)):
         with pytest.raises(error, match="p: "):
             collective_seconds("ring", p, 1.0, topology)
         with pytest.raises(error, match="p: "):
-            schedule("ring", p, 1.0, topology)
+            schedule("ring", p, 1.0)
     with pytest.raises(ValueError, match="at most 4096 devices, got 5000"):
         simulate([], 5000, topology)
     for field, value in (

@@ -1,13 +1,13 @@
 """How long collectives take on a topology, simulated.
 
-Each device has a clock. A message starts when both its ends have finished their rounds before; it
-takes its latency, once for every hop, and the time of its most loaded link, on which the messages
-of a round share the bandwidth; then both clocks stand at its arrival. Devices without a message
-in a round wait for nobody. This is the α-β model, as Thakur, Rabenseifner and Gropp (2005,
-"Optimization of collective communication operations in MPICH", §3-4) use it for links of one
-kind. Launch costs are not included, but in `merge_seconds`.
+A message starts when its sender has what it is to send, and when its links are free. It keeps
+them for as long as its bytes take, and is there a latency later, one for every hop: a device may
+send the next message while the last one travels. Messages of one round that share a link share
+its bandwidth. This is the α-β model, as in Thakur, Rabenseifner and Gropp (2005, "Optimization of
+collective communication operations in MPICH"), with data dependencies where they assume rounds.
 
-`treeattn.cost.schedules` has the rounds of each algorithm.
+A collective that the library runs is pipelined: a device hands on the first bytes before the last
+have come. One that JAX writes as permutes is not, and pays a launch for each round.
 """
 
 import functools
@@ -18,21 +18,21 @@ from typing import NamedTuple
 import numpy as np
 
 from treeattn.cost.formulas import Number
-from treeattn.cost.schedules import Round, repeated, rounds_of, schedule
+from treeattn.cost.schedules import Round, schedule
 from treeattn.cost.topology import Topology
 
-
-class Simulated(NamedTuple):
-    """What a simulation found.
-
-    seconds:    when the last device has finished
-    rounds:     that were run
-    sent_bytes: (p,) by each device
-    """
-
-    seconds: float
-    rounds: int
-    sent_bytes: np.ndarray
+# Collectives of which a library has several algorithms, and takes the fastest.
+CHOICES = {
+    "allreduce": ("ring-allreduce", "tree-allreduce"),
+    "all-gather": ("ring-gather", "doubling-gather"),
+    "reduce-scatter": ("ring-scatter", "halving-scatter"),
+}
+# What JAX writes as a permute a round, each a launch of its own.
+PERMUTES = ("ring", "round-trip", "butterfly")
+ALGORITHMS = dict.fromkeys(("one-shot", "in-switch"), "direct")
+ALGORITHMS |= dict.fromkeys(("tree-allreduce", "hierarchical-allreduce"), "tree")
+# What the library runs as several rings or trees at once, each leaving a node by another card.
+CHANNELS = ("ring-allreduce", "tree-allreduce", "ring-gather", "ring-scatter")
 
 
 class Sent(NamedTuple):
@@ -43,73 +43,61 @@ class Sent(NamedTuple):
     arrival: np.ndarray
 
 
-def run(rounds: Iterable[Round], p: int, topology: Topology) -> Iterator[Sent]:
+def run(
+    rounds: Iterable[Round], p: int, topology: Topology, *, pipelined: bool = True
+) -> Iterator[Sent]:
     """Run the rounds on the first p devices of the topology, all of which start at 0.
 
     Raises ValueError when the topology has fewer devices.
     """
     topology.check_devices(p)
-    clock = np.zeros(p)
-    for this in rounds:
-        duration = message_seconds(this, topology)
-        start = _send(clock, this, duration)
-        yield Sent(this, start, start + duration)
+    first, last, free, loads = np.zeros(p), np.zeros(p), np.zeros(_link_count(topology, p)), {}
+    for this in list(rounds):  # all of them are kept: a round is known by its identity
+        latency, seconds, message, link = loads.get(id(this)) or _load(this, topology)
+        loads[id(this)] = latency, seconds, message, link
+        start = np.zeros(len(seconds)) if this.own else (first if pipelined else last)[this.source]
+        np.maximum.at(start, message, free[link])
+        end = start + seconds
+        if not this.own:
+            end = np.maximum(end, last[this.source])
+        np.maximum.at(free, link, np.maximum(end, start + topology.gap)[message])
+        np.maximum.at(first, this.target, start + latency)
+        np.maximum.at(last, this.target, end + latency)
+        yield Sent(this, start, end + latency)
 
 
-def simulate(rounds: Iterable[Round], p: int, topology: Topology) -> Simulated:
-    """What `run` comes to: when all is done, how many rounds that took, and who sent how much."""
-    topology.check_devices(p)
-    timed = ((*group, message_seconds(group[0], topology)) for group in repeated(rounds))
-    return _simulate(timed, p)
+def simulate(
+    rounds: Iterable[Round], p: int, topology: Topology, *, pipelined: bool = True
+) -> float:
+    """What `run` comes to: seconds until the last device has all that it gets."""
+    sent = run(rounds, p, topology, pipelined=pipelined)
+    return max((float(x.arrival.max()) for x in sent), default=0.0)
 
 
-def _simulate(timed: Iterable[tuple[Round, int, np.ndarray]], p: int) -> Simulated:
-    """For rounds, how often in a row each is run, and the seconds (messages,) of its messages."""
-    clock, sent, count = np.zeros(p), np.zeros(p), 0
-    for this, times, duration in timed:
-        ends = np.concatenate([this.source, this.target])
-        for left in reversed(range(times)):
-            before = clock[ends]
-            _send(clock, this, duration)
-            if left and np.ptp(clock[ends] - before) <= 1e-9 * duration.max():
-                # All clocks moved alike, by the longest message: so they will every time.
-                clock[np.unique(ends)] += left * duration.max()
-                break
-        sent += times * this.message_bytes * np.bincount(this.source, minlength=p)
-        count += times
-    return Simulated(float(clock.max()), count, sent)
+def _link_count(topology: Topology, p: int) -> int:
+    """More than the largest number that `_load` gives a link."""
+    widest = max(x.size if x.wiring == "mesh" else 6 for x in topology.levels)
+    return 2 * len(topology.levels) * widest * max(p, topology.levels[0].size)
 
 
-def _send(clock: np.ndarray, this: Round, duration: np.ndarray) -> np.ndarray:
-    """Run a round: sets the clocks (p,) of those that take part; returns the starts (messages,)."""
-    start = np.maximum(clock[this.source], clock[this.target])
-    np.maximum.at(clock, this.source, start + duration)
-    np.maximum.at(clock, this.target, start + duration)
-    return start
-
-
-def message_seconds(this: Round, topology: Topology) -> np.ndarray:
-    """Seconds of each message of a round, from when both of its ends are ready. (messages,)"""
-    latency, byte_seconds = _link_seconds(this, topology)
-    return latency + this.message_bytes * byte_seconds
-
-
-def _link_seconds(this: Round, topology: Topology) -> tuple[np.ndarray, np.ndarray]:
-    """What each message waits, and what each of its bytes takes. Two of (messages,)"""
+def _load(this: Round, topology: Topology) -> tuple[np.ndarray, ...]:
+    """Latencies and seconds of the messages, and (message, link) for every link that one uses."""
     level = topology.level_of(this.source, this.target)
-    latency, byte_seconds = np.zeros(len(level)), np.zeros(len(level))
+    latency, seconds = np.zeros(len(level)), np.zeros(len(level))
+    pairs = [np.zeros((2, 0), int)]
     for i, links in enumerate(topology.levels):
         (here,) = np.nonzero(level == i)
         if not len(here):
             continue
         message, used = _links(this.source[here], this.target[here], i, topology)
-        _, used = np.unique(used, return_inverse=True)
+        _, number = np.unique(used, return_inverse=True)
         busiest = np.zeros(len(here), int)
-        np.maximum.at(busiest, message, np.bincount(used)[used])
+        np.maximum.at(busiest, message, np.bincount(number)[number])
         hops = np.bincount(message, minlength=len(here)) if isinstance(links.wiring, tuple) else 1
         latency[here] = links.latency * hops
-        byte_seconds[here] = busiest / links.bandwidth
-    return latency, byte_seconds
+        seconds[here] = busiest * this.message_bytes / links.bandwidth
+        pairs.append(np.stack([here[message], used * len(topology.levels) + i]))
+    return latency, seconds, *np.concatenate(pairs, axis=1)
 
 
 def _links(source, target, i: int, topology: Topology) -> tuple[np.ndarray, np.ndarray]:
@@ -143,8 +131,7 @@ def _torus_links(source, target, sides: tuple[int, ...]) -> tuple[np.ndarray, np
 def torus_coordinates(device: np.ndarray, sides: tuple[int, ...]) -> np.ndarray:
     """Coordinates (dimensions, devices) along a path on which successive devices are neighbours.
 
-    Each row is walked forth and the next one back. Where all sides are even, the last device is
-    a neighbour of the first one, too.
+    Where all sides are even, the last device is a neighbour of the first one, too.
     """
     coordinates, rest = [], np.asarray(device)
     for axis in range(len(sides)):
@@ -158,69 +145,49 @@ def torus_coordinates(device: np.ndarray, sides: tuple[int, ...]) -> np.ndarray:
 # ------------------------------------------------------------------------- a collective's costs
 
 
+@functools.lru_cache(maxsize=65536, typed=True)
 def collective_seconds(kind: str, p: int, message_bytes: Number, topology: Topology) -> float:
-    """Seconds of one collective on p devices.
+    """Seconds of one collective on p devices, by the fastest protocol, its launches included.
 
-    kind and message_bytes as in `schedules.SCHEDULES`. Raises ValueError for an unknown kind, and
-    when the topology has fewer than p devices.
+    kind and message_bytes as in `schedules.SCHEDULES`; or one of `CHOICES`, for its fastest
+    algorithm. Raises ValueError for an unknown kind, and when the topology has fewer devices.
     """
     topology.check_devices(p)
-    plan = _plan(kind, p, topology)
+    if kind in CHOICES:
+        return min(collective_seconds(k, p, message_bytes, topology) for k in CHOICES[kind])
+    rounds = list(schedule(kind, p, float(message_bytes), topology.node_size))
     if p == 1:
         return 0.0
-    timed = ((this, times, a + message_bytes * b) for this, times, a, b in plan)
-    return _simulate(timed, p).seconds
+    launches = collective_launches(kind, p)
+    return min(
+        launches * spoken.launch + simulate(rounds, p, spoken, pipelined=launches == 1)
+        for spoken in topology.spoken(ALGORITHMS.get(kind, "ring"), p, spread=kind in CHANNELS)
+    )
 
 
-@functools.lru_cache(maxsize=256)
-def _plan(kind: str, p: int, topology: Topology):
-    """The rounds for one byte: (round, times, seconds of latency, seconds a byte of the whole)."""
-    plan = []
-    for this, times in repeated(schedule(kind, p, 1.0, topology)):
-        latency, byte_seconds = _link_seconds(this, topology)
-        plan.append((this, times, latency, this.message_bytes * byte_seconds))
-    return plan
-
-
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=4096)
 def _counts(kind: str, p: int, g: int) -> tuple[int, float]:
     """(rounds, messages that the device that sends most sends)."""
-    timed = (
-        (*group, np.zeros(len(group[0].source))) for group in repeated(rounds_of(kind, p, 1.0, g))
-    )
-    found = _simulate(timed, p)
-    return found.rounds, float(found.sent_bytes.max())
+    sent, count = np.zeros(p), 0
+    for this in schedule(CHOICES.get(kind, (kind,))[0], p, 1.0, g):
+        np.add.at(sent, this.source, this.message_bytes)
+        count += 1
+    return count, float(sent.max())
 
 
 def collective_rounds(kind: str, p: int, g: int = 1) -> int:
-    """Rounds of a collective on p devices, g in a node."""
+    """Rounds of a collective on p devices, g in a node; of one of `CHOICES`, of its ring."""
     return _counts(kind, p, g)[0]
 
 
 def collective_sent_bytes(kind: str, p: int, message_bytes: Number, g: int = 1) -> Number:
-    """Bytes that the device that sends most puts on its links, in a collective on p devices.
+    """Bytes that the device that sends most puts on its links; of one of `CHOICES`, in its ring.
 
-    The ring's Allreduce sends the least that any Allreduce can (v1 eq. 33, v2 eq. 12).
+    A ring's Allreduce sends the least that any can (v1 eq. 33, v2 eq. 12), but for in-switch ones.
     """
     return _counts(kind, p, g)[1] * message_bytes
 
 
 def collective_launches(kind: str, p: int) -> int:
     """Collectives of the program: a collective-permute a round for some, one for the others."""
-    return collective_rounds(kind, p) if kind in ("ring", "round-trip", "butterfly") else 1
-
-
-def merge_seconds(
-    kind: str, p: int, state_bytes: Number, topology: Topology, parts: int = 2
-) -> float:
-    """Seconds to merge states of that size across p devices, launches included.
-
-    kind: "gather", for an all-gather of packed states; "butterfly", a launch for every round; or
-          an Allreduce, of which there are `parts`: 3 as Algorithm 3 writes them, 2 as XLA joins
-          them. The bytes are those of all parts together.
-    """
-    kind, parts = {"gather": ("all-gather", 1), "butterfly": (kind, 1)}.get(kind, (kind, parts))
-    seconds = collective_seconds(kind, p, state_bytes, topology)
-    if parts > 1:
-        seconds += (parts - 1) * collective_seconds(kind, p, 0, topology)
-    return parts * collective_launches(kind, p) * topology.launch + seconds
+    return collective_rounds(kind, p) if kind in PERMUTES else 1

@@ -3,19 +3,19 @@
 from collections.abc import Sequence
 
 from treeattn.cost.formulas import Number
-from treeattn.cost.strategies import Cost
+from treeattn.cost.sharding import Step, family
 
 
-def cost_table(costs: Sequence[Cost]) -> str:
-    """The costs as lines of text: time and its parts, what is sent and held, what limits."""
-    fastest = min(c.seconds for c in costs)
-    rows = [("strategy", "time", "×", "attend", "latency", "links", "sent", "held", "limited by")]
-    for c in costs:
-        time, *parts = map(
-            seconds_text, (c.seconds, c.compute_seconds, c.latency_seconds, c.volume_seconds)
-        )
-        sizes = bytes_text(c.sent_bytes), bytes_text(c.memory_bytes)
-        rows.append((c.strategy, time, f"{c.seconds / fastest:.3g}", *parts, *sizes, c.limit))
+def advice_table(steps: Sequence[Step]) -> str:
+    """The best plan of each family, in the order of the steps: its parts in milliseconds."""
+    rows = [("ms", "step", "weights", "attend", "merge", "Allreduces", "launches", "held", "plan")]
+    best: dict[tuple, Step] = {}
+    for step in steps:
+        best.setdefault((family(step.plan), step.plan.split_weights), step)
+    for (name, _), step in best.items():
+        times = (f"{1e3 * x:.2f}" for x in (step.seconds, *step[1:6]))
+        held = bytes_text(step.memory_bytes)
+        rows.append((name, *times, held, str(step.plan) + ("" if step.fits else ": does not fit")))
     return columns(rows)
 
 

@@ -5,19 +5,22 @@ that neighbours share a node; p of them fill the nodes in order, and the last no
 empty. A message between devices of one node goes over the first level's links, one that leaves
 the node over the next level's, and so on.
 
-Bandwidths are bytes per second in one direction, latencies seconds from the moment both sides
-are ready until the first byte is there. Data sheets give peaks, so a time computed from them is
-a lower bound, and a *ratio* of times is what to look at.
+Bandwidths are bytes per second in one direction, as data sheets print them; latencies, seconds
+until the first byte is there. A `Protocol` is how a library moves messages over the links: what a
+collective costs before its first message and at each hop, and which part of the bandwidth is data.
+These constants are what a library's authors chose or somebody measured: neither bounds nor laws.
+`CORNERS` has other choices of them, to see whether a conclusion depends on the choice.
 """
 
 import math
+import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.resources import files
 
 import numpy as np
 
 from treeattn.cost.formulas import Number, check_count
-
-GB, TB, GIB = 1e9, 1e12, 2**30
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Level:
     latency: Number
     bandwidth: Number
     links: int | None = None
-    wiring: str | tuple[int, ...] = "switch"
+    wiring: str | tuple[int, ...] | list[int] = "switch"
 
     def __post_init__(self):
         check_count("size", self.size)
@@ -68,6 +71,8 @@ class Level:
             check_count("links", self.links)
         for name in ("latency", "bandwidth"):
             check_positive(name, getattr(self, name))
+        if isinstance(self.wiring, list):
+            object.__setattr__(self, "wiring", tuple(self.wiring))
         if isinstance(self.wiring, tuple) and math.prod(self.wiring) != self.size:
             raise ValueError(f"wiring: a torus {self.wiring} does not hold {self.size} units")
         if not isinstance(self.wiring, tuple) and self.wiring not in ("switch", "mesh"):
@@ -77,16 +82,44 @@ class Level:
 
 
 @dataclass(frozen=True)
+class Protocol:
+    """How a library sends: seconds before the first message and at each hop, and what is data.
+
+    algorithm: "tree" for an Allreduce by trees, "ring" for all else that the library runs, or
+               "direct" for a kernel that reads and writes its peers' memory
+    launch:    seconds of a collective before its first message
+    alone:     seconds of a hop within a node, for a collective that stays there
+    near, far: seconds of a hop within a node and between nodes, for one that leaves it
+    shares:    of the bandwidth that carries data, within a node and between nodes
+    """
+
+    name: str
+    algorithm: str
+    launch: Number
+    alone: Number
+    near: Number
+    far: Number
+    shares: tuple[Number, Number]
+
+
+@dataclass(frozen=True)
 class Topology:
     """Devices, and the levels of links between them, innermost first.
 
-    launch: seconds that every collective costs before its first message, however small.
+    launch:    seconds from one kernel to the next, however small it is
+    protocols: of which a collective takes the fastest for its size; without any, the levels' own
+               latencies and bandwidths count
+    reduces:   whether the innermost switch can add up what passes through it
+    gap:       seconds between two messages over a link, at least: NCCL's "arity serialization"
     """
 
     name: str
     device: Device
     levels: tuple[Level, ...]
     launch: Number
+    protocols: tuple[Protocol, ...] = ()
+    reduces: bool = False
+    gap: Number = 0.4e-6
 
     def __post_init__(self):
         check_positive("launch", self.launch)
@@ -95,6 +128,44 @@ class Topology:
         for level in self.levels[1:]:
             if level.wiring != "switch":
                 raise ValueError(f"levels: only the innermost may be a {level.wiring!r}")
+
+    def spoken(self, algorithm: str, p: int, *, spread: bool = False) -> list["Topology"]:
+        """This topology as each protocol for an algorithm makes it, for a collective of p devices.
+
+        The launch is the collective's then, and the links have the protocol's latencies and the
+        share of their bandwidth that is data. spread: whether the collective runs as several rings
+        or trees at once, each leaving the node by another link, so that one has them all.
+        """
+        ports = [1] + [x.links or self.node_size if spread else 1 for x in self.levels[1:]]
+        found = []
+        for x in self.protocols:
+            if x.algorithm != algorithm:
+                continue
+            hops = [x.alone if p <= self.node_size else x.near, x.far]
+            levels = tuple(
+                replace(
+                    level,
+                    latency=hops[min(i, 1)],
+                    bandwidth=level.bandwidth * x.shares[min(i, 1)] * ports[i],
+                )
+                for i, level in enumerate(self.levels)
+            )
+            found.append(replace(self, levels=levels, launch=x.launch, protocols=()))
+        return found or [replace(self, protocols=())]
+
+    def scaled(self, latency: Number = 1.0, bandwidth: Number = 1.0) -> "Topology":
+        """This topology with all launches and latencies, and all links' bandwidths, scaled."""
+        levels = tuple(
+            replace(x, latency=latency * x.latency, bandwidth=bandwidth * x.bandwidth)
+            for x in self.levels
+        )
+        times = ("launch", "alone", "near", "far")
+        protocols = tuple(
+            replace(x, **{name: latency * getattr(x, name) for name in times})
+            for x in self.protocols
+        )
+        launch, gap = latency * self.launch, latency * self.gap
+        return replace(self, levels=levels, launch=launch, gap=gap, protocols=protocols)
 
     @property
     def node_size(self) -> int:
@@ -124,10 +195,6 @@ class Topology:
             level[np.not_equal(a // size, b // size)] = i
         return level
 
-    def step_seconds(self, level: int, message_bytes: Number) -> float:
-        """Time of a message over a link of a level that it has for itself."""
-        return self.levels[level].latency + message_bytes / self.levels[level].bandwidth
-
 
 def check_positive(name: str, value: Number) -> None:
     """Raise unless `value` is a finite number above 0."""
@@ -138,58 +205,45 @@ def check_positive(name: str, value: Number) -> None:
 
 
 # ------------------------------------------------------------------------------- presets
-#
-# Bandwidths, capacities and peak operations are the vendors'. Latencies, no vendor prints: they
-# are the constants by which NVIDIA's NCCL chooses its algorithms (src/graph/tuning.cc; protocol
-# LL, for small messages, in microseconds: a hop takes 0.5 over NVLink, 1.0 over PCIe, 2.7 in a
-# ring or 5.0 in a tree over a network; a collective 3.6 to 4.4 before that). For AMD, TPU and
-# Ethernet they are *assumed*.
 
-_NCCL_LAUNCH = 4.4e-6
-_NVLINK_LATENCY, _PCIE_LATENCY, _NETWORK_LATENCY = 0.5e-6, 1.0e-6, 5.0e-6
+DATA = tomllib.loads(files(__package__).joinpath("presets.toml").read_text(encoding="utf-8"))
+DEVICES = {name: Device(**x) for name, x in DATA["devices"].items()}
+H100, H200, MI300X, RTX4090, TPU_V5P = DEVICES.values()
 
-# NVIDIA H100 Tensor Core GPU data sheet, SXM5: 80 GB, 3.35 TB/s, 989 TFLOPS dense bf16.
-H100 = Device("H100 SXM", 80 * GB, 3.35 * TB, 989e12)
-# NVIDIA H200 Tensor Core GPU data sheet, SXM: 141 GB, 4.8 TB/s; multiplies like an H100.
-H200 = Device("H200 SXM", 141 * GB, 4.8 * TB, 989e12)
-# AMD Instinct MI300X data sheet: 192 GB, 5.3 TB/s, 1307 TFLOPS dense bf16.
-MI300X = Device("MI300X", 192 * GB, 5.3 * TB, 1307e12)
-# NVIDIA Ada GPU architecture white paper, GeForce RTX 4090: 24 GB, 1,008 GB/s, 165 TFLOPS dense
-# bf16 with float32 sums.
-RTX4090 = Device("RTX 4090", 24 * GB, 1.008 * TB, 165e12)
-# Google Cloud documentation, "TPU v5p": 95 GiB, 2,765 GB/s, 459 TFLOPS bf16.
-TPU_V5P = Device("TPU v5p", 95 * GIB, 2.765 * TB, 459e12)
 
-# NVLink 4: 900 GB/s a GPU, both directions together, through NVSwitch (H100 data sheet).
-_NVLINK4 = Level("NVLink 4", 8, _NVLINK_LATENCY, 450 * GB)
-# One ConnectX-7 at 400 Gb/s for each GPU (NVIDIA DGX H100 user guide; v1 §6).
-_NDR = Level("InfiniBand NDR", 512, _NETWORK_LATENCY, 50 * GB)
+def _protocols(table: str, far: Number | None = None) -> tuple[Protocol, ...]:
+    """The protocols of a library's table, in seconds; `far` replaces their hops between nodes."""
+    return tuple(
+        Protocol(*names, 1e-6 * launch, 1e-6 * alone, 1e-6 * near, far or 1e-6 * between, tuple(x))
+        for *names, launch, alone, near, between, x in DATA["protocols"][table]
+    )
 
-# Each pair has a link of 64 GB/s a direction, of which 48 are usable (AMD ROCm blog,
-# "Understanding RCCL bandwidth and xGMI performance on AMD Instinct MI300X"); RoCE at
-# 400 Gb/s a GPU between nodes. Latencies assumed to be NVIDIA's.
-_XGMI = Level("xGMI", 8, _NVLINK_LATENCY, 48 * GB, wiring="mesh")
-_ROCE = Level("RoCE", 512, _NETWORK_LATENCY, 50 * GB)
-# PCI Express 4.0: 16 GT/s on 16 lanes, 128 of 130 bits used. Two cards; more are joined by
-# 10 Gb/s Ethernet, which is an assumption, as is TCP's 30 µs.
-_PCIE4 = Level("PCIe 4.0 x16", 2, _PCIE_LATENCY, 31.5 * GB)
-_GBE_10 = Level("10 GbE", 512, 30e-6, 1.25 * GB, links=1)
-# A slice of 16 x 16 x 16 chips; 1,200 GB/s of links a chip, which is six links, of 100 GB/s a
-# direction ("TPU v5p", Google Cloud documentation). 1 µs a hop is assumed, and below that XLA
-# starts a collective in 1 µs.
-_ICI = Level("ICI", 4096, 1e-6, 100 * GB, wiring=(16, 16, 16))
-# One 100 Gb/s Ethernet port for the eight GPUs of a node to share. TCP's 30 µs is assumed.
-_GBE_100 = Level("100 GbE", 512, 30e-6, 12.5 * GB, links=1)
 
-_ALL = (
-    Topology("dgx-h100", H100, (_NVLINK4, _NDR), _NCCL_LAUNCH),
-    Topology("dgx-h200", H200, (_NVLINK4, _NDR), _NCCL_LAUNCH),
-    Topology("mi300x", MI300X, (_XGMI, _ROCE), _NCCL_LAUNCH),
-    Topology("rtx4090", RTX4090, (_PCIE4, _GBE_10), _NCCL_LAUNCH),
-    Topology("tpu-v5p", TPU_V5P, (_ICI,), 1e-6),
-    Topology("ethernet", H100, (_NVLINK4, _GBE_100), _NCCL_LAUNCH),
-)
-PRESETS = {topology.name: topology for topology in _ALL}
+def _topology(name: str, device: str, levels: list[str], launch: Number, **more) -> Topology:
+    far, table = more.pop("far", None), more.pop("protocols", None)
+    links = tuple(Level(**DATA["levels"][level]) for level in levels)
+    protocols = _protocols(table, far) if table else ()
+    return Topology(name, DEVICES[device], links, launch, protocols, **more)
+
+
+NCCL_2_28, NCCL_2_8 = (_protocols(table) for table in DATA["protocols"])
+PRESETS = {name: _topology(name, **x) for name, x in DATA["topologies"].items()}
+
+# Other choices of the constants. "fused": everything in kernels of one's own, at the 2.3 us that
+# an Allreduce of 8 bytes takes at best (8 H200, github.com/NVIDIA/nccl/issues/1940). "slow":
+# NCCL's latencies times 2.2, as on two DGX A100 (issue 812 there) and two p6-b200 (dstack, 3961).
+CORNERS: dict[str, Callable[[Topology], Topology]] = {
+    "fused": lambda t: replace(
+        t, launch=min(t.launch, 1.7e-6), protocols=tuple(map(_fused, t.protocols))
+    ),
+    "NCCL 2.28": lambda t: t,
+    "NCCL 2.8": lambda t: replace(t, protocols=NCCL_2_8 if t.protocols else ()),
+    "slow": lambda t: t.scaled(latency=2.2),
+}
+
+
+def _fused(x: Protocol) -> Protocol:
+    return replace(x, launch=1.7e-6, alone=0.6e-6, near=0.6e-6, far=min(x.far, 5e-6))
 
 
 def preset(name: str, **changes) -> Topology:

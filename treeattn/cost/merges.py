@@ -1,0 +1,137 @@
+"""Merging the states of a sharded cache: what each way sends, and how long that takes.
+
+Every way ends with the same attention; they differ in who gets it: a sharded output projection
+needs a share of the heads on each device only.
+
+| merge          | collectives of a layer                                         | ends on      |
+|----------------|----------------------------------------------------------------|--------------|
+| tree           | Allreduce of max, of denominators, of numerators (Algorithm 3) | every device |
+| tree-joined    | Allreduce of max, of both sums in one: as XLA compiles for CPU | every device |
+| nodes          | the same two, scattered in each node before they leave it      | every device |
+| butterfly      | packed states to a partner a round, a permute each             | every device |
+| gather         | packed states to everybody                                     | every device |
+| one-shot       | the same in one kernel that reads its peers' memory            | every device |
+| reduce-scatter | Allreduce of max; both sums scattered over the heads           | their owners |
+| ag-rs          | gather q; gather lse; reduce-scatter 16-bit outputs (vLLM)     | their owners |
+| a2a            | gather q; all-to-all of 16-bit outputs with lse (vLLM, SGLang) | their owners |
+| helix          | all-to-all of 16-bit outputs and two statistics (TensorRT-LLM) | their owners |
+| sglang         | gather q; gather lse; Allreduce of 16-bit outputs              | every device |
+
+Sources: vLLM `vllm/v1/attention/ops/common.py` and `dcp_alltoall.py`; SGLang
+`python/sglang/srt/layers/dcp/comm.py`; Helix, arXiv 2507.07120, whose devices all project all
+queries, so that none are gathered. All of them keep an output in 16 bits and lse in 32.
+"""
+
+from typing import NamedTuple
+
+from treeattn.cost.formulas import Number, Workload, numel_state
+from treeattn.cost.network import (
+    collective_launches,
+    collective_rounds,
+    collective_seconds,
+    collective_sent_bytes,
+)
+from treeattn.cost.topology import Topology
+
+
+class Message(NamedTuple):
+    """`times` collectives of one kind; message_bytes as `schedules.SCHEDULES` counts them."""
+
+    kind: str
+    message_bytes: Number
+    times: int = 1
+
+
+MERGES = (
+    "tree", "tree-joined", "nodes", "butterfly", "gather", "one-shot", "reduce-scatter", "ag-rs",
+    "a2a", "helix", "sglang",
+)  # fmt: skip
+# Those that leave each device with its share of the heads.
+SCATTERING = ("reduce-scatter", "ag-rs", "a2a", "helix")
+
+
+def merge_messages(
+    merge: str, w: Workload, p: int, *, gather_queries: bool = True
+) -> list[Message]:
+    """The collectives of one layer that merge the states (float32, or float64) of p devices.
+
+    gather_queries: whether merges that gather queries pay for it; else they are everywhere.
+
+    Raises ValueError for another merge than those of `MERGES`.
+    """
+    if merge not in MERGES:
+        raise ValueError(f"merge: expected one of {', '.join(MERGES)}, got {merge!r}")
+    if p == 1:
+        return []
+    rows = w.batch * w.queries * w.heads  # one for each query of each head
+    lse, out = rows * state_bytes(w), rows * w.head_dim * w.dtype_bytes
+    state = numel_state(w) * state_bytes(w)
+    gather = [Message("all-gather", out / p)] if gather_queries else []
+    return {
+        "tree": [Message("allreduce", lse, 2), Message("allreduce", state - 2 * lse)],
+        "tree-joined": [Message("allreduce", lse), Message("allreduce", state - lse)],
+        "nodes": [Message("hierarchical-allreduce", x) for x in (lse, state - lse)],
+        "butterfly": [Message("butterfly", state)],
+        "gather": [Message("all-gather", state)],
+        "one-shot": [Message("one-shot", state)],
+        "reduce-scatter": [Message("allreduce", lse), Message("reduce-scatter", state - lse)],
+        "ag-rs": [*gather, Message("all-gather", lse), Message("reduce-scatter", out)],
+        "a2a": [*gather, Message("all-to-all", out + lse)],
+        "helix": [Message("all-to-all", out + 2 * lse)],
+        "sglang": [*gather, Message("all-gather", lse), Message("allreduce", out)],
+    }[merge]
+
+
+class Traffic(NamedTuple):
+    """What some collectives of one layer come to.
+
+    collectives:   that the program runs
+    rounds:        of messages that they take
+    operand_bytes: that a device puts into them: what the compiled program shows
+    sent_bytes:    that the busiest device puts on its links
+    latency:       seconds that they would take without any bytes, launches included
+    volume:        seconds that the bytes add
+    """
+
+    collectives: int = 0
+    rounds: int = 0
+    operand_bytes: Number = 0
+    sent_bytes: Number = 0
+    latency: Number = 0.0
+    volume: Number = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Latency and volume."""
+        return self.latency + self.volume
+
+
+def traffic(messages: list[Message], p: int, topology: Topology) -> Traffic:
+    """What the messages come to on the first p devices of a topology."""
+    g, total = topology.node_size, Traffic()
+    for kind, size, times in messages:
+        launches = collective_launches(kind, p)
+        empty = collective_seconds(kind, p, 0, topology)
+        once = (
+            launches,
+            collective_rounds(kind, p, g),
+            launches * size,
+            collective_sent_bytes(kind, p, size, g),
+            empty,
+            collective_seconds(kind, p, size, topology) - empty,
+        )
+        total = Traffic(*(a + times * b for a, b in zip(total, once, strict=True)))
+    return total
+
+
+def merge_seconds(
+    merge: str, w: Workload, p: int, topology: Topology, *, gather_queries: bool = True
+) -> float:
+    """Seconds to merge one layer's states across p devices."""
+    messages = merge_messages(merge, w, p, gather_queries=gather_queries)
+    return traffic(messages, p, topology).seconds
+
+
+def state_bytes(w: Workload) -> int:
+    """Bytes of an element of a state: it is accumulated in float32 at least."""
+    return max(4, w.dtype_bytes)

@@ -1,0 +1,177 @@
+"""How should a cache be sharded? A whole decode step of a model, by every way to split its work.
+
+A plan splits p devices into groups with a share of the batch each; a group splits the key heads,
+and what is left of it splits each head's sequence, whose states are merged. The weights are split
+over the group (tensor parallelism), or every device has them all, as in the papers' programs.
+Heads alone are tensor parallelism: beyond the key heads, keys are on several devices. Heads and
+sequence are Helix, and vLLM's and SGLang's decode context parallelism.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from treeattn.cost.formulas import DTYPE_BYTES, Number, Workload, numel_kv
+from treeattn.cost.merges import MERGES, SCATTERING, Message, merge_messages, traffic
+from treeattn.cost.network import collective_seconds
+from treeattn.cost.strategies import attend_seconds
+from treeattn.cost.topology import DATA, Topology
+
+KERNELS = 7  # a layer: norm, projections, rotary and append, output, norm, gate and up, down
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes of a Llama: what a step of it reads."""
+
+    name: str
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    vocabulary: int
+    head_dim: int = 128
+
+    @property
+    def layer(self) -> tuple[int, int]:
+        """Weights of a layer: to queries, keys and values; the output's and the feed-forward's."""
+        projected = self.head_dim * (self.heads + 2 * self.kv_heads)
+        return self.width * projected, self.width * (self.heads * self.head_dim + 3 * self.hidden)
+
+    @property
+    def weights(self) -> int:
+        """Weights that a step reads: all layers' and the last projection's."""
+        return self.layers * sum(self.layer) + self.vocabulary * self.width
+
+
+MODELS = {name: Model(name, **sizes) for name, sizes in DATA["models"].items()}
+
+
+class Plan(NamedTuple):
+    """Shares of the batch, of the heads, of the sequence; the merge; whether weights are split."""
+
+    batch: int
+    heads: int
+    sequence: int
+    merge: str | None
+    split_weights: bool
+
+    def __str__(self) -> str:
+        parts = [f"{n}× {what}" for what, n in zip(self._fields, self[:3], strict=False) if n > 1]
+        text = " · ".join(parts) or "one device"
+        text += f", {self.merge}" if self.merge else ""
+        return text + ("" if self.split_weights else ", weights everywhere")
+
+
+class Step(NamedTuple):
+    """Seconds of a decode step by what they are for, and the bytes that a device holds."""
+
+    plan: Plan
+    weights: float
+    attend: float
+    merge: float
+    projections: float
+    launches: float
+    memory_bytes: Number
+    fits: bool
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return sum(self[1:6])
+
+
+def step_cost(
+    model: Model, plan: Plan, batch: int, context: int, topology: Topology, dtype="bfloat16"
+) -> Step:
+    """A decode step of `batch` sequences of `context` tokens each, by a plan.
+
+    The devices of a sequence are neighbours, then those of the heads, then those of the batch.
+    """
+    b, group = -(-batch // plan.batch), plan.heads * plan.sequence
+    w = Workload(
+        context, b, max(1, model.heads // plan.heads), max(1, model.kv_heads // plan.heads),
+        model.head_dim, dtype=dtype,
+    )  # fmt: skip
+    share = group if plan.split_weights else 1
+    # Helix projects all queries of its heads on every device: nothing to gather, more to read.
+    own = plan.heads if plan.merge == "helix" else share
+    held = model.layers * (model.layer[0] / own + model.layer[1] / share)
+    held = DTYPE_BYTES[dtype] * (held + model.vocabulary * model.width / share)
+    memory, flops = topology.device.memory_bandwidth, topology.device.flops
+    weights = max(held / memory, 2 * b * held / DTYPE_BYTES[dtype] / flops)
+
+    messages = []
+    if plan.merge:
+        messages = merge_messages(plan.merge, w, plan.sequence, gather_queries=False)
+        if plan.split_weights and plan.merge != "helix":
+            size = b * w.d * w.dtype_bytes / plan.sequence
+            messages = [Message("all-gather", size), *messages]
+    merge = traffic(messages, plan.sequence, topology).seconds
+    projections = 0.0
+    if plan.split_weights and group > 1:
+        size = b * model.width * w.dtype_bytes
+        projections = 2 * kernel_allreduce(group, size, topology)
+    cache = model.layers * numel_kv(w, plan.sequence) * w.dtype_bytes
+    attend = attend_seconds(w, w.chunk(plan.sequence), 1, topology.device)
+    return Step(
+        plan,
+        weights,
+        *(model.layers * x for x in (attend, merge, projections)),
+        model.layers * (KERNELS + 1) * topology.launch,
+        held + cache,
+        held + cache <= topology.device.memory_bytes,
+    )
+
+
+def kernel_allreduce(p: int, message_bytes: Number, topology: Topology) -> float:
+    """Seconds of an Allreduce as serving systems have it: in one node, by a kernel of their own."""
+    kinds = ["allreduce"]
+    if p <= topology.node_size:
+        kinds += ["one-shot"] + ["in-switch"] * topology.reduces
+    return min(collective_seconds(kind, p, message_bytes, topology) for kind in kinds)
+
+
+def plans(model: Model, batch: int, p: int, merges=MERGES) -> Iterator[Plan]:
+    """All plans with shares that are powers of two and come to p devices.
+
+    Raises ValueError for a number of devices that is no power of two.
+    """
+    if p & (p - 1):
+        raise ValueError(f"p: plans are for a power of two, got {p}")
+    sizes = [1 << k for k in range(p.bit_length())]
+    for shares in sizes:
+        for heads in sizes:
+            if shares > batch or heads > model.heads or p % (shares * heads):
+                continue
+            sequence = p // shares // heads
+            for split in (True, False):
+                if sequence == 1:
+                    if split or heads == 1:
+                        yield Plan(shares, heads, 1, None, split)
+                elif heads <= model.kv_heads and (split or heads == 1):
+                    for merge in merges:
+                        if split or merge not in SCATTERING:
+                            yield Plan(shares, heads, sequence, merge, split)
+
+
+def advise(
+    model: Model, batch: int, context: int, p: int, topology: Topology, merges=MERGES
+) -> list[Step]:
+    """All plans' steps, the fastest first; those that do not fit come last.
+
+    Merges by one kernel that reads its peers' memory are for devices of one node only.
+    """
+    steps = [
+        step_cost(model, plan, batch, context, topology)
+        for plan in plans(model, batch, p, merges)
+        if plan.merge != "one-shot" or plan.sequence <= topology.node_size
+    ]
+    return sorted(steps, key=lambda step: (not step.fits, step.seconds))
+
+
+def family(plan: Plan) -> str:
+    """What a plan is called: "batch", "heads", "sequence", "heads and sequence", … with batch."""
+    names = [name for name, n in zip(("batch", "heads", "sequence"), plan, strict=False) if n > 1]
+    return " + ".join(names) or "one device"
