@@ -76,7 +76,7 @@ def _attend_rows(row, rows: int, stale, q, k, v, mask, bias, lengths) -> Attenti
     size = _block_size(q, n)
     few = products.few_queries(q, n)
     scores = products.stream_scores if few else products.matrix_scores
-    small, half = _shrink(q)
+    small, half = shrink(q)
     read = functools.partial(products.read, row=row, rows=rows, dtype=q.dtype)
 
     def see(start):
@@ -168,7 +168,7 @@ def _both(visible, more):
     return more if visible is None else visible & more
 
 
-def _shrink(q):
+def shrink(q):
     """(q / f², f): f a power of two for each query, so that no partial sum of q·k overflows.
 
     |q·k| ≤ d · max|q| · max|k|: with f² ≥ d · max|q|, the scores of q / f² stay below max|k|, which
@@ -217,7 +217,7 @@ def _sums(q, k, v, bias, *, mask, lengths, m):
     n = k.shape[1]
     size = _block_size(q, n)
     m = lax.stop_gradient(finite(m))[..., None]
-    small, half = _shrink(q)
+    small, half = shrink(q)
     # Handed to the loop as blocks: each then gets its gradient in its place, where slices of
     # one array would add up arrays of its size.
     blocks = {"k": _blocks(k, 1, size), "v": _blocks(v, 1, size)}
