@@ -26,9 +26,8 @@ from treeattn.kernel.blockwise import attend_blockwise, shrink
 from treeattn.kernel.inputs import Inputs
 
 MAX_HEAD_DIM = 256
-ROWS = 64  # queries a tile, at most; at least SMALLEST
 SMALLEST = 16  # side of a tile that tensor cores take
-BLOCK_BYTES = 1 << 15  # of keys and values that are under way at a time
+TILE_BYTES = BLOCK_BYTES = 1 << 14  # of queries, and of keys: with these the kernel fits everywhere
 PROGRAMS = 512  # that the keys are split into, about: some four for each multiprocessor of an H100
 KEYS = 256  # keys a program, at least
 CHILDREN = 8  # states that merge in one go: XLA makes each round of the tree one kernel
@@ -80,15 +79,15 @@ pallas_attend.defvjp(lambda inputs: (pallas_attend(inputs), inputs), _backward)
 def _plan(inputs: Inputs) -> Plan:
     (b, l, h, d), (n, h_kv), dv = inputs.q.shape, inputs.k.shape[1:3], inputs.v.shape[-1]
     group = h // h_kv
-    rows = min(_side(l * group), ROWS)
+    width = max(_side(d), _side(dv)) * inputs.q.dtype.itemsize
+    rows = min(_side(l * group), max(SMALLEST, TILE_BYTES // width))
     tiles = -(-l * group // rows)
     wanted = pl.next_power_of_2(-(-PROGRAMS // (b * h_kv * tiles)))
-    block = BLOCK_BYTES // ((_side(d) + _side(dv)) * inputs.q.dtype.itemsize)
     return Plan(
         group=group,
         rows=rows,
         tiles=tiles,
-        block=max(SMALLEST, min(block, _side(n))),
+        block=max(SMALLEST, min(BLOCK_BYTES // width, _side(n))),
         splits=min(wanted, pl.next_power_of_2(-(-n // KEYS))),
         scale=inputs.scale,
         causal=inputs.causal,
@@ -124,7 +123,9 @@ def _call(q, k, v, mask, bias, lengths, factor, *, plan: Plan, interpret: bool):
 
     lengths = None if lengths is None else lengths[:, None]
     out_specs, out_shape = zip(result(l, h), result(l, h), result(l, h, dv), strict=True)
-    wide = plan.rows * _side(dv) > 1 << 13  # numbers in the registers of four warps
+    # One row of tensor cores waits for memory; more of them need registers and shared memory.
+    warps = 8 if plan.rows * _side(dv) >= 1 << 13 else 4
+    stages = 3 if plan.rows == SMALLEST else 2
     return pl.pallas_call(
         functools.partial(_kernel, plan=plan),
         grid=(h_kv * plan.tiles, plan.splits, b),
@@ -132,7 +133,7 @@ def _call(q, k, v, mask, bias, lengths, factor, *, plan: Plan, interpret: bool):
                   *map(whole, (mask, bias, lengths))],
         out_specs=out_specs,
         out_shape=out_shape,
-        compiler_params=triton.CompilerParams(num_warps=8 if wide else 4, num_stages=3),
+        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name="treeattn_split_k",
     )(q, once, twice, k, v, mask, bias, lengths)  # fmt: skip
@@ -190,18 +191,7 @@ def _add(state, s, values, *, shrink: float):
     weight = jnp.exp(finite(m) - finite(pivot))
     p = jnp.exp(s - finite(pivot)[:, None])
     d = d * weight + jnp.sum(p, axis=1)
-    return pivot, d, n * weight[:, None] + _weighted(p * shrink, values)
-
-
-def _weighted(p, values):
-    """p times the values, as in float32: p is split into two numbers of the values' dtype, for
-    tensor cores multiply no others. The first is p without its last bits."""
-    if values.dtype == jnp.float32:
-        return _dot(p, values, 0)
-    kept = _int(-1 << 23 - jnp.finfo(values.dtype).nmant)
-    high = lax.bitcast_convert_type(lax.bitcast_convert_type(p, jnp.int32) & kept, jnp.float32)
-    parts = (x.astype(values.dtype) for x in (high, p - high))
-    return sum(_dot(x, values, 0) for x in parts)
+    return pivot, d, n * weight[:, None] + _dot(p * shrink, values, 0)
 
 
 def _shrink_values(v) -> float:
@@ -210,9 +200,29 @@ def _shrink_values(v) -> float:
 
 
 def _dot(a, b, axis: int):
-    """Σ over a's axis 1 and b's `axis`, in float32 proper: JAX would round to TensorFloat-32."""
-    dimensions, exact = (((1,), (axis,)), ((), ())), lax.Precision.HIGHEST
-    return lax.dot_general(a, b, dimensions, exact, preferred_element_type=jnp.float32)
+    """Σ over a's axis 1 and b's `axis`, as in float32, for a of float32 or b's dtype.
+
+    Tensor cores multiply no float32 (of their TensorFloat-32 they keep 10 bits, and so would JAX).
+    Each factor is a sum of two that they do multiply; the product of the two small ones is left
+    out, being smaller than what float32 rounds.
+    """
+    dimensions = (((1,), (axis,)), ((), ()))
+    dot = functools.partial(lax.dot_general, preferred_element_type=jnp.float32)
+    return sum(
+        dot(x, y, dimensions)
+        for i, x in enumerate(_parts(a, b.dtype))
+        for j, y in enumerate(_parts(b, b.dtype))
+        if i + j < 2
+    )
+
+
+def _parts(x, dtype):
+    """Numbers of `dtype`, or for float32 of TensorFloat-32, that add up to x."""
+    if x.dtype != jnp.float32:
+        return (x,)
+    cut = _int(-1 << (16 if dtype == jnp.bfloat16 else 13))  # the bits of x that the first keeps
+    high = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & cut, x.dtype)
+    return high.astype(dtype), (x - high).astype(dtype)
 
 
 def _limit(s):
