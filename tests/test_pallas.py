@@ -98,7 +98,7 @@ def test_a_mask_and_a_bias_of_each_shape():
     shape = b, l, h, _, n, _, _ = (2, 3, 4, 2, 50, 16, 16)
     arrays, _ = draw(1, shape, (), "float32")
     rng, full = np.random.default_rng(0), (b, h, l, n)
-    for shared in (0, 1, 6, 11, 12):
+    for shared in (1, 6, 12):
         shape = tuple(1 if shared >> i & 1 else size for i, size in enumerate(full))
         options = {"bias": rng.normal(size=shape), "mask": rng.random(shape) < 0.7}
         options["bias"] = options["bias"].astype(("float16", "float64")[shared % 2])

@@ -72,11 +72,11 @@ def attend_inputs(inputs: Inputs) -> AttentionState:
     """`attend` for checked inputs, by the implementation that they name."""
     name, _, elsewhere = inputs.implementation.partition(ELSEWHERE)
     if elsewhere:
-        cuda, default = (
-            functools.partial(attend_inputs, inputs.replace(implementation=choice))
-            for choice in (name, elsewhere)
-        )
-        return jax.lax.platform_dependent(cuda=cuda, default=default)
+
+        def run(name):
+            return functools.partial(attend_inputs, inputs.replace(implementation=name))
+
+        return jax.lax.platform_dependent(cuda=run(name), default=run(elsewhere))
     if name in KERNELS:
         return KERNELS[name][0](inputs)
     if inputs.causal and inputs.mask is inputs.bias is inputs.lengths is None:
@@ -98,11 +98,9 @@ def resolve(implementation: str | None, inputs: Inputs, platform: str | None) ->
     platform: None when the program's compiler will know it. It then chooses for itself, if need be.
     Raises ValueError for another name, and for a kernel that cannot run.
     """
-    if implementation not in (None, "blockwise", *KERNELS):
-        raise ValueError(
-            "implementation: expected 'blockwise', 'flash', 'pallas' or None, "
-            f"got {implementation!r}"
-        )
+    names = (None, "blockwise", *KERNELS)
+    if implementation not in names:
+        raise ValueError(f"implementation: expected one of {names}, got {implementation!r}")
     if implementation in KERNELS:
         problem = KERNELS[implementation][1](inputs)
         if implementation == "flash" and platform not in (None, "gpu"):

@@ -53,19 +53,18 @@ def pallas_attend(inputs: Inputs) -> AttentionState:
     return reduce_tree(AttentionState(*varying_like(states, *inputs.arrays)), arity=CHILDREN)
 
 
-def _backward(inputs: Inputs, cotangent):
-    return jax.vjp(attend_blockwise, inputs)[1](cotangent)
-
-
-pallas_attend.defvjp(lambda inputs: (pallas_attend(inputs), inputs), _backward)
+pallas_attend.defvjp(
+    lambda inputs: (pallas_attend(inputs), inputs),
+    lambda inputs, cotangent: jax.vjp(attend_blockwise, inputs)[1](cotangent),
+)
 
 
 def _call(q, k, v, mask, bias, lengths, factor, *, scale: float, causal: bool, interpret: bool):
     """The states of all splits: fields (splits, b, l, h), and (splits, b, l, h, dv)."""
     (b, l, h, d), (n, h_kv, dv) = q.shape, v.shape[1:]
-    width, group = max(_side(d), _side(dv)) * q.dtype.itemsize, h // h_kv
-    rows = min(_side(l * group), max(TILE // width, SIDE))
-    tiles = pl.cdiv(l * group, rows)  # of one key head's queries
+    width, queries = max(_side(d), _side(dv)) * q.dtype.itemsize, l * h // h_kv
+    rows = min(_side(queries), max(TILE // width, SIDE))
+    tiles = pl.cdiv(queries, rows)  # of one key head's queries
     splits = pl.next_power_of_2(min(pl.cdiv(PROGRAMS, b * h_kv * tiles), pl.cdiv(n, KEYS)))
     once = twice = jnp.ones((b, l, h), jnp.float32)
     if q.dtype != jnp.float16:  # whose products are all within float32's range
@@ -80,8 +79,7 @@ def _call(q, k, v, mask, bias, lengths, factor, *, scale: float, causal: bool, i
             (None, *x.shape[1:]), lambda _, s, i: (i * own, *[0] * (x.ndim - 1)))  # fmt: skip
 
     def one_head(x):
-        at = lambda j, s, i: (i, 0, _divide(j, h_kv)[1], 0)  # noqa: E731
-        return pl.BlockSpec((None, n, None, x.shape[3]), at)
+        return pl.BlockSpec((None, n, None, x.shape[3]), lambda j, s, i: (i, 0, j % h_kv, 0))
 
     def result(*shape):
         spec = pl.BlockSpec((None, None, *shape), lambda _, s, i: (s, i, *[0] * len(shape)))
@@ -90,19 +88,15 @@ def _call(q, k, v, mask, bias, lengths, factor, *, scale: float, causal: bool, i
 
     sizes = {"rows": rows, "block": min(_side(n), max(TILE // width, SIDE)), "splits": splits}
     out_specs, out_shape = zip(result(l, h), result(l, h), result(l, h, dv), strict=True)
+    # A single row of tensor cores waits for memory; several need room instead.
+    tuned = {"num_warps": 4 if rows * _side(dv) < 1 << 13 else 8, "num_stages": 2 + (rows == SIDE)}
     return pl.pallas_call(
         functools.partial(_kernel, h_kv=h_kv, causal=causal, **sizes),
         grid=(h_kv * tiles, splits, b),
         in_specs=[*map(whole, (q, once, twice)), *map(one_head, (k, v)),
                   *map(whole, (mask, bias, lengths))],
-        out_specs=out_specs,
-        out_shape=out_shape,
-        # A single row of tensor cores waits for memory; several need room instead.
-        compiler_params=triton.CompilerParams(
-            num_warps=4 if rows * _side(dv) < 1 << 13 else 8, num_stages=3 if rows == SIDE else 2
-        ),
-        interpret=interpret,
-        name="treeattn_split_k",
+        out_specs=out_specs, out_shape=out_shape, compiler_params=triton.CompilerParams(**tuned),
+        interpret=interpret, name="treeattn_split_k",
     )(q, once, twice, k, v, mask, bias, lengths)  # fmt: skip
 
 
@@ -205,4 +199,4 @@ def _divide(x, n: int):
 
 
 def _ceil(x, n: int):
-    return _divide(x + n - 1, n)[0]
+    return lax.div(x + (n - 1), jnp.int32(n))
