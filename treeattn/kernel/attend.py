@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Integer
 
 from treeattn.idea.arrays import Array
 from treeattn.idea.state import AttentionState, finalize, merge, reduce_tree
-from treeattn.kernel import flash
+from treeattn.kernel import flash, pallas
 from treeattn.kernel.blockwise import attend_blockwise
 from treeattn.kernel.inputs import Inputs, check_inputs
 
@@ -38,8 +38,19 @@ def attend(
     kv_lengths: (b,) only the first so many keys of each row count, 0 … n.
     scale:      multiplies q·k; 1/√d when None.
     causal:     query i sees keys 0 … i, of as many keys as queries.
-    implementation: "blockwise", in plain JAX; "flash", flash-attn-jax's CUDA kernel, for
-                float16 and bfloat16 without mask and bias; None for flash where it can run.
+    implementation: one of these, or None: the first whose line fits
+
+        on          dtypes         queries, keys                             implementation
+        CUDA        float16, bf16  a text of more than 128 queries, no mask  "flash"
+                                   or bias, one head_dim up to 256, where
+                                   flash-attn-jax is installed
+        CUDA        float16, bf16, all, head_dims up to 256                  "pallas"
+                    float32
+        anything    all            all                                       "blockwise"
+
+    By name, "flash" takes any number of queries, and "pallas" runs on a CPU too, interpreted,
+    which is slow. Both have the gradient of "blockwise". cuDNN's kernel is none of them: what
+    JAX returns of it (`jax.nn.dot_product_attention`) is an lse rounded to the inputs' dtype.
 
     The state is in float32, or float64 when an input is. A score above the dtype's range
     counts as the largest finite one. A query that sees no key has the state (−∞, 0, 0), and
@@ -59,19 +70,26 @@ def attention(q, k, v, **options) -> Float[Array, "b l h dv"]:
 
 def attend_inputs(inputs: Inputs) -> AttentionState:
     """`attend` for checked inputs, by the implementation that they name."""
-    if inputs.implementation == "flash":
-        return flash.flash_attend(inputs)
-    if inputs.implementation == "by platform":
-        blockwise = functools.partial(attend_inputs, inputs.replace(implementation="blockwise"))
-        cuda = functools.partial(flash.flash_attend, inputs.replace(implementation="flash"))
-        return jax.lax.platform_dependent(cuda=cuda, default=blockwise)
-    if not inputs.causal:
-        return attend_blockwise(inputs)
-    if inputs.mask is inputs.bias is inputs.lengths is None:
+    name, _, elsewhere = inputs.implementation.partition(ELSEWHERE)
+    if elsewhere:
+
+        def run(name):
+            return functools.partial(attend_inputs, inputs.replace(implementation=name))
+
+        return jax.lax.platform_dependent(cuda=run(name), default=run(elsewhere))
+    if name in KERNELS:
+        return KERNELS[name][0](inputs)
+    if inputs.causal and inputs.mask is inputs.bias is inputs.lengths is None:
         return attend_causal(inputs)
-    below = jnp.tri(inputs.q.shape[1], dtype=bool)[None, None]
-    mask = below if inputs.mask is None else inputs.mask & below
-    return attend_blockwise(inputs.replace(mask=mask))
+    return attend_blockwise(inputs)
+
+
+# (what runs them, what says why it cannot)
+KERNELS = {
+    "flash": (flash.flash_attend, flash.obstacle),
+    "pallas": (pallas.pallas_attend, pallas.obstacle),
+}
+ELSEWHERE = " on CUDA, else "
 
 
 def attend_in_blocks(inputs: Inputs, block: int) -> AttentionState:
@@ -90,9 +108,7 @@ def attend_in_blocks(inputs: Inputs, block: int) -> AttentionState:
         k, v = cut(inputs.k, 1, start), cut(inputs.v, 1, start)
         mask, bias = cut(inputs.mask, 3, start), cut(inputs.bias, 3, start)
         seen = jnp.clip(lengths - start, 0, block)
-        state = attend_inputs(inputs.replace(k=k, v=v, mask=mask, bias=bias, lengths=seen))
-        # A loop of one block is no loop to XLA: what follows must not be compiled into it.
-        return jax.lax.optimization_barrier(state)
+        return attend_inputs(inputs.replace(k=k, v=v, mask=mask, bias=bias, lengths=seen))
 
     return reduce_tree(jax.lax.map(one, jnp.arange(0, n, block)))
 
@@ -101,23 +117,30 @@ def resolve(implementation: str | None, inputs: Inputs, platform: str | None) ->
     """The inputs with the implementation that will run them on that platform.
 
     platform: None when the program's compiler will know it. It then chooses for itself, if need be.
-    Raises ValueError for another name, and for "flash" where the kernel cannot run.
+    Raises ValueError for another name, and for a kernel that cannot run.
     """
-    if implementation not in (None, "blockwise", "flash"):
-        raise ValueError(
-            f"implementation: expected 'blockwise', 'flash' or None, got {implementation!r}"
-        )
-    if implementation == "flash":
-        problem = flash.obstacle(inputs)
-        if platform not in (None, "gpu"):
+    names = (None, "blockwise", *KERNELS)
+    if implementation not in names:
+        raise ValueError(f"implementation: expected one of {names}, got {implementation!r}")
+    if implementation in KERNELS:
+        problem = KERNELS[implementation][1](inputs)
+        if implementation == "flash" and platform not in (None, "gpu"):
             problem = f"implementation: 'flash' needs CUDA devices, got {platform} devices"
         if problem is not None:
             raise ValueError(problem)
     elif implementation is None:
-        can = platform in (None, "gpu") and flash.obstacle(inputs) is None
-        can = can and importlib.util.find_spec("flash_attn_jax") is not None
-        implementation = ("flash" if platform else "by platform") if can else "blockwise"
+        implementation = _best(inputs) if platform in (None, "gpu") else "blockwise"
+        if platform is None and implementation in KERNELS:
+            implementation += f"{ELSEWHERE}blockwise"
     return inputs.replace(implementation=implementation)
+
+
+def _best(inputs: Inputs) -> str:
+    """The implementation for CUDA devices, as the table of `attend` has it."""
+    installed = importlib.util.find_spec("flash_attn_jax") is not None
+    if inputs.q.shape[1] > CAUSAL_BLOCK and installed and flash.obstacle(inputs) is None:
+        return "flash"
+    return "pallas" if pallas.obstacle(inputs) is None else "blockwise"
 
 
 def platform_of(x) -> str | None:
@@ -144,7 +167,7 @@ def attend_causal(inputs: Inputs) -> AttentionState:
     q, k, v = (pad_axis(x, 1, parts * size) for x in (inputs.q, inputs.k, inputs.v))
 
     def see(q, k, v, mask=None):
-        return attend_blockwise(inputs.replace(q=q, k=k, v=v, mask=mask))
+        return attend_blockwise(inputs.replace(q=q, k=k, v=v, mask=mask, causal=False))
 
     state = see(*_split((q, k, v), b * parts, size), jnp.tri(size, dtype=bool)[None, None])
     while parts > 1:

@@ -28,8 +28,11 @@ SCORES = 1 << 20  # scores held at a time, about: more of them fall out of the c
 
 @functools.partial(jax.jit, inline=True)
 def attend_blockwise(inputs: Inputs) -> AttentionState:
-    """The state of the queries after all keys that they see, whatever `inputs.causal` says."""
+    """The state of the queries after all keys that they see."""
     (b, l, h, d), (n, h_kv) = inputs.q.shape, inputs.k.shape[1:3]
+    if inputs.causal:
+        below = jnp.tri(l, dtype=bool)[None, None]
+        inputs = inputs.replace(mask=below if inputs.mask is None else inputs.mask & below)
     shape, dv, dtype = inputs.state_shape
     if n == 0:
         return varying_like(AttentionState.identity(shape, dv, dtype), *inputs.arrays)
@@ -76,12 +79,12 @@ def _attend_rows(row, rows: int, stale, q, k, v, mask, bias, lengths) -> Attenti
     size = _block_size(q, n)
     few = products.few_queries(q, n)
     scores = products.stream_scores if few else products.matrix_scores
-    small, half = _shrink(q)
+    small, half = shrink(q)
     read = functools.partial(products.read, row=row, rows=rows, dtype=q.dtype)
 
     def see(start):
         first, visible, added = _seen(start, size, n, mask, bias, lengths)
-        s = _limit(scores(small, read(k, first, size)) * half * half, visible, added)
+        s = limit(scores(small, read(k, first, size)) * half * half, visible, added)
         m = products.row_max(s)
         p = jnp.exp(s - finite(m)[..., None])
 
@@ -168,7 +171,7 @@ def _both(visible, more):
     return more if visible is None else visible & more
 
 
-def _shrink(q):
+def shrink(q):
     """(q / f², f): f a power of two for each query, so that no partial sum of q·k overflows.
 
     |q·k| ≤ d · max|q| · max|k|: with f² ≥ d · max|q|, the scores of q / f² stay below max|k|, which
@@ -181,7 +184,7 @@ def _shrink(q):
     return q * inverse * inverse, f  # XLA would make q / f / f a division by f², which overflows
 
 
-def _limit(s, visible, bias):
+def limit(s, visible, bias):
     """The scores with their bias, within the dtype's range (∞ − ∞ is NaN); −∞ where hidden."""
     top = jnp.finfo(s.dtype).max
     s = jnp.clip(s, -top, top)
@@ -217,7 +220,7 @@ def _sums(q, k, v, bias, *, mask, lengths, m):
     n = k.shape[1]
     size = _block_size(q, n)
     m = lax.stop_gradient(finite(m))[..., None]
-    small, half = _shrink(q)
+    small, half = shrink(q)
     # Handed to the loop as blocks: each then gets its gradient in its place, where slices of
     # one array would add up arrays of its size.
     blocks = {"k": _blocks(k, 1, size), "v": _blocks(v, 1, size)}
@@ -231,7 +234,7 @@ def _sums(q, k, v, bias, *, mask, lengths, m):
             visible = _both(visible, added > -jnp.inf)
         keys, values = block["k"].astype(q.dtype), block["v"].astype(q.dtype)
         keys, values = (_real(x, first, lengths) for x in (keys, values))
-        s = _limit(products.matrix_scores(small, keys) * half * half, visible, added)
+        s = limit(products.matrix_scores(small, keys) * half * half, visible, added)
         p = jnp.exp(s - m)
         return jax.tree.map(jnp.add, sums, products.matrix_sums(p, values))
 

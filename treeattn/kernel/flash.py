@@ -113,10 +113,8 @@ def _variable_lengths(q, k, v, lengths, options):
 
 
 def _backward(inputs: Inputs, cotangent):
-    mask = jnp.tri(inputs.q.shape[1], dtype=bool)[None, None] if inputs.causal else None
-
     def blockwise(inputs):
-        return from_output(*finalize(attend_blockwise(inputs.replace(mask=mask))))
+        return from_output(*finalize(attend_blockwise(inputs)))
 
     return jax.vjp(blockwise, inputs)[1](cotangent)
 

@@ -33,7 +33,7 @@ class Inputs:
     factor:     a scalar array; or None
     scale:      the scores are scale · factor · q·k
     causal:     whether query i sees keys 0 … i only
-    implementation: "blockwise", "flash", or "by platform", which the compiler chooses by
+    implementation: a name, or two, of which the compiler chooses (`attend.ELSEWHERE`)
     by_row:     whether rows with lengths of their own are computed one after another, so that a
                 short row does not read the blocks of a long one
     stale:      whether values beyond the lengths may be NaN, as memory never written may; of a

@@ -14,6 +14,7 @@ from jax import lax
 
 BLOCK = 1024  # keys read at a time, at most
 STREAMS = 8  # terms of a sum that is written out; XLA:CPU stops fusing at 16
+EXACT = lax.Precision.HIGHEST  # else XLA would round to TensorFloat-32 on a GPU
 
 
 def few_queries(q, n: int) -> bool:
@@ -47,16 +48,17 @@ def matrix_scores(q, k):
     """q·k of all queries and keys, (b, h_kv, group, l, size), as a matrix product."""
     if q.shape[2] * q.shape[3] < q.shape[4]:
         # XLA:CPU transposes the second factor: let that be the smaller one.
-        s = lax.dot_general(k, q, (((3,), (4,)), ((0, 2), (0, 1))))
+        s = lax.dot_general(k, q, (((3,), (4,)), ((0, 2), (0, 1))), EXACT)
         return jnp.moveaxis(s, 2, -1)
-    return jnp.einsum("bkgld,bnkd->bkgln", q, k)
+    return jnp.einsum("bkgld,bnkd->bkgln", q, k, precision=EXACT)
 
 
 def matrix_sums(p, v):
     """(Σ p, Σ p v), with p at most 1. Values divided by BLOCK, at least their number, keep the
     sum in range."""
-    total = jnp.einsum("bkgln,n->bkgl", p, jnp.ones(p.shape[-1], p.dtype))  # faster than jnp.sum
-    return total, jnp.einsum("bkgln,bnkd->bkgld", p, v / BLOCK) * BLOCK
+    ones = jnp.ones(p.shape[-1], p.dtype)
+    total = jnp.einsum("bkgln,n->bkgl", p, ones, precision=EXACT)  # faster than jnp.sum
+    return total, jnp.einsum("bkgln,bnkd->bkgld", p, v / BLOCK, precision=EXACT) * BLOCK
 
 
 # Few queries: XLA would transpose the keys for a matrix product, and write out the products of

@@ -1,0 +1,146 @@
+"""What the kernels do on a GPU: are they right, and how fast are they? One command, `make gpu`.
+
+    python benchmarks/gpu.py                     all parts; under eight minutes
+    python benchmarks/gpu.py correct local       only these
+    python benchmarks/gpu.py --smoke             the same end to end, small, on whatever there is
+    python benchmarks/gpu.py --report FILE.json  the table and the figure of results, once more
+
+It needs a JAX for CUDA, 0.8 or newer, and NumPy; what else treeattn imports may be missing. Each
+part is a process of its own with a time limit of its own, and every line that it finds is written
+at once: benchmarks/results/gpu-<name of the device>.json, with a table (.md) and, where matplotlib
+is installed, a figure (.png) from it. A part that cannot run, or is stopped, says why.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import queue
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+# name -> (seconds, what it finds out); 445 seconds in all
+PARTS = {
+    "device": (25, "what there is, and how fast it copies memory"),
+    "correct": (110, "every implementation against float64"),
+    "local": (110, "one query over 4k to 1M keys, by implementation"),
+    "tree": (35, "tree_decode over all devices against the kernel alone"),
+    "packaged": (50, "tokens per second of the packaged model's shape"),
+    "large": (65, "tokens per second of a random Llama of 8B, in bfloat16"),
+    "verify": (50, "speculation: steps of 1 to 64 tokens, packed against unpacked"),
+}
+
+
+def run_part(name: str, smoke: bool, seconds: float, found) -> dict:
+    """Run a part in a process; found(row) is called for each line as it comes.
+
+    Returns {"status", "seconds"}: "done", or why it is not.
+    """
+    command = [sys.executable, str(HERE / "gpu_parts.py"), name, "--seconds", str(seconds - 5)]
+    began = time.monotonic()
+    path = os.pathsep.join([str(HERE.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    process = subprocess.Popen(
+        [*command, *(["--smoke"] if smoke else [])],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+    )  # fmt: skip
+    lines: queue.Queue = queue.Queue()
+    errors: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: [lines.put(line) for line in process.stdout], daemon=True),
+        threading.Thread(target=lambda: errors.extend(process.stderr), daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    status = None
+    while status is None:
+        try:
+            line = lines.get(timeout=0.1)
+        except queue.Empty:
+            if time.monotonic() - began > seconds:
+                process.kill()
+                status = f"stopped after {seconds:.0f} s"
+            elif process.poll() is not None and not threads[0].is_alive() and lines.empty():
+                status = "done" if process.returncode == 0 else failure(process, threads, errors)
+        else:
+            if line.startswith("{"):
+                found(json.loads(line))
+    process.wait()
+    return {"status": status, "seconds": round(time.monotonic() - began, 1)}
+
+
+def failure(process, threads, errors: list[str]) -> str:
+    """Why a process ended as it did: the last line of what it said."""
+    threads[1].join(timeout=5)
+    said = [line.strip() for line in errors if line.strip() and not line.startswith("---")]
+    errors_said = [line for line in said if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+    last = (errors_said or said or [f"exit status {process.returncode}"])[-1]
+    return f"could not run: {last[:300]}" if errors_said else last[:300]
+
+
+def name_of(rows: list[dict]) -> str:
+    """The device's name, as part of a file's."""
+    kind = next((row["device"] for row in rows if "device" in row), "unknown")
+    return "gpu-" + re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-")
+
+
+def write(results: dict, folder: Path) -> Path:
+    """The results so far, and their table and figure."""
+    path = folder / f"{name_of(results['parts'].get('device', {}).get('rows', []))}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all when left out")
+    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="a folder")
+    parser.add_argument("--report", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    sys.path.insert(0, str(HERE))
+    import gpu_report
+
+    if args.report:
+        print(gpu_report.report(args.report))
+        return 0
+    unknown = [name for name in args.parts if name not in PARTS]
+    if unknown:
+        parser.error(f"parts: expected some of {', '.join(PARTS)}, got {unknown[0]}")
+    if importlib.util.find_spec("jax") is None:
+        parser.error(f"{sys.executable} has no jax: say `make gpu PYTHON=...`")
+    results: dict = {"smoke": args.smoke, "date": time.strftime("%Y-%m-%d"), "parts": {}}
+    # What the device is called names the file: that part comes first, whatever is asked for.
+    wanted = [name for name in PARTS if name == "device" or name in (args.parts or PARTS)]
+    for name in wanted:
+        limit, what = PARTS[name]
+        print(f"{name}: {what} (at most {limit} s)", flush=True)
+        part = results["parts"][name] = {"status": "running", "rows": []}
+
+        def found(row, part=part):
+            part["rows"].append(row)
+            if "device" in row or len(results["parts"]) > 1:
+                write(results, args.results)
+            print("   ", gpu_report.line(row), flush=True)
+
+        part |= run_part(name, args.smoke, limit, found)
+        path = write(results, args.results)
+        print(f"    {part['status']}, {part['seconds']} s", flush=True)
+    print(gpu_report.report(path))
+    wrong = [row for row in results["parts"].get("correct", {}).get("rows", []) if not row["ok"]]
+    if wrong:
+        print(f"{len(wrong)} results are wrong")
+    failed = [name for name, part in results["parts"].items() if part["status"] != "done"]
+    return 1 if wrong or (args.smoke and failed) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""The table and the figure of what benchmarks/gpu.py wrote."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+MARKS = ("o-", "s--", "^-.", "D:")  # lines told apart without colour
+
+
+def line(row: dict) -> str:
+    """A row in words."""
+    return ", ".join(f"{name} {value}" for name, value in row.items() if value != "")
+
+
+def table(rows: list[dict]) -> list[str]:
+    """Markdown: a column for each field that any row has."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    for row in rows:
+        lines.append("| " + " | ".join(str(row.get(name, "")) for name in columns) + " |")
+    return lines
+
+
+def report(path: Path) -> str:
+    """Write the table beside the results, and the figure if matplotlib is there; the table."""
+    results = json.loads(path.read_text(encoding="utf-8"))
+    parts = results["parts"]
+    about = next((row for row in parts["device"]["rows"] if "device" in row), {"device": "unknown"})
+    lines = [f"# {about['device']}, {results['date']}", ""]
+    if results["smoke"]:
+        lines += ["A rehearsal with small sizes: its times say nothing.", ""]
+    for name, part in parts.items():
+        lines += [f"## {name}", "", f"{part['status']}, {part.get('seconds', 0)} s.", ""]
+        rows = part["rows"]
+        if name == "correct":
+            wrong = [row for row in rows if not row["ok"]]
+            lines += [f"{len(rows) - len(wrong)} of {len(rows)} agree with float64.", ""]
+            rows = wrong
+        for what in dict.fromkeys(row.get("what", "") for row in rows):
+            lines += [*table([row for row in rows if row.get("what", "") == what]), ""]
+    if importlib.util.find_spec("matplotlib") is None:
+        lines += ["matplotlib is not installed here: draw the figure later, by `--report`.", ""]
+    else:
+        figure(parts, about["device"]).savefig(path.with_suffix(".png"), dpi=110)
+    text = "\n".join(lines)
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    return text
+
+
+def figure(parts: dict, device: str):
+    """Left: bandwidth of local attention by keys. Right: tokens per second by context."""
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = drawn.subplots(ncols=2)
+    rows = [row for row in parts.get("local", {}).get("rows", []) if "share" in row]
+    rows = [row for row in rows if row["dtype"] == "bfloat16" and row["heads"].endswith("/8")]
+    lines(left, rows, "implementation", "keys", "share")
+    left.axhline(1, color="grey", linewidth=0.8)
+    left.set(title=f"One query on {device}", xlabel="keys", ylabel="share of copy bandwidth")
+    rows = [
+        row
+        for name in ("packaged", "large")
+        for row in parts.get(name, {}).get("rows", [])
+        if "tokens/s" in row
+    ]
+    lines(right, rows, "model", "context", "tokens/s")
+    right.set(title="Decoding one text", xlabel="tokens of context", ylabel="tokens per second")
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(bottom=0)
+        if axes.lines:
+            axes.legend(frameon=False)
+    return drawn
+
+
+def lines(axes, rows: list[dict], by: str, x: str, y: str) -> None:
+    for name, mark in zip(dict.fromkeys(row[by] for row in rows), MARKS, strict=False):
+        own = [row for row in rows if row[by] == name]
+        axes.plot([row[x] for row in own], [row[y] for row in own], mark, label=name)
