@@ -64,10 +64,8 @@ def tree_against_ring(results: Mapping | None = None) -> Figure:
     _ratios(ax, [r["context"] for r in rows], ring / tree, None, ORANGE, "s",
             "measured here: 8 simulated\ndevices, SmolLM2 135M")  # fmt: skip
     for name, (table, color, marker) in PAPER.items():
-        tree, ring = (np.array([getattr(r, m).mean for r in table]) for m in ("tree", "ring"))
-        errors = np.array([[r.tree.error, r.ring.error] for r in table]).T
-        spread = ring / tree * np.hypot(errors[0] / tree, errors[1] / ring)
-        _ratios(ax, [r.context for r in table], ring / tree, spread, color, marker, name)
+        ratios, errors = zip(*(r.ratio for r in table), strict=True)
+        _ratios(ax, [r.context for r in table], ratios, errors, color, marker, name)
     ax.axhline(1, color=INK, lw=1)
     ax.grid(axis="y", color=PALE)
     ax.text(400, 0.72, "as fast as each other", fontsize=9, color=INK)
