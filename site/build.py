@@ -3,7 +3,7 @@
 The sources are laid out anew under build/: pages of this folder at the top, the repository's
 folders beside them, so that links which work in a checkout work here, and notebooks with the
 alternative texts of their figures where MyST-NB reads them. Warnings are errors; then every link
-within the site must lead somewhere.
+within the site must lead somewhere, and axe, where it can run, must find nothing.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import nbformat
+from accessibility import violations
 from api import api_page
 from links import broken, fetched
 from sphinx.cmd.build import build_main
@@ -74,6 +75,8 @@ def as_page(page: Path) -> str:
 # What Sphinx and Furo leave out: frames that scroll take the focus, and regions have names.
 REPAIRS = {
     "<pre>": '<pre tabindex="0">',
+    '<div class="table-wrapper': '<div tabindex="0" class="table-wrapper',
+    '<div class="math ': '<div tabindex="0" class="math ',
     'class="caption" role="heading">': 'class="caption" role="heading" aria-level="2">',
     '<aside class="sidebar-drawer">': '<aside class="sidebar-drawer" aria-label="Contents">',
     '<aside class="toc-drawer': '<aside aria-label="On this page" class="toc-drawer',
@@ -103,6 +106,10 @@ def main() -> int:
     shutil.copytree(MATHJAX, site / "_static" / "mathjax", ignore=LEFT_OUT)
     wrong = [f"broken link: {x}" for x in broken(pages)]
     wrong += [f"not offline: {x}" for x in fetched(pages)]
+    found = violations(pages)
+    if found is None:
+        print("without Chromium and axe the pages' accessibility is not checked")
+    wrong += [f"not accessible: {x}" for x in found or ()]
     print("\n".join(wrong) or f"open {site / 'index.html'}")
     return bool(wrong)
 
