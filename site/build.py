@@ -12,6 +12,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from urllib.parse import unquote
 
 import nbformat
 from accessibility import violations
@@ -45,7 +46,7 @@ def lay_out(folder: Path) -> None:
         notebook.metadata["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}
         for cell in notebook.cells:
             if cell.cell_type == "markdown":
-                cell.source = for_site(cell.source, "../")
+                cell.source = places(for_site(cell.source, "../"))
             for output in cell.get("outputs", ()):
                 if alt := output.get("metadata", {}).get("image/png", {}).get("alt"):
                     cell.metadata.setdefault("mystnb", {})["image"] = {"alt": alt}
@@ -58,6 +59,16 @@ def for_site(text: str, top: str) -> str:
     text = re.sub(r"!\[[^\]]*\]", lambda found: " ".join(found[0].split()), text)
     link = r"\[([^\]]+)\]\((?:\.\./)?site/(\w+_stepper\.html[^)]*)\)"
     return re.sub(link, rf'<a href="{top}\2">\1</a>', text)
+
+
+def places(text: str) -> str:
+    """Links to headings: Jupyter and GitHub's notebooks keep capitals and commas, slugs do not."""
+
+    def slug(link: re.Match) -> str:
+        place = re.sub(r"[^-\w]", "", unquote(link[2])).lower()
+        return f"]({link[1]}#{place})"
+
+    return re.sub(r"\]\((\w*(?:\.ipynb)?)#([^)\s]+)\)", slug, text)
 
 
 def as_page(page: Path) -> str:
