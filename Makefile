@@ -103,6 +103,7 @@ $(SITE_STAMP): pyproject.toml
 	@echo "Setting up .venv-site with $(PYTHON)"
 	$(PYTHON) -m venv --clear .venv-site
 	$(SITE)/python $(PIP) -e '.[site]'
+	$(SITE)/python $(PIP) --no-deps axe-playwright-python==0.1.8  # only its axe.min.js is used
 	@touch $@
 
 clean:

@@ -3,7 +3,7 @@
 The sources are laid out anew under build/: pages of this folder at the top, the repository's
 folders beside them, so that links which work in a checkout work here, and notebooks with the
 alternative texts of their figures where MyST-NB reads them. Warnings are errors; then every link
-within the site must lead somewhere.
+within the site must lead somewhere, and axe, where it can run, must find nothing.
 """
 
 import argparse
@@ -12,8 +12,10 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from urllib.parse import unquote
 
 import nbformat
+from accessibility import violations
 from api import api_page
 from links import broken, fetched
 from sphinx.cmd.build import build_main
@@ -44,7 +46,7 @@ def lay_out(folder: Path) -> None:
         notebook.metadata["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}
         for cell in notebook.cells:
             if cell.cell_type == "markdown":
-                cell.source = for_site(cell.source, "../")
+                cell.source = places(for_site(cell.source, "../"))
             for output in cell.get("outputs", ()):
                 if alt := output.get("metadata", {}).get("image/png", {}).get("alt"):
                     cell.metadata.setdefault("mystnb", {})["image"] = {"alt": alt}
@@ -57,6 +59,16 @@ def for_site(text: str, top: str) -> str:
     text = re.sub(r"!\[[^\]]*\]", lambda found: " ".join(found[0].split()), text)
     link = r"\[([^\]]+)\]\((?:\.\./)?site/(\w+_stepper\.html[^)]*)\)"
     return re.sub(link, rf'<a href="{top}\2">\1</a>', text)
+
+
+def places(text: str) -> str:
+    """Links to headings: Jupyter and GitHub's notebooks keep capitals and commas, slugs do not."""
+
+    def slug(link: re.Match) -> str:
+        place = re.sub(r"[^-\w]", "", unquote(link[2])).lower()
+        return f"]({link[1]}#{place})"
+
+    return re.sub(r"\]\((\w*(?:\.ipynb)?)#([^)\s]+)\)", slug, text)
 
 
 def as_page(page: Path) -> str:
@@ -74,6 +86,8 @@ def as_page(page: Path) -> str:
 # What Sphinx and Furo leave out: frames that scroll take the focus, and regions have names.
 REPAIRS = {
     "<pre>": '<pre tabindex="0">',
+    '<div class="table-wrapper': '<div tabindex="0" class="table-wrapper',
+    '<div class="math ': '<div tabindex="0" class="math ',
     'class="caption" role="heading">': 'class="caption" role="heading" aria-level="2">',
     '<aside class="sidebar-drawer">': '<aside class="sidebar-drawer" aria-label="Contents">',
     '<aside class="toc-drawer': '<aside aria-label="On this page" class="toc-drawer',
@@ -103,6 +117,10 @@ def main() -> int:
     shutil.copytree(MATHJAX, site / "_static" / "mathjax", ignore=LEFT_OUT)
     wrong = [f"broken link: {x}" for x in broken(pages)]
     wrong += [f"not offline: {x}" for x in fetched(pages)]
+    found = violations(pages)
+    if found is None:
+        print("without Chromium and axe the pages' accessibility is not checked")
+    wrong += [f"not accessible: {x}" for x in found or ()]
     print("\n".join(wrong) or f"open {site / 'index.html'}")
     return bool(wrong)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from treeattn import Llama, beam_search, pack, unpack
+from treeattn import Llama, beam_search
 
 HERE = Path(__file__).parent
 PAGES = {"merge_stepper.html": "merge.html", "prefix_tree_stepper.html": "prefix_tree.html"}
@@ -85,15 +85,11 @@ def small_example() -> dict:
 def drafted() -> list[str]:
     """Candidates after `PROMPT`, as lines of words; a space within a token becomes “␣”."""
     model = packaged_model()
-    first, cache = model.prefill([model.tokenizer.encode(PROMPT)], model.new_cache(1, 32))
+    prompt = np.array(model.tokenizer.encode(PROMPT))
 
-    def log_probs(paths):
-        if paths.shape[2] == 0:
-            return jax.nn.log_softmax(first)[:, None]
-        tokens, mask, offsets, unpack_map = pack(paths)
-        positions = cache.lengths[:, None] + offsets
-        logits, _ = model.extend(tokens, cache, positions=positions, mask=mask)
-        return jax.nn.log_softmax(unpack(logits, unpack_map)[:, :, -1])
+    def log_probs(paths):  # (1, n, c): no cache, for so few tokens
+        texts = np.concatenate([np.tile(prompt, (paths.shape[1], 1)), paths[0]], axis=1)
+        return jax.nn.log_softmax(model.logits(texts)[None, :, -1])
 
     beam, _ = beam_search(log_probs, width=6, length=5)
     words = [[model.tokenizer.decode([t]) for t in row] for row in beam[0].tolist()]

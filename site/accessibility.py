@@ -1,0 +1,42 @@
+"""What axe-core, the usual checker of accessibility, finds wrong with pages in headless Chromium.
+
+It is taken from the package axe-playwright-python, without the playwright that this would want.
+"""
+
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+from browser import Browser, chromium
+
+RUN = """axe.run().then(({violations}) => violations.map(({id, impact, nodes}) =>
+  `${impact}: ${id}, ${nodes.length} times, as at ${nodes[0].target.join(" ")}`))"""
+PHONE = {"prefers_color_scheme": "light", "width": 390}
+DARK = {"prefers_color_scheme": "dark"}
+IN_THE_DARK = ("index.html", "api.html", "merge_stepper.html", "prefix_tree_stepper.html")
+
+
+def violations(pages: Iterable[Path]) -> list[str] | None:
+    """What is seriously wrong with each page, on a phone; with some, in the dark, too.
+
+    None where nothing can tell.
+    """
+    package = importlib.util.find_spec("axe_playwright_python")
+    if chromium() is None or package is None:
+        return None
+    axe = (Path(package.submodule_search_locations[0]) / "axe.min.js").read_text("utf-8")
+    found = []
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        browser = Browser(Path(profile), seconds=120)
+        for page in pages:
+            for view in (PHONE, DARK) if page.name in IN_THE_DARK else (PHONE,):
+                browser.open(page.resolve().as_uri(), prefers_reduced_motion="reduce", **view)
+                browser.run(f"{axe};1")
+                wrong = [x for x in browser.run(RUN) if x.startswith(("serious", "critical"))]
+                found += [f"{page.name}: {x}" for x in wrong]
+        browser.close()
+        found += browser.errors
+    return found
