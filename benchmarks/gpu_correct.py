@@ -65,7 +65,7 @@ def difference(found, expected) -> float:
     if not np.array_equal(np.isneginf(found), np.isneginf(expected)) or np.isnan(found).any():
         return float("inf")
     finite = np.isfinite(expected)
-    return float(np.abs(found - expected)[finite].max(initial=0))
+    return float(np.abs(found[finite] - expected[finite]).max(initial=0))
 
 
 def verdict(what: str, error: float, allowed: float, **about) -> dict:
@@ -76,14 +76,14 @@ def verdict(what: str, error: float, allowed: float, **about) -> dict:
 def correct(smoke: bool) -> Iterator[dict]:
     jax.config.update("jax_default_matmul_precision", "highest")
     for name in ("pallas", "flash", "blockwise"):
+        skipped = ("float16", "bfloat16") if smoke or name == "blockwise" else ("float16",)
         for dtype in ("bfloat16", "float32") if smoke else ("bfloat16", "float32", "float16"):
             for what, shape in (SMALL if smoke else SHAPES).items():
+                if smoke and (name, what) == ("blockwise", "odd sizes"):
+                    continue
                 arrays, variants = draw(shape, dtype)
                 for variant, options in variants.items():
-                    # Each of them in one dtype of 16 bits and one of 32: compiling takes seconds.
-                    if variant and (
-                        dtype == "float16" or (name, dtype) == ("blockwise", "bfloat16")
-                    ):
+                    if variant and dtype in skipped:  # compiling each takes seconds
                         continue
                     about = {"implementation": name, "dtype": dtype, "with": variant}
                     yield from compare(what, arrays, options, about)

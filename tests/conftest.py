@@ -29,6 +29,7 @@ hypothesis.settings.load_profile("treeattn")
 SLOW = {
     "test_cluster.py",
     "test_examples.py",
+    "test_gpu_benchmark.py",
     "test_llama.py",
     "test_llama_text.py",
     "test_readme.py",

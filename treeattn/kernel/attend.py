@@ -132,7 +132,9 @@ def resolve(implementation: str | None, inputs: Inputs, platform: str | None) ->
         implementation = _best(inputs) if platform in (None, "gpu") else "blockwise"
         if platform is None and implementation in KERNELS:
             implementation += f"{ELSEWHERE}blockwise"
-    return inputs.replace(implementation=implementation)
+    # A GPU has room for all rows at once.
+    by_row = inputs.by_row and platform != "gpu"
+    return inputs.replace(implementation=implementation, by_row=by_row)
 
 
 def _best(inputs: Inputs) -> str:

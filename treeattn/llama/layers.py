@@ -1,7 +1,7 @@
 """What a Llama computes around its attention: its layers, as compiled programs.
 
-A step runs one program for its layers, once for each layer: compiling takes a second instead of
-half a minute, and the memory that one layer needs is free again for the next.
+On a CPU a step runs one program for its layers, once for each layer (`steps`): compiling takes a
+second instead of half a minute, and the memory that one layer needs is free again for the next.
 
 A layer attends to the cache and to its own new tokens separately, and merges the two states:
 nothing is written before everything is read, and the new tokens may see each other in any way that

@@ -15,9 +15,9 @@ from jaxtyping import Bool, Float, Int
 
 from treeattn.devices.merge import SCATTERED
 from treeattn.idea.arrays import Array
-from treeattn.kernel.attend import CAUSAL_BLOCK
+from treeattn.kernel.attend import CAUSAL_BLOCK, platform_of
 from treeattn.llama import cache as caches
-from treeattn.llama import inputs, layers, parallel
+from treeattn.llama import inputs, layers, parallel, steps
 from treeattn.llama.cache import Cache, NewEntries, ShardAttention
 from treeattn.llama.config import Config
 from treeattn.llama.files import open_checkpoint
@@ -34,7 +34,7 @@ class Llama:
     prefill_with:   for prompts: "ring" or "ulysses" (a whole prompt at once, sharded along the
                     text), "chunks" (pieces that attend to the cache like any step), or a
                     function like `ring_attention`. None: "ring" on a mesh, else "chunks"
-    implementation: as in `attend`: "blockwise", "flash", or None
+    implementation: as in `attend`
     shard_weights:  each device holds a p-th of the weights as well ("Helix"): queries, keys and
                     values come together before the attention; by "reduce_scatter" and
                     "all_to_all" its merge leaves each device the heads that its part of the output
@@ -260,24 +260,19 @@ class Llama:
         read: whether they see the cache; last: (b,) as in `extend_layer`, for the last layer
         """
         positions, mask = inputs.check_new(tokens, cache, positions, mask)
-        x, rotation = self._embed(tokens, cache.lengths, positions)
-        static, entries = self._static(cached=read), []
-        lengths = cache.lengths if read else None
-        for i, (w, cached) in enumerate(zip(self.weights.layers, cache.layers, strict=True)):
-            x, new = layers.extend_layer(
-                x, w, rotation, static=static, mask=mask, cached=cached if read else None,
-                lengths=lengths, last=last if i == self.config.layers - 1 else None,
-            )  # fmt: skip
-            entries.append(new)
-        return x, tuple(entries)
+        return self._programs(tokens.shape[1]).run(
+            self.weights, tokens, cache, positions, mask, last,
+            static=self._static(cached=read), read=read, out=self._whole(),
+        )  # fmt: skip
 
     def _write(self, cache: Cache, new: NewEntries, counts, select=None) -> Cache:
         caches.wait_on_cpus(new, self.mesh)
-        written = [
-            caches.append(cached, entries, cache.lengths, counts, mesh=self.mesh, select=select)
-            for cached, entries in zip(cache.layers, new, strict=True)
-        ]
-        return Cache(*zip(*written, strict=True), caches.advance(cache.lengths, counts))
+        write = self._programs(new[0][0].shape[1]).write
+        k, v, lengths = write((cache.k, cache.v), new, cache.lengths, counts, select, self.mesh)
+        return Cache(k, v, lengths)
+
+    def _programs(self, tokens: int) -> steps.Programs:
+        return steps.programs(platform_of(self.weights.embedding), tokens)
 
     def _static(self, cached: bool) -> layers.Static:
         """Without a cache, one program for every attention to it."""
@@ -287,9 +282,11 @@ class Llama:
         return layers.Static(self.config, self.mesh, attention, kernel, sharded, scattered)
 
     def _embed(self, tokens, lengths=None, positions=None, out=None):
-        w = self.weights
-        out = (out or NamedSharding(self.mesh, P())) if self.shard_weights else None
+        w, out = self.weights, self._whole(out)
         return layers.embed(tokens, w.embedding, w.frequencies, lengths, positions, out=out)
+
+    def _whole(self, out=None):
+        return (out or NamedSharding(self.mesh, P())) if self.shard_weights else None
 
     def _logits(self, x, last=None):
         w = self.weights
