@@ -152,7 +152,11 @@ def report(results: dict[int, dict]) -> str:
         f"calls the fastest, on the process that takes longest. Load average before and after: "
         f"{results['load']}.",
     ]
-    for processes, result in ((n, r) for n, r in results.items() if n != "load"):
+    if results["busy"]:
+        lines += ["", "The load is above the number of cores: other programs took part of both, and "
+                  "whoever waits for another process waits for those. Repeat it on a quiet machine "
+                  "before the ratios are taken for the model's."]  # fmt: skip
+    for processes, result in ((n, results[n]) for n in results if isinstance(n, int)):
         found, models = result["found"], {}
         lines += ["", f"## {processes} processes", ""]
         lines += ["| collective | α, µs | 1/β, GB/s | largest miss, fitted sizes | " + " | ".join(
@@ -195,6 +199,7 @@ def main() -> None:
         return
     before = os.getloadavg()[0]
     results = {n: start(n) for n in (2, 4)}
+    results["busy"] = before > os.cpu_count()
     results["load"] = f"{before:.1f} and {os.getloadavg()[0]:.1f}"
     text = report(results)
     print(text)
