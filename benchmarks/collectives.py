@@ -153,9 +153,12 @@ def report(results: dict[int, dict]) -> str:
         f"{results['load']}.",
     ]
     if results["busy"]:
-        lines += ["", "The load is above the number of cores: other programs took part of both, and "
-                  "whoever waits for another process waits for those. Repeat it on a quiet machine "
-                  "before the ratios are taken for the model's."]  # fmt: skip
+        lines += [
+            "",
+            "The load is above the number of cores: other programs took part of both, and whoever "
+            "waits for another process waits for those. Repeat it on a quiet machine before the "
+            "ratios are taken for the model's.",
+        ]
     for processes, result in ((n, results[n]) for n in results if isinstance(n, int)):
         found, models = result["found"], {}
         lines += ["", f"## {processes} processes", ""]
