@@ -10,7 +10,12 @@ import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 # Those that keep the conventions below: labels, captions, alternative texts, navigation.
-CONVERTED = ["03_attention_by_autodiff", "04_the_associative_merge"]
+CONVERTED = [
+    "01_the_energy_function",
+    "02_a_bayesian_reading",
+    "03_attention_by_autodiff",
+    "04_the_associative_merge",
+]
 LABEL = r"\*\*(Proved|Checked|Cited|Measured)\b[^*]*\*\*"
 LINK = r"(!?)\[([^\]]*)\]\(([^)\s]+)\)"
 

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeattn.figures.canvas import styled
-from treeattn.figures.energy import convex_hull
-from treeattn.figures.merge import WEIGHTS, WORD_VALUES, WORDS
+from treeattn.figures.sentence import VALUES, WEIGHTS, WORDS, convex_hull
 from treeattn.figures.style import BLUE, GREY, INK, ORANGE, PALE, RED, Figure, new_figure
 from treeattn.idea.energy import energy
 
@@ -15,7 +14,7 @@ from treeattn.idea.energy import energy
 def pivot_trap() -> Figure:
     """What Algorithm 1 differentiates to, as printed and repaired, among the five words' values."""
     q, k = np.ones(1, "float32"), np.log(np.float32(WEIGHTS))[:, None]
-    v, zero = np.array(WORD_VALUES, "float32"), np.zeros(2, "float32")
+    v, zero = np.array(VALUES, "float32"), np.zeros(2, "float32")
     figure, axes = new_figure(5.6, 4.4)
 
     def printed(zeta):

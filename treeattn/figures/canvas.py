@@ -1,7 +1,6 @@
 """How figures are drawn and stored: in the shared style throughout, as small PNGs."""
 
 import functools
-import io
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -38,16 +37,23 @@ def styled(draw):
 
 
 def write_gif(
-    path: str | Path, figures: Iterable[Figure], milliseconds: list[int], *, colours=48, dpi=100
+    path: str | Path, figures: Iterable[Figure], milliseconds: list[int], *, colours=48, dpi=110
 ) -> None:
     """The figures as an animation that repeats, each shown for its `milliseconds`."""
     frames = []
     for figure in figures:
-        png = io.BytesIO()
-        figure.savefig(png, format="png", dpi=dpi)
-        frames.append(Image.open(png).convert("RGB"))
+        figure.set_dpi(dpi)
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        frames.append(Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB"))
     # One palette for all frames: what does not change between two of them is stored once.
-    palette = frames[len(frames) // 2].quantize(colours)
+    # What is nearly white there becomes white: the background is not to be one of those.
+    table = frames[len(frames) // 2].quantize(colours).getpalette()[: 3 * colours]
+    for i in range(0, len(table), 3):
+        if min(table[i : i + 3]) > 244:
+            table[i : i + 3] = 255, 255, 255
+    palette = Image.new("P", (1, 1))
+    palette.putpalette(table)
     frames = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     frames[0].save(
         path,

@@ -16,14 +16,6 @@ from treeattn.llama.model import Llama
 STEP = np.log(2) / 2 * np.array([1.0, -1.0], "float32")  # this nudge multiplies by powers of two
 
 
-def example_head():
-    """(q, k, v) of six keys and values in the plane: small enough to draw."""
-    q = np.array([1.0, 0.5], "float32")
-    k = np.array([[2.2, 0], [0.4, 2], [-1, 1], [-1, -1.4], [0.5, -1], [0.3, 0.4]], "float32")
-    v = np.array([[2, 0.6], [0.8, 2], [-1.4, 1.5], [-1.8, -0.7], [0.3, -1.6], [0.2, 0.5]])
-    return q, k, v.astype("float32")
-
-
 # ---------------------------------------------------------------- the nudge
 
 

@@ -1,14 +1,14 @@
 """Figures of the associative merge: trees of states, their numbers shown (notebook 04)."""
 
-import io
 import itertools
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-from PIL import Image
 
-from treeattn.figures.canvas import styled
+from treeattn.figures import sentence
+from treeattn.figures.canvas import styled, write_gif
+from treeattn.figures.sentence import WEIGHTS, WORDS
 from treeattn.figures.style import (
     BLUE,
     GREY,
@@ -32,16 +32,13 @@ VALUES = np.array([2.0, -1.0, 4.0, 1.0, 3.0, 0.0, 0.5, -2.0])
 
 # ---------------------------------------------------------------- the five words
 
-WORDS = "the", "cat", "drank", "warm", "milk"
-WEIGHTS = 1, 2, 4, 1, 8  # exp(score)
-WORD_VALUES = (0, 0), (4, 0), (0, 2), (4, 4), (1, 3)
 SHARDS = (0, 1), (2,), (3, 4)
 
 
 def _sums(words) -> tuple[int, np.ndarray]:
     """(Σ eˢ, Σ eˢ v) of some of the words, by their numbers."""
     weights = np.array(WEIGHTS)[list(words)]
-    return int(weights.sum()), weights @ np.array(WORD_VALUES)[list(words)]
+    return int(weights.sum()), weights @ np.array(sentence.VALUES)[list(words)]
 
 
 @styled
@@ -209,19 +206,8 @@ def merge_tree_steps() -> Figure:
 
 def write_merge_tree_gif(path: str | Path) -> None:
     """The frames of `merge_tree_frame` as an animation that repeats."""
-    frames = []
-    for step in range(len(STEPS)):
-        png = io.BytesIO()
-        merge_tree_frame(step).savefig(png, format="png")
-        frames.append(Image.open(png).convert("RGB").quantize(48))
-    frames[0].save(
-        path,
-        save_all=True,
-        append_images=frames[1:],
-        duration=[2500] * (len(frames) - 1) + [5000],
-        loop=0,
-        optimize=True,
-    )
+    milliseconds = [2500] * (len(STEPS) - 1) + [5000]
+    write_gif(path, map(merge_tree_frame, range(len(STEPS))), milliseconds)
 
 
 FIGURES = {
