@@ -17,14 +17,25 @@ def scalar_states(p: int) -> AttentionState:
 
 
 @functools.cache
+def states_left(p: int, arity: int) -> int:
+    """After one round of the tree: the shape of a traced `tree_round`."""
+    one_round = functools.partial(tree_round, arity=arity)
+    return jax.eval_shape(one_round, scalar_states(p)).max.shape[0]
+
+
+def count_rounds(p: int, arity: int) -> int:
+    """Rounds of `reduce_tree` over p states, until one is left."""
+    return 0 if p == 1 else 1 + count_rounds(states_left(p, arity), arity)
+
+
+@functools.cache
 def count_tree(p: int, arity: int) -> tuple[int, int, int]:
     """(rounds, work, depth) of `reduce_tree` over p states: each round's counts, added up."""
     if p == 1:
         return 0, 0, 0
     one_round = functools.partial(tree_round, arity=arity)
     work, depth = count_merges(one_round, scalar_states(p))
-    left = jax.eval_shape(one_round, scalar_states(p)).max.shape[0]
-    rounds, more_work, more_depth = count_tree(left, arity)
+    rounds, more_work, more_depth = count_tree(states_left(p, arity), arity)
     return 1 + rounds, work + more_work, depth + more_depth
 
 
@@ -36,7 +47,7 @@ def merge_rounds(largest: int = 128) -> Figure:
     ps = sorted({p for p in near if 2 <= p <= largest})
     styles = (2, BLUE, "-", "o"), (3, GREEN, "--", "^"), (4, RED, ":", "s")
     for arity, color, line, marker in styles:
-        rounds = [count_tree(p, arity)[0] for p in ps]
+        rounds = [count_rounds(p, arity) for p in ps]
         powers = [arity**i for i in range(1, 8) if arity**i <= largest]
         ax.step(ps, rounds, where="mid", color=color, ls=line)
         ax.plot(powers, range(1, len(powers) + 1), marker, color=color, ms=5)
