@@ -177,13 +177,18 @@ function read() {
 function begin() {
   const wanted = fromAddress(), lines = byId("lines");
   data.examples.forEach(({ name }, i) => add(byId("example"), "option", { value: i }, name));
+  add(byId("example"), "option", { value: "" }, "what you type");
   const fill = () => {
+    if (!byId("example").value) return lines.focus();
     lines.value = data.examples[byId("example").value].lines.join("\n");
     read();
   };
   byId("example").addEventListener("input", fill);
   byId("form").addEventListener("submit", (event) => event.preventDefault());
-  lines.addEventListener("input", read);
+  lines.addEventListener("input", () => {
+    byId("example").value = "";
+    read();
+  });
   const actions = { start: () => goTo(-1), back: () => goTo(current - 1),
     next: () => goTo(current + 1), play };
   for (const [id, action] of Object.entries(actions)) byId(id).addEventListener("click", action);
@@ -195,6 +200,7 @@ function begin() {
   });
   if (wanted.has("lines")) {
     lines.value = wanted.get("lines");
+    byId("example").value = "";
     read();
     goTo(Number(wanted.get("node") ?? -1));
   } else fill();
