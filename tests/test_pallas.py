@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from oracles import dense_attention, dense_gradients, dense_weights
 
 import treeattn
@@ -257,7 +257,7 @@ def on_cuda(devices: int = 1):
     if about is not None and "platform" in inspect.signature(about).parameters:
         options = {"abstract_device": about("NVIDIA H100 80GB HBM3", 132, "cuda")}
         context = jax.sharding.use_abstract_mesh
-    mesh = AbstractMesh((devices,), ("kv",), **options)
+    mesh = AbstractMesh((devices,), ("kv",), axis_types=(AxisType.Auto,), **options)
     return mesh, context(mesh) if options else context()
 
 
