@@ -309,6 +309,14 @@ def test_the_kernel_is_lowered_once_on_each_device():
     assert "all_gather" not in text and "collective_permute" not in text
 
 
+def test_the_kernel_multiplies_by_tensor_cores_whatever_jax_is_set_to():
+    """They round factors, which is why there are several products: three in float32."""
+    with jax.default_matmul_precision("highest"):
+        program = str(jax.make_jaxpr(eager)(*shapes("float32")))
+    assert program.count("dot_general") == 2 * (3 + 3)  # compiled and interpreted
+    assert program.count("Precision.DEFAULT") >= 12 and "HIGHEST" not in program
+
+
 def test_the_backward_pass_has_one_call_of_the_kernel():
     f = jax.grad(lambda q, k, v: jnp.sum(attention(q, k, v, implementation="pallas")))
     text = lowered(f, *shapes("float32"), context=on_cuda()[1])

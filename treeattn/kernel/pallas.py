@@ -156,10 +156,10 @@ def _dot(a, b, axis: int):
     Tensor cores multiply no float32, but its first bits only. So a factor is a sum of two that they
     do multiply; the product of the two smaller ones is less than what float32 rounds.
     """
-    dot = functools.partial(lax.dot_general, dimension_numbers=(((1,), (axis,)), ((), ())))
+    contracted, once = (((1,), (axis,)), ((), ())), lax.Precision.DEFAULT  # whatever JAX is set to
     a, b = _parts(a, b.dtype), _parts(b, b.dtype)
     pairs = [(x, y) for i, x in enumerate(a) for j, y in enumerate(b) if i + j < 2]
-    return sum(dot(x, y, preferred_element_type=jnp.float32) for x, y in pairs)
+    return sum(lax.dot_general(x, y, contracted, once, jnp.float32) for x, y in pairs)
 
 
 def _parts(x, dtype):
