@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from jaxtyping import Bool, Float, Integer
 
 from treeattn.idea.arrays import Array
 from treeattn.idea.state import AttentionState, finalize, merge, reduce_tree
-from treeattn.kernel import flash, pallas
+from treeattn.kernel import flash
 from treeattn.kernel.blockwise import attend_blockwise
 from treeattn.kernel.inputs import Inputs, check_inputs
 
@@ -78,18 +79,23 @@ def attend_inputs(inputs: Inputs) -> AttentionState:
 
         return jax.lax.platform_dependent(cuda=run(name), default=run(elsewhere))
     if name in KERNELS:
-        return KERNELS[name][0](inputs)
+        return _kernel(name)[0](inputs)
     if inputs.causal and inputs.mask is inputs.bias is inputs.lengths is None:
         return attend_causal(inputs)
     return attend_blockwise(inputs)
 
 
-# (what runs them, what says why it cannot)
-KERNELS = {
-    "flash": (flash.flash_attend, flash.obstacle),
-    "pallas": (pallas.pallas_attend, pallas.obstacle),
-}
+KERNELS = "flash", "pallas"
 ELSEWHERE = " on CUDA, else "
+
+
+def _kernel(name: str) -> tuple[Callable, Callable]:
+    """(what runs the kernel, what says why it cannot)."""
+    if name == "flash":
+        return flash.flash_attend, flash.obstacle
+    from treeattn.kernel import pallas  # when asked for: it takes a fifth of JAX's time to import
+
+    return pallas.pallas_attend, pallas.obstacle
 
 
 def attend_in_blocks(inputs: Inputs, block: int) -> AttentionState:
@@ -123,7 +129,7 @@ def resolve(implementation: str | None, inputs: Inputs, platform: str | None) ->
     if implementation not in names:
         raise ValueError(f"implementation: expected one of {names}, got {implementation!r}")
     if implementation in KERNELS:
-        problem = KERNELS[implementation][1](inputs)
+        problem = _kernel(implementation)[1](inputs)
         if implementation == "flash" and platform not in (None, "gpu"):
             problem = f"implementation: 'flash' needs CUDA devices, got {platform} devices"
         if problem is not None:
@@ -142,7 +148,7 @@ def _best(inputs: Inputs) -> str:
     installed = importlib.util.find_spec("flash_attn_jax") is not None
     if inputs.q.shape[1] > CAUSAL_BLOCK and installed and flash.obstacle(inputs) is None:
         return "flash"
-    return "pallas" if pallas.obstacle(inputs) is None else "blockwise"
+    return "pallas" if _kernel("pallas")[1](inputs) is None else "blockwise"
 
 
 def platform_of(x) -> str | None:
