@@ -7,12 +7,12 @@
 
 Everything is measured in one process, in turn, after a first run that compiles. `single` compares
 prefill and decoding with transformers on the same float32 weights. `devices` has the time of a
-decoding step by context and number of simulated devices, tree against ring; `table` is the
-experiment of the paper's Table 1, a prompt and ten more tokens. Caches of a given context are
-filled with random numbers: a step's time does not depend on them. `steps` has the time of a step of
-1 … 64 packed candidates, with positions and a tree mask, all of their logits computed, and its
-ratio to a step of one: of the fastest of each, and the median over the rounds. Writes
-benchmarks/results/llama.json.
+decoding step by context and number of simulated devices: tree against ring, and the weights sharded
+beside the cache; `table` is the experiment of the paper's Table 1, a prompt and ten more tokens.
+Caches of a given context are filled with random numbers: a step's time does not depend on them.
+`steps` has the time of a step of 1 … 64 packed candidates, with positions and a tree mask, all of
+their logits computed, and its ratio to a step of one: of the fastest of each, and the median over
+the rounds. Writes benchmarks/results/llama.json.
 """
 
 import argparse
@@ -170,13 +170,21 @@ def single(model: Llama, rounds: int = 3, n: int = 4) -> dict:
     return result
 
 
-def devices(model: Llama, rounds: int = 3, n: int = 2) -> list[dict]:
-    """Milliseconds of a decoding step, by context and number of devices, tree and ring."""
+def devices(model: Llama, rounds: int = 7, n: int = 2) -> list[dict]:
+    """Milliseconds of a decoding step, by context and number of devices.
+
+    Tree and ring over a sharded cache, each device with all weights; the weights sharded as well,
+    by two merges; and one device of the same process, in turn with them.
+    """
     rows = []
     for p, context in tqdm([(p, c) for p in (2, 4, 8) for c in (1024, 4096)]):
-        placed = model.on(kv_mesh(jax.devices()[:p]))
-        runs = {a: decoder(placed.using(a), context, n) for a in ("tree", "ring")}
-        times = {a: 1000 * t / n for a, t in in_turn(runs, rounds).items()}
+        mesh = kv_mesh(jax.devices()[:p])
+        placed, sharded = model.on(mesh), model.on(mesh, shard_weights=True, attention="tree")
+        models = {"one device": model, "tree": placed, "ring": placed.using("ring")} | {
+            f"sharded weights, {a}": sharded.using(a) for a in ("reduce_scatter", "all_to_all")
+        }
+        runs = {name: decoder(one, context, n) for name, one in models.items()}
+        times = {name: 1000 * t / n for name, t in in_turn(runs, rounds).items()}
         rows.append({"devices": p, "context": context} | times)
         tqdm.write(f"p={p} context={context}: { ({a: round(t) for a, t in times.items()}) } ms")
     return rows

@@ -404,7 +404,8 @@ def test_every_method_sends_what_its_formula_says(method, p):
 
     def program(mesh, kv_len, array):
         cache = array((1, kv_len, 16, 128), P(None, "kv"))
-        f = functools.partial(treeattn.tree_decode, mesh=mesh, axis="kv", method=method, **scatter)
+        options = {"method": method, "implementation": "blockwise", **scatter}
+        f = functools.partial(treeattn.tree_decode, mesh=mesh, axis="kv", **options)
         return jax.jit(f).trace(array((1, 1, 16, 128), P()), cache, cache)
 
     mesh = make_mesh((p,))
