@@ -18,16 +18,30 @@ def main() -> None:
     address, process_id, file = sys.argv[1:]
     treeattn.simulate_devices(2)
     treeattn.initialize(address, 2, int(process_id), initialization_timeout=120)
-    model = treeattn.Llama.load(SMALL, mesh=treeattn.kv_mesh(nodes=2))
-    prompt = list(range(1, 38))
+    mesh, prompt = treeattn.kv_mesh(nodes=2), list(range(1, 38))
+    model = treeattn.Llama.load(SMALL, mesh=mesh)
+    ids, seen = decode(model, prompt)
+    streamed = [row[0] for row in stream(model, [prompt], max_new_tokens=3, capacity=64)]
+    options = {"max_new_tokens": 3, "capacity": 64, "budget": 4}
+    drafted = treeattn.generate(model, prompt, draft="suffix", **options).tokens
+    sharded = treeattn.Llama.load(
+        SMALL, mesh=mesh, shard_weights=True, attention="reduce_scatter", dtype=np.float32
+    )
+    np.savez(
+        file, ids=ids, logits=seen, streamed=streamed, drafted=drafted,
+        sharded=decode(sharded, prompt)[1],
+    )  # fmt: skip
+
+
+def decode(model, prompt):
+    """Three tokens, and the logits before each."""
     logits, cache = model.prefill([prompt], model.new_cache(1, 64))
     ids, seen = [], []
     for _ in range(3):
         seen.append(np.asarray(logits[0]))
         ids.append(int(seen[-1].argmax()))
         logits, cache = model.step(np.array([ids[-1:]]), cache, last=True)
-    streamed = [row[0] for row in stream(model, [prompt], max_new_tokens=3, capacity=64)]
-    np.savez(file, ids=ids, logits=np.array(seen), streamed=streamed)
+    return ids, np.array(seen)
 
 
 main()

@@ -58,6 +58,7 @@ def test_two_processes_decode_the_same_text(tmp_path):
     """A small model, with as many processes as nodes of the mesh, of two devices each."""
     small = Path(__file__).parent / "data" / "llamas" / "llama3"
     want_ids, want = decode(Llama.load(small), list(range(1, 38)), 3)
+    _, exact = decode(Llama.load(small, dtype=np.float32), list(range(1, 38)), 3)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -83,6 +84,8 @@ def test_two_processes_decode_the_same_text(tmp_path):
     for file in files:
         found = np.load(file)
         assert found["ids"].tolist() == found["streamed"].tolist() == want_ids
+        assert found["drafted"].tolist() == want_ids
+        np.testing.assert_allclose(found["sharded"], exact, atol=1e-4)
         np.testing.assert_allclose(found["logits"], want, atol=1e-4)
 
 
