@@ -28,10 +28,9 @@ def read() -> list[dict[str, str]]:
 
 
 def link(place: str) -> str:
-    """ "04 §3 Title" as a link to the section."""
-    number, title = re.fullmatch(r"(\d\db?) §(.+)", place).groups()
+    """ "01: 4. The moments" as a link to that section."""
+    number, _, heading = place.partition(": ")
     (path,) = NOTEBOOKS.glob(f"{number}_*.ipynb")
-    heading = re.sub(r"^(\d+) ", r"\1. ", title.strip())
     slug = re.sub(r"[^-\w ]", "", heading).replace(" ", "-").lower()
     return f"[{number}, {heading.translate(SPECIAL)}](notebooks/{path.name}#{slug})"
 
