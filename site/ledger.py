@@ -35,6 +35,11 @@ def link(place: str) -> str:
     return f"[{number}, {heading.translate(SPECIAL)}](notebooks/{path.name}#{slug})"
 
 
+def code(test: str) -> str:
+    """A test's name, which a narrow page may break."""
+    return "<code>" + test.replace("::", "::<wbr>").replace("_", r"\_<wbr>") + "</code>"
+
+
 def line(row: dict[str, str]) -> str:
     tests = [x.strip().removeprefix("tests/") for x in row["test"].split(";") if x.strip()]
     places = [x.strip() for x in row["notebook"].split(";") if x.strip()]
@@ -42,8 +47,7 @@ def line(row: dict[str, str]) -> str:
         f'<a id="{row["id"].lower()}"></a>{row["item"].translate(SPECIAL)}',
         row["says"].translate(SPECIAL),
         f"**{row['verdict']}** {row['note'].translate(SPECIAL)}".strip(),
-        "<br>".join(map(link, places)),
-        "<br>".join(f"`{test}`" for test in tests),
+        "<br>".join([*map(link, places), *map(code, tests)]),
     )
     return "| " + " | ".join(cells) + " |"
 
@@ -52,6 +56,6 @@ def ledger_page() -> str:
     """All rows, a table for each source."""
     parts = [INTRODUCTION]
     for source, rows in groupby(read(), lambda row: row["source"]):
-        head = "| where | what it says | verdict | shown in | tests |\n|---|---|---|---|---|"
+        head = "| where | what it says | verdict | shown and tested in |\n|---|---|---|---|"
         parts.append(f"## {NAMES[source]}\n\n{head}\n" + "\n".join(map(line, rows)) + "\n")
     return "\n".join(parts)

@@ -131,13 +131,17 @@ def test_algorithms_1_and_2(p):
     zero = np.zeros(2)
     shards = list(zip(np.split(k, p), np.split(v, p), strict=True))
     weights = np.exp(k @ q) / np.exp(k @ q).sum()
-    O, m = algorithm_1(zero, q, shards)
-    close(O + m, energy(zero, q, k, v, scale=1.0))
-    as_printed = jax.grad(lambda zeta: algorithm_1(zeta, q, shards)[0])(zero)
+    O, m = jax.jit(algorithm_1)(zero, q, shards)
+    close(O + m, np.log(np.exp(k @ q).sum()))  # F(0)
+
+    def slope(f):
+        return jax.jit(jax.grad(f))(zero)
+
+    as_printed = slope(lambda zeta: algorithm_1(zeta, q, shards)[0])
     close(as_printed, weights @ v - v[np.argmax(k @ q)])
     held = functools.partial(algorithm_1, hold=jax.lax.stop_gradient)
-    close(jax.grad(lambda zeta: held(zeta, q, shards)[0])(zero), weights @ v)
-    close(jax.grad(lambda zeta: sum(algorithm_1(zeta, q, shards)))(zero), weights @ v)
+    close(slope(lambda zeta: held(zeta, q, shards)[0]), weights @ v)
+    close(slope(lambda zeta: sum(algorithm_1(zeta, q, shards))), weights @ v)
     # Algorithm 2 needs that O, and is too small by e^m with the energy itself.
     close(algorithm_2(q, shards, m, O), weights @ v)
     close(algorithm_2(q, shards, m, O + m), weights @ v * np.exp(-m))
@@ -247,10 +251,10 @@ def test_hopfield_networks_tie_values_to_keys():
         return xi @ xi / 2 - energy(jnp.zeros(4), xi, patterns, patterns, scale=beta) / beta
 
     update = attention_from_energy(q, patterns, patterns, scale=beta)
-    close(update, q - jax.grad(hopfield)(q))
+    close(update, q - jax.jit(jax.grad(hopfield))(q))
     values = rng.normal(size=(9, 4))
     for v, symmetric in ((patterns, True), (values, False)):  # a gradient's Jacobian is
-        jacobian = jax.jacobian(attention_from_energy)(q, patterns, v)
+        jacobian = jax.jit(jax.jacobian(attention_from_energy))(q, patterns, v)
         assert np.allclose(jacobian, jacobian.T, atol=1e-12) == symmetric
 
 
