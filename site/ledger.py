@@ -35,11 +35,6 @@ def link(place: str) -> str:
     return f"[{number}, {heading.translate(SPECIAL)}](notebooks/{path.name}#{slug})"
 
 
-def code(test: str) -> str:
-    """A test's name, which a narrow page may break."""
-    return "<code>" + test.replace("::", "::<wbr>").replace("_", r"\_<wbr>") + "</code>"
-
-
 def line(row: dict[str, str]) -> str:
     tests = [x.strip().removeprefix("tests/") for x in row["test"].split(";") if x.strip()]
     places = [x.strip() for x in row["notebook"].split(";") if x.strip()]
@@ -47,7 +42,7 @@ def line(row: dict[str, str]) -> str:
         f'<a id="{row["id"].lower()}"></a>{row["item"].translate(SPECIAL)}',
         row["says"].translate(SPECIAL),
         f"**{row['verdict']}** {row['note'].translate(SPECIAL)}".strip(),
-        "<br>".join([*map(link, places), *map(code, tests)]),
+        "<br>".join([*map(link, places), *(f"`{test}`" for test in tests)]),
     )
     return "| " + " | ".join(cells) + " |"
 

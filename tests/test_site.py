@@ -57,8 +57,7 @@ def test_the_ledgers_page_has_every_row(site):
         '| <a id="v1-e04"></a>eq. 4 | '
         "A running denominator, d\\_i = d\\_{i−1} + s\\_i, and z = n/d."
         " | **checked** | [01, Notation](notebooks/01_the_energy_function.ipynb#notation)<br>"
-        r"<code>test\_<wbr>printed.py::<wbr>test\_<wbr>running\_<wbr>sums\_<wbr>are\_<wbr>attention"
-        "</code> |"
+        "`test_printed.py::test_running_sums_are_attention` |"
     )
 
 
