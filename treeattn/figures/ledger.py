@@ -1,6 +1,7 @@
 """Figures of notebook 10: what became of the sources' statements."""
 
 from collections import Counter
+from textwrap import fill
 
 from treeattn.figures.canvas import styled
 from treeattn.figures.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, new_figure
@@ -39,7 +40,7 @@ def scorecard(rows: list[dict[str, str]]):
                     str(number), (x, y), xytext=(beside, 0), textcoords="offset points",
                     va="center", fontsize=9,
                 )  # fmt: skip
-    axes.set_xticks(range(len(VERDICTS)), [v.replace(" ", "\n", 1) for v in VERDICTS], fontsize=8)
+    axes.set_xticks(range(len(VERDICTS)), [fill(v, 10) for v in VERDICTS], fontsize=8)
     axes.set_yticks(range(len(sources)), [f"{s}, {totals[s]} rows" for s in sources])
     axes.set(xlim=(-0.6, len(VERDICTS) - 0.3), ylim=(len(sources) - 0.4, -0.6))
     axes.xaxis.tick_top()
