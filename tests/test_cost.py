@@ -250,6 +250,32 @@ def test_memory_of_many_layers():
         assert ring / tree == pytest.approx((layers + 1) / layers, rel=1e-3)
 
 
+def test_a_tree_holds_less_without_a_condition():
+    """v1 §6.2's 2·b·n_h ≤ 2·b·t·d is 1 ≤ t·d_h; how much less depends on the keys a device."""
+    for d_h in (1, 64, 128):
+        for t in (1, 2, 1000):
+            w = Workload(2 * t, heads=16, head_dim=d_h)
+            assert mem_tree(w, 2) <= mem_ring(w, 2)
+    for t, ratio in ((1, 1.49), (16, 1.94), (1000, 2.0)):
+        w = Workload(2 * t)
+        assert mem_ring(w, 2) / mem_tree(w, 2) == pytest.approx(ratio, abs=0.005)
+        assert v_ring(w, 2) / 2 > v_tree(w, 2)  # of one device, over the whole reduction
+
+
+def test_v_ring_does_not_depend_on_the_devices():
+    """v1 eq. 31 is 2·b·N·d, whatever p; what one step moves, by all devices."""
+    w = Workload(640_000, batch=3)
+    assert {v_ring(w, p) for p in (2, 8, 64, 128)} == {2 * 3 * 640_000 * 2048}
+
+
+def test_on_one_device_there_is_little_to_save():
+    """v1 §7: the states of 132 multiprocessors, written to memory and read, beside the keys."""
+    w = Workload(640_000)
+    states = 2 * 132 * 4 * numel_state(w) / DGX.device.memory_bandwidth
+    keys = attend_seconds(w, 80_000, 1, DGX.device)
+    assert states == pytest.approx(0.66e-6, rel=0.01) and states < 0.004 * keys
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_no_ring_decodes_one_token_faster(name):
     """Not even over a link of 1 ms and 1 TB/s: it has more rounds, and more bytes."""

@@ -165,6 +165,19 @@ def test_common_seconds_gives_the_printed_ratio():
     assert c == pytest.approx(0.126, rel=0.01)
 
 
+def test_the_gap_widens_with_context_and_with_devices():
+    """v1 §6.1, in the model: the ring's time over the tree's grows; 3,310 where 8 is printed."""
+
+    def ratio(context, p):
+        ring, tree = (decode_cost(s, Workload(context), p, DGX).seconds for s in ("ring", "tree"))
+        return ring / tree
+
+    by_context = [ratio(context, 128) for context in (80_000, 640_000, 5_120_000)]
+    by_devices = [ratio(5_120_000, p) for p in (8, 64, 128)]
+    assert by_context == sorted(by_context) and by_devices == sorted(by_devices)
+    assert by_context[-1] == pytest.approx(3310, rel=0.01)
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_bad_input():
     with pytest.raises(ValueError, match="rows: expected at least 2 to fit, got 1"):
