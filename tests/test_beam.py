@@ -533,6 +533,26 @@ def test_attention_on_packed_tokens_is_attention_on_each_candidate():
     assert np.abs(unpack(wrong[None], packed.unpack_map)[0] - alone).max() > 1e-3
 
 
+def test_a_token_may_not_be_shared_with_another_prefix():
+    """One `red` for two: it sees "a" alone, or "dark" as well, and is wrong for some candidate."""
+    rng = np.random.default_rng(9)
+    table, weights = rng.normal(size=(7, 16)), rng.normal(size=(2, 3, 16, 8)) / 4
+    tokens, mask, offsets, unpack_map = (x[0] for x in pack(MARS))
+    causal = np.tril(np.ones((4, 4), bool))
+    alone = np.stack([layer(table[row], np.arange(4), causal, weights) for row in MARS[0]])
+
+    def errors(n, mask, unpack_map):
+        out = layer(table[tokens[:n]], offsets[:n], mask[:n, :n], weights)[unpack_map]
+        return np.abs(out - alone).max(axis=(1, 2))
+
+    assert errors(8, mask, unpack_map).max() < 1e-12
+    shared = np.where(unpack_map == 7, 3, unpack_map)  # the last red is the first
+    assert (errors(7, mask, shared) > 1e-3).tolist() == [False, False, True]
+    both = mask.copy()
+    both[3, 6] = True  # and sees "dark"
+    assert (errors(7, both, shared) > 1e-3).tolist() == [True, False, True]
+
+
 def searched(model, prompts, width, length):
     """(beam, run): the model's own beam search, and what runs a packed tree after the prompts."""
     cache = model.new_cache(len(prompts), 48)
