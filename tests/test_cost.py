@@ -370,6 +370,13 @@ def test_all_steps_of_a_ring_grow_with_its_devices():
     assert decode_cost("ring", w, 64, DGX).sent_bytes < w.dtype_bytes * step
 
 
+def test_a_rings_step_against_a_state_is_as_many_orders_as_the_chunk_is_long():
+    """Not "two to three": 3 to 3.9, of Llama 3.1 8B on 8 devices at Table 1's lengths."""
+    for context, times in ((3_200, 98), (32_768, 1008), (262_144, 8066)):
+        w = Workload(context, heads=32, kv_heads=8)
+        assert round(numel_kv(w, 8) / 2 / numel_state(w)) == times
+
+
 def test_a_ring_loses_less_on_a_torus():
     """v2 §6.4, of TPU pods: 1,200 times a tree's time on 64 chips, 2,600 on as many H100s."""
     block = Workload(5_120_000)
