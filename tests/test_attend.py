@@ -223,6 +223,19 @@ def test_a_nan_is_not_lost(which, l, n):
     assert np.all(np.isnan(lse[:, 0])) == (which < 2)
 
 
+def test_the_largest_exponential_is_one():
+    """Relative to the maximum, and none is larger: v2's appendix F has all of them below 1."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(1, n, 2, 8)) * 5 for n in (1, 9, 9))
+    state = jax.jit(attend)(q, k, v)
+    s = np.einsum("blhd,bnhd->blhn", q, k) / np.sqrt(8)
+    np.testing.assert_allclose(state.max, s.max(axis=-1), rtol=1e-12)
+    terms = np.exp(s - s.max(axis=-1, keepdims=True))
+    assert terms.max() == 1
+    np.testing.assert_allclose(state.denominator, terms.sum(axis=-1), rtol=1e-12)
+    assert (state.denominator >= 1).all()
+
+
 @pytest.mark.parametrize("scale", [1e4, -1e4])
 def test_scores_far_from_zero(scale):
     (q, k, v), _, _ = draw(1, SHAPES["one query, streams"], which=())

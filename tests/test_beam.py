@@ -1,5 +1,6 @@
 """Packing beams: against a trie in plain Python, for every small beam and many larger ones."""
 
+import dataclasses
 import itertools
 import tracemalloc
 from pathlib import Path
@@ -310,6 +311,22 @@ def test_segments_read_through_the_encoding_are_enough():
             np.testing.assert_array_equal(starts + offsets, pack(beam[None]).unpack_map[0])
 
 
+def test_the_documents_two_steps_for_its_example():
+    """The starts of the segments and the offsets within them, as it prints the two matrices."""
+    encoding = prefix_encoding(MARS)[0]
+    own = encoding == np.arange(3)[:, None]
+    added = own.sum(axis=1)
+    starts = (added.cumsum() - added)[encoding]
+    np.testing.assert_array_equal(starts, [[0, 0, 0, 0], [0, 0, 4, 4], [0, 0, 6, 6]])
+    # The border, | in the document, stands before a row's first own token.
+    borders = own.argmax(axis=1)
+    np.testing.assert_array_equal(borders, [0, 2, 2])
+    columns = np.arange(4)
+    offsets = np.where(own, columns - borders[:, None], columns)
+    np.testing.assert_array_equal(offsets, [[0, 1, 2, 3], [0, 1, 0, 1], [0, 1, 0, 1]])
+    np.testing.assert_array_equal(starts + offsets, pack(MARS).unpack_map[0])
+
+
 def test_permuting_candidates_only_renumbers():
     rng = np.random.default_rng(0)
     beam = random_beam(rng, (1, 12, 6))
@@ -340,6 +357,50 @@ def test_beams_of_a_batch_do_not_mix():
         assert not together.attention_mask[b, size:].any()
         assert not together.attention_mask[b, :, size:].any()
         assert (together.position_offsets[b, size:] == 0).all()
+
+
+def test_tokens_and_mask_say_everything():
+    """Positions and parents follow from the mask: two tensors describe the tree."""
+    rng = np.random.default_rng(8)
+    packed = pack(random_beam(rng, (4, 6, 5)), rng.integers(0, 6, (4, 6)))
+    for mask, offsets in zip(packed.attention_mask, packed.position_offsets, strict=True):
+        real = np.diagonal(mask)
+        np.testing.assert_array_equal(offsets[real], mask.sum(axis=1)[real] - 1)
+        for node in np.flatnonzero(real & (offsets > 0)):  # the parent: the deepest that it sees
+            seen = mask[node] & (np.arange(len(mask)) != node)
+            parent = np.flatnonzero(seen)[offsets[seen].argmax()]
+            np.testing.assert_array_equal(mask[parent], seen)
+
+
+def test_a_later_column_never_has_fewer_nodes():
+    """The first tokens are the most duplicated in every beam of candidates of one length, whoever
+    drafted it: a longer prefix has one node at least wherever a shorter one has."""
+    for beams in every_beam(3, 3, letters=2):
+        packed, count = pack(beams), np.zeros((len(beams), 3), int)
+        for c in range(3):
+            real = np.diagonal(packed.attention_mask, axis1=1, axis2=2)
+            count[:, c] = (real & (packed.position_offsets == c)).sum(axis=1)
+        for beam, nodes in zip(beams.tolist(), count, strict=True):
+            assert list(nodes) == [len({tuple(row[: c + 1]) for row in beam}) for c in range(3)]
+        assert (np.diff(count) >= 0).all() and count.max() == 3
+
+
+def test_plain_indexing_mixes_up_the_batch():
+    """The document's `packed_beam[unpack_map] == beam`: right without a batch, and no error."""
+    packed = pack(np.concatenate([MARS, MARS[:, ::-1] + 10]))
+    for b in range(2):
+        beam = packed.packed_beam[b][packed.unpack_map[b]]
+        np.testing.assert_array_equal(beam, (MARS, MARS[:, ::-1] + 10)[b][0])
+        np.testing.assert_array_equal(unpack(packed.packed_beam, packed.unpack_map)[b], beam)
+    literal = jax.eval_shape(lambda x, i: x[i], packed.packed_beam, packed.unpack_map)
+    assert literal.shape == (2, 3, 4, 8)  # rows of the batch, and 3, 4, … are taken for the last
+
+
+def test_packing_is_a_program_of_tensors():
+    """No loop over tokens, and nothing that the host would have to decide or compute."""
+    text = pack_jit.lower(jax.ShapeDtypeStruct((2, 12, 6), jnp.int32)).as_text()
+    assert not any(f"stablehlo.{op}" in text for op in ("while", "if", "case", "custom_call"))
+    assert "tensor<2x72x72xi1>" in text  # the mask
 
 
 @pytest.mark.parametrize("module", [np, jnp])
@@ -472,6 +533,26 @@ def test_attention_on_packed_tokens_is_attention_on_each_candidate():
     assert np.abs(unpack(wrong[None], packed.unpack_map)[0] - alone).max() > 1e-3
 
 
+def test_a_token_may_not_be_shared_with_another_prefix():
+    """One `red` for two: it sees "a" alone, or "dark" as well, and is wrong for some candidate."""
+    rng = np.random.default_rng(9)
+    table, weights = rng.normal(size=(7, 16)), rng.normal(size=(2, 3, 16, 8)) / 4
+    tokens, mask, offsets, unpack_map = (x[0] for x in pack(MARS))
+    causal = np.tril(np.ones((4, 4), bool))
+    alone = np.stack([layer(table[row], np.arange(4), causal, weights) for row in MARS[0]])
+
+    def errors(n, mask, unpack_map):
+        out = layer(table[tokens[:n]], offsets[:n], mask[:n, :n], weights)[unpack_map]
+        return np.abs(out - alone).max(axis=(1, 2))
+
+    assert errors(8, mask, unpack_map).max() < 1e-12
+    shared = np.where(unpack_map == 7, 3, unpack_map)  # the last red is the first
+    assert (errors(7, mask, shared) > 1e-3).tolist() == [False, False, True]
+    both = mask.copy()
+    both[3, 6] = True  # and sees "dark"
+    assert (errors(7, both, shared) > 1e-3).tolist() == [True, False, True]
+
+
 def searched(model, prompts, width, length):
     """(beam, run): the model's own beam search, and what runs a packed tree after the prompts."""
     cache = model.new_cache(len(prompts), 48)
@@ -519,6 +600,25 @@ def test_packed_llama_logits_in_float64():
     assert pack(beam).packed_beam.shape[1] < 20
     assert_as_alone(model, prompts, beam, run, atol=1e-12)
     assert_as_alone(model, prompts, beam[:, ::-1].copy(), run, atol=1e-12)
+
+
+def test_operations_are_saved_with_the_tokens():
+    """XLA's count for a Llama's pass: in proportion, and of its attention's scores some more."""
+    model = Llama.load(Path(__file__).parent / "data" / "llamas" / "llama3")
+    one_layer = dataclasses.replace(model.config, layers=1)
+    model = dataclasses.replace(model, config=one_layer)
+
+    def flops(n):
+        def call(weights, tokens):
+            return dataclasses.replace(model, weights=weights).logits(tokens)
+
+        weights = model.weights._replace(layers=model.weights.layers[:1])
+        lowered = jax.jit(call).lower(weights, np.zeros((1, n), np.int32))
+        return lowered.cost_analysis()["flops"]
+
+    nodes = pack(MARS).packed_beam.size
+    assert (MARS.size, nodes) == (12, 8)
+    assert 12 / 8 <= flops(MARS.size) / flops(nodes) < 1.05 * 12 / 8
 
 
 @pytest.mark.parametrize("shape", [(64, 32, 16), (4, 200, 2), (2, 1, 9)])

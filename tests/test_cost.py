@@ -250,6 +250,32 @@ def test_memory_of_many_layers():
         assert ring / tree == pytest.approx((layers + 1) / layers, rel=1e-3)
 
 
+def test_a_tree_holds_less_without_a_condition():
+    """v1 §6.2's 2·b·n_h ≤ 2·b·t·d is 1 ≤ t·d_h; how much less depends on the keys a device."""
+    for d_h in (1, 64, 128):
+        for t in (1, 2, 1000):
+            w = Workload(2 * t, heads=16, head_dim=d_h)
+            assert mem_tree(w, 2) <= mem_ring(w, 2)
+    for t, ratio in ((1, 1.49), (16, 1.94), (1000, 2.0)):
+        w = Workload(2 * t)
+        assert mem_ring(w, 2) / mem_tree(w, 2) == pytest.approx(ratio, abs=0.005)
+        assert v_ring(w, 2) / 2 > v_tree(w, 2)  # of one device, over the whole reduction
+
+
+def test_v_ring_does_not_depend_on_the_devices():
+    """v1 eq. 31 is 2·b·N·d, whatever p; what one step moves, by all devices."""
+    w = Workload(640_000, batch=3)
+    assert {v_ring(w, p) for p in (2, 8, 64, 128)} == {2 * 3 * 640_000 * 2048}
+
+
+def test_on_one_device_there_is_little_to_save():
+    """v1 §7: the states of 132 multiprocessors, written to memory and read, beside the keys."""
+    w = Workload(640_000)
+    states = 2 * 132 * 4 * numel_state(w) / DGX.device.memory_bandwidth
+    keys = attend_seconds(w, 80_000, 1, DGX.device)
+    assert states == pytest.approx(0.66e-6, rel=0.01) and states < 0.004 * keys
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_no_ring_decodes_one_token_faster(name):
     """Not even over a link of 1 ms and 1 TB/s: it has more rounds, and more bytes."""
@@ -332,6 +358,33 @@ def test_where_ring_and_tree_take_as_long_in_a_prefill():
         assert (ring < tree) == ring_wins, (kv_heads, new)
 
 
+def test_all_steps_of_a_ring_grow_with_its_devices():
+    """The explainer's "total", above a formula of one step: 2·b·N·d elements in each of p − 1."""
+    w = Workload(640_000, batch=2)
+    for p in (2, 8, 64):
+        step = 2 * w.batch * w.context * w.d
+        assert v_ring(w, p) == step
+        everybody = p * decode_cost("ring", w, p, DGX).sent_bytes / w.dtype_bytes
+        assert everybody == pytest.approx((p - 1) * step)
+    # One device sends no more with more of them: at most its part of everything, once.
+    assert decode_cost("ring", w, 64, DGX).sent_bytes < w.dtype_bytes * step
+
+
+def test_a_rings_step_against_a_state_is_as_many_orders_as_the_chunk_is_long():
+    """Not "two to three": 3 to 3.9, of Llama 3.1 8B on 8 devices at Table 1's lengths."""
+    for context, times in ((3_200, 98), (32_768, 1008), (262_144, 8066)):
+        w = Workload(context, heads=32, kv_heads=8)
+        assert round(numel_kv(w, 8) / 2 / numel_state(w)) == times
+
+
+def test_a_ring_loses_less_on_a_torus():
+    """v2 §6.4, of TPU pods: 1,200 times a tree's time on 64 chips, 2,600 on as many H100s."""
+    block = Workload(5_120_000)
+    for name, times in (("tpu-v5p", 1200), ("dgx-h100", 2600)):
+        ring, tree = (decode_cost(s, block, 64, preset(name)).seconds for s in ("ring", "tree"))
+        assert ring / tree == pytest.approx(times, rel=0.02)
+
+
 # --------------------------------------------------------------------------- whole steps
 
 
@@ -360,6 +413,19 @@ def test_a_step_by_hand():
     # With all weights everywhere nothing is summed, and all of them are read.
     papers = step_cost(LLAMA, Plan(1, 1, 8, "tree", False), 1, 10**6, DGX)
     assert papers.weights == pytest.approx(8 * step.weights) and papers.projections == 0
+
+
+@pytest.mark.parametrize(
+    ("plan", "quick"), [(Plan(1, 1, 16, "tree", False), 0.84), (Plan(1, 8, 2, "helix", True), 0.76)]
+)
+def test_a_trees_step_waits_for_latencies_and_not_for_bandwidth(plan, quick):
+    """The explainer's "absolute bottleneck": of a step on two nodes less than 1 % is bytes."""
+    networks = (DGX, DGX.scaled(bandwidth=2.0), DGX.scaled(latency=0.5))
+    base, wide, half = (step_cost(LLAMA, plan, 1, 10**6, n).seconds for n in networks)
+    assert 0.99 < wide / base <= 1
+    assert half / base == pytest.approx(quick, abs=0.01)
+    ring = [decode_cost("ring", Workload(10**6), 16, n).seconds for n in networks[:2]]
+    assert ring[1] / ring[0] == pytest.approx(0.5, abs=0.02)  # of a ring nearly all of it is
 
 
 @pytest.mark.parametrize("corner", CORNERS)

@@ -472,6 +472,11 @@ def test_a_sharded_cache_stays_where_it_is(optimized):
     assert eq_30 * 0.9 < held.total_bytes <= 1.1 * eq_30
 
 
+def test_the_output_is_allocated_too():
+    """v1 §6.2 counts none for the tree: b·d elements, as many as the numerator's."""
+    assert memory(compiled(8, 32768)).output_bytes == 4 * 16 * 128
+
+
 def shapes(mesh, kv_len, heads, kv_heads, dim, q_len=1):
     spec = NamedSharding(mesh, P(None, "kv"))
     q_spec = NamedSharding(mesh, P(None, "kv") if q_len == kv_len else P())

@@ -149,6 +149,25 @@ def test_beam_search():
     np.testing.assert_allclose(scores[0], [s for _, s in kept], rtol=1e-12)
 
 
+def test_token_scores_add_up_to_the_beams():
+    """A score for each token (B, M, C): unpacked log-probabilities, shifted by one, from what
+    follows the context. Every node is asked once, and the sums are the search's own scores."""
+    log_probs, draft = random_draft(11, 4)
+    beam, scores = beam_search(draft, width=6, length=3, batch=2)
+    packed = pack(beam)
+    nodes = np.zeros((*packed.packed_beam.shape, 4))  # what a model says after each node
+    for b, m, c in np.ndindex(beam.shape):
+        nodes[b, packed.unpack_map[b, m, c]] = log_probs((b, *beam[b, m, : c + 1].tolist()))
+    after = unpack(nodes, packed.unpack_map)  # (B, M, C, V)
+    context = np.stack([log_probs((b,)) for b in range(2)])[:, None, None]
+    before = np.concatenate([np.broadcast_to(context, after[:, :, :1].shape), after[:, :, :-1]], 2)
+    token_scores = np.take_along_axis(before, beam[..., None], axis=3)[..., 0]
+    assert token_scores.shape == beam.shape and packed.packed_beam.size < beam.size
+    np.testing.assert_allclose(token_scores.sum(axis=2), scores, rtol=1e-12)
+    unshifted = np.take_along_axis(after, beam[..., None], axis=3)[..., 0]
+    assert not np.allclose(unshifted.sum(axis=2), scores)
+
+
 def test_expansion_stops_at_its_width():
     """Two nodes of each depth are expanded, into two tokens each."""
     log_probs, draft = random_draft(3, 6)

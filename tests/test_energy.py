@@ -322,6 +322,13 @@ def test_the_gradient_costs_a_constant_factor():
     assert memory.temp_size_in_bytes < 20 * n  # keys and values: 384 n
 
 
+def test_all_queries_cost_quadratically():
+    """v1 §1 and §3: four times the operations for twice the tokens; twice for one query."""
+    for f, times in ((causal_energy, 4), (lambda z, q, k, v: energy(z[0], q[0], k, v), 2)):
+        small, large = (flops(f, *[(n, 64)] * 4) for n in (512, 1024))
+        assert large / small == pytest.approx(times, rel=0.02)
+
+
 def test_a_maximum_over_devices_has_no_derivative():
     """Why every maximum here is held fixed."""
     with pytest.raises(NotImplementedError, match="pmax"):

@@ -264,6 +264,16 @@ def test_devices_wait_only_for_what_they_need():
     assert simulate([slow, on], 8, two, pipelined=False) == 15.0 + 2.0
 
 
+def test_a_ring_leaves_each_node_by_one_link():
+    """Of 16 messages in a round two cross between nodes of 8; reduced by nodes, all devices' do."""
+
+    def crossing(rounds):
+        return [int(np.sum(r.source // 8 != r.target // 8)) for r in rounds]
+
+    assert set(crossing(schedule("ring", 16, 8320.0, 8))) == {2}
+    assert set(crossing(schedule("hierarchical-allreduce", 16, 8320.0, 8))) == {0, 16}
+
+
 def test_messages_to_many_leave_one_after_the_other():
     """On a switch a device has one link; on a mesh, one to each. `gap` is the least between two."""
     for wiring, byte_seconds, gap, seconds in (
@@ -324,6 +334,13 @@ def test_hundreds_of_devices():
     for kind, rounds in (("butterfly", 9), ("tree-allreduce", 26), ("ring-allreduce", 1022)):
         assert simulate(schedule(kind, 512, 8320.0, 8), 512, DGX) > 0
         assert rounds == collective_rounds(kind, 512, 8)
+
+
+def test_trees_and_nodes_beat_a_flat_ring():
+    """v1 §5.3: an Allreduce of a state on 16 nodes of 8: a ring, NCCL's tree, nodes first."""
+    kinds = ("ring-allreduce", "tree-allreduce", "hierarchical-allreduce")
+    times = [1e6 * collective_seconds(kind, 128, 8320, DGX) for kind in kinds]
+    assert times == pytest.approx([315, 55, 30], rel=0.02)
 
 
 @given(

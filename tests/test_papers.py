@@ -124,11 +124,58 @@ def test_the_ratios_dip_is_no_run_variance_by_the_printed_errors():
     assert apart(ratios[3], ratios[2]) == pytest.approx(0.6, abs=0.1)
 
 
+def test_the_trees_time_becomes_flatter_and_not_flat():
+    """v2 §6.1, from 80,000 keys to 5.12 million; and its merge takes as long at any length,
+    so that reading the keys comes to dominate and not, as v2 §5.3 has it, communication, which
+    does so only as the devices become more."""
+    merges = []
+    for p, growth in ((8, 22.3), (64, 2.36), (128, 1.57)):
+        few, many = (decode_cost("tree", Workload(n), p, DGX) for n in (80_000, FIGURE_3_CONTEXT))
+        assert many.seconds / few.seconds == pytest.approx(growth, rel=0.01)
+        merge, later = (x.latency_seconds + x.volume_seconds for x in (few, many))
+        assert merge == later and many.compute_seconds > 15 * few.compute_seconds
+        merges.append(merge / many.seconds)
+    assert merges == sorted(merges) and merge == pytest.approx(166e-6, rel=0.01)
+    longer = decode_cost("tree", Workload(4 * FIGURE_3_CONTEXT), 128, DGX)
+    assert longer.compute_seconds > 2 * merge
+
+
+def test_eight_times_is_no_asymptote():
+    """The explainer calls it one; in the model the ratio goes on growing with the context."""
+    ratios = []
+    for times in (1, 4, 16):
+        w = Workload(times * FIGURE_3_CONTEXT)
+        ring, tree = (decode_cost(s, w, FIGURE_3_DEVICES, DGX).seconds for s in ("ring", "tree"))
+        ratios.append(ring / tree)
+    assert ratios[0] > 100 * FIGURE_3_SPEEDUP and ratios == sorted(ratios)
+
+
+def test_four_mi300x_rather_than_eight():
+    """v2 §6 says 8, its §6.4 and Table 1 say 4: with 8 a link would carry more than its 48 GB/s."""
+    four, eight = (
+        fit_machine(TABLE_1_MI300X, MI300X_8B._replace(devices=p)).bandwidth for p in (4, 8)
+    )
+    assert four == pytest.approx(48e9, rel=0.02) and eight == pytest.approx(56e9, rel=0.02)
+
+
 def test_common_seconds_gives_the_printed_ratio():
     c = common_seconds(BLOCK, FIGURE_3_DEVICES, DGX, FIGURE_3_SPEEDUP)
     ring, tree = (decode_cost(s, BLOCK, FIGURE_3_DEVICES, DGX).seconds for s in ("ring", "tree"))
     assert (ring + c) / (tree + c) == pytest.approx(FIGURE_3_SPEEDUP)
     assert c == pytest.approx(0.126, rel=0.01)
+
+
+def test_the_gap_widens_with_context_and_with_devices():
+    """v1 §6.1, in the model: the ring's time over the tree's grows; 3,310 where 8 is printed."""
+
+    def ratio(context, p):
+        ring, tree = (decode_cost(s, Workload(context), p, DGX).seconds for s in ("ring", "tree"))
+        return ring / tree
+
+    by_context = [ratio(context, 128) for context in (80_000, 640_000, 5_120_000)]
+    by_devices = [ratio(5_120_000, p) for p in (8, 64, 128)]
+    assert by_context == sorted(by_context) and by_devices == sorted(by_devices)
+    assert by_context[-1] == pytest.approx(3310, rel=0.01)
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -16,7 +16,7 @@ def site(monkeypatch):
     """The modules beside site/build.py can be imported."""
     monkeypatch.syspath_prepend(str(SITE))
     yield
-    for name in ("api", "links"):
+    for name in ("api", "ledger", "links"):
         sys.modules.pop(name, None)
 
 
@@ -45,6 +45,20 @@ def test_the_api_has_every_public_name_once(site):
     assert {"cost.collectives", "stream"} <= set(entries)
     links = set(re.findall(r"\(#treeattn\.([\w.]+)\)", page))
     assert links and links <= set(entries)
+
+
+def test_the_ledgers_page_has_every_row(site):
+    from ledger import ledger_page, line, read
+
+    page, rows = ledger_page(), read()
+    for row in rows:
+        assert page.count(f'<a id="{row["id"].lower()}"></a>') == 1
+    assert line(next(row for row in rows if row["id"] == "v1-E04")) == (
+        '| <a id="v1-e04"></a>eq. 4 | '
+        "A running denominator, d\\_i = d\\_{i−1} + s\\_i, and z = n/d."
+        " | **checked** | [01, Notation](notebooks/01_the_energy_function.ipynb#notation)<br>"
+        "`test_printed.py::test_running_sums_are_attention` |"
+    )
 
 
 def test_a_docstring_as_markdown(site):

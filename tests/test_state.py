@@ -405,6 +405,26 @@ def test_the_reduction_notes_formulas_along_a_tree():
     np.testing.assert_allclose(level[0][2] / level[0][1], (p * v).sum() / p.sum(), rtol=1e-13)
 
 
+def test_the_reduction_notes_scores_have_a_row_for_each_query():
+    """Its S in R^(L_u × L) is transposed: the sums over j, with V_j, need one of (L, L_u)."""
+    rng = np.random.default_rng(12)
+    s = [rng.normal(size=(5, n)) * 4 for n in (3, 4, 1, 6)]  # L = 5 queries
+    v = [rng.normal(size=(x.shape[1], 2)) for x in s]
+
+    def local(s, v):
+        m = s.max(axis=1)
+        e = np.exp(s - m[:, None])
+        return AttentionState(m, e.sum(axis=1), np.einsum("ij,jd->id", e, v))
+
+    states = AttentionState(*map(np.stack, zip(*map(local, s, v), strict=True)))
+    out, _ = jax.jit(lambda x: finalize(reduce_tree(x)))(states)
+    whole = np.exp(np.concatenate(s, axis=1))
+    wanted = whole @ np.concatenate(v) / whole.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(out, wanted, rtol=1e-12)
+    with pytest.raises(ValueError, match="could not be broadcast"):
+        local(s[0].T, v[0])
+
+
 # ---------------------------------------------------------------- causal attention as a scan
 
 

@@ -93,6 +93,15 @@ def cut(row, length):
     return tuple(row[:length].tolist())
 
 
+def test_the_documents_arrows():
+    """Mars ← is ← a ← red, is ← reddish ← when, is ← dark ← red: each node's parent."""
+    mars = np.array([[[0, 1, 2, 3], [0, 1, 4, 5], [0, 1, 6, 3]]])
+    tree = tree_from_beam(mars)
+    np.testing.assert_array_equal(tree.tokens[0], [0, 1, 2, 3, 4, 5, 6, 3])
+    np.testing.assert_array_equal(tree.parents[0], [-1, 0, 1, 2, 1, 4, 1, 6])
+    np.testing.assert_array_equal(beam_from_tree(tree)[0], mars)  # "the exact same prefix tree"
+
+
 def test_paths_of_a_ragged_batch():
     #   0 ── 1 ── 3      and a forest of two roots, 0 and 1 ── 2, with a pad
     #     └─ 2
