@@ -33,7 +33,11 @@ def main() -> None:
     if unknown := set(wanted) - set(figures):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(sorted(figures))}")
     for name in tqdm(wanted, unit="figure"):
-        figures[name]().savefig(args.folder / f"{name}.png", metadata={"Software": None})
+        try:
+            figure = figures[name]()
+        except (ValueError, FileNotFoundError) as error:  # of what was measured, or the model
+            parser.error(f"{name}: {error}")
+        figure.savefig(args.folder / f"{name}.png", metadata={"Software": None})
         if name in animations:
             animations[name](args.folder / f"{name}.gif")
 
