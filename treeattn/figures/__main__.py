@@ -23,7 +23,9 @@ def collect(table: str) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write every figure into a folder, as PNG.")
+    parser = argparse.ArgumentParser(
+        prog="python -m treeattn.figures", description="Write every figure into a folder, as PNG."
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("only", nargs="*", help="names of figures; all when left out")
     args = parser.parse_args()
