@@ -28,6 +28,25 @@ def at_once(monkeypatch):
     monkeypatch.setitem(steps.AT_ONCE, "cpu", 64)
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_the_first_layer_compiles_no_other_compiles_again(devices):
+    def prefill(model):
+        sizes.append((len(model.weights.layers), model.config.layers))
+        model.prefill([[5, 7, 11, 13]], model.new_cache(1, 52))
+        sizes.append(tuple(f._cache_size() for f in programs))
+
+    programs, sizes = (layers.extend_layer, layers.prefill_layer, layers.to_logits), []
+    mesh = None if devices == 1 else kv_mesh(jax.devices()[:2])
+    prefill(Llama.load(SMALL, mesh=mesh, meanwhile=prefill))
+    (one, one_), first, (all_, all__), then = sizes
+    assert one == one_ == 1 < all_ == all__ and first == then
+
+
+def test_what_fails_meanwhile_is_raised():
+    with pytest.raises(ValueError, match="layer: expected 0 … 0, got 1"):
+        Llama.load(SMALL, meanwhile=lambda first: first.layer_qkv(TEXT, 1))
+
+
 def some_steps(model):
     """Logits of a prompt, of a tree of candidates that is not kept, and of three more tokens."""
     logits, cache = model.prefill(TEXT[:, :12].tolist(), model.new_cache(2, 24))

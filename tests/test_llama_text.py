@@ -72,6 +72,7 @@ def test_temperature_zero_is_greedy():
         ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1"),
         ({"capacity": 6}, "capacity: the longest prompt and max_new_tokens need 7, got 6"),
         ({"prompts": []}, "prompts: expected lists of token ids, none of them empty"),
+        ({"prompts": "Hi"}, r"prompts: .* got lengths \[0, 0\] of Hi"),
         ({"prompts": [1, 2]}, "prompts: expected lists of token ids, none of them empty"),
     ],
 )

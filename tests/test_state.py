@@ -873,6 +873,7 @@ STATE = AttentionState(jnp.zeros(3), jnp.ones(3), jnp.ones((3, 2)))
             r"out: expected a floating-point",
         ),
         (lambda: AttentionState.identity((3,), 2, int), TypeError, r"dtype: .*floating-point"),
+        (lambda: AttentionState.identity(3, 2), TypeError, "shape: expected a tuple, .* got 3"),
     ],
 )
 def test_bad_input(unchecked, call, error, words):

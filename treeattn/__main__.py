@@ -16,6 +16,7 @@ from treeattn.devices.mesh import kv_mesh, simulate_devices
 from treeattn.llama.model import Llama
 from treeattn.llama.parallel import FOR_PROMPTS, TO_CACHE
 from treeattn.llama.speculation import DRAFTS, speculate_text
+from treeattn.llama.text import tokenizer_of
 
 
 def arguments() -> argparse.Namespace:
@@ -26,17 +27,10 @@ def arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("prompt")
-    add(
-        "--model",
-        help="a GGUF file or a Hugging Face directory; the packaged SmolLM2-135M if not given",
-    )
+    add("--model", help="a GGUF file or a Hugging Face directory (the packaged SmolLM2-135M)")
     add("--devices", type=int, help="simulate so many CPU devices; the machine's own if not given")
     add("--attention", default="tree", choices=list(TO_CACHE), help="towards the cache (tree)")
-    add(
-        "--prefill",
-        choices=["chunks", *FOR_PROMPTS],
-        help="for the prompt (ring on several devices)",
-    )
+    add("--prefill", choices=["chunks", *FOR_PROMPTS], help="the prompt's (ring on many devices)")
     add("--draft", choices=list(DRAFTS), help="guess tokens, and verify several in one step (no)")
     add("--shard-weights", action="store_true", help="a part of the weights on each device, too")
     add("--tokens", type=int, default=128, help="at most so many new ones (128)")
@@ -55,19 +49,23 @@ def run(args: argparse.Namespace) -> None:
         simulate_devices(args.devices)
     mesh = kv_mesh() if len(jax.devices()) > 1 else None
     options = {"attention": args.attention, "prefill_with": args.prefill, "dtype": args.dtype}
-    options["shard_weights"] = args.shard_weights
-    model = Llama.load(args.model, mesh=mesh, **options)
-    if model.tokenizer is None:
-        raise ValueError(f"{args.model}: the checkpoint has no tokenizer")
-    plain = args.plain or model.tokenizer.chat_template is None
-    ids = (model.tokenizer.encode if plain else model.tokenizer.chat)(args.prompt)
 
-    began = time.perf_counter()
-    bar = tqdm(total=len(ids), desc="prefill", unit=" tokens", file=sys.stderr)
-    pieces = speculate_text(
-        model, ids, draft=args.draft, max_new_tokens=args.tokens, progress=bar.update,
-        temperature=args.temperature, top_p=args.top_p, key=jax.random.key(args.seed),
+    def start(model: Llama, progress=lambda tokens: None):
+        tokenizer = tokenizer_of(model)
+        plain = args.plain or tokenizer.chat_template is None
+        ids = (tokenizer.encode if plain else tokenizer.chat)(args.prompt)
+        return ids, speculate_text(
+            model, ids, draft=args.draft, max_new_tokens=args.tokens, progress=progress,
+            temperature=args.temperature, top_p=args.top_p, key=jax.random.key(args.seed),
+        )  # fmt: skip
+
+    model = Llama.load(
+        args.model, mesh=mesh, shard_weights=args.shard_weights, **options,
+        meanwhile=lambda first: next(start(first)[1], None),  # compiles what prefill needs
     )  # fmt: skip
+    began = time.perf_counter()
+    ids, pieces = start(model, lambda tokens: bar.update(tokens))
+    bar = tqdm(total=len(ids), desc="prefill", unit=" tokens", file=sys.stderr)
     times, new = [], []
     for piece, step in pieces:
         bar.close()
@@ -76,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
         print(piece, end="", flush=True)
     print()
     devices = f"{jax.device_count()} device{'s' if mesh else ''}"
-    report = f"{devices}; prompt: {len(ids)} tokens, {times[0] - began:.1f} s with compiling"
+    report = f"{devices}; prompt: {len(ids)} tokens, {times[0] - began:.1f} s"
     if len(new) > 1:  # the first step's time is compiling, too
         report += f"; then {sum(new[1:]) / (times[len(new)] - times[1]):.1f} tokens/s"
     if args.draft and new:

@@ -23,7 +23,9 @@ def collect(table: str) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write every figure into a folder, as PNG.")
+    parser = argparse.ArgumentParser(
+        prog="python -m treeattn.figures", description="Write every figure into a folder, as PNG."
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("only", nargs="*", help="names of figures; all when left out")
     args = parser.parse_args()
@@ -33,7 +35,11 @@ def main() -> None:
     if unknown := set(wanted) - set(figures):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(sorted(figures))}")
     for name in tqdm(wanted, unit="figure"):
-        figures[name]().savefig(args.folder / f"{name}.png", metadata={"Software": None})
+        try:
+            figure = figures[name]()
+        except (ValueError, FileNotFoundError) as error:  # of what was measured, or the model
+            parser.error(f"{name}: {error}")
+        figure.savefig(args.folder / f"{name}.png", metadata={"Software": None})
         if name in animations:
             animations[name](args.folder / f"{name}.gif")
 

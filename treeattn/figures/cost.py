@@ -235,9 +235,9 @@ def tables():
 
 
 FIGURES = {
-    "cost-links": links,
-    "cost-rounds": rounds,
-    "cost-memory": memory_gap,
-    "cost-figure-3": figure_3,
-    "cost-tables": tables,
+    "cost_links": links,
+    "cost_rounds": rounds,
+    "cost_memory": memory_gap,
+    "cost_figure_3": figure_3,
+    "cost_tables": tables,
 }

@@ -12,7 +12,18 @@ from treeattn.cost.topology import CORNERS
 from treeattn.figures.canvas import styled
 from treeattn.figures.claims import prefill_seconds
 from treeattn.figures.cost import DGX
-from treeattn.figures.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, PURPLE, SKY, new_figure
+from treeattn.figures.style import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PALE,
+    PURPLE,
+    RED,
+    SKY,
+    new_figure,
+)
 
 LLAMA_8B = MODELS["llama-3.1-8b"]
 
@@ -54,7 +65,7 @@ FAMILIES = {
     "batch + heads": SKY,
     "batch + sequence": PURPLE,
     "batch + heads + sequence": PALE,
-    "batch": "#F0E442",
+    "batch": RED,
 }
 LETTERS = dict(zip(FAMILIES, ("H", "HS", "S", "BH", "BS", "BHS", "B"), strict=True))
 
@@ -86,7 +97,7 @@ def decision_map():
                 if len(set(found.values())) > 1:
                     text += " ?"
                 axes.text(j, i, text, ha="center", va="center", fontsize=8, color=INK)
-        axes.imshow(grid, cmap=colours, norm=norm, aspect="auto", origin="lower", alpha=0.75)
+        axes.imshow(grid, cmap=colours, norm=norm, aspect="auto", origin="lower", alpha=0.45)
         heads = f"{model.kv_heads} key head{'s' if model.kv_heads > 1 else ''}"
         axes.set_title(f"{heads}, batch {batch}", fontsize=10)
         axes.set_xticks(range(len(contexts)), [_thousands(n) for n in contexts])
@@ -218,9 +229,9 @@ def scaling():
 
 
 FIGURES = {
-    "shard-merges": merges,
-    "shard-map": decision_map,
-    "shard-steps": steps,
-    "shard-prefill": prefill,
-    "shard-scaling": scaling,
+    "shard_merges": merges,
+    "shard_map": decision_map,
+    "shard_steps": steps,
+    "shard_prefill": prefill,
+    "shard_scaling": scaling,
 }

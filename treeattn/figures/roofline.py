@@ -85,7 +85,8 @@ def roofline(steps: Mapping[int, float] | None = None, context: int = 2048) -> F
 
 def measured_roofline() -> Figure:
     """`roofline` with the steps that benchmarks/speculative.py measured."""
-    return roofline(measured("speculative").get("steps"))
+    steps = measured("speculative").get("steps", {})
+    return roofline({int(tokens): ms for tokens, ms in steps.items()})
 
 
 FIGURES = {

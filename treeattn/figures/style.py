@@ -6,11 +6,13 @@ import io
 import matplotlib
 import matplotlib.figure
 
-# A colour-blind-safe cycle (Okabe and Ito), in the order in which figures use it.
-BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW = (
-    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442",
+# In the order in which figures use them. Every two of these, greys included, differ in lightness by
+# 8 of L*, for a print without colours, and by 20 in CIE Lab for protan, deutan, tritan and usual
+# eyes (tests/test_palette.py): hues like Okabe and Ito's, whose lightness is spread out.
+BLUE, ORANGE, GREEN, RED, PURPLE, SKY = (
+    "#0847A3", "#E19941", "#1C8B4D", "#C70101", "#571A60", "#41D4F6",
 )  # fmt: skip
-INK, GREY, PALE = "#222222", "#8A8A8A", "#E6E6E6"
+INK, GREY, PALE = "#222222", "#909090", "#E6E6E6"
 
 RC = {
     "font.size": 10,

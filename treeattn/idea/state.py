@@ -45,6 +45,8 @@ class AttentionState(NamedTuple):
         """The state of no keys, (−∞, 0, 0), for `shape` queries and values of `value_dim`."""
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(f"dtype: expected a floating-point dtype, got {dtype}")
+        if not isinstance(shape, tuple):
+            raise TypeError(f"shape: expected a tuple, the queries' axes, got {shape!r}")
         return AttentionState(
             jnp.full(shape, -jnp.inf, dtype),
             jnp.zeros(shape, dtype),

@@ -19,7 +19,7 @@ def integers(name: str, x, shape: tuple, what: str = "", top: int | None = None)
     fits = x.ndim == len(shape) and all(m in (None, n) for n, m in zip(x.shape, shape, strict=True))
     if not fits or not jnp.issubdtype(x.dtype, jnp.integer):
         expected = str(shape).replace("None", "any")
-        raise ValueError(f"{name}: expected integers {expected}, got {x.dtype} {x.shape}")
+        raise ValueError(f"{name}: expected integers {expected} in shape, got {x.dtype} {x.shape}")
     if top is not None and x.size and not isinstance(x, jax.core.Tracer):
         low, high = int(np.min(x)), int(np.max(x))
         if low < 0 or high > top:
@@ -34,7 +34,7 @@ def prompt_lengths(prompts: Sequence[Sequence[int]], batch: int | None = None) -
     if not lengths.size or not lengths.all() or batch not in (None, lengths.size):
         raise ValueError(
             f"prompts: expected {batch or 'lists of token ids'}, none of them empty, got lengths "
-            f"{lengths.tolist()}"
+            f"{lengths.tolist()} of {prompts!s:.40}"
         )
     return lengths
 

@@ -59,7 +59,7 @@ class Llama:
     @staticmethod
     def load(
         path: str | Path | None = None, *, mesh: Mesh | None = None, dtype=None,
-        shard_weights: bool = False, **options,
+        shard_weights: bool = False, meanwhile=lambda first: None, **options,
     ) -> "Llama":  # fmt: skip
         """A GGUF file, a Hugging Face directory, or (None) the packaged SmolLM2-135M-Instruct.
 
@@ -67,15 +67,18 @@ class Llama:
         shard_weights: they are dealt over the devices instead (`weights.SHARDED_AXIS`)
         dtype:   of the weights and of what is computed with them; None keeps the checkpoint's
                  (float32 where it is quantized; the embedding's for what is computed)
+        meanwhile: called, in a thread, with a model of the first layer, while the others are read
         options: attention, prefill_with, implementation
 
-        Raises FileNotFoundError when there is no such file or the packaged model is not
-        installed, ValueError for whatever is not a readable Llama checkpoint.
+        Raises FileNotFoundError where nothing is there, ValueError for what is no readable Llama.
         """
-        checkpoint = open_checkpoint(path)
-        weights = load_weights(checkpoint, mesh, dtype, shard_weights)
-        options["shard_weights"] = shard_weights
-        return Llama(checkpoint.config, weights, checkpoint.tokenizer, mesh, **options)
+        checkpoint, options = open_checkpoint(path), options | {"shard_weights": shard_weights}
+
+        def of(weights: Weights) -> Llama:
+            config = dataclasses.replace(checkpoint.config, layers=len(weights.layers))
+            return Llama(config, weights, checkpoint.tokenizer, mesh, **options)
+
+        return of(load_weights(checkpoint, mesh, dtype, shard_weights, lambda w: meanwhile(of(w))))
 
     def on(self, mesh: Mesh | None, **options) -> "Llama":
         """The same model on another mesh, perhaps with other options. On a CPU whole weights stay
@@ -276,10 +279,11 @@ class Llama:
 
     def _static(self, cached: bool) -> layers.Static:
         """Without a cache, one program for every attention to it."""
-        scattered = cached and self.shard_weights and self.attention in SCATTERED
+        config = dataclasses.replace(self.config, layers=1)  # the same programs for any depth
         kernel, sharded = self.implementation, self.shard_weights
+        scattered = cached and sharded and self.attention in SCATTERED
         attention = parallel.to_cache(self.attention, kernel, scattered) if cached else None
-        return layers.Static(self.config, self.mesh, attention, kernel, sharded, scattered)
+        return layers.Static(config, self.mesh, attention, kernel, sharded, scattered)
 
     def _embed(self, tokens, lengths=None, positions=None, out=None):
         w, out = self.weights, self._whole(out)

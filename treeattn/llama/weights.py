@@ -8,6 +8,7 @@ Those that read the same input are one, so that a token costs four products a la
 
 import functools
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
@@ -62,13 +63,15 @@ SHARDED_AXIS = {
 
 
 def load_weights(
-    checkpoint: Checkpoint, mesh: Mesh | None, dtype=None, sharded: bool = False
-) -> Weights:
+    checkpoint: Checkpoint, mesh: Mesh | None, dtype=None, sharded: bool = False,
+    meanwhile=lambda first: None,
+) -> Weights:  # fmt: skip
     """The checkpoint's weights, on every device of the mesh (None: on the default device), or
     sharded over its devices (`SHARDED_AXIS`).
 
     Each keeps the dtype it is stored in (quantized ones become float32) unless `dtype` is given.
     The embedding's is that of the activations, and of the cache.
+    meanwhile: called, in a thread, with the weights of a model of the first layer only
     """
     config = checkpoint.config
 
@@ -106,13 +109,13 @@ def load_weights(
     frequencies = rotary_frequencies(config)
     if checkpoint.rotary_factors is not None:
         frequencies = frequencies / checkpoint.rotary_factors.astype(np.float32)
-    return Weights(
-        embedding=embedding,
-        layers=tuple(layer(i) for i in range(config.layers)),
-        norm=read("norm", "model.norm.weight"),
-        head=head,
-        frequencies=place(frequencies, mesh),
-    )
+    norm, frequencies = read("norm", "model.norm.weight"), place(frequencies, mesh)
+    first = Weights(embedding, (layer(0),), norm, head, frequencies)
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(meanwhile, first)
+        layers = (*first.layers, *map(layer, range(1, config.layers)))
+        running.result()
+    return first._replace(layers=layers)
 
 
 def field_spec(field: str, axes: tuple[str, ...]) -> PartitionSpec:

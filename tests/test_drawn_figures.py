@@ -1,0 +1,100 @@
+"""figures/ holds what the code draws, and nothing else; `make figures` draws all of it anew."""
+
+import functools
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from PIL import Image
+
+from treeattn import kv_mesh, ring_decode, tree_decode
+from treeattn.cost.program import collectives, sent_bytes
+from treeattn.figures import cheat_sheet
+from treeattn.figures.__main__ import collect
+
+REPOSITORY = Path(__file__).parent.parent
+FOLDER = REPOSITORY / "figures"
+FIGURES, ANIMATIONS = collect("FIGURES"), collect("ANIMATIONS")
+# Of these `make figures` alone tells. They take seconds each, or read the packaged model, or (the
+# hull) join points whose last bits decide which are neighbours.
+LONG = {
+    "dual_over_the_hull",
+    "energy_landscape",
+    "gamma_saddle",
+    "llama_head_over_shards",
+    "llama_score_ranges",
+    "llama_shard_shares",
+    "merge_rounding",
+    "prefix_tree_grown",
+    "prefix_tree_saving",
+    "shard_map",
+    "shard_scaling",
+    "speculation_tree",
+    "spread_of_values",
+}
+BLOCK, TOLERANCE = 10, 0.025  # pixels; 256 colours to store in cost less than half of that
+PINNED = f"matplotlib=={matplotlib.__version__}\n" in (REPOSITORY / "requirements.txt").read_text()
+
+
+def blocks(pixels: np.ndarray) -> np.ndarray:
+    """The mean colour of each square of BLOCK pixels, 0 to 1: blurred letters, whole areas."""
+    rows, columns = (n // BLOCK for n in pixels.shape[:2])
+    cut = pixels[: rows * BLOCK, : columns * BLOCK, :3] / 255
+    return cut.reshape(rows, BLOCK, columns, BLOCK, 3).mean(axis=(1, 3))
+
+
+@functools.cache
+def drawn(name: str):
+    figure = FIGURES[name]()
+    figure.canvas.draw()
+    return np.array(figure.canvas.buffer_rgba()), figure
+
+
+def test_the_folder_holds_every_figure_and_nothing_else():
+    wanted = {f"{name}.png" for name in FIGURES} | {f"{name}.gif" for name in ANIMATIONS}
+    assert {file.name for file in FOLDER.iterdir()} == wanted
+    assert not [name for name in wanted if not re.fullmatch(r"[a-z0-9_]+\.(png|gif)", name)]
+    assert LONG < set(FIGURES)
+
+
+@pytest.mark.skipif(not PINNED, reason="another matplotlib sets letters elsewhere")
+@pytest.mark.parametrize("name", sorted(set(FIGURES) - LONG))
+def test_the_stored_figure_is_what_is_drawn(name):
+    """But for what storing in 256 colours rounds."""
+    pixels, figure = drawn(name)
+    with Image.open(FOLDER / f"{name}.png") as image:
+        stored = np.asarray(image.convert("RGB"))
+    assert stored.shape[:2] == pixels.shape[:2]
+    difference = np.abs(blocks(stored) - blocks(pixels))
+    assert difference.max() < TOLERANCE
+    assert len(figure.alt) > 40  # it is described
+
+
+def test_another_picture_is_told_from_it():
+    """One digit is another."""
+    pixels, figure = drawn("cheat_sheet")
+    changed = next(t for t in figure.axes[0].texts if t.get_text() == "14,560 B")
+    changed.set_text("14,660 B")
+    figure.canvas.draw()
+    difference = np.abs(blocks(np.asarray(figure.canvas.buffer_rgba())) - blocks(pixels))
+    assert difference.max() > TOLERANCE
+
+
+def test_the_cheat_sheets_bytes_are_those_of_the_compiled_programs():
+    mesh = kv_mesh(jax.devices()[:8])
+    along, whole = NamedSharding(mesh, P(None, "kv")), NamedSharding(mesh, P())
+    q = jax.ShapeDtypeStruct((1, 1, 16, 128), jnp.float32, sharding=whole)
+    k = jax.ShapeDtypeStruct((1, 64, 4, 128), jnp.float32, sharding=along)
+    shard = 2 * 8 * 4 * 128 * 4
+    for method, (_, sent) in cheat_sheet.sent_bytes(8, 16, 128, cache=shard).items():
+        options = {"method": method, "scatter": method in cheat_sheet.ENDS}
+        decode, options = (ring_decode, {}) if method == "ring" else (tree_decode, options)
+        decode = functools.partial(decode, mesh=mesh, axis="kv", **options)
+        program = jax.jit(decode).lower(q, k, k).compile()
+        assert sent_bytes(collectives(program)) == sent, method
