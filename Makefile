@@ -34,10 +34,12 @@ export JAX_PLATFORMS ?= cpu
 run: $(STAMP)
 	$(BIN)/python notebooks/execute.py
 
-# Most of a test's time is compiling: without XLA's optimizations, and with the simpler of its two
-# ways to emit loops, a third of it. `test-latest` has all of them, and so has what depends on the
-# optimizations (the fixture `optimized`).
+# Most of a test's time is compiling: without XLA's optimizations, with the simpler of its two ways
+# to emit loops, and without noting where each operation was written, it is a third of that.
+# `test-latest` goes without these settings, and so does, of the first, what depends on it (the
+# fixture `optimized`).
 test test-fast: export JAX_DISABLE_MOST_OPTIMIZATIONS = 1
+test test-fast: export JAX_TRACEBACK_IN_LOCATIONS_LIMIT = 0
 test test-fast: export XLA_FLAGS := $(XLA_FLAGS) --xla_cpu_use_fusion_emitters=false \
 	--xla_cpu_parallel_codegen_split_count=1
 
