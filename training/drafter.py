@@ -4,8 +4,8 @@
     python training/drafter.py --tokens 200000      with less text
 
 1. Sampling (`sample.py`): texts of the model itself, with its states and likeliest tokens.
-2. Distillation (`distil.py`), judged every so many updates by the tokens a step that a chain of four
-   gets on texts about topics that were held out; the best parameters are written.
+2. Distillation (`distil.py`), judged every so many updates by the tokens a step that a chain of
+   four gets on texts about topics that were held out; the best parameters are written.
 
 Both go on where they stopped: shards of text, and a checkpoint, lie in the folder (build/drafter).
 """
@@ -72,7 +72,7 @@ class Run:
         })  # fmt: skip
         arrays = {f"leaf{i}": np.asarray(x) for i, x in enumerate(self.leaves())}
         new = self.path.with_suffix(".part.npz")
-        np.savez(new, done=self.done, curve=json.dumps(self.curve), **arrays)
+        np.savez(new, tokens=shared.tokens, done=self.done, curve=json.dumps(self.curve), **arrays)
         new.replace(self.path)
 
     def worse_for(self) -> int:
@@ -84,7 +84,11 @@ class Run:
 def train(folder: Path, options) -> tuple[Run, object, distil.Texts]:
     model = Llama.load()
     learn, held = distil.read_shards(shards_of(folder)[: options.shards])
+    path = folder / f"{options.name}.npz"
     tokens = distil.frequent_tokens(learn, options.cut)
+    if path.exists():  # there may be more text now than at first
+        with np.load(path) as file:
+            tokens = file["tokens"]
     norm, d = np.asarray(model.weights.norm, np.float32), model.config.width
     row = np.full(model.config.vocabulary, -1, np.int32)
     row[tokens] = np.arange(len(tokens))
@@ -97,8 +101,7 @@ def train(folder: Path, options) -> tuple[Run, object, distil.Texts]:
           f"head's {len(tokens):,} tokens are {inside:.1%}", flush=True)  # fmt: skip
     adam = distil.optimizer(options.updates, options.rate)
     key = jax.random.key(options.seed)
-    run = Run(folder / f"{options.name}.npz",
-              distil.initial(key, d, options.depth, options.inner), adam)  # fmt: skip
+    run = Run(path, distil.initial(key, d, options.depth, options.inner), adam)
     starts = np.flatnonzero(np.arange(len(learn.after)) + 1 < learn.end)
     began, value, already = time.time(), float("nan"), run.done
     with tqdm(total=options.updates, initial=run.done, unit="update", mininterval=5) as bar:
@@ -121,9 +124,9 @@ def train(folder: Path, options) -> tuple[Run, object, distil.Texts]:
     return run, shared, held
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = made.add_argument
     add("--folder", type=Path, default=Path("build/drafter"))
     add("--tokens", type=int, default=300_000, help="to sample")
     add("--shards", type=int, help="to learn from, of 10,000 tokens each; all if not given")
@@ -135,10 +138,13 @@ def main() -> None:
         add(f"--{name}", type=int, default=value)
     for name, value in {"soft": 0.8, "near": 0.2, "rate": 2e-3}.items():
         add(f"--{name}", type=float, default=value)
-    options = parser.parse_args()
-    minutes = options.tokens / 120 / 60, options.updates * options.batch / 256 / 60
-    print("Estimate: {:.0f} minutes of sampling, {:.0f} of training, on two quiet cores".format(
-        *minutes))  # fmt: skip
+    return made
+
+
+def main() -> None:
+    options = parser().parse_args()
+    sampling, training = options.tokens / 120 / 60, options.updates * options.batch / 256 / 60
+    print(f"About {sampling:.0f} minutes of sampling, {training:.0f} of training, on two cores")
     sample(options.folder, options.tokens)
     run, shared, _ = train(options.folder, options)
     save_drafter(options.out, run.best, shared, "SmolLM2-135M-Instruct")

@@ -147,10 +147,8 @@ class Llama:
         x, new = self.states(tokens, cache, positions=positions, mask=mask)
         return self.read_out(x), new
 
-    def states(
-        self, tokens: Int[Array, "b l"], cache: Cache, *, positions=None, mask=None
-    ) -> tuple[Float[Array, "b l width"], NewEntries]:
-        """`extend` up to the last layer's output, of which `read_out` makes logits."""
+    def states(self, tokens, cache: Cache, *, positions=None, mask=None):
+        """`extend` up to the last layer's output (b, l, width); `read_out` makes logits of it."""
         tokens = self._tokens(tokens)
         inputs.check_room(cache, tokens.shape[1] if mask is None else 1)
         return self._run_layers(tokens, cache, positions, mask)
@@ -261,10 +259,7 @@ class Llama:
     def _run_layers(
         self, tokens, cache: Cache, positions=None, mask=None, read: bool = True, last=None
     ) -> tuple[Array, NewEntries]:
-        """The last layer's output, and what all layers have to write.
-
-        read: whether they see the cache; last: (b,) as in `extend_layer`, for the last layer
-        """
+        """(the last layer's output, what all layers have to write), as by `steps.run`."""
         positions, mask = inputs.check_new(tokens, cache, positions, mask)
         return self._programs(tokens.shape[1]).run(
             self.weights, tokens, cache, positions, mask, last,

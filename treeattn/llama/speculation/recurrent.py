@@ -77,7 +77,7 @@ def draft_beam(
     """
     batch, n = len(certain), len(shared.tokens)
     beam, scores = jnp.zeros((batch, 1, 0), jnp.int32), jnp.zeros((batch, 1, 0), jnp.float32)
-    path, state, token = jnp.zeros((batch, 1)), unit(state)[:, None], certain[:, None]
+    path, state, token = jnp.zeros((batch, 1), jnp.float32), unit(state)[:, None], certain[:, None]
     for _ in range(length):
         state = advance(drafter, state, shared.embedding[token])
         log = jax.nn.log_softmax(state @ shared.head.T, axis=-1)
