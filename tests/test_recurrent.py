@@ -154,7 +154,7 @@ class Watching:
 PROMPTS = [[5, 9, 5, 9, 5, 9, 5], [40, 41], [7, 8, 9] * 4]
 
 
-@pytest.mark.parametrize("budget", [1, 6])
+@pytest.mark.parametrize("budget", [1, 8])
 def test_the_state_is_the_one_that_the_last_token_was_read_off(model, budget):
     draft = Watching()
     options = {"max_new_tokens": NEW, "capacity": CAPACITY, "stop": []}
@@ -170,7 +170,7 @@ def test_the_state_is_the_one_that_the_last_token_was_read_off(model, budget):
 def test_other_drafts_are_shown_no_state(model):
     draft = Watching()
     draft.states = False
-    generate(model, PROMPTS[0], draft=draft, budget=4, max_new_tokens=6)
+    generate(model, PROMPTS, draft=draft, budget=8, max_new_tokens=NEW, capacity=CAPACITY)
     assert draft.seen and all(state is None for _, state in draft.seen)
 
 
@@ -189,11 +189,11 @@ def test_the_text_is_the_plain_one(model, pair, where, sampling):
     options |= {"key": jax.random.key(1)} if sampling else {}
     want = plain(model, **options)
     if where != "one device":
-        mesh = kv_mesh(jax.devices()[:5])
-        model = model.on(mesh, shard_weights=where == "sharded weights")
+        sharded = where == "sharded weights"
+        model = model.on(kv_mesh(jax.devices()[: 4 if sharded else 5]), shard_weights=sharded)
         drafter, shared = pair
         for a, b in zip(borrow(model, CUT), shared, strict=True):
-            np.testing.assert_array_equal(np.asarray(a)[: len(b)], b)  # embeddings are filled up
+            np.testing.assert_array_equal(a, b)
         pair = drafter, borrow(model, CUT)
     draft = RecurrentDraft(model, pair, width=4, length=3)
     made = generate(model, PROMPTS, draft=draft, budget=8, capacity=CAPACITY, **options)
@@ -202,12 +202,13 @@ def test_the_text_is_the_plain_one(model, pair, where, sampling):
 
 
 def test_candidates_have_scores_and_end_with_the_room(model, pair):
-    draft = RecurrentDraft(model, pair, width=4, length=5)
-    made = generate(model, PROMPTS[0], draft=draft, budget=20, max_new_tokens=4, stop=[])
-    assert len(made.tokens) == 4
+    draft, options = RecurrentDraft(model, pair, width=4, length=3), {"capacity": CAPACITY}
+    made = generate(model, PROMPTS, draft=draft, budget=8, max_new_tokens=3, stop=[], **options)
+    assert [len(text) for text in made.tokens] == [3, 3, 3]
+    assert max(max(step.depth) for step in made.trace) <= 1
     beam, scores = draft.propose(8)
-    assert beam.shape == scores.shape == (1, 4, 5)
-    assert (candidate_lengths(scores) == 5).all()
+    assert beam.shape == scores.shape == (3, 4, 3)
+    assert (candidate_lengths(scores) == 3).all()
 
 
 # Two drafts together
@@ -311,36 +312,23 @@ def test_wrong_numbers_and_missing_files(model, pair, tmp_path):
 
 
 def texts_of(model, count: int, seed: int) -> distil.Texts:
-    """Greedy texts of the model, and what it thought, read off one full pass."""
-    rng = np.random.default_rng(seed)
-    begins = rng.integers(0, 96, (count, 2)).tolist()
+    begins = np.random.default_rng(seed).integers(0, 96, (count, 2)).tolist()
     rows = np.array(list(stream(model, begins, max_new_tokens=30, stop=[]))).T
-    whole = np.concatenate([begins, rows], axis=1)[:, :-1]
-    states, _ = model.states(whole, model.new_cache(count, 32))
-    log = np.asarray(jax.nn.log_softmax(model.read_out(states), axis=-1))
-    n = rows.shape[1]
-    top = np.argsort(-log, axis=-1)[:, -n:, :8].reshape(-1, 8)
-    return distil.Texts(
-        np.asarray(states)[:, -n:].reshape(count * n, -1), rows.reshape(-1),
-        np.repeat(n * np.arange(1, count + 1), n), top,
-        np.take_along_axis(log[:, -n:].reshape(-1, 96), top, axis=1),
-        np.full(count * n, "chat"), np.zeros(count * n),
-    )  # fmt: skip
+    return distil.read(model, np.concatenate([begins, rows], axis=1), 30, top=8)
 
 
 def test_a_tiny_training_beats_chance(model):
-    """On texts it has not seen: more than a tenth of what it drafts first is right, of 96 tokens;
-    before training it is as good as none."""
+    """On texts it has not seen, of 96 tokens: the small model's texts soon repeat themselves, so
+    an untrained drafter, whose state is the model's last one, is right now and then."""
     learn, held = texts_of(model, 64, 0), texts_of(model, 16, 1)
     shared = borrow(model, np.arange(96))
     drafter = distil.initial(jax.random.key(0), model.config.width, 1, 32)
-    adam = distil.optimizer(120, 1e-2)
+    adam = distil.optimizer(150, 1e-2)
     moments, row, rng = adam.init(drafter), np.arange(96), np.random.default_rng(0)
-    at = np.arange(0, len(held.after), 3)
-    at = at[at + 4 < held.end[at]]
+    at = np.flatnonzero(np.arange(len(held.after)) + 4 < held.end)
     before = distil.accepted(drafter, shared, held, at, 1, 3)
     starts, losses = np.flatnonzero(np.arange(len(learn.after)) + 1 < learn.end), []
-    for _ in range(120):
+    for _ in range(150):
         batch = distil.examples(learn, rng.choice(starts, 64), row, 3)
         drafter, moments, value = distil.update(
             drafter, moments, shared, batch, 0.5, 0.2, adam=adam
@@ -348,11 +336,7 @@ def test_a_tiny_training_beats_chance(model):
         losses.append(float(value))
     after = distil.accepted(drafter, shared, held, at, 1, 3)
     assert np.mean(losses[-10:]) < np.mean(losses[:10]) - 0.2
-    assert (after > 0).mean() > 0.1 > (before > 0).mean()
-    begins = list(range(0, len(held.after), 30))
-    counts = np.zeros(len(held.after), int)
-    counts[at] = after
-    assert distil.tokens_a_step(held, begins, counts) > 1.03
+    assert (after > 0).mean() > 0.25 and after.mean() > 1.5 * before.mean()
 
 
 def test_tokens_a_step_are_counted_along_the_text():

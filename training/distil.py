@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from treeattn import Llama
+from treeattn.llama.speculation.candidates import ranked
 from treeattn.llama.speculation.recurrent import Drafter, Shared, advance, draft_beam, unit
 
 LENGTH = 5
@@ -56,6 +58,22 @@ def read_shards(files: list[Path]) -> tuple[Texts, Texts]:
     return tuple(
         Texts(*map(np.concatenate, zip(*parts[kept], strict=True))) for kept in (False, True)
     )
+
+
+def read(model: Llama, rows: np.ndarray, new: int, top: int = 32) -> Texts:
+    """Texts from rows of tokens (b, l), of which the last `new` are the model's: a pass over them.
+
+    For a few short ones; `sample.py` keeps what the model says as it writes.
+    """
+    states, _ = model.states(rows[:, :-1], model.new_cache(len(rows), rows.shape[1]))
+    log = jax.nn.log_softmax(model.read_out(states)[:, -new:], axis=-1)
+    log, tokens = (np.asarray(x).reshape(-1, top) for x in jax.lax.top_k(log, top))
+    count = len(rows) * new
+    return Texts(
+        np.asarray(unit(states[:, -new:])).reshape(count, -1), rows[:, -new:].reshape(-1),
+        np.repeat(new * np.arange(1, len(rows) + 1), new), tokens, log,
+        np.full(count, "chat"), np.zeros(count),
+    )  # fmt: skip
 
 
 def frequent_tokens(texts: Texts, n: int) -> np.ndarray:
@@ -146,8 +164,6 @@ def accepted(drafter, shared, texts: Texts, at: np.ndarray, width: int, length: 
 
     budget: only the most probable so many nodes of a beam count, as in a step; None: all
     """
-    from treeattn.llama.speculation.candidates import ranked
-
     found = []
     for begin in range(0, len(at), 256):
         part = at[begin : begin + 256]

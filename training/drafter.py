@@ -11,9 +11,11 @@ Both go on where they stopped: shards of text, and a checkpoint, lie in the fold
 """
 
 import argparse
+import datetime
 import json
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
@@ -51,7 +53,7 @@ class Run:
 
     def __init__(self, path: Path, drafter: Drafter, adam):
         self.path, self.drafter, self.moments = path, drafter, adam.init(drafter)
-        self.best, self.done, self.curve = drafter, 0, []
+        self.best, self.done, self.curve, self.tokens = drafter, 0, [], 0
         if path.exists():
             with np.load(path) as file:
                 self.done, self.curve = int(file["done"]), json.loads(str(file["curve"]))
@@ -102,6 +104,7 @@ def train(folder: Path, options) -> tuple[Run, object, distil.Texts]:
     adam = distil.optimizer(options.updates, options.rate)
     key = jax.random.key(options.seed)
     run = Run(path, distil.initial(key, d, options.depth, options.inner), adam)
+    run.tokens = len(learn.after)
     starts = np.flatnonzero(np.arange(len(learn.after)) + 1 < learn.end)
     began, value, already = time.time(), float("nan"), run.done
     with tqdm(total=options.updates, initial=run.done, unit="update", mininterval=5) as bar:
@@ -148,8 +151,12 @@ def main() -> None:
     sample(options.folder, options.tokens)
     run, shared, _ = train(options.folder, options)
     save_drafter(options.out, run.best, shared, "SmolLM2-135M-Instruct")
-    curve = options.folder / f"{options.name}.json"
-    curve.write_text(json.dumps(run.curve, indent=1) + "\n", encoding="utf-8")
+    results = Path(__file__).parent.parent / "benchmarks" / "results" / "drafter.json"
+    if options.out == PACKAGED:
+        about = {"date": datetime.date.today().isoformat(), "jax": version("jax"),
+                 "optax": version("optax"), "tokens": run.tokens}  # fmt: skip
+        told = {"about": about, "curve": run.curve}
+        results.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     print(f"{options.out}: {options.out.stat().st_size:,} bytes")
 
 
