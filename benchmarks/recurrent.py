@@ -4,7 +4,7 @@
     python benchmarks/recurrent.py --quick    a prompt of each kind, 32 tokens
     python benchmarks/recurrent.py readme     print the README's table from the results
 
-The prompts of speculative.py, and sixteen chats about topics that the drafter's training was kept
+The prompts of speculative.py, and twelve chats about topics that the drafter's training was kept
 from (`training/prompts.py`). The model writes each text once, greedily and at temperature 0.7; one
 pass over the texts gives its state at every token, and the drafts are replayed along them: what
 they would have led to. `grid`: beams of M candidates of C tokens, all of whose nodes are verified.
@@ -43,6 +43,8 @@ from treeattn.llama.speculation.recurrent import draft_beam
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "recurrent.json"
 KINDS = ("chat", "code", "editing", "structured", "held-out chat")
+GRID = ("held-out chat",)
+TEXTS = HERE.parent / "build" / "recurrent"  # kept for the next drafter
 WIDTHS, LENGTHS = (1, 2, 4, 8), (1, 2, 4, 5, 8)
 MODES = {"greedy": {}, "temperature 0.7": {"temperature": 0.7, "key": jax.random.key(0)}}
 
@@ -51,7 +53,7 @@ def chosen(model: Llama, quick: bool) -> list[dict]:
     """Prompts with their ids: speculative.py's, and the first held-out chats."""
     text = (HERE / "speculative_prompts.toml").read_text(encoding="utf-8")
     found = tomllib.loads(text)["prompt"]
-    held = [p for p in prompts() if p.held_out and p.chat and p.kind == "chat"][:16]
+    held = [p for p in prompts() if p.held_out and p.chat and p.kind == "chat"][:12]
     found += [
         {"kind": KINDS[-1], "name": f"held out {i}", "chat": True, "text": p.text}
         for i, p in enumerate(held)
@@ -77,6 +79,20 @@ def states_of(model: Llama, prompt: list[int], text: list[int]) -> np.ndarray:
     padded[0, : len(whole)] = whole
     states, _ = model.states(padded, model.new_cache(1, size))
     return np.asarray(states)[0, len(prompt) - 1 : len(whole)]
+
+
+def texts_and_states(model: Llama, found: list[dict], mode: str, tokens: int) -> list[tuple]:
+    """(text, states) of each prompt, written now, or what an earlier call has left."""
+    path = TEXTS / f"{mode.replace(' ', '-')}-{len(found)}-{tokens}.npz"
+    if not path.exists():
+        texts = written(model, found, tokens, MODES[mode])
+        pairs = zip(tqdm(found, unit="text", desc=f"{mode}: states"), texts, strict=True)
+        states = [states_of(model, p["ids"], text) for p, text in pairs]
+        TEXTS.mkdir(parents=True, exist_ok=True)
+        arrays = {f"text{i}": np.array(text) for i, text in enumerate(texts)}
+        np.savez(path, **arrays, **{f"states{i}": x for i, x in enumerate(states)})
+    with np.load(path) as file:
+        return [(file[f"text{i}"].tolist(), file[f"states{i}"]) for i in range(len(found))]
 
 
 def steps_of(beams, text: list[int]) -> list[tuple]:
@@ -138,14 +154,13 @@ DRAFTS = {
 def measured(model: Llama, options) -> dict[str, list[dict]]:
     found, rows = chosen(model, options.quick), {"grid": [], "drafts": []}
     recurrent = RecurrentDraft(model)
-    for mode, sampling in MODES.items():
-        texts = written(model, found, options.tokens, sampling)
-        for p, text in zip(tqdm(found, unit="text", desc=mode), texts, strict=True):
-            states = states_of(model, p["ids"], text)
+    for mode in MODES:
+        pairs = texts_and_states(model, found, mode, options.tokens)
+        for p, (text, states) in zip(tqdm(found, unit="text", desc=mode), pairs, strict=True):
             about = {"kind": p["kind"], "name": p["name"], "mode": mode}
             if len(text) < 3:
                 continue
-            for width in WIDTHS:
+            for width in WIDTHS if p["kind"] in GRID else ():
                 for length in LENGTHS:
                     beams = grid_beams(recurrent, text, states, width, length)
                     row = counted(steps_of(beams, text))
@@ -217,7 +232,7 @@ def report(results: dict) -> str:
     ]
     for mode in MODES:
         parts += [f"## Drafts, 16 tokens a call, {mode}", drafts_table(results["drafts"], mode)]
-        for kind in ("held-out chat", "code"):
+        for kind in GRID:
             parts += [
                 f"## Beams, {mode}, {kind}",
                 "In brackets: nodes after packing, a step, of M·C.",
@@ -244,6 +259,10 @@ def main() -> None:
     if options.quick:
         options.tokens = min(options.tokens, 32)
     model = Llama.load()
+    if "texts" in options.parts:
+        for mode in MODES:
+            texts_and_states(model, chosen(model, options.quick), mode, options.tokens)
+        return
     if "counts" in options.parts:
         results |= measured(model, options)
         results["about"] = {

@@ -30,6 +30,7 @@ from treeattn import Llama
 from treeattn.llama.speculation.recurrent import PACKAGED, Drafter, borrow, save_drafter
 
 CHAIN = 4
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "recurrent.json"
 
 
 def held_out_chat(texts: distil.Texts, most: int) -> list[int]:
@@ -151,12 +152,12 @@ def main() -> None:
     sample(options.folder, options.tokens)
     run, shared, _ = train(options.folder, options)
     save_drafter(options.out, run.best, shared, "SmolLM2-135M-Instruct")
-    results = Path(__file__).parent.parent / "benchmarks" / "results" / "drafter.json"
     if options.out == PACKAGED:
         about = {"date": datetime.date.today().isoformat(), "jax": version("jax"),
                  "optax": version("optax"), "tokens": run.tokens}  # fmt: skip
-        told = {"about": about, "curve": run.curve}
-        results.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        told = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
+        told["training"] = about | {"curve": run.curve}
+        RESULTS.write_text(json.dumps(told) + "\n", encoding="utf-8")
     print(f"{options.out}: {options.out.stat().st_size:,} bytes")
 
 

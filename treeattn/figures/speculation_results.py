@@ -126,7 +126,7 @@ def training(results: Mapping | None = None) -> Figure:
 
     results: what training/drafter.py wrote; a checkout's when None, ValueError if none.
     """
-    curve = (measured("drafter") if results is None else results)["curve"]
+    curve = (measured("recurrent") if results is None else results)["training"]["curve"]
     updates = [point["updates"] for point in curve]
     values = [point["tokens_a_step"] for point in curve]
     figure, (left, right) = new_figure(8.0, 3.2, ncols=2)

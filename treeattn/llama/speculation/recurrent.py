@@ -113,13 +113,15 @@ def borrow(model: Llama, tokens: Int[np.ndarray, " n"]) -> Shared:
 def fingerprint(shared: Shared) -> Float[np.ndarray, " k"]:
     """A few hundred of a model's numbers, by which to know it, whatever dtype they are kept in."""
     few = [x[::97, :16].astype(jnp.float32).reshape(-1) for x in (shared.head, shared.embedding)]
-    return np.concatenate([np.asarray(x)[:512] for x in few])
+    return np.concatenate([np.asarray(x)[:256] for x in few])
 
 
 def save_drafter(path: str | Path, drafter: Drafter, shared: Shared, model: str) -> None:
     """Write parameters trained with the model of that name, in float16."""
     arrays = {f: np.asarray(x, np.float16) for f, x in drafter._asdict().items()}
-    arrays |= {"tokens": np.asarray(shared.tokens), "fingerprint": fingerprint(shared)}
+    tokens = np.asarray(shared.tokens)
+    arrays["tokens"] = tokens.astype(np.min_scalar_type(tokens.max()))
+    arrays["fingerprint"] = fingerprint(shared).astype(np.float16)
     metadata = {"format": FORMAT, "model": model}
     safetensors.numpy.save_file(arrays, path, metadata)
 
@@ -149,7 +151,7 @@ def load_drafter(model: Llama, path: str | Path | None = None) -> tuple[Drafter,
             f"draft: {path} is for models of width {len(drafter.mix)}, {trained}; this one's is {d}"
         )
     tokens = found["tokens"]
-    known = tokens.ndim == 1 and tokens.size and tokens.dtype.kind == "i"
+    known = tokens.ndim == 1 and tokens.size and tokens.dtype.kind in "iu"
     if not known or tokens.min() < 0 or tokens.max() >= model.config.vocabulary:
         raise ValueError(f"draft: {path} has tokens outside the model's vocabulary; {trained}")
     shared = borrow(model, tokens)
