@@ -14,6 +14,8 @@ Writes results/recurrent.json and results/recurrent.md.
 
 import argparse
 import datetime
+import functools
+import itertools
 import json
 import sys
 import tomllib
@@ -44,6 +46,10 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "recurrent.json"
 KINDS = ("chat", "code", "editing", "structured", "held-out chat")
 GRID = ("held-out chat",)
+SHAPES = {
+    "beam": "beams of M candidates of C tokens",
+    "tree": "and what beam search kept at lesser depths",
+}
 TEXTS = HERE.parent / "build" / "recurrent"  # kept for the next drafter
 WIDTHS, LENGTHS = (1, 2, 4, 8), (1, 2, 4, 5, 8)
 MODES = {"greedy": {}, "temperature 0.7": {"temperature": 0.7, "key": jax.random.key(0)}}
@@ -102,7 +108,7 @@ def steps_of(beams, text: list[int]) -> list[tuple]:
     while at + 1 < len(text):
         beam, scores = beams(at)
         lengths = np.minimum(candidate_lengths(scores), len(text) - at - 1)
-        nodes = 1 + pack(beam, lengths).packed_beam.shape[1]
+        nodes = 1 + (pack(beam, lengths).packed_beam.shape[1] if lengths.size else 0)
         accepted = max(
             (
                 next((i for i in range(n) if row[i] != text[at + 1 + i]), n)
@@ -121,33 +127,41 @@ def along(draft, prompt, text, states):
 
     def beams(at):
         seen = Seen(*[np.zeros((1, 0, 0))] * 3, states[at][None])
-        draft.observe([prompt + text[: at + 1]], seen)
+        draft.observe([prompt + text[: at + 1]], seen if at else None)  # after prefill: no state
         return draft_candidate_tokens(draft, budget=BUDGET - 1)
 
     return beams
 
 
-def grid_beams(draft: RecurrentDraft, text, states, width: int, length: int):
-    """beams(at) for `steps_of`, computed for all tokens at once."""
+def grid_beams(draft: RecurrentDraft, text, states, width: int, length: int) -> dict:
+    """beams(at) for `steps_of`, computed for all tokens at once: "beam", its `width` candidates;
+    "tree", also those that the search kept at lesser depths."""
     size = -len(text) % 32
     rows = np.pad(states, [(0, size), (0, 0)])
     certain = np.pad(np.array(text, np.int32), (0, size))
     found = [
         draft_beam(draft.drafter, draft.shared, rows[i : i + 32], certain[i : i + 32],
-                   width=width, length=length)
+                   width=width, length=length, fallen=True)
         for i in range(0, len(certain), 32)
     ]  # fmt: skip
-    beam, scores = (
-        np.concatenate([np.asarray(x) for x in both]) for both in zip(*found, strict=True)
-    )
-    return lambda at: (beam[at : at + 1], scores[at : at + 1])
+    both = [np.concatenate([np.asarray(x) for x in part]) for part in zip(*found, strict=True)]
+
+    def beams(most, at):
+        """After prefill, which hands over no state, there are none."""
+        return tuple(x[at : at + 1, : most if at else 0] for x in both)
+
+    return {
+        "beam": functools.partial(beams, width),
+        "tree": functools.partial(beams, width * length),
+    }
 
 
 DRAFTS = {
     "suffix": lambda model: SuffixDraft(),
     "recurrent, chain of 4": lambda model: RecurrentDraft(model, width=1, length=4),
-    "recurrent, 8 of 5": RecurrentDraft,
-    "surer of the two": lambda model: SurerDraft(SuffixDraft(), RecurrentDraft(model)),
+    "recurrent, beam of 8 × 5": lambda model: RecurrentDraft(model, fallen=False),
+    "recurrent": RecurrentDraft,
+    "surer": lambda model: SurerDraft(SuffixDraft(), RecurrentDraft(model)),
 }
 
 
@@ -162,9 +176,10 @@ def measured(model: Llama, options) -> dict[str, list[dict]]:
                 continue
             for width in WIDTHS if p["kind"] in GRID else ():
                 for length in LENGTHS:
-                    beams = grid_beams(recurrent, text, states, width, length)
-                    row = counted(steps_of(beams, text))
-                    rows["grid"].append(about | {"width": width, "length": length} | row)
+                    about |= {"width": width, "length": length}
+                    for shape, beams in grid_beams(recurrent, text, states, width, length).items():
+                        row = counted(steps_of(beams, text))
+                        rows["grid"].append(about | {"shape": shape} | row)
             for name, make in DRAFTS.items():
                 row = counted(steps_of(along(make(model), p["ids"], text, states), text))
                 rows["drafts"].append(about | {"draft": name} | row)
@@ -200,12 +215,12 @@ def pooled(rows: list[dict], **which) -> float | None:
     return sum(r["tokens"] for r in rows) / steps if steps else None
 
 
-def grid_table(rows: list[dict], mode: str, kind: str) -> str:
+def grid_table(rows: list[dict], mode: str, kind: str, shape: str) -> str:
     lines = []
     for width in WIDTHS:
         line = [f"M = {width}"]
         for length in LENGTHS:
-            which = {"mode": mode, "kind": kind, "width": width, "length": length}
+            which = {"mode": mode, "kind": kind, "shape": shape, "width": width, "length": length}
             here = [r for r in rows if all(r[k] == v for k, v in which.items())]
             packed, steps = sum(r["verified"] for r in here), sum(r["steps"] for r in here)
             line.append(
@@ -232,11 +247,11 @@ def report(results: dict) -> str:
     ]
     for mode in MODES:
         parts += [f"## Drafts, 16 tokens a call, {mode}", drafts_table(results["drafts"], mode)]
-        for kind in GRID:
+        for kind, shape in itertools.product(GRID, ("beam", "tree")):
             parts += [
-                f"## Beams, {mode}, {kind}",
-                "In brackets: nodes after packing, a step, of M·C.",
-                grid_table(results["grid"], mode, kind),
+                f"## {kind}, {mode}: {SHAPES[shape]}",
+                "In brackets: nodes of a step after packing, of M·C before.",
+                grid_table(results["grid"], mode, kind, shape),
             ]
     if "times" in results:
         lines = [[r["kind"], r["name"], r["draft"], r["tokens_a_step"], r["speedup"],

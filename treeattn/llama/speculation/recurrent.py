@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Integer
 
 from treeattn.idea.arrays import Array
 from treeattn.llama.model import Llama
@@ -59,7 +59,7 @@ def advance(
     return unit(x)
 
 
-@functools.partial(jax.jit, static_argnames=("width", "length"))
+@functools.partial(jax.jit, static_argnames=("width", "length", "fallen"))
 def draft_beam(
     drafter: Drafter,
     shared: Shared,
@@ -68,16 +68,19 @@ def draft_beam(
     *,
     width: int,
     length: int,
+    fallen: bool = False,
 ) -> tuple[Int[Array, "b m c"], Float[Array, "b m c"]]:
     """(beam, scores) after each text's last token, as one program: `width` candidates of `length`
     tokens, most probable first, and the log-probability of each token after those before it.
 
     state: the model's state at the token before the last, which is `certain`: no model has read it
     There are fewer candidates where the head's tokens make fewer.
+    fallen: after them the shorter ones that the search kept at each depth (score −∞ beyond them)
     """
     batch, n = len(certain), len(shared.tokens)
     beam, scores = jnp.zeros((batch, 1, 0), jnp.int32), jnp.zeros((batch, 1, 0), jnp.float32)
     path, state, token = jnp.zeros((batch, 1), jnp.float32), unit(state)[:, None], certain[:, None]
+    depths = []
     for _ in range(length):
         state = advance(drafter, state, shared.embedding[token])
         log = jax.nn.log_softmax(state @ shared.head.T, axis=-1)
@@ -90,10 +93,13 @@ def draft_beam(
         )
         beam = jnp.concatenate([beam, token[..., None]], axis=-1)
         scores = jnp.concatenate([scores, score[..., None]], axis=-1)
-    return beam, scores
+        more = [(0, 0), (0, 0), (0, length - beam.shape[2])]
+        depths.append((jnp.pad(beam, more), jnp.pad(scores, more, constant_values=-jnp.inf)))
+    kept = depths[::-1] if fallen else depths[-1:]
+    return tuple(jnp.concatenate(x, axis=1) for x in zip(*kept, strict=True))
 
 
-def borrow(model: Llama, tokens: Int[np.ndarray, " n"]) -> Shared:
+def borrow(model: Llama, tokens: Integer[np.ndarray, " n"]) -> Shared:
     """The model's embedding, and its head's rows of `tokens` times its last norm's weight, on one
     device: drafting is too little work for more."""
 
@@ -177,7 +183,7 @@ class RecurrentDraft:
     """Beam search by a recurrent drafter, from the state that the model's last call has left.
 
     path: of the parameters; None: the packaged ones, for the packaged model. Or (Drafter, Shared)
-    width, length: of the beam
+    width, length: of the beam; fallen: also propose what the search kept at lesser depths
     Prefill hands over no state, so the first step after it has no candidates.
 
     Raises as `load_drafter`, and ValueError for a width or length below 1.
@@ -185,12 +191,15 @@ class RecurrentDraft:
 
     states = True
 
-    def __init__(self, model: Llama, path=None, *, width: int = 8, length: int = 5):
+    def __init__(
+        self, model: Llama, path=None, *, width: int = 8, length: int = 5, fallen: bool = True
+    ):
         if width < 1 or length < 1:
             raise ValueError(f"width, length: expected at least 1, got {width}, {length}")
         pair = isinstance(path, tuple)
         self.drafter, self.shared = path if pair else load_drafter(model, path)
-        self.vocabulary, self.width, self.length = model.config.vocabulary, width, length
+        self.vocabulary = model.config.vocabulary
+        self.shape = {"width": width, "length": length, "fallen": fallen}
         self._certain, self._state = np.zeros(0, np.int32), None
 
     def observe(self, texts: Texts, seen: Seen | None = None) -> None:
@@ -199,13 +208,9 @@ class RecurrentDraft:
 
     def propose(self, budget: int):
         if self._state is None or budget < 1:
-            return np.zeros((len(self._certain), 0, 0), np.int32), np.zeros(
-                (len(self._certain), 0, 0)
-            )
-        found = draft_beam(
-            self.drafter, self.shared, self._state, self._certain,
-            width=self.width, length=self.length,
-        )  # fmt: skip
+            none = len(self._certain), 0, 0
+            return np.zeros(none, np.int32), np.zeros(none)
+        found = draft_beam(self.drafter, self.shared, self._state, self._certain, **self.shape)
         return tuple(np.asarray(x) for x in found)
 
 
