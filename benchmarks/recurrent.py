@@ -176,10 +176,10 @@ def measured(model: Llama, options) -> dict[str, list[dict]]:
                 continue
             for width in WIDTHS if p["kind"] in GRID else ():
                 for length in LENGTHS:
-                    about |= {"width": width, "length": length}
+                    size = {"width": width, "length": length}
                     for shape, beams in grid_beams(recurrent, text, states, width, length).items():
                         row = counted(steps_of(beams, text))
-                        rows["grid"].append(about | {"shape": shape} | row)
+                        rows["grid"].append(about | size | {"shape": shape} | row)
             for name, make in DRAFTS.items():
                 row = counted(steps_of(along(make(model), p["ids"], text, states), text))
                 rows["drafts"].append(about | {"draft": name} | row)

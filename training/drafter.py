@@ -1,7 +1,7 @@
 """Train the recurrent drafter for the packaged model: `make drafter`.
 
-    python training/drafter.py                      everything; some two hours on two quiet cores
-    python training/drafter.py --tokens 200000      with less text
+    python training/drafter.py                      all of it; half an hour on two quiet cores
+    python training/drafter.py --tokens 300000      with more text
 
 1. Sampling (`sample.py`): texts of the model itself, with its states and likeliest tokens.
 2. Distillation (`distil.py`), judged every so many updates by the tokens a step that a chain of
@@ -132,13 +132,13 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = made.add_argument
     add("--folder", type=Path, default=Path("build/drafter"))
-    add("--tokens", type=int, default=300_000, help="to sample")
+    add("--tokens", type=int, default=70_000, help="to sample")
     add("--shards", type=int, help="to learn from, of 10,000 tokens each; all if not given")
     add("--name", default="drafter", help="of the checkpoint")
     add("--out", type=Path, default=PACKAGED)
-    for name, value in {"updates": 2500, "batch": 256, "length": distil.LENGTH, "depth": 2,
-                        "inner": 384, "cut": 8192, "seed": 0, "every": 100, "patience": 6,
-                        "judge-tokens": 4000}.items():  # fmt: skip
+    for name, value in {"updates": 3000, "batch": 64, "length": distil.LENGTH, "depth": 2,
+                        "inner": 384, "cut": 8192, "seed": 0, "every": 200, "patience": 6,
+                        "judge-tokens": 3000}.items():  # fmt: skip
         add(f"--{name}", type=int, default=value)
     for name, value in {"soft": 0.8, "near": 0.2, "rate": 2e-3}.items():
         add(f"--{name}", type=float, default=value)
@@ -147,7 +147,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = parser().parse_args()
-    sampling, training = options.tokens / 120 / 60, options.updates * options.batch / 256 / 60
+    sampling, training = options.tokens / 100 / 60, options.updates * options.batch / 64 / 3.5 / 60
     print(f"About {sampling:.0f} minutes of sampling, {training:.0f} of training, on two cores")
     sample(options.folder, options.tokens)
     run, shared, _ = train(options.folder, options)

@@ -1,6 +1,6 @@
 """Texts of the packaged model itself, and what it thought at each token: a drafter's school.
 
-    python training/sample.py build/drafter --tokens 300000
+    python training/sample.py build/drafter --tokens 70000
 
 Each row of a batch writes one answer after another, at its own temperature, in its own part of the
 cache: one that is over makes room for the next prompt, whose tokens are fed one by one beside the
@@ -158,7 +158,7 @@ def shards_of(folder: Path) -> list[Path]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--tokens", type=int, default=300_000)
+    parser.add_argument("--tokens", type=int, default=70_000)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     sample(**vars(parser.parse_args()))
