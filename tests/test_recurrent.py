@@ -332,14 +332,14 @@ def test_a_tiny_training_beats_chance(model):
     an untrained drafter, whose state is the model's last one, is right now and then."""
     learn, held = texts_of(model, 64, 0), texts_of(model, 16, 1)
     shared = borrow(model, np.arange(96))
-    drafter = distil.initial(jax.random.key(0), model.config.width, 1, 32)
-    adam = distil.optimizer(150, 1e-2)
+    drafter = distil.initial(jax.random.key(0), model.config.width, 1, 16)
+    adam = distil.optimizer(100, 1e-2)
     moments, row, rng = adam.init(drafter), np.arange(96), np.random.default_rng(0)
     at = np.flatnonzero(np.arange(len(held.after)) + 4 < held.end)
     before = distil.accepted(drafter, shared, held, at, 1, 3)
     starts, losses = np.flatnonzero(np.arange(len(learn.after)) + 1 < learn.end), []
-    for _ in range(150):
-        batch = distil.examples(learn, rng.choice(starts, 64), row, 3)
+    for _ in range(100):
+        batch = distil.examples(learn, rng.choice(starts, 32), row, 3)
         drafter, moments, value = distil.update(
             drafter, moments, shared, batch, 0.5, 0.2, adam=adam
         )
