@@ -27,7 +27,8 @@ import numpy as np
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from speculative import BUDGET, counted, decode, table, warm_up
+import speculative
+from speculative import BUDGET, decode, table, warm_up
 
 from training.prompts import prompts
 from treeattn import Llama, pack
@@ -156,6 +157,12 @@ def grid_beams(draft: RecurrentDraft, text, states, width: int, length: int) -> 
     }
 
 
+def counted(steps: list[tuple]) -> dict:
+    row = speculative.counted(steps)
+    del row["by_depth"]
+    return row
+
+
 DRAFTS = {
     "suffix": lambda model: SuffixDraft(),
     "recurrent, chain of 4": lambda model: RecurrentDraft(model, width=1, length=4),
@@ -198,7 +205,7 @@ def times(model: Llama, options) -> list[dict]:
         plain = seconds.pop(None)
         for draft, (took, steps, text) in seconds.items():
             rows.append({
-                "kind": p["kind"], "name": p["name"], "draft": draft,
+                "kind": p["kind"], "name": p["name"], "draft": draft, "tokens": options.tokens,
                 "speedup": round(plain[0] / took, 3), "same_text": text == plain[2],
                 "tokens_a_step": round((len(text) - 1) / max(steps, 1), 3),
             })  # fmt: skip
@@ -257,7 +264,8 @@ def report(results: dict) -> str:
         lines = [[r["kind"], r["name"], r["draft"], r["tokens_a_step"], r["speedup"],
                   r["same_text"]] for r in results["times"]]  # fmt: skip
         head = ["kind", "prompt", "draft", "tokens a step", "times plain decoding", "same text"]
-        parts += ["## Time, adaptive budget, this machine", table(head, lines)]
+        few = f"Up to {results['times'][0]['tokens']} tokens, one run after one to warm up."
+        parts += ["## Time, adaptive budget, two CPU cores", few, table(head, lines)]
     return "\n\n".join(parts) + "\n"
 
 
