@@ -138,14 +138,13 @@ class Loop:
             logits = logits[:, None]
         else:
             positions = (self.lengths[:, None] - 1 + packed.position_offsets).astype(np.int32)
-            inputs = {"positions": positions, "mask": packed.attention_mask}
-            if wanted:
-                states, new = self.model.states(tokens, self.cache, **inputs)
-                logits = self.model.read_out(states)
-            else:
-                logits, new = self.model.extend(tokens, self.cache, **inputs)
+            states, new = self.model.states(
+                tokens, self.cache, positions=positions, mask=packed.attention_mask
+            )
+            logits = self.model.read_out(states)
         # Several simulated devices would each do all that follows.
-        return (logits if self.model.mesh is None else np.asarray(logits)), new, states
+        logits = logits if self.model.mesh is None else np.asarray(logits)
+        return logits, new, states if wanted else None
 
     def _take(self, tokens: list[list[int]], seen: Seen | None) -> list[list[int]]:
         """The texts go on with these tokens, up to the first that ends them."""
