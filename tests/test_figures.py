@@ -169,6 +169,9 @@ def test_figures_of_speculation_show_what_was_measured():
     np.testing.assert_allclose(line.get_xydata(), [[1, 0.75]])  # depth 2 was reached too seldom
     spread, dot, *_ = results_of.speedups(results).axes[0].lines
     assert list(spread.get_xdata()) == [1.4, 1.7] and list(dot.get_xdata()) == [1.5]
+    curve = [{"updates": n, "loss": 3 - n, "tokens_a_step": 1 + n} for n in (0, 1)]
+    axes = results_of.training({"training": {"curve": curve}}).axes
+    assert [ax.lines[0].get_ydata().tolist() for ax in axes] == [[3, 2], [1, 2]]
 
 
 def test_a_roofline_bends_where_products_take_longer_than_reading():
@@ -228,6 +231,7 @@ def test_without_measurements_the_error_says_where_they_are_from(tmp_path, monke
         (results_of.tokens_a_step, "speculative"),
         (results_of.acceptance_by_depth, "speculative"),
         (results_of.speedups, "speculative"),
+        (results_of.training, "recurrent"),
     ):
         with pytest.raises(ValueError, match=message.format(name)):
             draw()

@@ -111,7 +111,11 @@ def want(model):
     return {seed: plain(model, prompts_of(seed)) for seed in range(10)}
 
 
-@pytest.mark.parametrize("seed, draft", [*enumerate([*DRAFTS, *DRAFT_OBJECTS])])
+# Those that were not trained on one model, which the small one is not.
+FOR_ANY_MODEL = [name for name in DRAFTS if name not in ("recurrent", "surer")]
+
+
+@pytest.mark.parametrize("seed, draft", [*enumerate([*FOR_ANY_MODEL, *DRAFT_OBJECTS])])
 def test_greedy_text_is_the_plain_one(model, want, seed, draft):
     """20 prompts for each draft, of which most accept something."""
     made_of = DRAFT_OBJECTS.get(draft)

@@ -120,7 +120,32 @@ def speedups(results: Mapping | None = None) -> Figure:
     )
 
 
+@styled
+def training(results: Mapping | None = None) -> Figure:
+    """The recurrent drafter's loss, and what it is judged by, along its training.
+
+    results: what training/drafter.py wrote; a checkout's when None, ValueError if none.
+    """
+    curve = (measured("recurrent") if results is None else results)["training"]["curve"]
+    updates = [point["updates"] for point in curve]
+    values = [point["tokens_a_step"] for point in curve]
+    figure, (left, right) = new_figure(8.0, 3.2, ncols=2)
+    left.plot(updates, [point["loss"] for point in curve], "o-", color=ORANGE, ms=4)
+    left.set(title="What is minimized", ylabel="loss of a batch, nats")
+    right.plot(updates, values, "s-", color=BLUE, ms=4)
+    right.axhline(1, color=GREY, lw=1)
+    right.set(title="What it is for", ylabel="tokens a step, a chain of four")
+    for ax in (left, right):
+        ax.set_xlabel("updates")
+    return figure.describe(
+        f"Two lines over {updates[-1]} updates. Left, loss falls from {curve[0]['loss']:.1f} to "
+        f"{curve[-1]['loss']:.1f}. Right, tokens a step on texts about other topics rise from "
+        f"{values[0]:.2f} to {max(values):.2f} at most; a grey line at 1 is plain decoding."
+    )
+
+
 FIGURES = {
+    "drafter_training": training,
     "speculation_tokens": tokens_a_step,
     "speculation_depth": acceptance_by_depth,
     "speculation_times": speedups,

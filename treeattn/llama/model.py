@@ -97,7 +97,7 @@ class Llama:
         x, rotation = self._embed(self._tokens(token_ids))
         for w in self.weights.layers:
             x, _ = layers.extend_layer(x, w, rotation, static=self._static(cached=False))
-        return self._logits(x)
+        return self.read_out(x)
 
     def layer_qkv(
         self, token_ids: Int[Array, "b l"], layer: int
@@ -147,10 +147,14 @@ class Llama:
         Raises ValueError for arguments that do not fit, and unless the cache has room for all
         the tokens; with a mask, of which they may be candidates, for one.
         """
+        x, new = self.states(tokens, cache, positions=positions, mask=mask)
+        return self.read_out(x), new
+
+    def states(self, tokens, cache: Cache, *, positions=None, mask=None):
+        """`extend` up to the last layer's output (b, l, width); `read_out` makes logits of it."""
         tokens = self._tokens(tokens)
         inputs.check_room(cache, tokens.shape[1] if mask is None else 1)
-        x, new = self._run_layers(tokens, cache, positions, mask)
-        return self._logits(x), new
+        return self._run_layers(tokens, cache, positions, mask)
 
     def commit(
         self,
@@ -194,7 +198,7 @@ class Llama:
         counts = inputs.check_counts(counts, tokens.shape[1], cache)
         x, new = self._run_layers(tokens, cache, positions, mask)
         cache = self._write(cache, new, counts)
-        return self._logits(x, counts - 1 if last else None), cache
+        return self.read_out(x, counts - 1 if last else None), cache
 
     def prefill(
         self,
@@ -232,7 +236,7 @@ class Llama:
             last = counts - 1 if size > CAUSAL_BLOCK else None
             x, new = self._run_layers(piece, cache, read=start > 0 or not empty, last=last)
             cache = self._write(cache, new, counts)
-            seen = self._logits(x, counts - 1)
+            seen = self.read_out(x, counts - 1)
             logits = seen if logits is None else jnp.where(counts[:, None] > 0, seen, logits)
             progress(int(counts.sum()))
         return logits, cache
@@ -253,15 +257,12 @@ class Llama:
             x, cached = layers.prefill_layer(x, w, rotation, cached, **options)
             filled.append(cached)
         cache = Cache(*zip(*filled, strict=True), caches.advance(cache.lengths, lengths))
-        return self._logits(x, lengths - 1), cache
+        return self.read_out(x, lengths - 1), cache
 
     def _run_layers(
         self, tokens, cache: Cache, positions=None, mask=None, read: bool = True, last=None
     ) -> tuple[Array, NewEntries]:
-        """The last layer's output, and what all layers have to write.
-
-        read: whether they see the cache; last: (b,) as in `extend_layer`, for the last layer
-        """
+        """(the last layer's output, what all layers have to write), as by `steps.run`."""
         positions, mask = inputs.check_new(tokens, cache, positions, mask)
         return self._programs(tokens.shape[1]).run(
             self.weights, tokens, cache, positions, mask, last,
@@ -292,7 +293,8 @@ class Llama:
     def _whole(self, out=None):
         return (out or NamedSharding(self.mesh, P())) if self.shard_weights else None
 
-    def _logits(self, x, last=None):
+    def read_out(self, x, last=None) -> Float[Array, "b *l vocabulary"]:
+        """The logits after each token's state, or (b, vocabulary) after each row's token `last`."""
         w = self.weights
         return layers.to_logits(x, w.norm, w.head, last, static=self._static(cached=False))
 

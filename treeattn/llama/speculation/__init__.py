@@ -29,6 +29,7 @@ from treeattn.llama.speculation.generation import (
 from treeattn.llama.speculation.lookup import NGramDraft, RecyclingDraft, SuffixDraft
 from treeattn.llama.speculation.loop import Step
 from treeattn.llama.speculation.models import DrawnDraft, LlamaDraft, first_layers
+from treeattn.llama.speculation.recurrent import RecurrentDraft, SurerDraft
 from treeattn.llama.speculation.sampling import likeliest
 
 __all__ = [
@@ -40,10 +41,12 @@ __all__ = [
     "Generation",
     "LlamaDraft",
     "NGramDraft",
+    "RecurrentDraft",
     "RecyclingDraft",
     "Seen",
     "Step",
     "SuffixDraft",
+    "SurerDraft",
     "accept_candidate_tokens",
     "candidate_lengths",
     "draft_candidate_tokens",

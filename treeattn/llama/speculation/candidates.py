@@ -23,11 +23,14 @@ class Seen(NamedTuple):
 
     tokens: (B, L) the tokens; real: (B, L) which of them are no padding
     likely: (B, L, k) the likeliest tokens after each, best first; k is what the draft asks for
+    state:  (B, d) the last layer's output at the token that each text's last one was read off, if
+            the draft asks for it
     """
 
     tokens: Int[np.ndarray, "b l"]
     real: Bool[np.ndarray, "b l"]
     likely: Int[np.ndarray, "b l k"]
+    state: Float[np.ndarray, "b d"] | None = None
 
 
 class Drawn(NamedTuple):
@@ -50,6 +53,7 @@ class Draft(Protocol):
     """Anything that proposes and observes. It may also have these attributes:
 
     likely:     how many of the model's likeliest tokens after each token it wants to see
+    states:     whether it wants the state that each text's last token was read off
     vocabulary: the number of tokens that it knows, which must be the model's
     """
 

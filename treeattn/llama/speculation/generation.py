@@ -19,6 +19,7 @@ from treeattn.llama.speculation.budget import Budget
 from treeattn.llama.speculation.lookup import NGramDraft, RecyclingDraft, SuffixDraft
 from treeattn.llama.speculation.loop import Loop, Step
 from treeattn.llama.speculation.models import LlamaDraft, first_layers
+from treeattn.llama.speculation.recurrent import RecurrentDraft, SurerDraft
 from treeattn.llama.text import stream
 
 DRAFTS = {
@@ -26,8 +27,11 @@ DRAFTS = {
     "ngram": lambda model: NGramDraft(),
     "recycling": lambda model: RecyclingDraft(),
     "layers": lambda model: LlamaDraft(first_layers(model)),
+    "recurrent": RecurrentDraft,
+    "surer": lambda model: SurerDraft(SuffixDraft(), RecurrentDraft(model)),
 }
-"""Drafts that need nothing but the model that they draft for."""
+"""Drafts that need nothing but the model that they draft for; the last two only the packaged one,
+which `RecurrentDraft`'s parameters were trained on."""
 
 
 def make_draft(draft: Any, model: Llama) -> Any:

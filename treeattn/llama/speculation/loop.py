@@ -78,7 +78,7 @@ class Loop:
         unpacked = (leaves * (packed.position_offsets + 1)).sum(axis=1)
         size = self.budget.padded(int(nodes.max()))
         packed = padded(packed, size)
-        logits, new = self._call(packed, nodes)
+        logits, new, states = self._call(packed, nodes)
 
         # What a node `offset` after the certain token is followed by is new token `index`.
         index = (self.lengths - self.begin)[:, None] + packed.position_offsets
@@ -94,7 +94,10 @@ class Loop:
             paths.append(tokens)
         if new is not None:
             self.cache = self.model.commit(self.cache, new, select=select, counts=counts)
-        tokens = self._take(paths, self._seen(packed, nodes, logits))
+        if states is not None:
+            texts = np.arange(len(beam))
+            states = np.asarray(states)[texts, select[texts, counts - 1]]
+        tokens = self._take(paths, self._seen(packed, nodes, logits, states))
         self.budget.took(size, time.perf_counter() - began)
         accepted, depth = np.maximum(counts - 1, 0), np.maximum(lengths.max(axis=1) - 1, 0)
         self.budget.came_out(float(expected), int(accepted.sum()))
@@ -126,18 +129,22 @@ class Loop:
         return beam, np.where(np.arange(beam.shape[2]) < room, scores, -np.inf), drawn, expected
 
     def _call(self, packed: PackedBeam, nodes: np.ndarray):
-        """(logits (b, l, vocabulary), the nodes' keys, or None where they are committed)."""
-        tokens, new = packed.packed_beam, None
-        if tokens.shape[1] == 1:  # a plain step
+        """(logits (b, l, vocabulary), the nodes' keys, or None where they are committed, and the
+        nodes' states, if the draft asks for them)."""
+        tokens, new, states = packed.packed_beam, None, None
+        wanted = getattr(self.draft, "states", False)
+        if tokens.shape[1] == 1 and not wanted:  # a plain step
             logits, self.cache = self.model.step(tokens, self.cache, counts=nodes, last=True)
             logits = logits[:, None]
         else:
             positions = (self.lengths[:, None] - 1 + packed.position_offsets).astype(np.int32)
-            logits, new = self.model.extend(
+            states, new = self.model.states(
                 tokens, self.cache, positions=positions, mask=packed.attention_mask
             )
+            logits = self.model.read_out(states)
         # Several simulated devices would each do all that follows.
-        return (logits if self.model.mesh is None else np.asarray(logits)), new
+        logits = logits if self.model.mesh is None else np.asarray(logits)
+        return logits, new, states if wanted else None
 
     def _take(self, tokens: list[list[int]], seen: Seen | None) -> list[list[int]]:
         """The texts go on with these tokens, up to the first that ends them."""
@@ -149,11 +156,11 @@ class Loop:
         self.draft.observe(self.texts, seen)
         return tokens
 
-    def _seen(self, packed: PackedBeam, nodes: np.ndarray, logits) -> Seen:
+    def _seen(self, packed: PackedBeam, nodes: np.ndarray, logits, state) -> Seen:
         likely = min(getattr(self.draft, "likely", 0), self.model.config.vocabulary)
         real = np.arange(packed.packed_beam.shape[1]) < nodes[:, None]
         after = likeliest_tokens(logits, likely) if likely else np.zeros((*real.shape, 0), int)
-        return Seen(packed.packed_beam, real, np.asarray(after))
+        return Seen(packed.packed_beam, real, np.asarray(after), state)
 
 
 def agreed(x):

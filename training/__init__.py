@@ -1,0 +1,1 @@
+"""How the recurrent drafter was made: `make drafter`."""

@@ -1,0 +1,165 @@
+"""Train the recurrent drafter for the packaged model: `make drafter`.
+
+    python training/drafter.py                      all of it; half an hour on two quiet cores
+    python training/drafter.py --tokens 300000      with more text
+
+1. Sampling (`sample.py`): texts of the model itself, with its states and likeliest tokens.
+2. Distillation (`distil.py`), judged every so many updates by the tokens a step that a chain of
+   four gets on texts about topics that were held out; the best parameters are written.
+
+Both go on where they stopped: shards of text, and a checkpoint, lie in the folder (build/drafter).
+"""
+
+import argparse
+import datetime
+import json
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from training import distil
+from training.sample import sample, shards_of
+from treeattn import Llama
+from treeattn.llama.speculation.recurrent import PACKAGED, Drafter, borrow, save_drafter
+
+CHAIN = 4
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "recurrent.json"
+
+
+def held_out_chat(texts: distil.Texts, most: int) -> list[int]:
+    """Where the first held-out answers begin that have together so many tokens."""
+    begins = np.flatnonzero(np.diff(texts.end, prepend=-1))
+    begins = [b for b in begins.tolist() if texts.kind[b] == "chat"]
+    sizes = np.cumsum([texts.end[b] - b for b in begins])
+    return [b for b, size in zip(begins, sizes, strict=True) if size <= most]
+
+
+def judged(drafter, shared, texts: distil.Texts, begins: list[int], width=1, length=CHAIN) -> float:
+    """Tokens a step on these texts."""
+    counts = np.zeros(len(texts.after), int)
+    at = np.concatenate([np.arange(b, texts.end[b] - 1) for b in begins])
+    counts[at] = distil.accepted(drafter, shared, texts, at, width, length)
+    return distil.tokens_a_step(texts, begins, counts)
+
+
+class Run:
+    """Parameters, the optimizer's moments, and what was measured so far; on disk, too."""
+
+    def __init__(self, path: Path, drafter: Drafter, adam):
+        self.path, self.drafter, self.moments = path, drafter, adam.init(drafter)
+        self.best, self.done, self.curve, self.tokens = drafter, 0, [], 0
+        if path.exists():
+            with np.load(path) as file:
+                self.done, self.curve = int(file["done"]), json.loads(str(file["curve"]))
+                arrays = [jnp.asarray(file[f"leaf{i}"]) for i in range(len(self.leaves()))]
+            shape = jax.tree.structure((self.drafter, self.moments, self.best))
+            self.drafter, self.moments, self.best = jax.tree.unflatten(shape, arrays)
+
+    def leaves(self) -> list:
+        return jax.tree.leaves((self.drafter, self.moments, self.best))
+
+    def judge(self, shared, texts, begins, value: float) -> None:
+        """Note how good the parameters are, and keep the best of them."""
+        good = judged(self.drafter, shared, texts, begins)
+        if not self.curve or good > max(point["tokens_a_step"] for point in self.curve):
+            self.best = jax.tree.map(jnp.copy, self.drafter)
+        self.curve.append({
+            "updates": self.done, "loss": round(value, 4), "tokens_a_step": round(good, 4)
+        })  # fmt: skip
+        arrays = {f"leaf{i}": np.asarray(x) for i, x in enumerate(self.leaves())}
+        new = self.path.with_suffix(".part.npz")
+        np.savez(new, tokens=shared.tokens, done=self.done, curve=json.dumps(self.curve), **arrays)
+        new.replace(self.path)
+
+    def worse_for(self) -> int:
+        """How many times it was judged since it was best."""
+        values = [point["tokens_a_step"] for point in self.curve]
+        return len(values) - 1 - int(np.argmax(values))
+
+
+def train(folder: Path, options) -> tuple[Run, object, distil.Texts]:
+    model = Llama.load()
+    learn, held = distil.read_shards(shards_of(folder)[: options.shards])
+    path = folder / f"{options.name}.npz"
+    tokens = distil.frequent_tokens(learn, options.cut)
+    if path.exists():  # there may be more text now than at first
+        with np.load(path) as file:
+            tokens = file["tokens"]
+    norm, d = np.asarray(model.weights.norm, np.float32), model.config.width
+    row = np.full(model.config.vocabulary, -1, np.int32)
+    row[tokens] = np.arange(len(tokens))
+    shared = borrow(model, tokens)
+    del model
+    learn, held = (distil.prepared(texts, tokens, norm) for texts in (learn, held))
+    inside = (row[held.after] >= 0).mean()
+    begins = held_out_chat(held, options.judge_tokens)
+    print(f"{len(learn.after):,} tokens to learn from, {len(held.after):,} held out, of which the "
+          f"head's {len(tokens):,} tokens are {inside:.1%}", flush=True)  # fmt: skip
+    adam = distil.optimizer(options.updates, options.rate)
+    key = jax.random.key(options.seed)
+    run = Run(path, distil.initial(key, d, options.depth, options.inner), adam)
+    run.tokens = len(learn.after)
+    starts = np.flatnonzero(np.arange(len(learn.after)) + 1 < learn.end)
+    began, value, already = time.time(), float("nan"), run.done
+    with tqdm(total=options.updates, initial=run.done, unit="update", mininterval=5) as bar:
+        while run.done < options.updates:
+            rng = np.random.default_rng([options.seed, run.done])
+            batch = distil.examples(learn, rng.choice(starts, options.batch), row, options.length)
+            run.drafter, run.moments, value = distil.update(
+                run.drafter, run.moments, shared, batch, options.soft, options.near, adam=adam
+            )
+            run.done += 1
+            bar.update()
+            if run.done == already + 5:
+                left = (options.updates - run.done) * (time.time() - began) / 5 / 60
+                tqdm.write(f"about {left:.0f} minutes to go, compiling included")
+            if run.done % options.every == 0 or run.done == options.updates:
+                run.judge(shared, held, begins, float(value))
+                tqdm.write(json.dumps(run.curve[-1]))
+                if run.worse_for() >= options.patience:
+                    break
+    return run, shared, held
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = made.add_argument
+    add("--folder", type=Path, default=Path("build/drafter"))
+    add("--tokens", type=int, default=70_000, help="to sample")
+    add("--shards", type=int, help="to learn from, of 10,000 tokens each; all if not given")
+    add("--name", default="drafter", help="of the checkpoint")
+    add("--out", type=Path, default=PACKAGED)
+    for name, value in {"updates": 3000, "batch": 64, "length": distil.LENGTH, "depth": 2,
+                        "inner": 384, "cut": 8192, "seed": 0, "every": 200, "patience": 6,
+                        "judge-tokens": 3000}.items():  # fmt: skip
+        add(f"--{name}", type=int, default=value)
+    for name, value in {"soft": 0.8, "near": 0.2, "rate": 2e-3}.items():
+        add(f"--{name}", type=float, default=value)
+    return made
+
+
+def main() -> None:
+    options = parser().parse_args()
+    sampling, training = options.tokens / 100 / 60, options.updates * options.batch / 64 / 3.5 / 60
+    print(f"About {sampling:.0f} minutes of sampling, {training:.0f} of training, on two cores")
+    sample(options.folder, options.tokens)
+    run, shared, _ = train(options.folder, options)
+    save_drafter(options.out, run.best, shared, "SmolLM2-135M-Instruct")
+    if options.out == PACKAGED:
+        about = {"date": datetime.date.today().isoformat(), "jax": version("jax"),
+                 "optax": version("optax"), "tokens": run.tokens}  # fmt: skip
+        told = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
+        told["training"] = about | {"curve": run.curve}
+        RESULTS.write_text(json.dumps(told) + "\n", encoding="utf-8")
+    print(f"{options.out}: {options.out.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()

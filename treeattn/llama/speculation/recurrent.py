@@ -1,0 +1,239 @@
+"""A recurrent drafter: a small network that goes on from the model's own last state.
+
+As ReDrafter (https://arxiv.org/abs/2403.09919): the model's state at its last token, which holds
+more of the text than any token does, and the embeddings of the tokens drafted so far make the next
+state; the model's own head reads the next token off it. Beam search over it gives candidates that
+share their beginnings, since it is surest at first. As EAGLE's (https://arxiv.org/abs/2401.15077),
+its states stand for the model's own, and are trained towards them (`training/drafter.py`).
+"""
+
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Float, Int, Integer
+
+from treeattn.idea.arrays import Array
+from treeattn.llama.model import Llama
+from treeattn.llama.speculation.candidates import Seen, Texts, proposed, ranked
+
+PACKAGED = Path(__file__).parent / "recurrent.safetensors"
+FORMAT = "treeattn recurrent drafter, version 1"
+
+
+class Drafter(NamedTuple):
+    """The trained parameters, a pytree: d is the model's width, f the residual layers' own."""
+
+    mix: Float[Array, "d 2*d"]  # of state and embedding
+    gate_up: Float[Array, "depth 2*f d"]
+    down: Float[Array, "depth d f"]
+
+
+class Shared(NamedTuple):
+    """What a drafter borrows from its model (`borrow`), the head cut to `tokens`."""
+
+    embedding: Float[Array, "vocabulary d"]
+    head: Float[Array, "n d"]
+    tokens: Int[Array, " n"]
+
+
+def unit(x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+    """x over its root mean square, in float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def advance(
+    drafter: Drafter, state: Float[Array, "... d"], embedded: Float[Array, "... d"]
+) -> Float[Array, "... d"]:
+    """The state after a token: it stands for the model's last layer's output there, `unit`."""
+    x = state + jnp.concatenate([state, unit(embedded)], axis=-1) @ drafter.mix.T
+    for gate_up, down in zip(drafter.gate_up, drafter.down, strict=True):
+        gate, up = jnp.split(unit(x) @ gate_up.T, 2, axis=-1)
+        x = x + (jax.nn.silu(gate) * up) @ down.T
+    return unit(x)
+
+
+@functools.partial(jax.jit, static_argnames=("width", "length", "fallen"))
+def draft_beam(
+    drafter: Drafter,
+    shared: Shared,
+    state: Float[Array, "b d"],
+    certain: Int[Array, " b"],
+    *,
+    width: int,
+    length: int,
+    fallen: bool = False,
+) -> tuple[Int[Array, "b m c"], Float[Array, "b m c"]]:
+    """(beam, scores) after each text's last token, as one program: `width` candidates of `length`
+    tokens, most probable first, and the log-probability of each token after those before it.
+
+    state: the model's state at the token before the last, which is `certain`: no model has read it
+    There are fewer candidates where the head's tokens make fewer.
+    fallen: after them the shorter ones that the search kept at each depth (score −∞ beyond them)
+    """
+    batch, n = len(certain), len(shared.tokens)
+    beam, scores = jnp.zeros((batch, 1, 0), jnp.int32), jnp.zeros((batch, 1, 0), jnp.float32)
+    path, state, token = jnp.zeros((batch, 1), jnp.float32), unit(state)[:, None], certain[:, None]
+    depths = []
+    for _ in range(length):
+        state = advance(drafter, state, shared.embedding[token])
+        log = jax.nn.log_softmax(state @ shared.head.T, axis=-1)
+        kept = min(width, log.shape[1] * n)
+        path, best = jax.lax.top_k((path[..., None] + log).reshape(batch, -1), kept)
+        parent, token = best // n, shared.tokens[best % n]
+        score = jnp.take_along_axis(log.reshape(batch, -1), best, axis=1)
+        beam, scores, state = (
+            jnp.take_along_axis(x, parent[..., None], axis=1) for x in (beam, scores, state)
+        )
+        beam = jnp.concatenate([beam, token[..., None]], axis=-1)
+        scores = jnp.concatenate([scores, score[..., None]], axis=-1)
+        more = [(0, 0), (0, 0), (0, length - beam.shape[2])]
+        depths.append((jnp.pad(beam, more), jnp.pad(scores, more, constant_values=-jnp.inf)))
+    kept = depths[::-1] if fallen else depths[-1:]
+    return tuple(jnp.concatenate(x, axis=1) for x in zip(*kept, strict=True))
+
+
+def borrow(model: Llama, tokens: Integer[np.ndarray, " n"]) -> Shared:
+    """The model's embedding, and its head's rows of `tokens` times its last norm's weight, on one
+    device: drafting is too little work for more."""
+
+    def here(x):
+        if model.mesh is None:
+            return x
+        if not x.is_fully_replicated:
+            out = NamedSharding(model.mesh, PartitionSpec())
+            x = jax.jit(lambda y: y, out_shardings=out)(x)
+        return x.addressable_data(0)
+
+    w, at = model.weights, np.asarray(tokens, np.int32)
+    head = here(w.head)[at].astype(jnp.float32) * here(w.norm).astype(jnp.float32)
+    return Shared(here(w.embedding), head, jnp.asarray(at))
+
+
+def fingerprint(shared: Shared) -> Float[np.ndarray, " k"]:
+    """A few hundred of a model's numbers, by which to know it, whatever dtype they are kept in."""
+    few = [x[::97, :16].astype(jnp.float32).reshape(-1) for x in (shared.head, shared.embedding)]
+    return np.concatenate([np.asarray(x)[:256] for x in few])
+
+
+def save_drafter(path: str | Path, drafter: Drafter, shared: Shared, model: str) -> None:
+    """Write parameters trained with the model of that name, in float16."""
+    arrays = {f: np.asarray(x, np.float16) for f, x in drafter._asdict().items()}
+    tokens = np.asarray(shared.tokens)
+    arrays["tokens"] = tokens.astype(np.min_scalar_type(tokens.max()))
+    arrays["fingerprint"] = fingerprint(shared).astype(np.float16)
+    metadata = {"format": FORMAT, "model": model}
+    safetensors.numpy.save_file(arrays, path, metadata)
+
+
+def load_drafter(model: Llama, path: str | Path | None = None) -> tuple[Drafter, Shared]:
+    """The drafter in a file (None: the packaged one, for the packaged model), and what it borrows.
+
+    Raises FileNotFoundError where there is no file, ValueError for one that is damaged or
+    something else, for another width than the model's, and for a model it was not trained on.
+    """
+    path = PACKAGED if path is None else Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"draft: no file {path}")
+    try:
+        with safetensors.safe_open(path, "np") as file:
+            about, names = file.metadata() or {}, file.keys()
+            found = {name: file.get_tensor(name) for name in names}
+    except (safetensors.SafetensorError, OSError) as error:
+        raise ValueError(f"draft: {path} is no readable safetensors file: {error}") from None
+    if about.get("format") != FORMAT or not {*Drafter._fields, "tokens", "fingerprint"} <= {*found}:
+        raise ValueError(f"draft: {path} holds no recurrent drafter ({FORMAT})")
+    drafter = Drafter(*(found[name] for name in Drafter._fields))
+    trained, d = f"it was trained on {about.get('model')}", model.config.width
+    _check(drafter, path)
+    if drafter.mix.shape[0] != d:
+        raise ValueError(
+            f"draft: {path} is for models of width {len(drafter.mix)}, {trained}; this one's is {d}"
+        )
+    tokens = found["tokens"]
+    known = tokens.ndim == 1 and tokens.size and tokens.dtype.kind in "iu"
+    if not known or tokens.min() < 0 or tokens.max() >= model.config.vocabulary:
+        raise ValueError(f"draft: {path} has tokens outside the model's vocabulary; {trained}")
+    shared = borrow(model, tokens)
+    own = fingerprint(shared)
+    if own.shape != found["fingerprint"].shape or not np.allclose(
+        own, found["fingerprint"], rtol=0.01, atol=0.01 * own.std()
+    ):
+        raise ValueError(f"draft: {path} does not fit this model; {trained}")
+    return Drafter(*(jnp.asarray(x, jnp.float32) for x in drafter)), shared
+
+
+def _check(drafter: Drafter, path: Path) -> None:
+    """Raise a ValueError unless the arrays fit each other, and are numbers."""
+    mix, gate_up, down = (x.shape for x in drafter)
+    fits = len(mix) == 2 and mix[1] == 2 * mix[0] and len(gate_up) == len(down) == 3
+    if not fits or down[1] != mix[0] or gate_up != (down[0], 2 * down[2], down[1]):
+        raise ValueError(f"draft: {path} has arrays of shapes {mix}, {gate_up}, {down}")
+    if not all(x.dtype.kind == "f" and np.isfinite(x).all() for x in drafter):
+        raise ValueError(f"draft: {path} has parameters that are no finite numbers")
+
+
+class RecurrentDraft:
+    """Beam search by a recurrent drafter, from the state that the model's last call has left.
+
+    path: of the parameters; None: the packaged ones, for the packaged model. Or (Drafter, Shared)
+    width, length: of the beam; fallen: also propose what the search kept at lesser depths
+    Prefill hands over no state, so the first step after it has no candidates.
+
+    Raises as `load_drafter`, and ValueError for a width or length below 1.
+    """
+
+    states = True
+
+    def __init__(
+        self, model: Llama, path=None, *, width: int = 8, length: int = 5, fallen: bool = True
+    ):
+        if width < 1 or length < 1:
+            raise ValueError(f"width, length: expected at least 1, got {width}, {length}")
+        pair = isinstance(path, tuple)
+        self.drafter, self.shared = path if pair else load_drafter(model, path)
+        self.vocabulary = model.config.vocabulary
+        self.shape = {"width": width, "length": length, "fallen": fallen}
+        self._certain, self._state = np.zeros(0, np.int32), None
+
+    def observe(self, texts: Texts, seen: Seen | None = None) -> None:
+        self._certain = np.array([text[-1] for text in texts], np.int32)
+        self._state = None if seen is None else seen.state
+
+    def propose(self, budget: int):
+        if self._state is None or budget < 1:
+            none = len(self._certain), 0, 0
+            return np.zeros(none, np.int32), np.zeros(none)
+        found = draft_beam(self.drafter, self.shared, self._state, self._certain, **self.shape)
+        return tuple(np.asarray(x) for x in found)
+
+
+class SurerDraft:
+    """Of several drafts, for each text and step, the one that expects more tokens accepted."""
+
+    def __init__(self, *drafts):
+        self.drafts = drafts
+        self.likely = max(getattr(draft, "likely", 0) for draft in drafts)
+        self.states = any(getattr(draft, "states", False) for draft in drafts)
+
+    def observe(self, texts: Texts, seen: Seen | None = None) -> None:
+        for draft in self.drafts:
+            draft.observe(texts, seen)
+
+    def propose(self, budget: int):
+        found = [proposed(draft.propose(budget), None) for draft in self.drafts]
+        gains = [ranked(*each)[1][:, :budget].sum(axis=1) for each in found]
+        rows, width = np.max([beam.shape[1:] for beam, _ in found], axis=0)
+        beams = np.zeros((len(found), len(gains[0]), rows, width), np.int32)
+        scores = np.full(beams.shape, -np.inf)
+        for i, (beam, log) in enumerate(found):
+            beams[i, :, : beam.shape[1], : beam.shape[2]] = beam
+            scores[i, :, : beam.shape[1], : beam.shape[2]] = log
+        surest = np.argmax(gains, axis=0), np.arange(len(gains[0]))
+        return beams[surest], scores[surest]
