@@ -259,9 +259,7 @@ class Llama:
         cache = Cache(*zip(*filled, strict=True), caches.advance(cache.lengths, lengths))
         return self.read_out(x, lengths - 1), cache
 
-    def _run_layers(
-        self, tokens, cache: Cache, positions=None, mask=None, read: bool = True, last=None
-    ) -> tuple[Array, NewEntries]:
+    def _run_layers(self, tokens, cache, positions=None, mask=None, read=True, last=None):
         """(the last layer's output, what all layers have to write), as by `steps.run`."""
         positions, mask = inputs.check_new(tokens, cache, positions, mask)
         return self._programs(tokens.shape[1]).run(
