@@ -54,6 +54,7 @@ CONTESTANTS = {
     "tree, allreduce": treeattn.tree_decode,
     "tree, butterfly": functools.partial(treeattn.tree_decode, method="butterfly"),
     "tree, gather": functools.partial(treeattn.tree_decode, method="gather"),
+    "gather, blocks of 1,024": functools.partial(treeattn.tree_decode, method="gather", block=1024),
     "reduce-scatter": functools.partial(
         treeattn.tree_decode, method="reduce_scatter", scatter=True
     ),

@@ -107,7 +107,7 @@ def test_beams_are_those_of_plain_numpy(width, length):
     for b in range(3):
         want = plain_beam(drafter, shared, state[b].astype(float), certain[b], width, length)
         assert [tuple(row) for row in beam[b].tolist()] == [path for path, _ in want]
-        np.testing.assert_allclose(scores[b], [log for _, log in want], atol=1e-5)
+        np.testing.assert_allclose(scores[b], [log for _, log in want], atol=5e-5)  # float32
     longer, more = draft_beam(
         drafter, shared, state, certain, width=width, length=length, fallen=True
     )

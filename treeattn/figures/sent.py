@@ -72,7 +72,8 @@ def decode_ratios(rows: Sequence[Mapping] | None = None) -> Figure:
     keys = max(row["keys"] for row in rows)
     rows = [row for row in rows if row["keys"] == keys]
     names, devices = (list(dict.fromkeys(row[key] for row in rows)) for key in ("name", "p"))
-    figure, panels = new_figure(7.0, 6.4, nrows=3, sharex=True)
+    figure, panels = new_figure(8.0, 6.8, nrows=3, sharex=True)
+    step = 0.9 / len(names)
     titles = "time, × tree by Allreduce", "bytes that a device sends", "bytes that a device holds"
     for ax, title, key in zip(panels, titles, ("ms", "sent", "held"), strict=True):
         for i, name in enumerate(names):
@@ -80,8 +81,9 @@ def decode_ratios(rows: Sequence[Mapping] | None = None) -> Figure:
             if key == "ms":
                 tree = {row["p"]: row["ms"] for row in rows if row["name"] == names[0]}
                 mine = {p: ms and ms / tree[p] for p, ms in mine.items()}
-            x = [devices.index(p) + (i - len(names) / 2 + 0.5) * 0.14 for p in mine]
-            bars = ax.bar(x, [value or 0 for value in mine.values()], 0.13, label=name)
+            x = [devices.index(p) + (i - len(names) / 2 + 0.5) * step for p in mine]
+            look = {"label": name, "hatch": "///" if i >= 6 else None}  # there are six colours
+            bars = ax.bar(x, [value or 0 for value in mine.values()], 0.9 * step, **look)
             ratio = [f"{v:.1f}" if v else "" for v in mine.values()]
             labels = ratio if key == "ms" else [bytes_text(v) for v in mine.values()]
             ax.bar_label(bars, labels, fontsize=7, padding=1, rotation=90)
