@@ -30,6 +30,10 @@ MATHJAX = Path(_mathjax) / "static"
 LEFT_OUT = shutil.ignore_patterns("a11y", "localization", "mathmaps", "*.mp3", "*.ogg", "*.eot")
 
 
+# A page that lies within the package, whose folder is not the site's.
+CARD, CARD_HERE = "treeattn/llama/speculation/recurrent.md", "recurrent_drafter.md"
+
+
 def lay_out(folder: Path) -> None:
     """The tree that Sphinx reads."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -38,6 +42,7 @@ def lay_out(folder: Path) -> None:
         place = folder / page.relative_to(REPOSITORY)
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(as_page(page), encoding="utf-8")
+    (folder / CARD_HERE).write_text(as_page(REPOSITORY / CARD), encoding="utf-8")
     for page in HERE.glob("*.md"):
         shutil.copy(page, folder)
     for name in ("treeattn", "tests", "examples", "figures", "site"):
@@ -81,7 +86,7 @@ def as_page(page: Path) -> str:
         return link[1] if (page.parent / link[2]).is_dir() else link[0]
 
     text = page.read_text(encoding="utf-8").replace("# treeattn\n", "# Overview\n", 1)
-    text = for_site(text, "")
+    text = for_site(text.replace(f"]({CARD})", f"]({CARD_HERE})"), "")
     title = "" if text.startswith("# ") else f"# {page.stem.replace('_', ' ').capitalize()}\n\n"
     return title + re.sub(r"\[([^\]]+)\]\(([\w./-]+)\)", words, text)
 
