@@ -28,6 +28,7 @@ hypothesis.settings.load_profile("treeattn")
 # Files, and tests of any file, that take seconds each: `make test-fast` goes without them.
 SLOW = {
     "test_cluster.py",
+    "test_conformance.py",
     "test_drawn_figures.py",
     "test_examples.py",
     "test_gpu_benchmark.py",
@@ -48,7 +49,6 @@ SLOW = {
     "test_beam_search_by_a_model",
     "test_blocks_give_the_same_bits_from_every_number_of_devices",
     "test_causal_halves_values_and_gradients",
-    "test_decoding_from_shards_passes",
     "test_drawn_candidates_are_drawn_from_what_they_say",
     "test_dtypes",
     "test_eight_devices_and_a_cache_agree_with_transformers",
@@ -62,8 +62,6 @@ SLOW = {
     "test_no_keys_no_nan",
     "test_numerators_on_the_wire_in_16_bits",
     "test_one_query_of_every_width",
-    "test_our_kernel_passes",
-    "test_our_merges_pass",
     "test_output_and_gradients_in_the_inputs_dtype",
     "test_packed_llama_logits_in_float64",
     "test_parts_merge_to_the_whole",
@@ -73,7 +71,6 @@ SLOW = {
     "test_the_suffix_draft_is_calibrated",
     "test_they_send_what_the_table_says",
     "test_values_and_gradients",
-    "test_what_is_found_of_jax_nn_dot_product_attention",
 }
 
 
