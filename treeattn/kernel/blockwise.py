@@ -80,6 +80,7 @@ def _attend_rows(row, rows: int, stale, q, k, v, mask, bias, lengths) -> Attenti
     few = products.few_queries(q, n)
     scores = products.stream_scores if few else products.matrix_scores
     small, half = shrink(q)
+    small = products.stream_queries(small) if few else small
     read = functools.partial(products.read, row=row, rows=rows, dtype=q.dtype)
 
     def see(start):

@@ -80,15 +80,21 @@ def _sum(x, axis: int):
     return lax.reduce(x, np.asarray(0, x.dtype), add, (axis % x.ndim,))
 
 
-def stream_scores(q, k):
-    """q·k of all queries and keys, (b, h_kv, group, l, size), as a sum of elementwise products."""
+def stream_queries(q):
+    """The queries as `stream_scores` takes them: in parts, each (b, 1, h_kv, group, l, width)."""
     starts, width = _terms(q.shape[-1])
-    q, k = q[:, None], k[:, :, :, None, None]
-    s, done = 0, 0
+    parts, done = [], 0
     for start in starts:
-        part = slice(start, start + width)
-        own = jnp.arange(start, part.stop) >= done
-        s, done = s + jnp.where(own, q[..., part], 0) * k[..., part], part.stop
+        own = jnp.arange(start, start + width) >= done
+        parts.append((start, jnp.where(own, q[:, None, ..., start : start + width], 0)))
+        done = start + width
+    return parts
+
+
+def stream_scores(parts, k):
+    """q·k of all queries and keys, (b, h_kv, group, l, size), as a sum of elementwise products."""
+    k = k[:, :, :, None, None]
+    s = sum(q * k[..., start : start + q.shape[-1]] for start, q in parts)
     return jnp.moveaxis(_sum(s, -1), 1, -1)
 
 
