@@ -58,7 +58,7 @@ def _chain(states: AttentionState):
     """out of the first 1, 2, 4, … states, each prefix from the one before by one merge."""
     first = jax.tree.map(lambda x: x[0], states)
     rest = jax.tree.map(lambda x: x[1:], states)
-    later = jax.lax.scan(lambda a, b: (merge(a, b),) * 2, first, rest)[1]
+    later = _prefixes(merge, first, rest)
     return finalize(jax.tree.map(lambda x, y: _at_counts(x, y), first, later))[0]
 
 
@@ -75,11 +75,26 @@ def _output_chain(pairs):
 
     def add(a, b):
         gate = jax.nn.sigmoid(b[1] - a[1])[..., None]
-        merged = a[0] + gate * (b[0] - a[0]), jnp.logaddexp(a[1], b[1])
-        return merged, merged
+        return a[0] + gate * (b[0] - a[0]), jnp.logaddexp(a[1], b[1])
 
-    first, rest = ([x[i] for x in pairs] for i in (0, slice(1, None)))
-    return _at_counts(first[0], jax.lax.scan(add, tuple(first), tuple(rest))[1][0])
+    first, rest = (tuple(x[i] for x in pairs) for i in (0, slice(1, None)))
+    return _at_counts(first[0], _prefixes(add, first, rest)[0])
+
+
+def _prefixes(add, first, rest):
+    """first + rest[0], first + rest[0] + rest[1], …, along the leading axis of each array."""
+
+    def bits(tree):  # XLA:CPU slices no bfloat16: it would widen all of it at every step
+        return jax.tree.map(lambda x: x.view(f"uint{8 * x.dtype.itemsize}"), tree)
+
+    def numbers(tree):
+        return jax.tree.map(lambda x, like: x.view(like.dtype), tree, first)
+
+    def step(total, one):
+        total = add(total, numbers(one))
+        return total, bits(total)
+
+    return numbers(jax.lax.scan(step, first, bits(rest))[1])
 
 
 def _at_counts(first, later):
