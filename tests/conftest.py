@@ -28,6 +28,7 @@ hypothesis.settings.load_profile("treeattn")
 # Files, and tests of any file, that take seconds each: `make test-fast` goes without them.
 SLOW = {
     "test_cluster.py",
+    "test_cluster_merge.py",
     "test_conformance.py",
     "test_drawn_figures.py",
     "test_examples.py",

@@ -61,6 +61,12 @@ def test_a_growing_cache():
     assert lines == [*tokens, "still sharded: True"]
 
 
+def test_a_merge_within_a_cluster_of_thread_blocks():
+    printed = run("cluster_merge.py")
+    if "needs JAX" not in printed:
+        assert printed.endswith("493 keys, 8 blocks a head, allclose to float64: True\n")
+
+
 def test_decoding_alone():
     printed = run("decode_sharded.py", *SMALL, "--alone", "--devices", "4", "--method", "butterfly")
     assert "64 keys on 4 devices of 1 processes" in printed
