@@ -99,7 +99,6 @@ OUTSIDE = r"stablehlo\.(reduce|exponential|(maximum|multiply|add) .*f32)"
 
 def modules(program):
     """The kernels of a lowered program, each as the text of its MLIR module."""
-    from jax._src.interpreters import mlir
     from jaxlib.mlir import ir
 
     def calls(op):
@@ -109,10 +108,9 @@ def modules(program):
 
     for call in calls(program.operation):
         assert "mosaic_gpu" in str(call.attributes["call_target_name"])
-        context = mlir.make_ir_context()
-        context.allow_unregistered_dialects = True
+        program.context.allow_unregistered_dialects = True
         module = ir.StringAttr(call.attributes["mhlo.backend_config"]["module"]).value_bytes
-        yield str(ir.Module.parse(module, context))
+        yield str(ir.Module.parse(module, program.context))
 
 
 @pytest.mark.parametrize("cluster", [1, 2, 8])
