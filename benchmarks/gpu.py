@@ -24,11 +24,12 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-# name -> (seconds, what it finds out); 445 seconds in all
+# name -> (seconds, what it finds out); 469 seconds in all
 PARTS = {
     "device": (25, "what there is, and how fast it copies memory"),
     "correct": (110, "every implementation against float64"),
     "local": (110, "one query over 4k to 1M keys, by implementation"),
+    "cluster": (24, "a merge within a cluster of thread blocks against a second kernel"),
     "tree": (35, "tree_decode over all devices against the kernel alone"),
     "packaged": (50, "tokens per second of the packaged model's shape"),
     "large": (65, "tokens per second of a random Llama of 8B, in bfloat16"),

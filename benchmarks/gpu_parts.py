@@ -6,10 +6,13 @@ fastest of a few rounds of many calls, the host waiting at the end only.
 
 import argparse
 import functools
+import importlib.util
 import json
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext as no_context
+from pathlib import Path
 
 import stand_ins
 
@@ -22,7 +25,9 @@ from gpu_correct import METHODS, correct  # noqa: E402
 from gpu_llama import large, packaged, room, verify  # noqa: E402
 
 import treeattn  # noqa: E402
+from treeattn.idea.state import reduce_tree  # noqa: E402
 from treeattn.kernel import attend as kernel  # noqa: E402
+from treeattn.kernel import pallas as pallas_kernel  # noqa: E402
 from treeattn.kernel.inputs import check_inputs  # noqa: E402
 
 BATCH, HEADS, DIM = 1, 32, 128
@@ -121,6 +126,59 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
+# The same in one kernel, which merges within clusters of thread blocks.
+
+
+def cluster(smoke: bool) -> Iterator[dict]:
+    """The example's kernel, the split-K kernel with its merge, and that merge alone."""
+    path = Path(__file__).parent.parent / "examples" / "cluster_merge.py"
+    spec = importlib.util.spec_from_file_location("cluster_merge", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    why = example.missing()
+    if not why and not smoke and not example.on_hopper():
+        why = f"only Hopper GPUs run it, and this is {jax.devices()[0].device_kind}"
+    if why:
+        yield {"what": "cluster", "why not": why}
+        return
+    pallas = functools.partial(treeattn.attend, implementation="pallas")
+    fs = {
+        "pallas": pallas,
+        "cluster": functools.partial(example.cluster_attend, cluster=2 if smoke else 8),
+        "two clusters a head": functools.partial(example.cluster_attend, clusters=2),
+    }
+    fs, first = dict(list(fs.items())[: 2 if smoke else 3]), None
+    for n in (256,) if smoke else (2**12, 2**16, 2**18):
+        q, k, v = example.draw(4, n, 1, 64) if smoke else example.draw(HEADS, n, 8, DIM)
+        first = pallas(q, k, v) if n <= 2**12 else first
+        for name, f in fs.items():
+            case = {"what": "cluster", "kernel": name, "keys": n}
+            if n <= 2**12:  # how far apart their outputs are
+                with example.interpreted() if smoke and f is not pallas else no_context():
+                    state = jax.block_until_ready(jax.jit(f)(q, k, v))
+                out, expected = (treeattn.finalize(x)[0] for x in (state, first))
+                case["off"] = float(jnp.abs(out - expected).max())
+            yield case | ({} if smoke else {"µs": 1e6 * example.seconds(f, q, k, v)})
+    splits = 4 if smoke else 512 // 8  # what the split-K kernel leaves to its merge
+    states = jax.tree.map(lambda x: jnp.stack([x] * splits), first)
+    merge = functools.partial(reduce_tree, arity=pallas_kernel.CHILDREN)
+    t = seconds(jax.jit(chained(merge, 1 if smoke else 100)), states)
+    yield {"what": "merge alone", "states": splits, "µs": 1e6 * t / (1 if smoke else 100)}
+
+
+def chained(merge, times: int):
+    """A program of so many merges of `states`, each after the last."""
+
+    def run(states):
+        def again(_, states):
+            d = merge(states).denominator
+            return states._replace(denominator=states.denominator + 0 * d)
+
+        return jax.lax.fori_loop(0, times, again, states)
+
+    return run
+
+
 # The same over all devices.
 
 
@@ -159,6 +217,7 @@ PARTS = {
     "device": device,
     "correct": correct,
     "local": local,
+    "cluster": cluster,
     "tree": tree,
     "packaged": packaged,
     "large": large,
@@ -173,8 +232,8 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
     began = time.monotonic()
-    if args.smoke:
-        treeattn.simulate_devices(2)
+    if args.smoke:  # blocks that are interpreted hold a thread each, of as many as devices
+        treeattn.simulate_devices(8 if args.part == "cluster" else 2)
     elif jax.default_backend() != "gpu":
         raise RuntimeError(f"JAX finds no GPU here, its devices are {jax.devices()}")
     for row in PARTS[args.part](args.smoke):
