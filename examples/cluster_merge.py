@@ -61,13 +61,13 @@ def cluster_attend(q, k, v, *, kv_lengths=None, cluster=CLUSTER, clusters=1) -> 
         raise ValueError(f"q: {rows} rows, of {ROWS}; cluster: {cluster}, not a power of two")
     tile = q.reshape(b, l, h_kv, -1, d).swapaxes(1, 2).reshape(b, h_kv, rows, d)
     tile = jnp.pad(tile, [(0, 0), (0, 0), (0, ROWS - rows), (0, 0)])
-    lengths = jnp.full(b, n) if kv_lengths is None else jnp.clip(kv_lengths, 0, n)
+    lengths = jnp.full(b, n) if kv_lengths is None else kv_lengths
     room = max(KEYS, -(-n // 8) * 8)  # the copies' layout has tiles of 8 keys
     k, v = (jnp.pad(x, [(0, 0), (0, room - n), (0, 0), (0, 0)]) if room > n else x for x in (k, v))
 
     f32, tiles = jnp.float32, (clusters, b, h_kv, ROWS)
     run = plgpu.kernel(
-        functools.partial(_kernel, cluster=cluster, scale=d**-0.5),
+        functools.partial(_kernel, n=n, cluster=cluster, scale=d**-0.5),
         out_type=[jax.ShapeDtypeStruct(x, f32) for x in (tiles, tiles, (*tiles, dv))],
         scratch_types=dict(
             tile=plgpu.SMEM((ROWS, d), q.dtype),
@@ -91,12 +91,14 @@ def cluster_attend(q, k, v, *, kv_lengths=None, cluster=CLUSTER, clusters=1) -> 
     return reduce_tree(states) if clusters > 1 else jax.tree.map(lambda x: x[0], states)
 
 
-def _kernel(q, k, v, lengths, *out, cluster, scale, tile, keys, values, weights, mine, **barriers):
+def _kernel(
+    q, k, v, lengths, *out, n, cluster, scale, tile, keys, values, weights, mine, **barriers
+):
     """One thread block: its share of the keys, then its part in the tree."""
     tile_there, there = barriers["tile_there"], barriers["there"]
     here = group, text, head = tuple(map(lax.axis_index, ("cluster", "text", "head")))
     block, shares = lax.axis_index("block"), cluster * out[0].shape[0]
-    length, room = lengths[text], k.shape[1]
+    length, room = jnp.clip(lengths[text], 0, n), k.shape[1]
     share = _ceil(_ceil(length, KEYS), shares) * KEYS
     start = (group * cluster + block) * share
     stop = jnp.minimum(start + share, length)

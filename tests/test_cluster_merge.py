@@ -49,11 +49,11 @@ def check(arrays, state, lengths=None):
     ("cluster", "clusters", "shape", "lengths", "dtype"),
     [
         (1, 1, (1, 1, 1, 1, 40, 64, 64), None, "bfloat16"),  # fewer keys than a block takes
-        (2, 1, (2, 1, 4, 2, 301, 64, 64), [0, 290], "bfloat16"),  # a text without keys
+        (2, 1, (2, 1, 4, 2, 301, 64, 64), [-1, 290], "bfloat16"),  # a text without keys
         (4, 1, (1, 3, 8, 2, 520, 64, 128), None, "float16"),  # a tile of grouped queries
         (8, 1, (1, 1, 9, 1, 1100, 128, 64), [1037], "bfloat16"),
         (8, 1, (1, 1, 2, 1, 130, 64, 64), None, "bfloat16"),  # five blocks without keys
-        (2, 3, (1, 1, 2, 1, 600, 64, 64), [599], "bfloat16"),  # clusters that merge outside
+        (2, 3, (1, 1, 2, 1, 600, 64, 64), [601], "bfloat16"),  # clusters that merge outside
     ],
     ids=str,
 )
