@@ -2,7 +2,10 @@
 
 import functools
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -139,3 +142,18 @@ def test_split_k_merges_outside_its_kernel():
     with on_cuda()[1]:
         text = jax.jit(f).trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text()
     assert re.search(OUTSIDE, text)
+
+
+def test_compiled_for_an_h100_where_the_compiler_is():
+    """The script says what it lacks, or counts: one kernel after the cluster's, which divides."""
+    root = EXAMPLE.parent.parent
+    done = subprocess.run(
+        [sys.executable, str(root / "benchmarks" / "hopper_programs.py")],
+        env=os.environ | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    counted = re.findall(r"cluster of 8, [\d,]+ keys \| 3 \| 1 \|", done.stdout)
+    assert len(counted) == 2 or "plugin for CUDA is not installed" in done.stdout
