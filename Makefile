@@ -45,9 +45,9 @@ test test-fast: export JAX_TRACEBACK_IN_LOCATIONS_LIMIT = 0
 test test-fast: export XLA_FLAGS := $(XLA_FLAGS) --xla_cpu_use_fusion_emitters=false \
 	--xla_cpu_parallel_codegen_split_count=1
 
+# Three at a time on two cores: some tests wait, for processes that are to time out.
 test: $(STAMP) lint
-	$(BIN)/python -m pytest -q -n 2 --dist loadscope --durations 8 tests
-	$(BIN)/python -m pytest -q -n 2 --dist loadscope --nbval notebooks
+	$(BIN)/python -m pytest -q -n 3 --dist loadscope --durations 8 --nbval notebooks tests
 
 test-fast: $(STAMP) lint
 	$(BIN)/python -m pytest -q -n 2 --dist loadscope -m "not slow" tests

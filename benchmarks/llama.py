@@ -1,12 +1,14 @@
 """How fast the packaged Llama runs, against Hugging Face transformers and against itself.
 
     python benchmarks/llama.py                 all of it; a few minutes
-    python benchmarks/llama.py single          one device, in turn with transformers if installed
+    python benchmarks/llama.py single          one device, in turn with transformers and llama.cpp,
+                                               where they (torch; llama-cpp-python) are installed
     python benchmarks/llama.py devices table
     python benchmarks/llama.py steps           what verifying several candidates at once costs
 
 Everything is measured in one process, in turn, after a first run that compiles. `single` compares
-prefill and decoding with transformers on the same float32 weights. `devices` has the time of a
+prefill and decoding with transformers on the same float32 weights, and with llama.cpp, which
+computes with the file's 4-bit weights and keeps its cache in float16. `devices` has the time of a
 decoding step by context and number of simulated devices: tree against ring, and the weights sharded
 beside the cache; `table` is the experiment of the paper's Table 1, a prompt and ten more tokens.
 Caches of a given context are filled with random numbers: a step's time does not depend on them.
@@ -33,7 +35,7 @@ from tqdm import tqdm
 
 from treeattn import Llama, ancestor_mask, depths, kv_mesh, simulate_devices
 from treeattn.llama.cache import Cache
-from treeattn.llama.files import open_checkpoint
+from treeattn.llama.files import open_checkpoint, packaged_model
 
 RESULTS = Path(__file__).parent / "results" / "llama.json"
 ROOM = 32  # tokens that a cache has room for besides its context
@@ -143,30 +145,64 @@ def transformers_runs(model, context: int, n: int):
     return prefill, decode
 
 
-def single(model: Llama, rounds: int = 3, n: int = 4) -> dict:
-    """Tokens per second of one device, and of transformers."""
-    other = None
-    if importlib.util.find_spec("transformers") and importlib.util.find_spec("torch"):
-        other = transformers_model()
+def llama_cpp_runs(prompt: list[int], contexts, n: int):
+    """(prefill of the prompt, {context: decoding of n tokens after it}), by llama.cpp's kernels
+    for the 4-bit weights of the packaged file. Prefill returns the last token's logits."""
+    import llama_cpp
+
+    longest, threads = max(contexts), os.cpu_count()
+    model = llama_cpp.Llama(
+        str(packaged_model()), n_ctx=longest + ROOM, n_threads=threads, n_threads_batch=threads,
+        verbose=False,
+    )  # fmt: skip
+
+    def prefill():
+        model.n_tokens = 0
+        model.eval(prompt)
+        logits = llama_cpp.llama_get_logits_ith(model.ctx, -1)
+        return np.ctypeslib.as_array(logits, (model.n_vocab(),)).copy()
+
+    model.eval([i % 1000 + 100 for i in range(longest)])
+
+    def decode(context):
+        model.n_tokens = context  # what came later is forgotten
+        for _ in range(n):
+            model.eval([1])
+
+    return prefill, {context: functools.partial(decode, context) for context in contexts}
+
+
+def single(model: Llama, rounds: int = 5, n: int = 4) -> dict:
+    """Tokens per second of one device, of transformers and of llama.cpp."""
+    contexts, find = (64, 2048, 8192), importlib.util.find_spec
     prompt = (np.arange(1024) % 1000 + 100).tolist()
     first = {"treeattn": lambda: model.prefill([prompt], model.new_cache(1, 1024))[0]}
-    if other is not None:
+    runs = {context: {"treeattn": decoder(model, context, n)} for context in contexts}
+    if find("transformers") and find("torch"):
+        other = transformers_model()
         first["transformers"] = transformers_runs(other, 1024, n)[0]
-        ours, theirs = np.asarray(first["treeattn"]())[0], first["transformers"]()
-        print(f"logits differ by at most {np.abs(ours - theirs).max():.1e}", flush=True)
+        for context in contexts:
+            runs[context]["transformers"] = transformers_runs(other, context, n)[1]
+    if find("llama_cpp"):
+        cpp, after = llama_cpp_runs(prompt, contexts, n)
+        for context in contexts:  # before its cache is overwritten
+            runs[context]["llama.cpp, 4 bit"] = after[context]
     result = {}
 
     def report(name, speeds):
         result[name] = speeds
         print(name, {k: round(v, 1) for k, v in speeds.items()}, "tokens/s", flush=True)
 
-    for context in (2048, 8192):
-        runs = {"treeattn": decoder(model, context, n)}
-        if other is not None:
-            runs["transformers"] = transformers_runs(other, context, n)[1]
-        report(f"decode at {context}", {k: n / t for k, t in in_turn(runs, rounds).items()})
-    # The two are close: more rounds, so that the median tells them apart.
-    report("prefill 1024", {k: 1024 / t for k, t in in_turn(first, 5 * rounds).items()})
+    for context in contexts:
+        times = in_turn(runs[context], rounds)
+        report(f"decode at {context}", {k: n / t for k, t in times.items()})
+    if find("llama_cpp"):  # last: it overwrites the cache
+        first["llama.cpp, 4 bit"] = cpp
+    ours = np.asarray(first["treeattn"]()).ravel()
+    for name in first.keys() - {"treeattn"}:
+        print(f"{name}: logits differ by at most {np.abs(ours - first[name]()).max():.1e}")
+    # Some are close: more rounds, so that the median tells them apart.
+    report("prefill 1024", {k: 1024 / t for k, t in in_turn(first, 3 * rounds).items()})
     return result
 
 

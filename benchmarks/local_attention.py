@@ -1,11 +1,12 @@
 """One query against a long cache on a CPU: `treeattn.attention` beside PyTorch and `jax.nn`.
 
-python benchmarks/local_attention.py               16k and 64k keys, about 2 minutes
+python benchmarks/local_attention.py               8k to 64k keys, about 3 minutes
 python benchmarks/local_attention.py --write       also benchmarks/results/local_attention.md
 
-16 heads of 128 in the layout (batch, keys, heads, head_dim), one call of each contestant in
-turn, many times over; the table gives each one's median, and the bandwidth of the fastest
-calls, which other work on the machine disturbs least. PyTorch is optional.
+16 heads of 128, on as many key heads and on 4, and the packaged Llama's 9 heads of 64 on 3, in the
+layout (batch, keys, heads, head_dim). One call of each contestant in turn, many times over; the
+table gives each one's median, and the bandwidth of the fastest calls, which other work on the
+machine disturbs least. PyTorch is optional.
 """
 
 import argparse
@@ -31,7 +32,12 @@ try:
 except ImportError:
     torch = None
 
-HEADS, DIM = 16, 128
+SHAPES = {  # heads, key heads, head_dim
+    "MHA": (16, 16, 128),
+    "GQA-4": (16, 4, 128),
+    "SmolLM2": (9, 3, 64),
+}
+KEYS = {"MHA": (1 << 14, 1 << 16), "GQA-4": (1 << 14, 1 << 16), "SmolLM2": (1 << 13, 1 << 16)}
 TORCH = "PyTorch SDPA"
 OURS = "treeattn"
 
@@ -41,11 +47,11 @@ def read_everything(parts: list[np.ndarray], pool: ThreadPoolExecutor) -> None:
     list(pool.map(np.max, parts))
 
 
-def contestants(n: int, kv_heads: int, dtype: str, pool: ThreadPoolExecutor) -> dict:
+def contestants(n: int, shape: tuple, dtype: str, pool: ThreadPoolExecutor) -> dict:
     """Name -> a call without arguments that returns when its result is there."""
-    rng = np.random.default_rng(0)
-    q = rng.normal(size=(1, 1, HEADS, DIM)).astype(np.float32)
-    k, v = rng.normal(size=(2, 1, n, kv_heads, DIM)).astype(np.float32)
+    rng, (heads, kv_heads, d) = np.random.default_rng(0), shape
+    q = rng.normal(size=(1, 1, heads, d)).astype(np.float32)
+    k, v = rng.normal(size=(2, 1, n, kv_heads, d)).astype(np.float32)
     jq, jk, jv = (jnp.asarray(x, dtype) for x in (q, k, v))
     ours = jax.jit(treeattn.attention)
     theirs = jax.jit(functools.partial(jax.nn.dot_product_attention, return_residual=True))
@@ -58,7 +64,7 @@ def contestants(n: int, kv_heads: int, dtype: str, pool: ThreadPoolExecutor) -> 
             torch.from_numpy(x).to(getattr(torch, dtype)).transpose(1, 2) for x in (q, k, v)
         )
         sdpa = functools.partial(
-            torch.nn.functional.scaled_dot_product_attention, enable_gqa=kv_heads != HEADS
+            torch.nn.functional.scaled_dot_product_attention, enable_gqa=kv_heads != heads
         )
         ck, cv = tk.contiguous(), tv.contiguous()
         calls[TORCH] = lambda: sdpa(tq, tk, tv)
@@ -109,23 +115,23 @@ def row(name: str, times: dict[str, list[float]], gigabytes: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--keys", type=int, nargs="+", default=[16 * 1024, 64 * 1024])
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--write", action="store_true", help="also into benchmarks/results")
     args = parser.parse_args()
-    lines = [f"One query, {HEADS} heads of {DIM}; milliseconds, medians in turn. {machine()}.", ""]
+    shapes = "16 heads of 128, SmolLM2 9 heads of 64 on 3"
+    lines = [f"One query, {shapes}; milliseconds, medians in turn. {machine()}.", ""]
     if torch is None:
         print("PyTorch is not installed: its columns are left out")
     pool = ThreadPoolExecutor(os.cpu_count())
-    cases = [(n, kv, t) for n in args.keys for kv in (16, 4) for t in ("float32", "bfloat16")]
-    for n, kv_heads, dtype in tqdm(cases, unit="case"):
-        times = time_in_turn(contestants(n, kv_heads, dtype, pool), args.rounds)
+    cases = [(x, n, t) for x in SHAPES for n in KEYS[x] for t in ("float32", "bfloat16")]
+    for name, n, dtype in tqdm(cases, unit="case"):
+        times = time_in_turn(contestants(n, SHAPES[name], dtype, pool), args.rounds)
         if len(lines) == 2:
             head = ["keys", *times, f"speed against {TORCH}", "against jax.nn", "bandwidth"]
             lines += ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-        gigabytes = 2 * n * kv_heads * DIM * jnp.dtype(dtype).itemsize / 1e9
-        kind = "MHA" if kv_heads == HEADS else f"GQA-{kv_heads}"
-        lines.append(row(f"{n // 1024}k, {kind}, {dtype}", times, gigabytes))
+        _, kv_heads, d = SHAPES[name]
+        gigabytes = 2 * n * kv_heads * d * jnp.dtype(dtype).itemsize / 1e9
+        lines.append(row(f"{n // 1024}k, {name}, {dtype}", times, gigabytes))
     print("\n".join(lines))
     if args.write:
         path = Path(__file__).parent / "results" / "local_attention.md"

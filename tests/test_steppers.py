@@ -122,12 +122,13 @@ def shards(words: int, tokens: int, devices: int, layout: str) -> list[np.ndarra
 
 def leaves(head: dict, tokens: int, devices: int, layout: str) -> AttentionState:
     """Each device's state (devices,), by `attend` with a mask: each key is its score."""
-    scores, values = np.array(head["scores"][tokens - 1]), np.array(head["values"][:tokens])
-    mask = np.zeros((devices, 1, 1, tokens), bool)
-    for r, keys in enumerate(shards(len(head["words"]), tokens, devices, layout)):
+    words, values = len(head["words"]), np.array(head["values"])
+    scores = np.pad(head["scores"][tokens - 1], (0, words - tokens))  # one shape for all texts
+    mask = np.zeros((devices, 1, 1, words), bool)
+    for r, keys in enumerate(shards(words, tokens, devices, layout)):
         mask[r, 0, 0, keys] = True
     k, v = (
-        jnp.broadcast_to(x[None, :, None], (devices, tokens, 1, x.shape[-1]))
+        jnp.broadcast_to(x[None, :, None], (devices, words, 1, x.shape[-1]))
         for x in (scores[:, None], values)
     )
     state = attend(jnp.ones((devices, 1, 1, 1)), k, v, mask=jnp.array(mask), scale=1.0)

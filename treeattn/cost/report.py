@@ -29,16 +29,8 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def seconds_text(seconds: Number) -> str:
-    """Three digits and a unit: 0.000195 -> "195 µs"."""
-    return _scaled(seconds, (("s", 1), ("ms", 1e-3), ("µs", 1e-6)))
-
-
 def bytes_text(count: Number) -> str:
     """Three digits and a decimal unit: 655360000 -> "655 MB"."""
-    return _scaled(count, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1)))
-
-
-def _scaled(value: Number, units: tuple[tuple[str, Number], ...]) -> str:
-    name, size = next((unit for unit in units if value >= 0.9995 * unit[1]), units[-1])
-    return f"{float(f'{value / size:.3g}'):g} {name}"
+    units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1))
+    name, size = next((unit for unit in units if count >= 0.9995 * unit[1]), units[-1])
+    return f"{float(f'{count / size:.3g}'):g} {name}"

@@ -101,12 +101,9 @@ def _attend_rows(row, rows: int, stale, q, k, v, mask, bias, lengths) -> Attenti
     if size == n and lengths is None:
         return see(jnp.int32(0))
 
-    def add_block(state, start):
-        return merge(state, see(start))
-
     state = AttentionState.identity(q.shape[:-1], v.shape[-1], q.dtype)
     state = varying_like(state, q, k, v, mask, bias, lengths)
-    return _over_blocks(add_block, state, size, n, lengths)
+    return _over_blocks(lambda state, start: merge(state, see(start)), state, size, n, lengths)
 
 
 def _over_blocks(add_block, state, size: int, n: int, lengths, *blocks):

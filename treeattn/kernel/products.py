@@ -81,7 +81,8 @@ def _sum(x, axis: int):
 
 
 def stream_queries(q):
-    """The queries as `stream_scores` takes them: in parts, each (b, 1, h_kv, group, l, width)."""
+    """`q` for `stream_scores`: (start, part), a part (b, 1, h_kv, group, l, width). To be made
+    before the loop over blocks: inside, XLA makes the parts anew for every score."""
     starts, width = _terms(q.shape[-1])
     parts, done = [], 0
     for start in starts:
