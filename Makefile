@@ -50,12 +50,12 @@ test: $(STAMP) lint
 	$(BIN)/python -m pytest -q -n 3 --dist loadscope --durations 8 --nbval notebooks tests
 
 test-fast: $(STAMP) lint
-	$(BIN)/python -m pytest -q -n 2 --dist loadscope -m "not slow" tests
+	$(BIN)/python -m pytest -q -n 3 --dist loadscope -m "not slow" tests
 
 test-latest: $(LATEST_STAMP)
 	@$(LATEST)/python -c 'import jax, numpy, platform as p; print( \
 		"Python", p.python_version(), "jax", jax.__version__, "numpy", numpy.__version__)'
-	$(LATEST)/python -m pytest -q -n 2 --dist loadscope tests
+	$(LATEST)/python -m pytest -q -n 3 --dist loadscope tests
 
 drafter: $(STAMP)
 	$(BIN)/python training/drafter.py

@@ -133,8 +133,8 @@ def tree_decode(
              to by itself, and the blocks' states merge along one tree, of which the devices hold
              subtrees: the order of all sums depends on block alone. The number of devices, and
              that of a shard's blocks, must be powers of two, and method "gather", "butterfly" or
-             "all_to_all". It costs a state for each block, and the memory's full speed where
-             blocks are short. Without it, the bits depend on the number of devices.
+             "all_to_all". It costs a state for each block, and time: with blocks of 1,024 keys
+             1.2 to 1.5 times as much on a CPU. Without it, the devices' number decides the bits.
 
     Returns out (b, l, h, dv) in q's dtype; with return_lse also lse (b, l, h), the natural
     logarithm of the sum of exponentials, in float32 or wider. Both are the same on every device,
