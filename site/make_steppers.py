@@ -85,13 +85,15 @@ def small_example() -> dict:
 def drafted() -> list[str]:
     """Candidates after `PROMPT`, as lines of words; a space within a token becomes “␣”."""
     model = packaged_model()
-    prompt = np.array(model.tokenizer.encode(PROMPT))
+    prompt, length = np.array(model.tokenizer.encode(PROMPT)), 5
 
-    def log_probs(paths):  # (1, n, c): no cache, for so few tokens
-        texts = np.concatenate([np.tile(prompt, (paths.shape[1], 1)), paths[0]], axis=1)
-        return jax.nn.log_softmax(model.logits(texts)[None, :, -1])
+    def log_probs(paths):  # (1, n, c): no cache, for so few tokens; of one length, to compile once
+        texts = np.zeros((paths.shape[1], len(prompt) + length), int)
+        end = len(prompt) + paths.shape[2]
+        texts[:, : len(prompt)], texts[:, len(prompt) : end] = prompt, paths[0]
+        return jax.nn.log_softmax(model.logits(texts)[None, :, end - 1])
 
-    beam, _ = beam_search(log_probs, width=6, length=5)
+    beam, _ = beam_search(log_probs, width=6, length=length)
     words = [[model.tokenizer.decode([t]) for t in row] for row in beam[0].tolist()]
     # A line break is written as \n; tokens that end a text have no letters.
     shown = [[repr(word.replace(" ", "␣"))[1:-1] or "(end)" for word in row] for row in words]
