@@ -1,5 +1,7 @@
 """The array type of the signatures, and the checks that every public function shares."""
 
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +28,30 @@ def varying_like(tree, *arrays: Array | None):
     given = (jax.lax.stop_gradient(x) for x in arrays if x is not None)
     zero = sum(jnp.sum(jnp.asarray(x)[None][:0].astype(jnp.int32)) for x in given)
     return jax.tree.map(lambda x: jnp.add(x, zero.astype(x.dtype)), tree)
+
+
+def integer(name: str, x, least: int | None = None, most: int | None = None) -> int:
+    """`x` as an int: any whole number of Python's, NumPy's or JAX's, but no bool and no float.
+
+    Raises a TypeError for anything else, and a ValueError below `least` or above `most`.
+    """
+    expected = "an integer"
+    if least is not None and most is not None:
+        expected += f" from {least} to {most}"
+    elif least is not None:
+        expected += f" of at least {least}"
+    elif most is not None:
+        expected += f" of at most {most}"
+    is_bool = isinstance(x, bool) or getattr(x, "dtype", None) == bool
+    try:
+        found = None if is_bool else operator.index(x)
+    except TypeError:  # a traced value's is one, too
+        found = None
+    if found is None:
+        raise TypeError(f"{name}: expected {expected}, got {x!r}")
+    if (least is not None and found < least) or (most is not None and found > most):
+        raise ValueError(f"{name}: expected {expected}, got {found}")
+    return found
 
 
 def as_array(name: str, x) -> Array:
