@@ -30,7 +30,6 @@ BELOW = {
     "__init__": ("idea", "kernel", "devices", "trees", "llama"),
     "__main__": ("idea", "kernel", "devices", "trees", "llama", "extras"),
 }
-CORE = ("idea", "kernel", "devices", "trees")
 
 
 def sources() -> dict[str, str]:
@@ -133,20 +132,10 @@ def test_a_planted_circle_is_found(line):
     assert set(circle(graph(texts))) == {"idea.arrays", "idea.state"}
 
 
-def test_files_and_rooms_stay_small():
-    """Figures apart: they are many short pieces, read one at a time.
-
-    The conformance suite, too: it is one file of NumPy, to be copied, that nothing here imports.
-    """
-    lines = {
-        name: text.count("\n")
-        for name, text in sources().items()
-        if not name.startswith("figures.")
-    }
-    assert lines.pop("conformance") <= 330
-    assert {name: n for name, n in lines.items() if n > 300} == {}
-    assert sum(n for name, n in lines.items() if name.split(".")[0] in CORE) <= 3_100
-    assert sum(lines.values()) <= 8_554
+def test_a_file_is_what_a_reader_can_hold():
+    """Some 300 lines each, figures included; how many files there are is nobody's limit."""
+    lines = {name: text.count("\n") for name, text in sources().items()}
+    assert {name: n for name, n in lines.items() if n > 330} == {}
 
 
 def test_every_module_can_be_imported_by_its_name():
