@@ -42,7 +42,7 @@ def integer(name: str, x, least: int | None = None, most: int | None = None) -> 
         expected += f" of at least {least}"
     elif most is not None:
         expected += f" of at most {most}"
-    is_bool = isinstance(x, bool) or getattr(x, "dtype", None) == bool
+    is_bool = isinstance(x, bool) or getattr(x, "dtype", None) == np.bool_
     try:
         found = None if is_bool else operator.index(x)
     except TypeError:  # a traced value's is one, too
