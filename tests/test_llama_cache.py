@@ -346,9 +346,9 @@ def test_extend_checks_the_room(one, unchecked):
     [
         ([[1] * 49], "prompts: 49 tokens do not fit into a cache of 48"),
         ([[1, 96]], "prompts: expected ids from 0 to 95, got 96"),
-        ([[]], "prompts: expected 1, none of them empty"),
-        ([[1], [2]], "prompts: expected 1, none of them empty, got lengths"),
-        ([], r"prompts: expected 1, none of them empty, got lengths \[\]"),
+        ([[]], r"prompts: expected lists .*, none of them empty, got lengths \[0\]"),
+        ([[1], [2]], r"prompts: expected 1, got 2 of lengths \[1, 1\]"),
+        ([], r"prompts: expected lists .*, none of them empty, got lengths \[\]"),
     ],
 )
 def test_bad_prompts(one, prompts, message):

@@ -4,6 +4,7 @@ Arrays that are being traced pass: their values are not known.
 """
 
 from collections.abc import Sequence
+from typing import SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,10 @@ import numpy as np
 
 from treeattn.idea.arrays import Array, as_array
 from treeattn.llama.cache import Cache
+
+# A text's token ids, and those of several texts: lists of whole numbers, or arrays.
+Prompt = Sequence[SupportsIndex] | Array
+Prompts = Sequence[Prompt] | Array
 
 
 def integers(name: str, x, shape: tuple, what: str = "", top: int | None = None) -> Array:
@@ -28,24 +33,45 @@ def integers(name: str, x, shape: tuple, what: str = "", top: int | None = None)
     return x
 
 
-def prompt_lengths(prompts: Sequence[Sequence[int]], batch: int | None = None) -> np.ndarray:
-    """The lengths (batch,) of as many prompts, or (None) of any number of them."""
-    lengths = np.array([len(p) if np.ndim(p) == 1 else 0 for p in prompts], np.int32)
-    if not lengths.size or not lengths.all() or batch not in (None, lengths.size):
+def prompt_lists(prompts: Prompts) -> list[list[int]]:
+    """The prompts as lists of ints, whatever they came as: lists or arrays, NumPy's or JAX's.
+
+    Raises a TypeError for what is no sequence, and a ValueError for one that does not hold lists
+    of whole numbers, none of them empty.
+    """
+    try:
+        rows = [as_array("prompts", prompts[i]) for i in range(len(prompts))]
+    except (TypeError, KeyError):  # no length, no order, ragged rows
+        raise TypeError(
+            f"prompts: expected lists of token ids, got {type(prompts).__name__} {prompts!s:.40}"
+        ) from None
+    lengths = [len(row) if row.ndim == 1 else 0 for row in rows]
+    if not rows or not all(lengths):
         raise ValueError(
-            f"prompts: expected {batch or 'lists of token ids'}, none of them empty, got lengths "
-            f"{lengths.tolist()} of {prompts!s:.40}"
+            f"prompts: expected lists of token ids, none of them empty, got lengths {lengths} of "
+            f"{prompts!s:.40}"
         )
-    return lengths
+    return [integers("prompts", row, (None,)).tolist() for row in rows]
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], cache: Cache, vocabulary: int) -> np.ndarray:
-    """The prompts' lengths (batch,), for all of which the cache has room."""
+def prompt_lengths(prompts: Prompts, batch: int | None = None) -> np.ndarray:
+    """The lengths (batch,) of as many prompts, or (None) of any number of them."""
+    lengths = [len(prompt) for prompt in prompt_lists(prompts)]
+    if batch not in (None, len(lengths)):
+        raise ValueError(f"prompts: expected {batch}, got {len(lengths)} of lengths {lengths}")
+    return np.array(lengths, np.int32)
+
+
+def check_prompts(
+    prompts: Prompts, cache: Cache, vocabulary: int
+) -> tuple[list[list[int]], np.ndarray]:
+    """The prompts as lists, and their lengths (batch,), for all of which the cache has room."""
+    prompts = prompt_lists(prompts)
     lengths = prompt_lengths(prompts, len(cache.lengths))
     for prompt in prompts:
         integers("prompts", prompt, (None,), "ids", vocabulary - 1)
     check_room(cache, lengths, "prompts")
-    return lengths
+    return prompts, lengths
 
 
 def check_counts(counts, most: int, cache: Cache) -> Array:

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -202,7 +202,7 @@ class Llama:
 
     def prefill(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: inputs.Prompts,
         cache: Cache,
         *,
         chunk: int = 1024,
@@ -216,7 +216,7 @@ class Llama:
         Raises ValueError, before any work, for an empty prompt, ids outside the vocabulary,
         prompts that the cache has no room for, and a chunk of less than 1.
         """
-        lengths = inputs.check_prompts(prompts, cache, self.config.vocabulary)
+        prompts, lengths = inputs.check_prompts(prompts, cache, self.config.vocabulary)
         if chunk < 1:
             raise ValueError(f"chunk: expected at least 1, got {chunk}")
         attention, longest = parallel.for_prompts(self.prefill_with, self.mesh), int(lengths.max())

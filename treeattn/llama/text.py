@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import Float, Int, Key
 
 from treeattn.idea.arrays import Array
-from treeattn.llama.inputs import prompt_lengths
+from treeattn.llama.inputs import Prompt, Prompts, prompt_lengths
 from treeattn.llama.model import Llama
 from treeattn.llama.tokenizer import Tokenizer
 
@@ -58,7 +58,7 @@ def _check_sampling(key, temperature: float, top_p: float) -> None:
 
 def stream(
     model: Llama,
-    prompts: Sequence[Sequence[int]],
+    prompts: Prompts,
     *,
     max_new_tokens: int,
     temperature: float = 0.0,
@@ -110,7 +110,7 @@ def stream(
     return tokens()
 
 
-def stream_text(model: Llama, prompt: Sequence[int], **options) -> Iterator[str]:
+def stream_text(model: Llama, prompt: Prompt, **options) -> Iterator[str]:
     """The text that continues one prompt, in pieces as they come; `options` as in `stream`."""
     return filter(None, pieces(tokenizer_of(model), stream(model, [prompt], **options)))
 
