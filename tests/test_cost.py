@@ -534,10 +534,10 @@ def test_command_line_as_a_program():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--context", "0"], "context: expected at least 1, got 0"),
-        (["--context", "9", "--batch", "-5"], "batch: expected at least 1, got -5"),
+        (["--context", "0"], "context: expected an integer of at least 1, got 0"),
+        (["--context", "9", "--batch", "-5"], "batch: expected an integer of at least 1, got -5"),
         (["--context", "9", "--topology", "dgx"], "topology: expected one of dgx-h100"),
-        (["--context", "9", "--nodes", "0"], "p: expected at least 1, got 0"),
+        (["--context", "9", "--nodes", "0"], "p: expected an integer of at least 1, got 0"),
         (["--context", "9", "--devices", "9999"], "at most 4096 devices, got 9999"),
         (["--context", "9", "--devices", "6"], "p: plans are for a power of two, got 6"),
         (["--context", "9", "--model", "gpt"], "model: expected one of llama-3.2-1b"),
@@ -574,7 +574,7 @@ def test_bad_input():
         Workload(10, dtype="int8")
     with pytest.raises(ValueError, match=r"strategy: expected one of ring, .* got 'star'"):
         decode_cost("star", Workload(10), 8, DGX)
-    with pytest.raises(ValueError, match="p: expected at least 1, got 0"):
+    with pytest.raises(ValueError, match="p: expected an integer of at least 1, got 0"):
         decode_cost("ring", Workload(10), 0, DGX)
     with pytest.raises(ValueError, match="at most 4096 devices"):
         compare(Workload(10), 4097, DGX)

@@ -7,10 +7,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from treeattn.cost.formulas import check_count
 from treeattn.cost.report import advice_table
 from treeattn.cost.sharding import MODELS, advise, family
 from treeattn.cost.topology import CORNERS, PRESETS, preset
+from treeattn.idea.arrays import integer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,8 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         topology = preset(args.topology)
         p = args.nodes * topology.node_size if args.devices is None else args.devices
         topology.check_devices(p)
-        check_count("context", args.context)
-        check_count("batch", args.batch)
+        integer("context", args.context, 1)
+        integer("batch", args.batch, 1)
         print(_advice(args.model, args.batch, args.context, p, topology))
     except (TypeError, ValueError) as error:
         parser.error(str(error))

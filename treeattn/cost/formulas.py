@@ -8,8 +8,9 @@ d_kv = d_h n_kv, which is d in their case. Where p does not divide N, t is the l
 v1's eq. 29-35 are v2's eq. 8-14.
 """
 
-import math
 from dataclasses import dataclass, fields
+
+from treeattn.idea.arrays import integer
 
 Number = int | float
 
@@ -47,7 +48,8 @@ class Workload:
             object.__setattr__(self, "kv_heads", self.heads)
         for field in fields(self):
             if field.name != "dtype":
-                check_count(field.name, getattr(self, field.name))
+                size = integer(field.name, getattr(self, field.name), 1)
+                object.__setattr__(self, field.name, size)  # NumPy's would overflow
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"kv_heads: expected a divisor of {self.heads} heads, got {self.kv_heads}"
@@ -72,16 +74,7 @@ class Workload:
 
     def chunk(self, p: int) -> int:
         """Keys on a device, t = ⌈N/p⌉: the longest chunk where p does not divide N."""
-        check_count("p", p)
-        return math.ceil(self.context / p)
-
-
-def check_count(name: str, value: int) -> None:
-    """Raise unless `value` is a whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: expected a whole number, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name}: expected at least 1, got {value}")
+        return -(-self.context // integer("p", p, 1))
 
 
 def mem_ring(w: Workload, p: int) -> int:
@@ -121,7 +114,7 @@ def v_allreduce(numel: Number, p: int) -> float:
     What a ring Allreduce sends, the least that any can. Other algorithms send more in fewer
     rounds.
     """
-    check_count("p", p)
+    p = integer("p", p, 1)
     return 2 * (p - 1) / p * numel
 
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treeattn.cost.formulas import Number, check_count
+from treeattn.cost.formulas import Number
+from treeattn.idea.arrays import integer
 
 
 class Round(NamedTuple):
@@ -154,7 +155,8 @@ def schedule(kind: str, p: int, message_bytes: Number, g: int = 1) -> Iterator[R
 
     Raises ValueError for another kind than those of `SCHEDULES`.
     """
-    check_count("p", p)
+    p = integer("p", p, 1)
+    g = integer("g", g, 1)
     if kind not in SCHEDULES:
         raise ValueError(f"kind: expected one of {', '.join(SCHEDULES)}, got {kind!r}")
     return SCHEDULES[kind](p, message_bytes, min(p, g))

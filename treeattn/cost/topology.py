@@ -20,7 +20,8 @@ from importlib.resources import files
 
 import numpy as np
 
-from treeattn.cost.formulas import Number, check_count
+from treeattn.cost.formulas import Number
+from treeattn.idea.arrays import integer
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,9 @@ class Level:
     wiring: str | tuple[int, ...] | list[int] = "switch"
 
     def __post_init__(self):
-        check_count("size", self.size)
+        object.__setattr__(self, "size", integer("size", self.size, 1))
         if self.links is not None:
-            check_count("links", self.links)
+            object.__setattr__(self, "links", integer("links", self.links, 1))
         for name in ("latency", "bandwidth"):
             check_positive(name, getattr(self, name))
         if isinstance(self.wiring, list):
@@ -180,7 +181,7 @@ class Topology:
 
     def check_devices(self, p: int) -> None:
         """Raise ValueError unless p is a number of devices that the topology has."""
-        check_count("p", p)
+        p = integer("p", p, 1)
         if p > self.capacity:
             raise ValueError(f"p: {self.name} joins at most {self.capacity} devices, got {p}")
 

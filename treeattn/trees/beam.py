@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int, Integer, Shaped
 
-from treeattn.idea.arrays import Array, as_array, check_integers, check_rank, namespace
+from treeattn.idea.arrays import Array, as_array, check_integers, check_rank, integer, namespace
 
 
 class PackedBeam(NamedTuple):
@@ -122,10 +122,10 @@ def pack(
     cannot be looked at, they are clipped), or when pad_token does not fit the beam's dtype.
     """
     xp, beam, lengths = _checked(beam, lengths)
-    check_pad_token(pad_token, beam.dtype)
+    pad_token = check_pad_token(pad_token, beam.dtype)
     if xp is np:
-        return _pack(np, beam, lengths, int(pad_token))
-    packed = _pack_jit(beam, lengths, int(pad_token))
+        return _pack(np, beam, lengths, pad_token)
+    packed = _pack_jit(beam, lengths, pad_token)
     if isinstance(packed.packed_beam, jax.core.Tracer):
         return packed
     nodes = np.diagonal(packed.attention_mask, axis1=1, axis2=2).sum(axis=1)
@@ -239,12 +239,10 @@ def _cut(packed: PackedBeam, size: int) -> PackedBeam:
     return PackedBeam(tokens[:, :size], mask[:, :size, :size], offsets[:, :size], unpack_map)
 
 
-def check_pad_token(pad_token: int, dtype) -> None:
-    """Raise a TypeError or ValueError unless `pad_token` is an integer that `dtype` holds."""
-    if isinstance(pad_token, bool) or not isinstance(pad_token, int | np.integer):
-        raise TypeError(f"pad_token: expected an integer, got {pad_token!r}")
-    if not np.iinfo(dtype).min <= pad_token <= np.iinfo(dtype).max:
-        raise ValueError(f"pad_token: {pad_token} does not fit the tokens' dtype {dtype}")
+def check_pad_token(pad_token: int, dtype) -> int:
+    """`pad_token` as an int. Raises a TypeError or ValueError unless it is one of that dtype's."""
+    kind = np.iinfo(dtype)
+    return integer(f"pad_token ({kind.dtype} like the tokens)", pad_token, kind.min, kind.max)
 
 
 def bounded(name: str, x: Array, least: int, most, expected: str) -> Array:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Float, Int, Integer
 
-from treeattn.idea.arrays import Array, as_array, check_integers, check_rank, namespace
+from treeattn.idea.arrays import Array, as_array, check_integers, check_rank, integer, namespace
 from treeattn.trees.token_tree import TokenTree
 
 
@@ -88,7 +88,9 @@ def beam_search(
 
     Raises as `expand_tree` does.
     """
-    _check_positive(width=width, length=length, batch=batch)
+    width = integer("width", width, 1)
+    length = integer("length", length, 1)
+    batch = integer("batch", batch, 1)
     return grow(_of_all(log_probs, width), length, width, batch)[1:]
 
 
@@ -110,7 +112,10 @@ def expand_tree(
     Raises TypeError when a number is no integer, ValueError when it is below 1, or log_probs
     returns another shape, a NaN, or a logarithm above 0.
     """
-    _check_positive(depth=depth, width=width, budget=budget, batch=batch)
+    depth = integer("depth", depth, 1)
+    width = integer("width", width, 1)
+    budget = integer("budget", budget, 1)
+    batch = integer("batch", batch, 1)
     (tokens, parents, _, scores), *_ = grow(_of_all(log_probs, width), depth, width, batch)
     tree, order = most_probable(tokens, parents, scores, budget)
     return tree, np.take_along_axis(scores, order, axis=1)
@@ -166,14 +171,6 @@ def _of_all(log_probs: LogProbs, width: int) -> Callable:
         return best, np.take_along_axis(log, best, axis=-1)
 
     return likeliest
-
-
-def _check_positive(**numbers: int) -> None:
-    for name, value in numbers.items():
-        if not isinstance(value, int | np.integer):
-            raise TypeError(f"{name}: expected an integer, got {value!r}")
-        if value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
 
 
 def _checked_log_probs(found: Array, paths: np.ndarray) -> np.ndarray:

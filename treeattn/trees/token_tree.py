@@ -127,7 +127,7 @@ def pack_tree(tree: TokenTree, *, pad_token: int = 0) -> PackedBeam:
     where pad_token does not fit the tokens' dtype.
     """
     tokens, parents, sizes = _checked_tree(tree)
-    check_pad_token(pad_token, tokens.dtype)
+    pad_token = check_pad_token(pad_token, tokens.dtype)
     paths, _ = leaf_paths(parents, sizes)
     xp = namespace(tokens)
     real = np.arange(parents.shape[1]) < sizes[:, None]
@@ -163,6 +163,9 @@ def _checked_parents(parents):
 
 def _checked_tree(tree):
     """(tokens, parents, sizes), the latter two NumPy's, or the error that says what is wrong."""
+    if not isinstance(tree, tuple) or len(tree) != len(TokenTree._fields):
+        expected = f"a TokenTree {TokenTree._fields}"
+        raise TypeError(f"tree: expected {expected}, got {type(tree).__name__} {tree!r:.40}")
     tokens, parents, sizes = map(as_array, TokenTree._fields, tree)
     check_integers(tokens=tokens, parents=parents, sizes=sizes)
     for name, x in {"parents": parents, "sizes": sizes}.items():
