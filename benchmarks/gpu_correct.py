@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import treeattn
-from treeattn.kernel.attend import resolve
+from treeattn.kernel.attend import device_platform, resolve
 from treeattn.kernel.inputs import check_inputs
 
 # (batch, queries, heads, key heads, keys, head_dim, value head_dim)
@@ -94,7 +94,7 @@ def correct(smoke: bool) -> Iterator[dict]:
 def compare(what: str, arrays, options, about: dict) -> Iterator[dict]:
     name, dtype = about["implementation"], about["dtype"]
     try:
-        resolve(name, check_inputs(*arrays, **options), jax.default_backend())
+        resolve(name, check_inputs(*arrays, **options), device_platform(jax.devices()[0]))
     except ValueError:
         return  # it does not take them, and says so
     f = jax.jit(functools.partial(treeattn.attend, implementation=name))

@@ -1,6 +1,7 @@
 """Decoding from shards against dense attention in float64, and what the programs send."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -588,7 +589,8 @@ def test_flash_takes_a_traced_scale(flash):
 
 def test_a_cpu_mesh_on_a_host_with_gpus_does_without_flash(flash, monkeypatch):
     """Nobody says "flash": inside a mesh the compiler knows for which devices it compiles."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    gpu = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    monkeypatch.setattr(treeattn.kernel.attend, "host_device", lambda: gpu)
     mesh, q = make_mesh((2,)), jnp.ones((1, 200, 4, 64), jnp.bfloat16)
     k = jnp.ones((1, 32, 2, 64), jnp.bfloat16)
     assert treeattn.tree_decode(q, k, k, mesh=mesh, axis="kv").shape == q.shape

@@ -108,8 +108,10 @@ def test_a_step_on_a_gpu_is_three_programs(model, monkeypatch):
 
 
 def test_which_platform_runs_how_many():
-    assert steps.programs("gpu", 1) is steps.programs("gpu", 64) is steps.IN_ONE
-    assert steps.programs("gpu", 65) is steps.programs("cpu", 1) is steps.BY_LAYER
+    for gpu in ("cuda", "gpu"):
+        assert steps.programs(gpu, 1) is steps.programs(gpu, 64) is steps.IN_ONE
+        assert steps.programs(gpu, 65) is steps.BY_LAYER
+    assert steps.programs("cpu", 1) is steps.BY_LAYER
 
 
 @pytest.mark.usefixtures("at_once")
@@ -138,4 +140,5 @@ def test_the_kernel_is_in_the_program_for_a_gpu(model):
 def test_rows_of_a_batch_do_not_wait_for_each_other_on_a_gpu():
     q, k = np.ones((3, 1, 2, 8)), np.ones((3, 64, 2, 8))
     inputs = check_inputs(q, k, k, kv_lengths=np.array([1, 5, 64]))
-    assert not resolve(None, inputs, "gpu").by_row and resolve(None, inputs, "cpu").by_row
+    assert not any(resolve(None, inputs, gpu).by_row for gpu in ("cuda", "gpu"))
+    assert resolve(None, inputs, "cpu").by_row

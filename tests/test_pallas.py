@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib.util
 import inspect
 
 import jax
@@ -17,8 +16,6 @@ from oracles import dense_attention, dense_gradients, dense_weights
 import treeattn
 from treeattn import ancestor_mask, attend, attention, finalize, from_output, kv_mesh, merge
 from treeattn.kernel import pallas
-from treeattn.kernel.attend import CAUSAL_BLOCK, ELSEWHERE, resolve
-from treeattn.kernel.inputs import check_inputs
 
 # (batch, queries, heads, key heads, keys, head_dim, value head_dim)
 SHAPES = {
@@ -272,10 +269,6 @@ def shapes(dtype="bfloat16", *, b=2, l=1, h=16, h_kv=4, n=4096, d=128, dv=128):
     return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
 
 
-def empty(**changes):
-    return [np.zeros(x.shape, x.dtype) for x in shapes(**changes)]
-
-
 LENGTHS = jax.ShapeDtypeStruct((2,), jnp.int32)
 EVERYTHING = {
     "mask": jax.ShapeDtypeStruct((2, 1, 5, 4096), jnp.bool_),
@@ -321,66 +314,6 @@ def test_the_backward_pass_has_one_call_of_the_kernel():
     f = jax.grad(lambda q, k, v: jnp.sum(attention(q, k, v, implementation="pallas")))
     text = lowered(f, *shapes("float32"), context=on_cuda()[1])
     assert text.count(CALL) == 1 and "stablehlo.while" in text
-
-
-# The order of choice.
-
-
-@pytest.mark.parametrize(
-    ("expected", "changes", "options"),
-    [
-        ("pallas", {}, {}),
-        ("pallas", {"dtype": "float16"}, {"kv_lengths": np.ones(2, int)}),
-        ("pallas", {"dtype": "float32"}, {}),
-        ("pallas", {"l": 7}, {"mask": np.ones((1, 1, 7, 4096), bool)}),
-        ("flash", {"l": CAUSAL_BLOCK + 1}, {}),
-        ("flash", {"l": 4096}, {"causal": True}),
-        ("pallas", {"l": 4096}, {"mask": np.ones((1, 1, 1, 1), bool)}),
-        ("pallas", {"l": 4096, "dtype": "float32"}, {"causal": True}),
-        ("pallas", {"l": 4096, "dv": 64}, {}),
-        ("blockwise", {"dtype": "float64"}, {}),
-        ("blockwise", {"d": 257, "l": 200}, {}),
-        ("blockwise", {"dv": 512}, {}),
-    ],
-)
-def test_the_best_that_can_run(monkeypatch, expected, changes, options):
-    found = [True]
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found[0] or None)
-    inputs = check_inputs(*empty(**changes), **options)
-    assert resolve(None, inputs, "gpu").implementation == expected
-    assert resolve(None, inputs, "cpu").implementation == "blockwise"
-    unknown = resolve(None, inputs, None).implementation
-    assert unknown == (
-        "blockwise" if expected == "blockwise" else f"{expected}{ELSEWHERE}blockwise"
-    )
-    found[0] = False  # flash-attn-jax, which is not installed then
-    without = "pallas" if expected == "flash" else expected
-    assert resolve(None, inputs, "gpu").implementation == without
-
-
-def test_what_the_compiler_chooses_by_its_platform():
-    def f(q, k, v):
-        inputs = resolve(None, check_inputs(q, k, v), None)
-        return finalize(treeattn.kernel.attend.attend_inputs(inputs))[0]
-
-    (q, k, v), _ = draw(0, (1, 1, 4, 2, 60, 16, 16), (), "float32")
-    np.testing.assert_allclose(jax.jit(f)(q, k, v), dense_attention(q, k, v), atol=1e-5)
-    assert "while" not in str(jax.jit(f).lower(q, k, v).as_text())  # one block, no kernel
-    assert CALL in lowered(f, q, k, v, context=on_cuda()[1])
-
-
-@pytest.mark.parametrize(
-    ("message", "changes"),
-    [
-        ("q: the pallas kernel takes float16.*float64", {"dtype": "float64"}),
-        ("q: the pallas kernel takes a head_dim up to 256, got 300", {"d": 300}),
-        ("v: the pallas kernel takes a head_dim up to 256, got 300", {"dv": 300}),
-    ],
-)
-def test_what_does_not_fit_is_refused(message, changes):
-    inputs = check_inputs(*empty(**changes))
-    with pytest.raises(ValueError, match=message):
-        resolve("pallas", inputs, "gpu")
 
 
 def test_why_the_residual_of_jax_nn_is_not_used():

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from treeattn.idea.arrays import varying_like
 from treeattn.idea.state import AttentionState
-from treeattn.kernel.attend import pad_axis, resolve
+from treeattn.kernel.attend import device_platform, pad_axis, resolve
 from treeattn.kernel.inputs import Inputs, check_inputs
 
 
@@ -40,7 +40,7 @@ def check_call(
     """
     inputs = check_inputs(q, k, v, **options)
     axes = mesh_axes(mesh, axis)
-    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
+    platform = device_platform(mesh.devices.flat[0]) if isinstance(mesh, Mesh) else None
     # Along other axes of the mesh the batch may be sharded: then no device has its rows in turn.
     inputs = inputs.replace(by_row=count_devices(mesh, axes) == mesh.size)
     return resolve(implementation, inputs, platform), axes

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import re
 from collections.abc import Callable
 
 import jax
@@ -49,6 +50,12 @@ def attend(
                     float32
         anything    all            all                                       "blockwise"
 
+    CUDA means NVIDIA's GPUs of compute capability 8.0 or higher (Ampere). Older ones, AMD's, and
+    a JAX that has no Triton any more, take "blockwise": some nine small kernels for each 1,024
+    keys, by estimate ten to a hundred times slower than a kernel on long contexts. So do
+    float64 and wide heads. float32 with a head_dim of 256 runs in "pallas", but keeps some of its
+    numbers outside of registers, and is slow. A traced call leaves the choice to its compiler.
+
     By name, "flash" takes any number of queries, and "pallas" runs on a CPU too, interpreted,
     which is slow. Both have the gradient of "blockwise". cuDNN's kernel is none of them: what
     JAX returns of it (`jax.nn.dot_product_attention`) is an lse rounded to the inputs' dtype.
@@ -58,7 +65,7 @@ def attend(
     zero gradients.
 
     Raises TypeError for dtypes that are not floating-point or differ, ValueError for shapes
-    that do not fit, a scale that is not finite, and "flash" where the kernel cannot run.
+    that do not fit, a scale that is not finite, and a kernel by name where it cannot run.
     """
     inputs = check_inputs(q, k, v, mask, bias, kv_lengths, scale, causal=causal)
     return attend_inputs(resolve(implementation, inputs, platform_of(q)))
@@ -71,13 +78,17 @@ def attention(q, k, v, **options) -> Float[Array, "b l h dv"]:
 
 def attend_inputs(inputs: Inputs) -> AttentionState:
     """`attend` for checked inputs, by the implementation that they name."""
-    name, _, elsewhere = inputs.implementation.partition(ELSEWHERE)
-    if elsewhere:
+    if inputs.elsewhere is not None:
 
         def run(name):
-            return functools.partial(attend_inputs, inputs.replace(implementation=name))
+            return functools.partial(
+                attend_inputs, inputs.replace(implementation=name, elsewhere=None)
+            )
 
-        return jax.lax.platform_dependent(cuda=run(name), default=run(elsewhere))
+        return jax.lax.platform_dependent(
+            cuda=run(inputs.implementation), default=run(inputs.elsewhere)
+        )
+    name = inputs.implementation
     if name in KERNELS:
         return _kernel(name)[0](inputs)
     if inputs.causal and inputs.mask is inputs.bias is inputs.lengths is None:
@@ -86,7 +97,7 @@ def attend_inputs(inputs: Inputs) -> AttentionState:
 
 
 KERNELS = "flash", "pallas"
-ELSEWHERE = " on CUDA, else "
+AMPERE = (8, 0)  # the least compute capability that FlashAttention-2 and XLA's Triton take
 
 
 def _kernel(name: str) -> tuple[Callable, Callable]:
@@ -122,25 +133,36 @@ def attend_in_blocks(inputs: Inputs, block: int) -> AttentionState:
 def resolve(implementation: str | None, inputs: Inputs, platform: str | None) -> Inputs:
     """The inputs with the implementation that will run them on that platform.
 
-    platform: None when the program's compiler will know it. It then chooses for itself, if need be.
+    platform: as `platform_of` gives it; None when only the program's compiler will know, which
+    then chooses between CUDA and the rest.
     Raises ValueError for another name, and for a kernel that cannot run.
     """
     names = (None, "blockwise", *KERNELS)
     if implementation not in names:
         raise ValueError(f"implementation: expected one of {names}, got {implementation!r}")
+    elsewhere = None
     if implementation in KERNELS:
-        problem = _kernel(implementation)[1](inputs)
-        if implementation == "flash" and platform not in (None, "gpu"):
-            problem = f"implementation: 'flash' needs CUDA devices, got {platform} devices"
+        problem = _refusal(implementation, platform) or _kernel(implementation)[1](inputs)
         if problem is not None:
             raise ValueError(problem)
     elif implementation is None:
-        implementation = _best(inputs) if platform in (None, "gpu") else "blockwise"
+        implementation = _best(inputs) if platform in (None, "cuda") else "blockwise"
         if platform is None and implementation in KERNELS:
-            implementation += f"{ELSEWHERE}blockwise"
+            elsewhere = "blockwise"
     # A GPU has room for all rows at once.
-    by_row = inputs.by_row and platform != "gpu"
-    return inputs.replace(implementation=implementation, by_row=by_row)
+    by_row = inputs.by_row and platform not in (None, "cuda", "gpu")
+    return inputs.replace(implementation=implementation, elsewhere=elsewhere, by_row=by_row)
+
+
+def _refusal(name: str, platform: str | None) -> str | None:
+    """Why the kernel of that name cannot run there; None if it can."""
+    if platform in (None, "cuda") or (name == "pallas" and platform != "gpu"):
+        return None  # what is no GPU has the kernel interpreted
+    least = ".".join(map(str, AMPERE))
+    return (
+        f"implementation: {name!r} needs CUDA devices of compute capability {least} or higher, "
+        f"got {'other GPUs' if platform == 'gpu' else f'{platform} devices'}"
+    )
 
 
 def _best(inputs: Inputs) -> str:
@@ -152,12 +174,41 @@ def _best(inputs: Inputs) -> str:
 
 
 def platform_of(x) -> str | None:
-    """Where `x` is or will be computed on; None inside a mesh, on a host with GPUs: who knows."""
-    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
-        return next(iter(x.devices())).platform
-    if isinstance(x, jax.core.Tracer) and not jax.sharding.get_abstract_mesh().empty:
-        return None if jax.default_backend() == "gpu" else jax.default_backend()
-    return jax.default_backend()
+    """Where `x` is or will be computed on, as `device_platform` gives it.
+
+    None for a traced array on a host with GPUs that the kernels take: its program may as well be
+    one for the host's CPU. JAX runs what is not on a device yet on `jax.default_device`.
+    """
+    if isinstance(x, jax.core.Tracer):
+        platform = device_platform(host_device())
+        return None if platform == "cuda" else platform
+    if isinstance(x, jax.Array):
+        return device_platform(next(iter(x.devices())))
+    chosen = jax.config.jax_default_device
+    if isinstance(chosen, str):
+        chosen = jax.local_devices(backend=chosen)[0]
+    return device_platform(host_device() if chosen is None else chosen)
+
+
+def host_device():
+    """This process's first device: a GPU, where it has one and JAX is not told otherwise."""
+    return jax.local_devices()[0]
+
+
+def device_platform(device) -> str:
+    """The device's platform: "cuda" for a GPU that the kernels take, "gpu" for any other GPU.
+
+    JAX says "gpu" for NVIDIA's and AMD's alike. Their compute capabilities tell them apart: "9.0"
+    is NVIDIA's, "gfx942" AMD's.
+    """
+    if device.platform not in ("gpu", "cuda", "rocm"):
+        return device.platform
+    version = getattr(getattr(device, "client", None), "platform_version", "cuda")
+    capability = str(getattr(device, "compute_capability", ""))
+    number = re.fullmatch(r"(\d+)\.(\d+)", capability)
+    if number is None or "cuda" not in version.lower():
+        return "gpu"
+    return "cuda" if tuple(map(int, number.groups())) >= AMPERE else "gpu"
 
 
 def attend_causal(inputs: Inputs) -> AttentionState:

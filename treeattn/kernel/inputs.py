@@ -33,7 +33,9 @@ class Inputs:
     factor:     a scalar array; or None
     scale:      the scores are scale · factor · q·k
     causal:     whether query i sees keys 0 … i only
-    implementation: a name, or two, of which the compiler chooses (`attend.ELSEWHERE`)
+    implementation: the name of what runs it
+    elsewhere:  the name of what runs it unless the compiler finds that it compiles for CUDA; None
+                where the devices are known, and `implementation` runs it on all
     by_row:     whether rows with lengths of their own are computed one after another, so that a
                 short row does not read the blocks of a long one
     stale:      whether values beyond the lengths may be NaN, as memory never written may; of a
@@ -50,6 +52,7 @@ class Inputs:
     scale: float = _static(default=1.0)
     causal: bool = _static(default=False)
     implementation: str = _static(default="blockwise")
+    elsewhere: str | None = _static(default=None)
     by_row: bool = _static(default=True)
     stale: bool = _static(default=True)
 

@@ -16,12 +16,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from treeattn.idea.arrays import varying_like
 from treeattn.idea.state import AttentionState, finite, reduce_tree
 from treeattn.kernel.blockwise import attend_blockwise, limit, shrink
 from treeattn.kernel.inputs import Inputs
+
+try:
+    from jax.experimental.pallas import triton
+except ImportError:  # deprecated since JAX 0.11.0
+    triton = None
 
 MAX_HEAD_DIM = 256
 SIDE = 16  # of a tile, at least: what tensor cores take
@@ -33,6 +37,11 @@ CHILDREN = 8  # of a node of the tree that merges their states: XLA makes a roun
 
 def obstacle(inputs: Inputs) -> str | None:
     """Why the kernel cannot take these arguments, naming the argument; None if it can."""
+    if triton is None:
+        return (
+            "implementation: 'pallas' needs jax.experimental.pallas.triton, which "
+            f"JAX {jax.__version__} does not have"
+        )
     if inputs.q.dtype not in (jnp.float16, jnp.bfloat16, jnp.float32):
         return f"q: the pallas kernel takes float16, bfloat16 or float32, got {inputs.q.dtype}"
     for name, d in (("q", inputs.q.shape[-1]), ("v", inputs.v.shape[-1])):

@@ -15,7 +15,7 @@ import jax
 from treeattn.llama import cache as caches
 from treeattn.llama import layers
 
-AT_ONCE = {"gpu": 64}  # tokens, at most; more of them keep a device busy layer by layer
+AT_ONCE = {"cuda": 64, "gpu": 64}  # tokens, at most; more of them keep a device busy layer by layer
 
 
 def run(weights, tokens, cache, positions, mask, last, *, static, read: bool, out):
