@@ -359,7 +359,7 @@ def test_bad_prompts(one, prompts, message):
 
 
 def test_a_chunk_of_nothing(one):
-    with pytest.raises(ValueError, match="chunk: expected at least 1, got 0"):
+    with pytest.raises(ValueError, match="chunk: expected an integer of at least 1, got 0"):
         one.prefill([[1]], one.new_cache(1, 8), chunk=0)
 
 
@@ -373,7 +373,7 @@ def test_bad_options(one, unchecked):
         one.using("trees")
     with pytest.raises(ValueError, match=r"prefill_with: expected one of .* got 'tree'"):
         one.using("tree", prefill_with="tree")
-    with pytest.raises(ValueError, match="layer: expected 0 … 1, got 2"):
+    with pytest.raises(ValueError, match="layer: expected an integer from 0 to 1, got 2"):
         one.layer_qkv(TEXT[None], 2)
-    with pytest.raises(ValueError, match="capacity: expected at least 1"):
+    with pytest.raises(ValueError, match="capacity: expected an integer of at least 1"):
         one.new_cache(1, 0)

@@ -69,7 +69,7 @@ def test_temperature_zero_is_greedy():
         ({"top_p": 0.0}, "top_p: expected more than 0"),
         ({"top_p": 1.5}, "top_p: expected more than 0"),
         ({"temperature": 1.0}, "key: sampling"),
-        ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens: expected an integer of at least 1"),
         ({"capacity": 6}, "capacity: the longest prompt and max_new_tokens need 7, got 6"),
         ({"prompts": []}, "prompts: expected lists of token ids, none of them empty"),
         ({"prompts": "Hi"}, r"prompts: .* got lengths \[0, 0\] of Hi"),

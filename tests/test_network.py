@@ -423,7 +423,7 @@ def test_bad_input():
     ):
         with pytest.raises(ValueError, match=f"{field}: expected"):
             replace(topology.levels[0], **{field: value})
-    with pytest.raises(TypeError, match="bandwidth: expected a number, got '450'"):
+    with pytest.raises(TypeError, match="bandwidth: expected a finite number above 0, got '450'"):
         Level("NVLink", 8, 1e-6, "450")
     with pytest.raises(ValueError, match="wiring: expected"):
         Level("l", 8, 1e-6, 1e9, wiring="star")

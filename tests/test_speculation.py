@@ -536,7 +536,7 @@ def test_bad_drafts(model, unchecked):
         run(LlamaDraft(other))
     with pytest.raises(ValueError, match="budget: expected at least 1 token a step, got 0"):
         run("suffix", budget=0)
-    with pytest.raises(ValueError, match="max_new_tokens: expected at least 1"):
+    with pytest.raises(ValueError, match="max_new_tokens: expected an integer of at least 1"):
         run("suffix", max_new_tokens=0)
     with pytest.raises(ValueError, match="capacity: the longest prompt"):
         run("suffix", capacity=6)

@@ -100,7 +100,7 @@ def v_ring(w: Workload, p: int) -> int:
     (p − 1) `numel_kv`. The papers set this sum over the devices beside `v_tree`, which is one
     device's share.
     """
-    return numel_kv(w, p) * p
+    return numel_kv(w, p) * integer("p", p, 1)
 
 
 def numel_kv(w: Workload, p: int) -> int:

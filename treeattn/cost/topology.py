@@ -21,7 +21,7 @@ from importlib.resources import files
 import numpy as np
 
 from treeattn.cost.formulas import Number
-from treeattn.idea.arrays import integer
+from treeattn.idea.arrays import integer, number
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Device:
 
     def __post_init__(self):
         for name in ("memory_bytes", "memory_bandwidth", "flops"):
-            check_positive(name, getattr(self, name))
+            number(name, getattr(self, name), 0)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Level:
         if self.links is not None:
             object.__setattr__(self, "links", integer("links", self.links, 1))
         for name in ("latency", "bandwidth"):
-            check_positive(name, getattr(self, name))
+            number(name, getattr(self, name), 0)
         if isinstance(self.wiring, list):
             object.__setattr__(self, "wiring", tuple(self.wiring))
         if isinstance(self.wiring, tuple) and math.prod(self.wiring) != self.size:
@@ -123,7 +123,7 @@ class Topology:
     gap: Number = 0.4e-6
 
     def __post_init__(self):
-        check_positive("launch", self.launch)
+        number("launch", self.launch, 0)
         if not self.levels:
             raise ValueError("levels: expected at least one level of links, got none")
         for level in self.levels[1:]:
@@ -195,14 +195,6 @@ class Topology:
         for i, size in enumerate(self.unit_sizes()):
             level[np.not_equal(a // size, b // size)] = i
         return level
-
-
-def check_positive(name: str, value: Number) -> None:
-    """Raise unless `value` is a finite number above 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        raise TypeError(f"{name}: expected a number, got {value!r}")
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name}: expected a finite number above 0, got {value}")
 
 
 # ------------------------------------------------------------------------------- presets

@@ -1,5 +1,7 @@
 """The array type of the signatures, and the checks that every public function shares."""
 
+import math
+import numbers
 import operator
 
 import jax
@@ -51,6 +53,27 @@ def integer(name: str, x, least: int | None = None, most: int | None = None) -> 
         raise TypeError(f"{name}: expected {expected}, got {x!r}")
     if (least is not None and found < least) or (most is not None and found > most):
         raise ValueError(f"{name}: expected {expected}, got {found}")
+    return found
+
+
+def number(name: str, x, above: float | int | None = None) -> float:
+    """`x` as a float: any finite real number of Python's, NumPy's or JAX's, but no bool.
+
+    Raises a TypeError for anything else, and a ValueError unless it is finite and over `above`.
+    """
+    expected = "a finite number" if above is None else f"a finite number above {above}"
+    is_bool = isinstance(x, bool) or getattr(x, "dtype", None) == np.bool_
+    is_number = isinstance(x, numbers.Real | Array) and not is_bool
+    try:
+        found = float(x) if is_number else None
+    except TypeError:  # an array of several, a traced one, a complex number
+        found = None
+    except OverflowError:  # an int that no float holds
+        found = math.inf
+    if found is None:
+        raise TypeError(f"{name}: expected {expected}, got {x!r:.40}")
+    if not math.isfinite(found) or (above is not None and found <= above):
+        raise ValueError(f"{name}: expected {expected}, got {x}")
     return found
 
 

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
 from treeattn.devices.shards import over_shards
-from treeattn.idea.arrays import Array
+from treeattn.idea.arrays import Array, integer
 from treeattn.idea.state import AttentionState
 
 
@@ -81,8 +81,8 @@ def new_cache(
     layers: int, batch: int, capacity: int, kv_heads: int, head_dim: int, dtype, mesh: Mesh | None
 ) -> Cache:
     """An empty cache for `capacity` tokens a text, rounded up to a multiple of the devices."""
-    if batch < 1 or capacity < 1:
-        raise ValueError(f"batch and capacity: expected at least 1, got {batch} and {capacity}")
+    batch = integer("batch", batch, 1)
+    capacity = integer("capacity", capacity, 1)
     p = shards_of(mesh)
     shape = (batch, p * -(-capacity // p), kv_heads, head_dim)
     return _empty(layers, shape, jnp.dtype(dtype), mesh)()
@@ -186,9 +186,9 @@ def fill(cached, new, mesh: Mesh):
 
 def grow(cache: Cache, capacity: int, mesh: Mesh | None) -> Cache:
     """The same texts in a cache of at least `capacity` tokens. No token changes its device."""
-    added = -(-capacity // shards_of(mesh)) - cache.capacity // shards_of(mesh)
-    if added < 0:
-        raise ValueError(f"capacity: expected at least the {cache.capacity} of now, got {capacity}")
+    p = shards_of(mesh)
+    least = cache.capacity - p + 1  # what is rounded up to the capacity of now
+    added = -(-integer("capacity", capacity, least) // p) - cache.capacity // p
     return Cache(*_padded((cache.k, cache.v), added, mesh), cache.lengths)
 
 

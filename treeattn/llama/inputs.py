@@ -3,19 +3,60 @@
 Arrays that are being traced pass: their values are not known.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import SupportsIndex
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from treeattn.idea.arrays import Array, as_array
+from treeattn.idea.arrays import Array, as_array, integer
 from treeattn.llama.cache import Cache
 
 # A text's token ids, and those of several texts: lists of whole numbers, or arrays.
 Prompt = Sequence[SupportsIndex] | Array
 Prompts = Sequence[Prompt] | Array
+
+
+def check_mesh(mesh: Mesh | None) -> None:
+    """Raise a TypeError unless `mesh` is one, or None."""
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh: expected a jax.sharding.Mesh or None, got {mesh!r:.80}")
+
+
+def check_hashable(**functions) -> None:
+    """Raise a TypeError that names the first that JAX could not compile a program for."""
+    for name, x in functions.items():
+        try:
+            hash(x)
+        except TypeError:
+            kind = type(x).__name__
+            raise TypeError(f"{name}: expected a name or a hashable function, got {kind}") from None
+
+
+def floating_dtype(dtype) -> np.dtype | None:
+    """`dtype` of a model, or None; a TypeError unless it is a float of 16 bits or more."""
+    if dtype is None:
+        return None
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating) or found.itemsize < 2:
+        raise TypeError(f"dtype: expected a floating-point one of 16 bits or more, got {dtype!r}")
+    return found
+
+
+def stop_ids(stop: Iterable[SupportsIndex] | None, default: frozenset[int]) -> frozenset[int]:
+    """The token ids after which a text is over: `stop`, whole numbers; `default` for None."""
+    if stop is None:
+        return default
+    try:
+        tokens = list(stop)
+    except TypeError:  # no numbers, or an array that is only one
+        raise TypeError(f"stop: expected token ids, as [2], or None, got {stop!r:.40}") from None
+    return frozenset(integer("stop", token) for token in tokens)
 
 
 def integers(name: str, x, shape: tuple, what: str = "", top: int | None = None) -> Array:

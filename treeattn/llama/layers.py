@@ -193,7 +193,7 @@ def after_attention(
     x: Float[Array, "b l width"], w: Layer, out: Float[Array, "b l h d"], static: Static
 ) -> Float[Array, "b l width"]:
     """The layer's output, from its input x and its attention's `out`, of all heads or its own."""
-    out = out.reshape(*x.shape[:2], -1)
+    out = out.reshape(*x.shape[:2], math.prod(out.shape[2:]))
     if static.sharded and not static.scattered:
         full = w.output.shape[1] * static.mesh.size
         out = jnp.pad(out, [(0, 0), (0, 0), (0, full - out.shape[-1])])

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
 from treeattn.devices.merge import SCATTERED
-from treeattn.idea.arrays import Array
+from treeattn.idea.arrays import Array, integer
 from treeattn.kernel.attend import CAUSAL_BLOCK, platform_of
 from treeattn.llama import cache as caches
 from treeattn.llama import inputs, layers, parallel, steps
@@ -25,7 +25,7 @@ from treeattn.llama.tokenizer import Tokenizer
 from treeattn.llama.weights import Weights, load_weights, move_weights
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Llama:
     """A model, on the devices of `mesh` (None: one device), and the attention it runs with.
 
@@ -51,10 +51,19 @@ class Llama:
     shard_weights: bool = False
 
     def __post_init__(self):
+        inputs.check_mesh(self.mesh)
+        inputs.check_hashable(attention=self.attention, prefill_with=self.prefill_with)
         if self.shard_weights and self.mesh is None:
             raise ValueError("shard_weights: expected a mesh to shard them over, got none")
         parallel.for_prompts(self.prefill_with, self.mesh)
         parallel.to_cache(self.attention, self.implementation)
+
+    def __repr__(self) -> str:
+        """Everything but the weights, of which it says the dtype."""
+        dtype = f"dtype={self.weights.embedding.dtype}"
+        hidden = ("weights", "tokenizer")
+        names = (f.name for f in dataclasses.fields(self) if f.name not in hidden)
+        return f"Llama({', '.join([*(f'{n}={getattr(self, n)!r}' for n in names), dtype])})"
 
     @staticmethod
     def load(
@@ -70,8 +79,11 @@ class Llama:
         meanwhile: called, in a thread, with a model of the first layer, while the others are read
         options: attention, prefill_with, implementation
 
-        Raises FileNotFoundError where nothing is there, ValueError for what is no readable Llama.
+        Raises FileNotFoundError where nothing is there, ValueError for what is no readable Llama,
+        TypeError for another mesh or dtype.
         """
+        inputs.check_mesh(mesh)
+        dtype = inputs.floating_dtype(dtype)
         checkpoint, options = open_checkpoint(path), options | {"shard_weights": shard_weights}
 
         def of(weights: Weights) -> Llama:
@@ -83,6 +95,7 @@ class Llama:
     def on(self, mesh: Mesh | None, **options) -> "Llama":
         """The same model on another mesh, perhaps with other options. On a CPU whole weights stay
         where they are, shared."""
+        inputs.check_mesh(mesh)
         options.setdefault("shard_weights", self.shard_weights and mesh is not None)
         dealt = self.mesh.size if self.shard_weights else 1
         weights = move_weights(self.weights, self.config, mesh, options["shard_weights"], dealt)
@@ -104,8 +117,7 @@ class Llama:
     ) -> tuple[Float[Array, "b l h d"], Float[Array, "b l h_kv d"], Float[Array, "b l h_kv d"]]:
         """What one layer's attention gets in a full causal pass, rotary embedding included:
         q (b, l, heads, head_dim) and k, v (b, l, kv_heads, head_dim)."""
-        if not 0 <= layer < self.config.layers:
-            raise ValueError(f"layer: expected 0 … {self.config.layers - 1}, got {layer}")
+        layer = integer("layer", layer, 0, self.config.layers - 1)
         return next(itertools.islice(self.layers_qkv(token_ids), layer, None))
 
     def layers_qkv(self, token_ids: Int[Array, "b l"]) -> Iterator[tuple[Array, Array, Array]]:
@@ -122,6 +134,8 @@ class Llama:
         Warns of more tokens than the model was trained on: nothing fails, but texts get worse.
         """
         c, dtype = self.config, self.weights.embedding.dtype
+        batch = integer("batch", batch, 1)
+        capacity = integer("capacity", capacity, 1)
         if capacity > c.context:
             trained = f"the model was trained on texts of up to {c.context} tokens"
             warnings.warn(f"capacity: {trained}, got {capacity}", stacklevel=2)
@@ -195,6 +209,8 @@ class Llama:
         Raises ValueError, before any work, for arguments that do not fit, or no room.
         """
         tokens = self._tokens(tokens)
+        if last and not tokens.shape[1]:
+            raise ValueError(f"last: expected at least one token, got tokens {tokens.shape}")
         counts = inputs.check_counts(counts, tokens.shape[1], cache)
         x, new = self._run_layers(tokens, cache, positions, mask)
         cache = self._write(cache, new, counts)
@@ -217,8 +233,7 @@ class Llama:
         prompts that the cache has no room for, and a chunk of less than 1.
         """
         prompts, lengths = inputs.check_prompts(prompts, cache, self.config.vocabulary)
-        if chunk < 1:
-            raise ValueError(f"chunk: expected at least 1, got {chunk}")
+        chunk = integer("chunk", chunk, 1)
         attention, longest = parallel.for_prompts(self.prefill_with, self.mesh), int(lengths.max())
         empty = not np.asarray(cache.lengths).any()
         if attention is not None and empty:

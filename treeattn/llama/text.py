@@ -9,8 +9,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Float, Int, Key
 
-from treeattn.idea.arrays import Array
-from treeattn.llama.inputs import Prompt, Prompts, prompt_lengths
+from treeattn.idea.arrays import Array, integer, number
+from treeattn.llama.inputs import Prompt, Prompts, prompt_lengths, stop_ids
 from treeattn.llama.model import Llama
 from treeattn.llama.tokenizer import Tokenizer
 
@@ -24,11 +24,18 @@ def nucleus(logits: Float[Array, "*b n"], top_p: float | Float[Array, ""]) -> Fl
     return jnp.where(jnp.take_along_axis(kept, ranks, axis=-1), logits, -jnp.inf)
 
 
+def tempered(logits: Float[Array, "*b n"], temperature) -> Float[Array, "*b n"]:
+    """logits / temperature, less their largest: the others may overflow to −∞, none to ∞."""
+    least = jnp.finfo(logits.dtype).tiny  # a smaller one counts as 0 on a CPU
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    return (logits - largest) / jnp.maximum(temperature, least)
+
+
 @functools.partial(jax.jit, static_argnames=("greedy", "cut"))
 def _sample(logits, key, temperature, top_p, *, greedy, cut):
     if greedy:
         return jnp.argmax(logits, axis=-1)
-    logits = logits / temperature
+    logits = tempered(logits, temperature)
     return jax.random.categorical(key, nucleus(logits, top_p) if cut else logits, axis=-1)
 
 
@@ -48,9 +55,9 @@ def sample(
 
 
 def _check_sampling(key, temperature: float, top_p: float) -> None:
-    if not temperature >= 0:
+    if not number("temperature", temperature) >= 0:
         raise ValueError(f"temperature: expected at least 0, got {temperature}")
-    if not 0 < top_p <= 1:
+    if not 0 < number("top_p", top_p) <= 1:
         raise ValueError(f"top_p: expected more than 0, at most 1, got {top_p}")
     if temperature > 0 and key is None:
         raise ValueError("key: sampling at a temperature above 0 needs a jax.random.key")
@@ -80,15 +87,14 @@ def stream(
     Greedy at temperature 0; else as in `sample`, with a new key from `key` at each step.
     """
     _check_sampling(key, temperature, top_p)
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
+    max_new_tokens = integer("max_new_tokens", max_new_tokens, 1)
+    capacity = None if capacity is None else integer("capacity", capacity, 1)
     needed = int(prompt_lengths(prompts).max()) + max_new_tokens - 1
     if capacity is not None and needed > capacity:
         raise ValueError(
             f"capacity: the longest prompt and max_new_tokens need {needed}, got {capacity}"
         )
-    if stop is None:
-        stop = model.tokenizer.stop if model.tokenizer else ()
+    stop = stop_ids(stop, model.tokenizer.stop if model.tokenizer else frozenset())
 
     def tokens():
         cache = model.new_cache(len(prompts), capacity or needed)

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int, Key
 from treeattn.idea.arrays import Array
 from treeattn.llama.speculation.accept import Judge, KeyDice, rejection_judge
 from treeattn.llama.speculation.candidates import Drawn
-from treeattn.llama.text import nucleus
+from treeattn.llama.text import nucleus, tempered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ def likeliest_tokens(logits, k):
 
 
 def _cut(logits, b, node, temperature, top_p, cut):
-    logits = logits[b, node] / temperature
+    logits = tempered(logits[b, node], temperature)
     return nucleus(logits, top_p) if cut else logits
 
 
