@@ -16,7 +16,6 @@ from urllib.parse import unquote
 
 import nbformat
 from accessibility import violations
-from api import api_page
 from ledger import ledger_page
 from links import broken, fetched
 from sphinx.cmd.build import build_main
@@ -58,7 +57,6 @@ def lay_out(folder: Path) -> None:
                     cell.metadata.setdefault("mystnb", {})["image"] = {"alt": alt}
         nbformat.write(notebook, folder / "notebooks" / path.name)
     shutil.copy(REPOSITORY / "notebooks" / "ledger.tsv", folder / "notebooks")
-    (folder / "api.md").write_text(api_page(), encoding="utf-8")
     (folder / "ledger.md").write_text(ledger_page(), encoding="utf-8")
 
 

@@ -1,8 +1,10 @@
 """Sphinx, for the tree of sources that build.py lays out: nothing is run, nothing is fetched."""
 
+from docstrings import as_restructured_text, skip_field
+
 project = "treeattn"
 copyright = "the treeattn authors"
-extensions = ["myst_nb", "sphinx.ext.mathjax"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax"]
 source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
 exclude_patterns = ["treeattn", "tests", "examples", "figures", "site"]
 
@@ -10,6 +12,11 @@ nb_execution_mode = "off"  # the stored outputs are tested against fresh ones el
 nb_merge_streams = True
 myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_heading_anchors = 3
+
+# The API's page. Shapes and types stand in the docstrings.
+autodoc_typehints = "none"
+autodoc_preserve_defaults = True  # an object's default as its source has it
+default_role = "py:obj"  # `merge` is a link, wherever that name has an entry
 
 # MathJax 2, as jupyter-server-mathjax carries it; build.py copies it.
 mathjax_path = "mathjax/MathJax.js?config=TeX-AMS-MML_HTMLorMML-full"
@@ -40,3 +47,8 @@ html_css_files = ["site.css"]
 html_extra_path = ["merge_stepper.html", "prefix_tree_stepper.html"]
 html_copy_source = False
 html_theme_options = {"top_of_page_buttons": []}
+
+
+def setup(app) -> None:
+    app.connect("autodoc-process-docstring", as_restructured_text)
+    app.connect("autodoc-skip-member", skip_field)

@@ -4,9 +4,8 @@ import re
 from itertools import groupby
 from pathlib import Path
 
-from api import SPECIAL
-
 NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
+SPECIAL = str.maketrans({character: f"\\{character}" for character in "*_<$|[]"})
 NAMES = {
     "v1": "Version 1 of the paper",
     "v2": "Version 2 of the paper",
