@@ -60,6 +60,7 @@ def value_and_gradients(_shape, _which):
     return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [("bias",), ("mask", "bias", "kv_lengths")], ids="+".join)
 @pytest.mark.parametrize("name", SHAPES)
 def test_values_and_gradients(name, which):
@@ -90,6 +91,7 @@ def test_values_and_gradients(name, which):
     check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("d", [16, 24, 32, 40, 48, 56, 64, 72, 96, 128, 256])
 def test_one_query_of_every_width(d):  # the sum over d is written out in other ways for each
     (q, k, v), _, _ = draw(d, (1, 1, 2, 2, BLOCK // 2 + 3, d, 8), which=())
@@ -103,6 +105,7 @@ def jitted(_shape, _dtype):
     return jax.jit(attend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["one query, streams", "grouped, streams, rows", "many queries"])
 def test_dtypes(name, dtype):
@@ -123,6 +126,7 @@ def test_dtypes(name, dtype):
     check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", RTOL)
 def test_output_and_gradients_in_the_inputs_dtype(dtype):
     (q, k, v), options, rng = draw(3, SHAPES["one query, streams"], dtype=dtype, which=("mask",))
@@ -138,6 +142,7 @@ def test_output_and_gradients_in_the_inputs_dtype(dtype):
         np.testing.assert_allclose(np.asarray(ours, np.float64), dense, atol=RTOL[dtype] * size)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(seed=st.integers(0, 2**32), cut=st.sampled_from([0, 7, 600, 1299]))
 def test_parts_merge_to_the_whole(seed, cut):
@@ -170,6 +175,7 @@ def everything(q, k, v, **options):
     return jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(q, k, v)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [5, 600])
 @pytest.mark.parametrize(
     "hide",
@@ -273,6 +279,7 @@ def test_an_infinite_score_counts_as_the_largest_finite_one():
     np.testing.assert_array_equal(attention(big, keys[:, 1:2], values[:, 1:2]), [[[[7.0]]]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "batch", "queries"),
     [
@@ -296,6 +303,7 @@ def test_memory_does_not_grow_with_the_keys(dtype, batch, queries, optimized):
     assert temporary(16 * n) <= temporary(n) + 1024  # a few bytes for the loop's indices
 
 
+@pytest.mark.slow
 def test_memory_of_the_gradient(optimized):
     def temporary(n):
         q, k = (jax.ShapeDtypeStruct((1, m, 4, 64), "float32") for m in (1, n))
@@ -335,6 +343,7 @@ def test_lists_are_taken_for_arrays():
     np.testing.assert_allclose(out, expected, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16])
 def test_narrow_lengths_are_widened(dtype):
     (q, k, v), _, _ = draw(0, SHAPES["many queries"], which=())
@@ -343,6 +352,7 @@ def test_narrow_lengths_are_widened(dtype):
     np.testing.assert_allclose(out, dense_attention(q, k, v, kv_lengths=lengths), atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("queries", [1, 5])
 def test_nothing_beyond_the_lengths_matters(queries):
     """Memory that was never written may hold NaN: neither the state nor a gradient sees it."""
@@ -407,6 +417,7 @@ def causal_value_and_gradients(_length):
     return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [CAUSAL_BLOCK, CAUSAL_BLOCK + 1, 3 * CAUSAL_BLOCK + 5])
 def test_causal_halves_values_and_gradients(length):
     options = {"mask": np.tri(length, dtype=bool)[None, None], "scale": 0.3}

@@ -159,6 +159,7 @@ def test_the_trie_in_bulk_is_the_plain_trie():
         assert (np.diff(np.where(indices < 0, 6, indices), axis=1, append=7) >= 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows,width", [(1, 3), (2, 3), (3, 1), (3, 3), (4, 2), (4, 3)])
 def test_every_small_beam(rows, width):
     """All beams of that shape over three letters: 558,900 of them."""
@@ -592,6 +593,7 @@ def assert_as_alone(model, prompts, beam, run, atol):
         np.testing.assert_allclose(logits[b, some], expected, rtol=0, atol=atol)
 
 
+@pytest.mark.slow
 def test_packed_llama_logits_in_float64():
     model = Llama.load(Path(__file__).parent / "data" / "llamas" / "llama3", dtype=jnp.float64)
     rng = np.random.default_rng(7)

@@ -12,6 +12,8 @@ import pytest
 
 import treeattn
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 WITHIN = 30.0  # seconds after a failure by which everybody must have ended
 

@@ -18,6 +18,8 @@ from test_pallas import on_cuda
 import treeattn
 from treeattn import finalize, merge
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = Path(__file__).parent.parent / "examples" / "cluster_merge.py"
 spec = importlib.util.spec_from_file_location("cluster_merge", EXAMPLE)
 example = importlib.util.module_from_spec(spec)

@@ -35,6 +35,8 @@ from treeattn.conformance import (
 from treeattn.conformance import attend as reference
 from treeattn.devices.merge import METHODS
 
+pytestmark = pytest.mark.slow
+
 DTYPES = tuple(TOLERANCES)
 PAGE = Path(__file__).parent.parent / "CONFORMANCE.md"
 

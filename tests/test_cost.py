@@ -130,6 +130,7 @@ GROUPED = Workload(4096, batch=2, heads=8, kv_heads=2, head_dim=32, queries=3, d
 PAPERS = Workload(32768, dtype="float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "p"), [*((s, p) for s in PROGRAMS for p in (2, 8)), ("butterfly", 6)]
 )
@@ -143,6 +144,7 @@ def test_the_compiled_program_runs_what_the_model_counts(strategy, p):
     assert total_bytes(found) == model.operand_bytes
 
 
+@pytest.mark.slow
 def test_reference_counts():
     """8 devices, 32k keys, float32, 16 heads of 128: the numbers of the papers' own workload."""
     allreduce = collectives(compiled("tree-joined", PAPERS, 8))
@@ -428,6 +430,7 @@ def test_a_trees_step_waits_for_latencies_and_not_for_bandwidth(plan, quick):
     assert ring[1] / ring[0] == pytest.approx(0.5, abs=0.02)  # of a ring nearly all of it is
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("corner", CORNERS)
 def test_advice_that_no_choice_of_constants_changes(corner):
     """Heads up to the key heads; beyond them, heads and sequence; many sequences, the batch."""

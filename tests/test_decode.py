@@ -78,6 +78,7 @@ GRADIENTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "shape", "kv_len"), VALUES + GRADIENTS, ids=str)
 def test_values_and_gradients(name, shape, kv_len):
     @settings(max_examples=8, deadline=None)
@@ -110,6 +111,7 @@ def test_a_mesh_with_explicit_axes(name, sharded):
     np.testing.assert_allclose(out, dense_attention(q, k, v), atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["reduce_scatter", "all_to_all", "hierarchical"])
 @pytest.mark.parametrize("shape", [(2,), (3,), (2, 2), (3, 2)], ids=str)
 def test_scattered_heads(shape, method):
@@ -133,6 +135,7 @@ WIRES = [(method, jnp.bfloat16, 2**-8) for method in METHODS] + [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "wire", "unit"), WIRES)
 def test_numerators_on_the_wire_in_16_bits(method, wire, unit):
     """One rounding of the output for each time it travels; lse stays exact; gradients flow."""
@@ -163,6 +166,7 @@ WIDENED = [("allreduce", x) for x in (np.uint8, np.int16, np.uint32, np.int64)] 
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), WIDENED)
 def test_narrow_lengths_are_widened(name, dtype):
     """300 keys: more than fit into the narrowest of these."""
@@ -172,6 +176,7 @@ def test_narrow_lengths_are_widened(name, dtype):
     np.testing.assert_allclose(out, dense_attention(q, k, v, kv_lengths=lengths), atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["allreduce", "ring"])
 def test_a_traced_scale_is_compiled_once_and_has_a_gradient(name):
     (q, k, v), _, w, _ = draw_inputs(0, 37)
@@ -211,6 +216,7 @@ def bits(p, method, block, arrays, lengths, mask):
     return [np.asarray(x) for x in decoded]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "dtype"), [((4, 4, 64, 512, 64), jnp.float32), ((6, 2, 40, 256, 16), jnp.bfloat16)]
 )
@@ -255,6 +261,7 @@ def test_blocks_that_make_no_tree_are_refused(unchecked):
         treeattn.tree_decode(q, kv, kv, mesh=make_mesh((2,)), axis="kv", block=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2,), (5,), (8,), (2, 3)], ids=str)
 @pytest.mark.parametrize("method", ["allreduce", "butterfly", "gather", "hierarchical"])
 def test_every_device_has_the_same_bits(method, shape, optimized):
@@ -397,6 +404,7 @@ FORMULAS = {  # p -> (collectives, bytes put in, bytes sent), scattered where a 
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [2, 4, 8])
 @pytest.mark.parametrize("method", FORMULAS)
 def test_every_method_sends_what_its_formula_says(method, p):
@@ -457,6 +465,7 @@ def test_by_nodes_a_share_of_the_state_leaves_each_device(nodes, g):
     assert sent_bytes(sent("hierarchical", scatter=True)[2]) < sent_bytes(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [3, 5, 6, 7, 9])
 def test_butterfly_needs_two_more_rounds_for_other_numbers(p):
     found = collectives(compiled(p, 4096 * p, "butterfly"))
@@ -507,6 +516,7 @@ def test_pass_q_sends_the_same_for_every_context():
     assert sent == {4 * 4 * 2 * 8 * (32 + 32 + 2)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [False, True])
 def test_a_batch_that_is_sharded_too_stays_where_it_is(lengths, optimized):
     """Over the axes ("data", "kv") nothing of the size of the keys crosses the axis "data"."""

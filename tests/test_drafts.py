@@ -179,6 +179,7 @@ def test_the_suffix_drafts_probabilities_are_probabilities(seed):
             }
 
 
+@pytest.mark.slow
 def test_the_suffix_draft_is_calibrated():
     """Over many texts, tokens that it gives 80 % come about as often."""
     hopes, times = [], []
@@ -286,6 +287,7 @@ def log_probs(model, text):
     return after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth, width", [(3, 3)])
 def test_beam_search_by_a_model(model, depth, width):
     """Against `expand_tree` with full passes, as the texts grow by one or several tokens."""
@@ -313,6 +315,7 @@ def test_the_first_layers(model):
     assert np.abs(one.logits(ids) - model.logits(ids)).max() > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("widths, replacement", [((3, 2), False), ((3, 1), True)])
 def test_drawn_candidates_are_drawn_from_what_they_say(model, widths, replacement):
     draft = DrawnDraft(model, widths=widths, temperature=0.5, replacement=replacement)

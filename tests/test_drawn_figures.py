@@ -18,6 +18,8 @@ from treeattn.cost.program import collectives, sent_bytes
 from treeattn.figures import cheat_sheet
 from treeattn.figures.__main__ import collect
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parent.parent
 FOLDER = REPOSITORY / "figures"
 FIGURES, ANIMATIONS = collect("FIGURES"), collect("ANIMATIONS")

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = ["--context", "64", "--heads", "4", "--head-dim", "16", "--steps", "2", "--check"]
 

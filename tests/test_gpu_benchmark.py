@@ -11,6 +11,8 @@ import jax
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.slow
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 

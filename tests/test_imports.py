@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import SLOW
 
 import treeattn
 
@@ -159,12 +158,6 @@ def test_every_public_name_is_there_and_listed():
     assert treeattn.energy is importlib.import_module("treeattn.idea.energy").energy
     with pytest.raises(AttributeError, match="no attribute 'flash_attention'"):
         _ = treeattn.flash_attention
-
-
-def test_the_slow_tests_that_are_named_exist():
-    texts = {file.name: file.read_text("utf-8") for file in Path(__file__).parent.glob("*.py")}
-    for name in SLOW:
-        assert name in texts or any(f"def {name}(" in text for text in texts.values()), name
 
 
 def run(code: str) -> str:

@@ -13,6 +13,8 @@ import pytest
 
 from treeattn import Llama, kv_mesh
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="session")
 def smollm():

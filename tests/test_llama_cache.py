@@ -14,6 +14,8 @@ from treeattn.llama import cache as caches
 from treeattn.llama.layers import extend_layer
 from treeattn.llama.parallel import TO_CACHE, to_cache
 
+pytestmark = pytest.mark.slow
+
 SMALL = Path(__file__).parent / "data" / "llamas" / "llama3"
 TEXT = np.random.default_rng(0).integers(0, 96, 41)
 

@@ -14,6 +14,8 @@ from treeattn.kernel.inputs import check_inputs
 from treeattn.llama import cache as caches
 from treeattn.llama import layers, steps
 
+pytestmark = pytest.mark.slow
+
 SMALL = Path(__file__).parent / "data" / "llamas" / "llama3"
 TEXT = np.random.default_rng(0).integers(0, 96, (2, 20))
 

@@ -19,6 +19,8 @@ from treeattn import Llama
 from treeattn.llama.text import chat, nucleus, sample, stream, stream_text
 from treeattn.llama.tokenizer import Tokenizer, from_directory, from_gguf
 
+pytestmark = pytest.mark.slow
+
 SMALL = Path(__file__).parent / "data" / "llamas" / "llama3"
 
 

@@ -17,6 +17,8 @@ import treeattn
 from treeattn import ancestor_mask, attend, attention, finalize, from_output, kv_mesh, merge
 from treeattn.kernel import pallas
 
+pytestmark = pytest.mark.slow
+
 # (batch, queries, heads, key heads, keys, head_dim, value head_dim)
 SHAPES = {
     "one query, several splits": (1, 1, 2, 2, 1300, 64, 64),

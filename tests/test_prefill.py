@@ -35,6 +35,7 @@ CAUSAL = [((2,), 16, True), ((3,), 19, True), ((2, 2), 19, True), ((6,), 4, True
 FULL = [((3,), 19, False), ((2, 2), 4, False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PREFILLS)
 @pytest.mark.parametrize(("shape", "length", "causal"), CAUSAL + FULL)
 def test_prefill_values_and_gradients(shape, length, name, causal):

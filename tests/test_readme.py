@@ -10,7 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from treeattn import simulate_devices
+
+pytestmark = pytest.mark.slow
 
 README = Path(__file__).parent.parent / "README.md"
 

@@ -32,6 +32,8 @@ from treeattn.llama.speculation.recurrent import (
 )
 from treeattn.llama.text import stream
 
+pytestmark = pytest.mark.slow
+
 SMALL = Path(__file__).parent / "data" / "llamas" / "llama3"
 NEW, CAPACITY = 24, 64
 CUT = np.arange(1, 96, 2, dtype=np.int32)  # every other token of the small model's

@@ -110,6 +110,7 @@ def test_they_are_attention(merge):
     np.testing.assert_allclose(out, dense_attention(q, k, v), atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [8, 64])
 @pytest.mark.parametrize("queries_gathered", [False, True], ids=["queries", "gathered"])
 @pytest.mark.parametrize("merge", TABLE, ids=lambda f: f.__name__)

@@ -12,6 +12,8 @@ from treeattn.cost.program import collectives, memory, total_bytes
 from treeattn.llama.layers import extend_layer
 from treeattn.llama.weights import SHARDED_AXIS
 
+pytestmark = pytest.mark.slow
+
 LLAMAS = sorted(p for p in (Path(__file__).parent / "data" / "llamas").iterdir() if p.is_dir())
 
 

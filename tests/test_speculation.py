@@ -26,6 +26,8 @@ from treeattn.llama.speculation import (
 )
 from treeattn.llama.text import nucleus, stream
 
+pytestmark = pytest.mark.slow
+
 SMALL = Path(__file__).parent / "data" / "llamas" / "llama3"
 BATCH, NEW = 20, 24
 

@@ -105,6 +105,7 @@ PROGRAMS = [("chain", "float32"), ("scan", "float64"), ("right to left", "float6
 PROGRAMS += [("tree of 2", "float32"), ("tree of 3", "float64")]
 
 
+@pytest.mark.slow
 @settings(max_examples=500)
 @given(
     s=st.lists(SCORES, min_size=N, max_size=N),
@@ -485,6 +486,7 @@ def squares(state):
     return jnp.sum(out**2) + jnp.sum(lse**2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 def test_derivatives_by_every_field_against_finite_differences(reduce):
     """max included: what is differentiated is d·eᵐ and n·eᵐ, wherever the pivots are stopped."""
@@ -554,6 +556,7 @@ def test_axis_vmap_and_jit():
             np.testing.assert_allclose(lse, np.log(d), rtol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reduce", "differing"),
     [
@@ -708,6 +711,7 @@ def chain_of_outputs(states):
     return from_output(*jax.lax.scan(add, start, jax.tree.map(lambda x: x[1:], states))[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16"])
 def test_rounding_by_order_and_dtype(dtype):
     """64 states in a dtype: a tree and a scan stay within 3 ε; a chain does not do so well."""

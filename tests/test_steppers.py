@@ -30,6 +30,8 @@ from treeattn import (
 from treeattn.cost.program import collectives
 from treeattn.idea.state import tree_round
 
+pytestmark = pytest.mark.slow
+
 SITE = Path(__file__).parent.parent / "site"
 MERGE, PREFIX_TREE = (SITE / f"{name}_stepper.html" for name in ("merge", "prefix_tree"))
 NUMBER = r"−?(?:∞|\d[\d,]*(?:\.\d+)?)"

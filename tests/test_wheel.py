@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parent.parent
 
 
