@@ -139,8 +139,8 @@ def _kernel(q, once, twice, k, v, mask, bias, length, *out, h_kv, causal, rows, 
         visible = there & (key[None] <= query[:, None]) if causal else there
         visible = visible if mask is None else visible & entry(mask)
         added = None if bias is None else entry(bias).astype(jnp.float32)
-        visible = visible if bias is None else visible & (added > -jnp.inf)
-        s = limit(_dot(queries, keys, 1) * once * twice, visible, added)
+        visible = visible if bias is None else visible & (added != -jnp.inf)
+        s = _limit(_dot(queries, keys, 1) * once * twice, visible, added)
         pivot = jnp.maximum(m, jnp.max(s, axis=1))
         weight, p = jnp.exp(finite(m) - finite(pivot)), jnp.exp(s - finite(pivot)[:, None])
         denominator = denominator * weight + jnp.sum(p, axis=1)
@@ -154,16 +154,37 @@ def _kernel(q, once, twice, k, v, mask, bias, length, *out, h_kv, causal, rows, 
     column = _range(_side(dv))
     places = own, own, _grid(*own, column)
     real = real, real, real[:, None] & (column < dv)[None]
-    results = *state[:2], finite(state[2] * most)
+    results = _without_loss(*state, most)
     for ref, at, x, written in zip(out, places, results, real, strict=True):
         triton.store(ref.at[at], x, mask=written)
+
+
+# Triton makes instructions of max, min and clamp that drop a NaN: of a number and a NaN they give
+# the number. So in the kernel's loop the pivot is that of the other scores, while the sums are NaN.
+
+
+def _limit(s, visible, added):
+    """`limit`, after which a visible score that was NaN, or has a bias that is, is NaN still."""
+    lost = s != s if added is None else (s != s) | (added != added)
+    return jnp.where(visible & lost, jnp.nan, limit(s, visible, added))
+
+
+def _without_loss(m, denominator, numerator, most):
+    """The state to write: a NaN stays one, and a query without keys has seen none of the values."""
+    m = jnp.where(denominator != denominator, denominator, m)
+    total = numerator * most
+    total = jnp.where(total != total, total, finite(total))
+    # A weight of 0 times a value that is NaN is NaN.
+    return m, denominator, jnp.where(denominator[:, None] == 0, 0, total)
 
 
 def _dot(a, b, axis: int):
     """Σ over a's axis 1 and b's `axis`, as in float32, for a of float32 or of b's dtype.
 
     Tensor cores multiply no float32, but its first bits only. So a factor is a sum of two that they
-    do multiply; the product of the two smaller ones is less than what float32 rounds.
+    do multiply, and the product of the two smaller ones is left out: at most 2⁻²⁰ of the whole one,
+    on average of the order of what float32 rounds. A weight, for values in bfloat16, is off by
+    2⁻¹⁵ at most.
     """
     contracted, once = (((1,), (axis,)), ((), ())), lax.Precision.DEFAULT  # whatever JAX is set to
     a, b = _parts(a, b.dtype), _parts(b, b.dtype)
