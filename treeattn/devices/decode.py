@@ -26,6 +26,7 @@ from treeattn.devices.merge import (
     unpack_state,
 )
 from treeattn.devices.shards import (
+    Layout,
     check_call,
     count_devices,
     deal,
@@ -57,7 +58,7 @@ def ring(inputs: Inputs, axes: tuple[str, ...]) -> AttentionState:
 
     def visit(carry, _):
         state, arrived = carry
-        leaving = pass_on(arrived, axes, p)  # under way while this device computes
+        leaving = pass_on(arrived, axes)  # under way while this device computes
         return (merge(state, attend_inputs(inputs.replace(**arrived))), leaving), None
 
     start = no_keys(inputs), {name: getattr(inputs, name) for name in shard}
@@ -84,7 +85,7 @@ def pass_q(inputs: Inputs, axes: tuple[str, ...]) -> AttentionState:
         )
         seen = jnp.where(start < l, lengths, 0)  # a share of padding attends to nothing
         here = attend_inputs(inputs.replace(q=q, mask=mask, bias=bias, lengths=seen))
-        return pass_on((q, merge(state, here)), axes, p), None
+        return pass_on((q, merge(state, here)), axes), None
 
     q = rows(inputs.q, 1, rank * share)
     start = q, no_keys(inputs.replace(q=q))
@@ -114,6 +115,8 @@ def tree_decode(
     return_lse: bool = False,
     scatter: bool = False,
     block: int | None = None,
+    batch_axis: str | tuple[str, ...] | None = None,
+    head_axis: str | tuple[str, ...] | None = None,
 ):
     """Attention of q, present on every device, over keys and values sharded along `axis`.
 
@@ -150,6 +153,7 @@ def tree_decode(
     return _decode(
         method, q, k, v, return_lse, mesh, axis, scatter=scatter, block=block,
         kv_lengths=kv_lengths, mask=mask, bias=bias, scale=scale, implementation=implementation,
+        batch_axis=batch_axis, head_axis=head_axis,
     )  # fmt: skip
 
 
@@ -166,6 +170,8 @@ def ring_decode(
     scale: float | Float[Array, ""] | None = None,
     implementation: str | None = None,
     return_lse: bool = False,
+    batch_axis: str | tuple[str, ...] | None = None,
+    head_axis: str | tuple[str, ...] | None = None,
 ):
     """Ring Attention for decoding: every shard of the cache visits every device.
 
@@ -175,7 +181,7 @@ def ring_decode(
     """
     return _decode(
         "ring", q, k, v, return_lse, mesh, axis, kv_lengths=kv_lengths, mask=mask, bias=bias,
-        scale=scale, implementation=implementation,
+        scale=scale, implementation=implementation, batch_axis=batch_axis, head_axis=head_axis,
     )  # fmt: skip
 
 
@@ -192,6 +198,8 @@ def pass_q_decode(
     scale: float | Float[Array, ""] | None = None,
     implementation: str | None = None,
     return_lse: bool = False,
+    batch_axis: str | tuple[str, ...] | None = None,
+    head_axis: str | tuple[str, ...] | None = None,
 ):
     """A ring that moves the queries and their states ("pass-Q"); the cache stays where it is.
 
@@ -203,15 +211,15 @@ def pass_q_decode(
     """
     return _decode(
         "pass_q", q, k, v, return_lse, mesh, axis, kv_lengths=kv_lengths, mask=mask, bias=bias,
-        scale=scale, implementation=implementation,
+        scale=scale, implementation=implementation, batch_axis=batch_axis, head_axis=head_axis,
     )  # fmt: skip
 
 
 def _decode(name: str, q, k, v, return_lse: bool, mesh, axis, scatter=False, block=None, **options):
-    inputs, axes = check_call(q, k, v, mesh, axis, **options)
+    inputs, layout = check_call(q, k, v, mesh, axis, **options)
     if block is not None:
-        _check_block(block, name, inputs.k.shape[1], count_devices(mesh, axes))
-    out, lse = _decode_jit(inputs, name=name, scatter=scatter, block=block, mesh=mesh, axes=axes)
+        _check_block(block, name, inputs.k.shape[1], count_devices(mesh, layout.axes))
+    out, lse = _decode_jit(inputs, name=name, scatter=scatter, block=block, layout=layout)
     return (out, lse) if return_lse else out
 
 
@@ -227,8 +235,9 @@ def _check_block(block: int, method: str, n: int, p: int) -> None:
         )
 
 
-@functools.partial(jax.jit, static_argnames=("name", "scatter", "block", "mesh", "axes"))
-def _decode_jit(inputs: Inputs, *, name: str, scatter: bool, block: int | None, mesh, axes):
+@functools.partial(jax.jit, static_argnames=("name", "scatter", "block", "layout"))
+def _decode_jit(inputs: Inputs, *, name: str, scatter: bool, block: int | None, layout: Layout):
+    axes = layout.axes
     by_nodes = scatter and name == "hierarchical"
 
     def body(rank, inputs):
@@ -244,9 +253,9 @@ def _decode_jit(inputs: Inputs, *, name: str, scatter: bool, block: int | None, 
             return gather_heads((out, lse), axes, inputs.q.shape[2], axis=2)
         return out, lse
 
-    inputs, specs = deal(inputs, mesh, axes)
-    heads = P(None, None, axes[::-1] if by_nodes else axes) if scatter else P()
-    # Only the Allreduce's result is known to JAX to be the same everywhere. Pallas, where it is
-    # interpreted, does not tell JAX what is.
-    check = name == "allreduce" and inputs.implementation != "pallas"
-    return over_shards(body, mesh, axes, (specs,), heads, check=check)(inputs)
+    inputs, specs = deal(inputs, layout)
+    heads = layout.heads
+    if scatter:  # each device's share is one of its own heads
+        heads += axes[::-1] if by_nodes else axes
+    result = P(layout.batch or None, None, heads or None)
+    return over_shards(body, layout.mesh, axes, (specs,), result, left=layout.left)(inputs)

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
 from treeattn.devices.shards import (
+    Layout,
     check_call,
     count_devices,
     no_keys,
@@ -38,6 +39,8 @@ def ring_attention(
     causal: bool = True,
     scale: float | Float[Array, ""] | None = None,
     implementation: str | None = None,
+    batch_axis: str | tuple[str, ...] | None = None,
+    head_axis: str | tuple[str, ...] | None = None,
 ) -> Float[Array, "b l h dv"]:
     """Ring Attention with the queries sharded like the keys: prefill (Liu et al. 2023).
 
@@ -48,10 +51,11 @@ def ring_attention(
     Raises ValueError for a causal q whose length is not k's, an axis that the mesh lacks, and
     whatever `attend` refuses.
     """
-    inputs, axes = check_call(
-        q, k, v, mesh, axis, scale=scale, causal=causal, implementation=implementation
-    )
-    return _prefill(inputs, on_device=_ring, mesh=mesh, axes=axes)
+    inputs, layout = check_call(
+        q, k, v, mesh, axis, scale=scale, causal=causal, implementation=implementation,
+        batch_axis=batch_axis, head_axis=head_axis,
+    )  # fmt: skip
+    return _prefill(inputs, on_device=_ring, layout=layout)
 
 
 def ulysses_attention(
@@ -64,6 +68,8 @@ def ulysses_attention(
     causal: bool = True,
     scale: float | Float[Array, ""] | None = None,
     implementation: str | None = None,
+    batch_axis: str | tuple[str, ...] | None = None,
+    head_axis: str | tuple[str, ...] | None = None,
 ) -> Float[Array, "b l h dv"]:
     """Prefill by two all-to-alls: shards of the sequence become shards of the heads, and back.
 
@@ -73,33 +79,37 @@ def ulysses_attention(
 
     Raises ValueError when p does not divide the query heads, and as `ring_attention` does.
     """
-    inputs, axes = check_call(
-        q, k, v, mesh, axis, scale=scale, causal=causal, implementation=implementation
-    )
-    p, h = count_devices(mesh, axes), q.shape[2]
+    inputs, layout = check_call(
+        q, k, v, mesh, axis, scale=scale, causal=causal, implementation=implementation,
+        batch_axis=batch_axis, head_axis=head_axis,
+    )  # fmt: skip
+    p, groups = count_devices(mesh, layout.axes), count_devices(mesh, layout.heads)
+    h, kv_heads = q.shape[2] // groups, k.shape[2] // groups  # of a device along the heads
     if h % p:
         raise ValueError(f"q: expected heads that {p} devices can share evenly, got {h}")
-    repeats = p // math.gcd(p, k.shape[2])
+    repeats = p // math.gcd(p, kv_heads)
     k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
-    return _prefill(inputs.replace(k=k, v=v), on_device=_ulysses, mesh=mesh, axes=axes)
+    return _prefill(inputs.replace(k=k, v=v), on_device=_ulysses, layout=layout)
 
 
-@functools.partial(jax.jit, static_argnames=("on_device", "mesh", "axes"))
-def _prefill(inputs: Inputs, *, on_device, mesh, axes):
+@functools.partial(jax.jit, static_argnames=("on_device", "layout"))
+def _prefill(inputs: Inputs, *, on_device, layout: Layout):
     """on_device(inputs, rank, axes), with shards of the queries and the keys, to one of `out`."""
-    p, (b, l), n = count_devices(mesh, axes), inputs.q.shape[:2], inputs.k.shape[1]
+    axes, (b, l), n = layout.axes, inputs.q.shape[:2], inputs.k.shape[1]
+    p = count_devices(layout.mesh, axes)
     q, k, v = (pad_axis(x, 1, p * -(-x.shape[1] // p)) for x in (inputs.q, inputs.k, inputs.v))
     # Padded keys come after all real queries, so causality hides them as well.
     whole = inputs.causal or k.shape[1] == n
     lengths = None if whole else jnp.full(b, n, jnp.int32)
     inputs = inputs.replace(q=q, k=k, v=v, lengths=lengths)
-    along = P(None, axes)
-    specs = inputs.replace(q=along, k=along, v=along, lengths=P(), factor=P())
+    along = layout.spec(axes)
+    specs = inputs.replace(q=along, k=along, v=along, lengths=layout.rows(), factor=P())
 
     def body(rank, inputs):
         return on_device(inputs, rank, axes)
 
-    return over_shards(body, mesh, axes, (specs,), along)(inputs)[:, :l]
+    mapped = over_shards(body, layout.mesh, axes, (specs,), along, left=layout.left)
+    return mapped(inputs)[:, :l]
 
 
 def _ring(inputs: Inputs, rank, axes):
@@ -122,7 +132,7 @@ def _ring(inputs: Inputs, rank, axes):
 
     def visit(carry, step):
         state, shard = carry
-        arriving = pass_on(shard, axes, p)
+        arriving = pass_on(shard, axes)
         return (see(state, shard, step), arriving), None
 
     start = skip, (inputs.k, inputs.v)
