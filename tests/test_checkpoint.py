@@ -346,7 +346,7 @@ def test_a_tokenizer_larger_than_the_vocabulary(tmp_path):
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'"]),
         ({"num_key_value_heads": 3}, ["4 query heads", "3 key heads"]),
         ({"num_hidden_layers": 0}, ["layers", "0"]),
-        ({"hidden_size": "32"}, ["width", "'32'"]),
+        ({"hidden_size": "32"}, ["hidden_size", "'32'"]),
         ({"head_dim": 7}, ["head_dim", "7"]),
         ({"rope_parameters": {"rope_type": "yarn"}}, ["rope scaling", "'yarn'"]),
         ({"rope_parameters": {"rope_type": "llama3"}}, ["'llama3'", "factor"]),
@@ -363,7 +363,7 @@ def test_an_incomplete_configuration(tmp_path):
     fields = config(folder)
     del fields["intermediate_size"]
     write(folder, fields)
-    refuses(folder, "config.json lacks 'intermediate_size'")
+    refuses(folder, "config.json: lacks 'intermediate_size'")
     (folder / "config.json").write_text("{")
     refuses(folder, "config.json", "JSON")
     (folder / "config.json").unlink()

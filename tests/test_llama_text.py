@@ -16,8 +16,9 @@ import pytest
 import tokenizers
 
 from treeattn import Llama
+from treeattn.llama.gguf_tokenizer import from_gguf
 from treeattn.llama.text import chat, nucleus, sample, stream, stream_text
-from treeattn.llama.tokenizer import Tokenizer, from_directory, from_gguf
+from treeattn.llama.tokenizer import Tokenizer, from_directory
 
 pytestmark = pytest.mark.slow
 

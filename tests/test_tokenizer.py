@@ -25,7 +25,8 @@ from plain_tokenizer import (
 )
 
 from treeattn.llama.files import open_checkpoint, packaged_model
-from treeattn.llama.tokenizer import from_directory, from_gguf
+from treeattn.llama.gguf_tokenizer import from_gguf
+from treeattn.llama.tokenizer import from_directory
 
 GOLDEN = Path(__file__).parent / "data" / "packaged_tokens.json"  # (text, ids)
 TEXTS = [text for text, _ in json.loads(GOLDEN.read_text(encoding="utf-8"))]

@@ -32,6 +32,9 @@ class Checkpoint:
 
     def check(self) -> None:
         """Raise a ValueError that names tensors which are missing, misshapen or unknown."""
+        if self.config.layers > len(self.shapes):
+            layers = f"{self.config.layers} layers"
+            raise ValueError(f"{self.path}: {layers} are more than its {len(self.shapes)} tensors")
         expected = self.config.tensors()
         missing = [name for name in expected if name not in self.shapes]
         if missing:
@@ -40,6 +43,11 @@ class Checkpoint:
             if (came := self.shapes[name]) != shape:
                 wanted = f"its configuration asks for {shape}"
                 raise ValueError(f"{self.path}: {name} has shape {came}; {wanted}")
+        pairs, factors = (self.config.head_dim // 2,), self.rotary_factors
+        if factors is not None and factors.shape != pairs:
+            raise ValueError(
+                f"{self.path}: rope_freqs.weight has shape {factors.shape}, not {pairs}"
+            )
         harmless = ("rotary_emb.inv_freq", "lm_head.weight", "rope_freqs.weight")
         unknown = [n for n in self.shapes if n not in expected and not n.endswith(harmless)]
         if unknown:

@@ -1,14 +1,19 @@
 """What a Llama is: its numbers, and the tensors that follow from them."""
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
+
+from treeattn.idea.arrays import integer, number
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The shape of a Llama. head_dim need not be width / heads."""
+    """The shape of a Llama. head_dim need not be width / heads.
+
+    Raises a TypeError or ValueError for a size that is no whole number of at least 1, a number
+    that is not finite and above 0, and for sizes that do not fit each other.
+    """
 
     vocabulary: int
     width: int
@@ -26,16 +31,23 @@ class Config:
     mlp_bias: bool = False
 
     def __post_init__(self):
-        for name in ("vocabulary", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"config: {name} must be a positive number, got {value!r}")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is int:
+                value = integer(field.name, value, 1)
+            elif field.type is float:
+                value = number(field.name, value, 0)
+            elif field.type is bool:
+                value = boolean(field.name, value)
+            object.__setattr__(self, field.name, value)
         if self.heads % self.kv_heads:
             raise ValueError(
-                f"config: {self.heads} query heads cannot share {self.kv_heads} key heads evenly"
+                f"heads: {self.heads} query heads cannot share {self.kv_heads} key heads evenly"
             )
         if self.head_dim % 2:
-            raise ValueError(f"config: head_dim must be even for rotary pairs, got {self.head_dim}")
+            raise ValueError(
+                f"head_dim: expected an even number, for rotary pairs, got {self.head_dim}"
+            )
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """The tensors that a checkpoint of this model must have, and their shapes (out, in)."""
@@ -69,6 +81,9 @@ class LinearScaling:
 
     factor: float
 
+    def __post_init__(self):
+        _check_numbers(self)
+
     def apply(self, frequencies: np.ndarray) -> np.ndarray:
         return frequencies / self.factor
 
@@ -83,6 +98,14 @@ class Llama3Scaling:
     high_freq_factor: float
     original_max_position_embeddings: float
 
+    def __post_init__(self):
+        _check_numbers(self)
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor: expected less than high_freq_factor = {self.high_freq_factor}, "
+                f"got {self.low_freq_factor}"
+            )
+
     def apply(self, frequencies: np.ndarray) -> np.ndarray:
         low, high = self.low_freq_factor, self.high_freq_factor
         turns = self.original_max_position_embeddings * frequencies / (2 * np.pi)
@@ -90,18 +113,33 @@ class Llama3Scaling:
         return frequencies * (keep + (1 - keep) / self.factor)
 
 
+def boolean(name: str, x) -> bool:
+    """`x`, if it is True or False. Raises a TypeError for anything else."""
+    if not isinstance(x, bool):
+        raise TypeError(f"{name}: expected true or false, got {x!r:.40}")
+    return x
+
+
+def _check_numbers(scaling) -> None:
+    for field in dataclasses.fields(scaling):
+        number(field.name, getattr(scaling, field.name), 0)
+
+
 SCALINGS = {"default": None, "linear": LinearScaling, "llama3": Llama3Scaling}
 
 
-def rotary_scaling(fields: dict, path: Path) -> LinearScaling | Llama3Scaling | None:
-    """`Config.rotary_scaling` from the fields of a config.json; ValueError for unknown kinds."""
+def rotary_scaling(fields: dict) -> LinearScaling | Llama3Scaling | None:
+    """`Config.rotary_scaling` from the fields of a config.json.
+
+    Raises a ValueError for unknown kinds, and for fields that are missing or no numbers above 0.
+    """
     kind = fields.get("rope_type") or fields.get("type") or "default"
-    if kind not in SCALINGS:
-        raise ValueError(f"{path}: rope scaling: expected one of {tuple(SCALINGS)}, got {kind!r}")
+    if not isinstance(kind, str) or kind not in SCALINGS:
+        raise ValueError(f"rope scaling: expected one of {tuple(SCALINGS)}, got {kind!r:.40}")
     if kind == "default":
         return None
     names = [field.name for field in dataclasses.fields(SCALINGS[kind])]
     missing = [name for name in names if name not in fields]
     if missing:
-        raise ValueError(f"{path}: rope scaling of type {kind!r} lacks {missing[0]}")
-    return SCALINGS[kind](*(float(fields[name]) for name in names))
+        raise ValueError(f"rope scaling of type {kind!r} lacks {missing[0]}")
+    return SCALINGS[kind](*(number(name, fields[name], 0) for name in names))

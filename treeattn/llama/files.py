@@ -1,10 +1,12 @@
 """Where a model lies: a GGUF file, a Hugging Face directory, or the packaged model."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 from treeattn.llama.checkpoint import Checkpoint
 from treeattn.llama.gguf_file import open_gguf
+from treeattn.llama.guard import named
 from treeattn.llama.hugging_face import NO_PICKLES, PICKLES, open_hugging_face
 
 
@@ -27,12 +29,15 @@ def open_checkpoint(path: str | Path | None = None) -> Checkpoint:
 
     Raises FileNotFoundError when there is nothing, ValueError when it is no readable Llama.
     """
+    if not isinstance(path, str | os.PathLike | None):
+        raise TypeError(f"path: expected a path or None, got {path!r:.40}")
     path = packaged_model() if path is None else Path(path)
     if not path.exists():
         raise FileNotFoundError(f"path: no file or directory {path}")
     if path.is_file() and any(path.match(pattern) for pattern in PICKLES):
         raise ValueError(f"path: {path} is a pickled checkpoint. {NO_PICKLES}")
     hugging_face = path.is_dir() or path.suffix == ".safetensors"
-    checkpoint = open_hugging_face(path) if hugging_face else open_gguf(path)
-    checkpoint.check()
+    with named(path):
+        checkpoint = open_hugging_face(path) if hugging_face else open_gguf(path)
+        checkpoint.check()
     return checkpoint

@@ -7,9 +7,11 @@ import gguf
 import jax.numpy as jnp
 import numpy as np
 
-from treeattn.llama import tokenizer
+from treeattn.idea.arrays import integer, number
 from treeattn.llama.checkpoint import Checkpoint
 from treeattn.llama.config import Config, rotary_scaling
+from treeattn.llama.gguf_tokenizer import from_gguf
+from treeattn.llama.guard import named
 
 GGUF_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -60,13 +62,11 @@ def open_gguf(path: Path) -> Checkpoint:
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise ValueError(f"{path}: not a GGUF file")
-    try:
+    with named(path, "truncated or corrupt GGUF file"):
         reader = _Reader(path)
         fields = {name: functools.cache(field.contents) for name, field in reader.fields.items()}
         tensors = {_name_from_gguf(t.name): t for t in reader.tensors}
-    except Exception as error:  # whatever the reader stumbles over first
-        raise ValueError(f"{path}: truncated or corrupt GGUF file ({error})") from error
-    shapes = {name: tuple(int(n) for n in t.shape[::-1]) for name, t in tensors.items()}
+        shapes = {name: tuple(int(n) for n in t.shape[::-1]) for name, t in tensors.items()}
     config = gguf_config(fields, shapes, path)
 
     def read(name: str) -> np.ndarray:
@@ -87,45 +87,57 @@ def open_gguf(path: Path) -> Checkpoint:
         return x
 
     factors = read("rope_freqs.weight") if "rope_freqs.weight" in shapes else None
-    return Checkpoint(path, config, tokenizer.from_gguf(fields, path), shapes, read, factors)
+    return Checkpoint(path, config, from_gguf(fields, path), shapes, read, factors)
 
 
 def gguf_config(fields: dict, shapes: dict, path: Path) -> Config:
     """The `Config` that a GGUF file's metadata says; ValueError when it is not a Llama's."""
-    kind = fields["general.architecture"]() if "general.architecture" in fields else None
-    if kind != "llama":
-        raise ValueError(f"{path}: expected architecture 'llama', got {kind!r}")
+    with named(path, "metadata"):
+        return _config(fields, shapes)
 
+
+def _config(fields: dict, shapes: dict) -> Config:
     def get(name, default=None):
         if f"llama.{name}" in fields:
             return fields[f"llama.{name}"]()
         if default is None:
-            raise ValueError(f"{path}: the metadata lacks llama.{name}")
+            raise ValueError(f"lacks llama.{name}")
         return default
 
-    width, heads = get("embedding_length"), get("attention.head_count")
-    head_dim = get("attention.key_length", width // heads)
+    def size(name, default=None):
+        return integer(f"llama.{name}", get(name, default), 1)
+
+    def positive(name, default=None):
+        return number(f"llama.{name}", get(name, default), 0)
+
+    kind = fields["general.architecture"]() if "general.architecture" in fields else None
+    if kind != "llama":
+        raise ValueError(f"expected architecture 'llama', got {kind!r:.40}")
+    width = size("embedding_length")
+    heads = size("attention.head_count")
+    head_dim = size("attention.key_length", max(width // heads, 1))
     if get("rope.dimension_count", head_dim) != head_dim:
-        raise ValueError(f"{path}: only part of each head is rotated, which no Llama does")
+        raise ValueError("llama.rope.dimension_count: expected that all of each head is rotated")
     if get("expert_count", 0):
-        raise ValueError(f"{path}: a mixture of {get('expert_count')} experts is not a Llama")
-    scaling = {"rope_type": get("rope.scaling.type", "default").replace("none", "default")}
+        raise ValueError(f"a mixture of {get('expert_count')!r:.40} experts is not a Llama")
+    scaling = {"rope_type": get("rope.scaling.type", "default")}
+    if scaling["rope_type"] == "none":
+        scaling["rope_type"] = "default"
     if scaling["rope_type"] == "linear":
-        scaling["factor"] = get("rope.scaling.factor")
+        scaling["factor"] = positive("rope.scaling.factor")
+    embedding = shapes.get("model.embed_tokens.weight")
     return Config(
-        vocabulary=shapes["model.embed_tokens.weight"][0]
-        if "model.embed_tokens.weight" in shapes
-        else get("vocab_size"),
+        vocabulary=embedding[0] if embedding else size("vocab_size"),
         width=width,
-        layers=get("block_count"),
+        layers=size("block_count"),
         heads=heads,
-        kv_heads=get("attention.head_count_kv", heads),
+        kv_heads=size("attention.head_count_kv", heads),
         head_dim=head_dim,
-        mlp_width=get("feed_forward_length"),
-        context=get("context_length"),
-        norm_epsilon=get("attention.layer_norm_rms_epsilon"),
-        rotary_base=float(get("rope.freq_base", 10000.0)),
-        rotary_scaling=rotary_scaling(scaling, path),
+        mlp_width=size("feed_forward_length"),
+        context=size("context_length"),
+        norm_epsilon=positive("attention.layer_norm_rms_epsilon"),
+        rotary_base=positive("rope.freq_base", 10000.0),
+        rotary_scaling=rotary_scaling(scaling),
         tied="lm_head.weight" not in shapes,
         attention_bias="model.layers.0.self_attn.q_proj.bias" in shapes,
     )

@@ -5,9 +5,11 @@ from pathlib import Path
 import numpy as np
 import safetensors
 
+from treeattn.idea.arrays import integer, number
 from treeattn.llama import tokenizer
 from treeattn.llama.checkpoint import Checkpoint, some
-from treeattn.llama.config import Config, rotary_scaling
+from treeattn.llama.config import Config, boolean, rotary_scaling
+from treeattn.llama.guard import named
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 NO_PICKLES = (
@@ -25,7 +27,7 @@ def open_hugging_face(path: Path) -> Checkpoint:
     config = hugging_face_config(tokenizer.read_json(folder / "config.json"), folder)
     where, shapes = {}, {}
     for file in files:
-        with _safetensors(file) as shard:
+        with _safetensors(file) as shard, named(file):
             for name in shard.keys():  # a shard is no dict
                 stored = shard.get_slice(name)
                 if (dtype := stored.get_dtype()) not in DTYPES:
@@ -44,8 +46,9 @@ def _shards(path: Path) -> list[Path]:
     """The directory's safetensors files: those of its index, model.safetensors, or all."""
     index, single = path / "model.safetensors.index.json", path / "model.safetensors"
     if index.exists():
-        names = tokenizer.read_json(index).get("weight_map", {}).values()
-        files = sorted({path / name for name in names})
+        with named(index, "weight_map"):
+            names = tokenizer.read_json(index)["weight_map"].values()
+            files = sorted({path / name for name in names})
         missing = [f.name for f in files if not f.exists()]
         if missing:
             raise ValueError(f"{path}: {some(missing)} missing, though the index lists it")
@@ -68,30 +71,44 @@ def _safetensors(file: Path):
 
 def hugging_face_config(fields: dict, path: Path) -> Config:
     """The `Config` that a config.json says; ValueError when it is not a Llama's."""
-    kind = fields.get("model_type")
-    if kind != "llama":
-        raise ValueError(f"{path}: expected a model of type 'llama', got {kind!r}")
-    if fields.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"{path}: expected hidden_act 'silu', got {fields['hidden_act']!r}")
-    try:
-        heads, width = fields["num_attention_heads"], fields["hidden_size"]
-        # Newer files keep everything rotary in one place.
-        rotary = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-        return Config(
-            vocabulary=fields["vocab_size"],
-            width=width,
-            layers=fields["num_hidden_layers"],
-            heads=heads,
-            kv_heads=fields.get("num_key_value_heads") or heads,
-            head_dim=fields.get("head_dim") or width // heads,
-            mlp_width=fields["intermediate_size"],
-            context=fields.get("max_position_embeddings", 2048),
-            norm_epsilon=fields.get("rms_norm_eps", 1e-6),
-            rotary_base=float(rotary.get("rope_theta") or fields.get("rope_theta", 10000.0)),
-            rotary_scaling=rotary_scaling(rotary, path),
-            tied=fields.get("tie_word_embeddings", False),
-            attention_bias=fields.get("attention_bias", False),
-            mlp_bias=fields.get("mlp_bias", False),
-        )
-    except KeyError as missing:
-        raise ValueError(f"{path}: config.json lacks {missing}") from None
+    with named(path, "config.json"):
+        return _config(fields)
+
+
+def _config(fields: dict) -> Config:
+    def get(name, default=None, among=fields):
+        found = among.get(name)  # null is as good as nothing
+        if found is None and default is None:
+            raise ValueError(f"lacks {name!r}")
+        return default if found is None else found
+
+    def size(name, default=None):
+        return integer(name, get(name, default), 1)
+
+    if fields.get("model_type") != "llama":
+        raise ValueError(f"expected a model of type 'llama', got {fields.get('model_type')!r:.40}")
+    if get("hidden_act", "silu") != "silu":
+        raise ValueError(f"expected hidden_act 'silu', got {fields['hidden_act']!r:.40}")
+    # Newer files keep everything rotary in one place.
+    rotary = get("rope_parameters", get("rope_scaling", {}))
+    if not isinstance(rotary, dict):
+        raise TypeError(f"rope scaling: expected an object, got {rotary!r:.40}")
+    base = get("rope_theta", get("rope_theta", 10000.0), among=rotary)
+    heads = size("num_attention_heads")
+    width = size("hidden_size")
+    return Config(
+        vocabulary=size("vocab_size"),
+        width=width,
+        layers=size("num_hidden_layers"),
+        heads=heads,
+        kv_heads=size("num_key_value_heads", heads),
+        head_dim=size("head_dim", width // heads),
+        mlp_width=size("intermediate_size"),
+        context=size("max_position_embeddings", 2048),
+        norm_epsilon=number("rms_norm_eps", get("rms_norm_eps", 1e-6), 0),
+        rotary_base=number("rope_theta", base, 0),
+        rotary_scaling=rotary_scaling(rotary),
+        tied=boolean("tie_word_embeddings", get("tie_word_embeddings", False)),
+        attention_bias=boolean("attention_bias", get("attention_bias", False)),
+        mlp_bias=boolean("mlp_bias", get("mlp_bias", False)),
+    )

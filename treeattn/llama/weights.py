@@ -106,9 +106,13 @@ def load_weights(
     # The largest first: what reading a tensor takes for a moment is then never on top of all.
     embedding = read("embedding", "model.embed_tokens.weight")
     head = embedding if config.tied else read("head", "lm_head.weight")
-    frequencies = rotary_frequencies(config)
-    if checkpoint.rotary_factors is not None:
-        frequencies = frequencies / checkpoint.rotary_factors.astype(np.float32)
+    with np.errstate(all="ignore"):  # what comes of it is looked at
+        frequencies = rotary_frequencies(config)
+        if checkpoint.rotary_factors is not None:
+            frequencies = frequencies / checkpoint.rotary_factors.astype(np.float32)
+    if not (np.abs(frequencies) < 1e28).all():  # times any position, that is a float32
+        largest = np.abs(frequencies).max()
+        raise ValueError(f"{checkpoint.path}: rotary frequencies: {largest} is no angle")
     norm, frequencies = read("norm", "model.norm.weight"), place(frequencies, mesh)
     first = Weights(embedding, (layer(0),), norm, head, frequencies)
     with ThreadPoolExecutor(1) as thread:
