@@ -115,7 +115,7 @@ def measure(mesh, kv_len: int, rounds: int, others: dict | None = None) -> list[
     for name, decode in CONTESTANTS.items():
         program = jax.jit(functools.partial(decode, mesh=mesh, axis="kv")).lower(*arguments)
         program = program.compile()
-        held = memory(program).total_bytes
+        held = memory(program).held_bytes
         row = {"name": name, "p": p, "keys": kv_len, "ms": None, "held": held}
         found = collectives(program)
         row["put in"], row["sent"] = total_bytes(found), sent_bytes(found)

@@ -25,17 +25,18 @@ from treeattn.cost.formulas import (
     v_ring,
     v_tree,
 )
-from treeattn.cost.merges import merge_messages, traffic
-from treeattn.cost.program import collectives, count, memory, total_bytes
-from treeattn.cost.sharding import MODELS, Plan, advise, family, step_cost
+from treeattn.cost.merges import merge_in_pieces, merge_messages, traffic
+from treeattn.cost.prefill import prefill_seconds
+from treeattn.cost.program import collectives, count_collectives, memory, total_bytes
+from treeattn.cost.roofline import attend_seconds, step_seconds
+from treeattn.cost.sharding import MODELS, Plan, advise, step_cost
 from treeattn.cost.strategies import (
     STRATEGIES,
-    attend_seconds,
     decode_cost,
     memory_bytes,
 )
 from treeattn.cost.topology import CORNERS, PRESETS, preset
-from treeattn.figures.claims import merge_in_pieces, prefill_seconds
+from treeattn.cost.work import count_rounds, count_tree
 
 DGX = preset("dgx-h100")
 
@@ -140,7 +141,7 @@ def test_the_compiled_program_runs_what_the_model_counts(strategy, p):
     if strategy == "pass-q":  # leave out the all-gather that puts dealt-out results together
         found = [c for c in found if c.kind == "collective-permute"]
     model = decode_cost(strategy, w, p, DGX)
-    assert count(found) == model.collectives
+    assert count_collectives(found) == model.collectives
     assert total_bytes(found) == model.operand_bytes
 
 
@@ -165,7 +166,7 @@ def test_compiled_memory(strategy, optimized):
 
     XLA keeps the caller's chunk besides the two that the ring moves.
     """
-    held = memory(compiled(strategy, PAPERS, 8)).total_bytes
+    held = memory(compiled(strategy, PAPERS, 8)).held_bytes
     model = memory_bytes(strategy, PAPERS, 8)
     if strategy == "ring":
         assert model == 4 * mem_ring(PAPERS, 8)
@@ -443,10 +444,10 @@ def test_advice_that_no_choice_of_constants_changes(corner):
         (LLAMA, 64, 32_000, 8, "heads"),
     ):
         best = advise(model, batch, context, p, there)[0]
-        assert best.fits and family(best.plan) == expected
+        assert best.fits and best.plan.family == expected
     # With one key head, the sequence is all that there is to split.
     mqa = replace(LLAMA, kv_heads=1)
-    assert "sequence" in family(advise(mqa, 1, 10**6, 8, there)[0].plan)
+    assert "sequence" in advise(mqa, 1, 10**6, 8, there)[0].plan.family
 
 
 def test_advice_that_depends_on_the_network():
@@ -581,3 +582,27 @@ def test_bad_input():
         decode_cost("ring", Workload(10), 0, DGX)
     with pytest.raises(ValueError, match="at most 4096 devices"):
         compare(Workload(10), 4097, DGX)
+
+
+def test_the_roofline_of_a_step_bends_where_products_take_longer_than_reading():
+    times = step_seconds(
+        [1, 4, 8],
+        1,
+        parameters=10.0,
+        weight_bytes=40.0,
+        cache_bytes=10.0,
+        peak=10.0,
+        bandwidth=10.0,
+    )
+    assert times.tolist() == [5, 8, 16]
+    four = step_seconds(
+        1, 4, parameters=10.0, weight_bytes=40.0, cache_bytes=10.0, peak=10.0, bandwidth=10.0
+    )
+    assert four == 8
+
+
+def test_the_rounds_of_a_tree_are_counted():
+    """(rounds, work, depth): p − 1 merges; of four children a node, two merges a round."""
+    assert count_tree(100, 2) == (7, 99, 7)
+    assert count_tree(16, 4) == (2, 15, 6)
+    assert [count_rounds(p, 3) for p in (1, 3, 4, 27)] == [0, 1, 2, 3]

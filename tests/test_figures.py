@@ -16,7 +16,6 @@ from treeattn.figures import (
     merge,
     packing,
     prefix_tree,
-    roofline,
     rounds,
     sent,
     speculation,
@@ -55,8 +54,6 @@ def test_the_pivot_trap_takes_the_winner_away():
 
 
 def test_rounds_are_counted():
-    assert rounds.count_tree(100, 2) == (7, 99, 7)
-    assert rounds.count_tree(16, 4) == (2, 15, 6)
     binary = rounds.merge_rounds(16).axes[0].lines[0]
     counted = dict(zip(*binary.get_data(), strict=True))
     assert all(counted[p] == math.ceil(math.log2(p)) for p in counted) and max(counted) == 16
@@ -172,23 +169,6 @@ def test_figures_of_speculation_show_what_was_measured():
     curve = [{"updates": n, "loss": 3 - n, "tokens_a_step": 1 + n} for n in (0, 1)]
     axes = results_of.training({"training": {"curve": curve}}).axes
     assert [ax.lines[0].get_ydata().tolist() for ax in axes] == [[3, 2], [1, 2]]
-
-
-def test_a_roofline_bends_where_products_take_longer_than_reading():
-    times = roofline.step_seconds(
-        [1, 4, 8],
-        1,
-        parameters=10.0,
-        weight_bytes=40.0,
-        cache_bytes=10.0,
-        peak=10.0,
-        bandwidth=10.0,
-    )
-    np.testing.assert_allclose(times, [5, 8, 16])
-    four = roofline.step_seconds(
-        1, 4, parameters=10.0, weight_bytes=40.0, cache_bytes=10.0, peak=10.0, bandwidth=10.0
-    )
-    assert four == 8
 
 
 def test_the_loop_that_is_drawn_accepts_what_the_model_says():

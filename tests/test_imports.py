@@ -22,7 +22,7 @@ BELOW = {
     "kernel": ("idea",),
     "devices": ("idea", "kernel"),
     "trees": ("idea.arrays",),
-    "cost": ("idea.arrays",),
+    "cost": ("idea",),
     "conformance": (),
     "llama": ("idea", "kernel", "devices", "trees", "extras"),
     "figures": ("idea", "kernel", "devices", "trees", "cost", "llama", "extras"),
@@ -109,7 +109,7 @@ def test_there_is_no_circle():
         ("devices.mesh", "def f():\n    from treeattn.llama import Llama", "llama.__init__"),
         ("devices.mesh", "from treeattn import merge", "__init__"),
         ("trees.beam", "from treeattn.idea.state import merge", "idea.state"),
-        ("cost.program", "from treeattn.idea.state import merge", "idea.state"),
+        ("cost.program", "from treeattn.kernel.attend import attend", "kernel.attend"),
         ("llama.model", "from treeattn.cost import collectives", "cost.__init__"),
         ("llama.model", "import treeattn.figures.style as style", "figures.style"),
     ],
@@ -185,6 +185,24 @@ print("jax.experimental.pallas" in sys.modules)  # a fifth of JAX's own time
         "treeattn.devices treeattn.idea treeattn.kernel treeattn.trees",
         "False",
     ]
+
+
+def test_costs_need_no_more_than_the_core():
+    """Whatever draws figures or reads checkpoints may be absent, and is not imported where not."""
+    absent = ("matplotlib", "PIL", "gguf", "tokenizers", "safetensors", "jinja2", "tqdm")
+    code = f"""
+import importlib, pkgutil, sys
+sys.modules |= dict.fromkeys({absent}, None)
+import treeattn.cost
+for module in pkgutil.iter_modules(treeattn.cost.__path__, "treeattn.cost."):
+    importlib.import_module(module.name)
+print(set(treeattn.cost.__all__) <= set(dir(treeattn.cost)))
+print(*sorted({{name.split(".")[1] for name in sys.modules if name.startswith("treeattn.")}}))
+treeattn.cost.__main__.main(["--context", "1000"])
+"""
+    same, rooms, _, blank, *table = run(code).splitlines()
+    assert (same, rooms, blank) == ("True", "cost idea", "")
+    assert table[0].startswith("ms") and len(table) > 5
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from treeattn.cost.network import (
     collective_rounds,
     collective_seconds,
     collective_sent_bytes,
-    run,
+    run_rounds,
     simulate,
     torus_coordinates,
 )
@@ -61,7 +61,7 @@ DGX = preset("dgx-h100")
 
 def message_seconds(this: Round, topology: Topology) -> np.ndarray:
     """Seconds of each message of a round that has the links for itself. (messages,)"""
-    (sent,) = run([this], topology.capacity, topology)
+    (sent,) = run_rounds([this], topology.capacity, topology)
     return sent.arrival
 
 

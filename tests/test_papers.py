@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 
 from treeattn.cost.formulas import Workload
-from treeattn.cost.strategies import decode_cost
-from treeattn.cost.topology import preset
-from treeattn.figures.papers import (
+from treeattn.cost.papers import (
     FIGURE_3_CONTEXT,
     FIGURE_3_DEVICES,
     FIGURE_3_SPEEDUP,
@@ -16,18 +14,20 @@ from treeattn.figures.papers import (
     TABLE_1_H100,
     TABLE_1_MI300X,
     TABLE_2_RTX4090,
-    Machine,
     Measured,
-    Row,
+    ScriptMachine,
+    TableRow,
     common_seconds,
     fit_machine,
     least_seconds,
     script_seconds,
 )
+from treeattn.cost.strategies import decode_cost
+from treeattn.cost.topology import preset
 
 DGX = preset("dgx-h100")
 BLOCK = Workload(FIGURE_3_CONTEXT)
-PERFECT = Machine(bandwidth=1e30, utilisation=1.0, overhead=0.0)
+PERFECT = ScriptMachine(bandwidth=1e30, utilisation=1.0, overhead=0.0)
 
 
 def off(rows, setting, machine) -> np.ndarray:
@@ -65,11 +65,11 @@ def test_the_script_by_hand():
 
 
 def test_the_fit_finds_what_made_the_data():
-    made = Machine(40e9, 0.5, 1e-3, 2e-3)
+    made = ScriptMachine(40e9, 0.5, 1e-3, 2e-3)
     rows = []
     for context in (10_000, 50_000, 200_000):
         tree, ring = script_seconds(MI300X_8B, context, made)
-        rows.append(Row(context, Measured(tree, 0.1), Measured(ring, 0.1), 1))
+        rows.append(TableRow(context, Measured(tree, 0.1), Measured(ring, 0.1), 1))
     found = fit_machine(rows, MI300X_8B, ring_step=True)
     assert found.bandwidth == pytest.approx(made.bandwidth, rel=0.05)
     assert found.utilisation == pytest.approx(made.utilisation, abs=0.03)

@@ -1,28 +1,200 @@
 """Bytes, rounds, memory and time of decoding with a sharded cache: counted, and calculated.
 
+Everything public is here, under one name: `from treeattn.cost import collectives, preset`.
+
 - `program`: the collectives and the memory of a compiled program, as they are
+- `work`: operations of a program, and merges along its longest path
 - `formulas`: what is attended to (`Workload`), and the papers' formulas (v1 eq. 29-35, v2 8-14)
 - `topology`: devices, links, protocols, and presets with their sources
 - `schedules`: collectives as algorithms, round by round; `network`: how long they take, simulated
+- `roofline`: reading against multiplying, on one device
 - `merges`: the ways to merge a sharded cache's states, the papers' and serving systems'
-- `strategies`: what rings and merges send, hold and take on a topology; prefill and overlap
+- `strategies`: what rings and merges send, hold and take in a step of decoding
+- `prefill`: the same for many new tokens at once
 - `sharding`: whole decode steps of a model by heads, sequence, both or the batch
-- `work`: operations, and merges along the longest path, of a program
+- `papers`: what the papers print, and what their authors' scripts would take
 - `report`: tables of text; `python -m treeattn.cost` prints advice
 """
 
-from treeattn.cost.formulas import Workload
-from treeattn.cost.merges import MERGES, merge_seconds
-from treeattn.cost.network import collective_seconds
-from treeattn.cost.program import Collective, Memory, collectives, memory
-from treeattn.cost.report import advice_table
-from treeattn.cost.sharding import MODELS, Model, Plan, advise, step_cost
-from treeattn.cost.strategies import STRATEGIES, Cost, decode_cost
-from treeattn.cost.topology import CORNERS, PRESETS, Device, Level, Topology, preset
+from treeattn.cost.formulas import (
+    DTYPE_BYTES,
+    Workload,
+    mem_ring,
+    mem_tree,
+    numel_kv,
+    numel_state,
+    v_allreduce,
+    v_ring,
+    v_tree,
+)
+from treeattn.cost.merges import (
+    MERGES,
+    SCATTERING,
+    Message,
+    Traffic,
+    merge_in_pieces,
+    merge_messages,
+    merge_seconds,
+    state_bytes,
+    traffic,
+)
+from treeattn.cost.network import (
+    TimedRound,
+    collective_launches,
+    collective_rounds,
+    collective_seconds,
+    collective_sent_bytes,
+    run_rounds,
+    simulate,
+)
+from treeattn.cost.papers import (
+    FIGURE_3_CONTEXT,
+    FIGURE_3_DEVICES,
+    FIGURE_3_SPEEDUP,
+    FIGURE_4_GAP_BYTES,
+    H100_8B,
+    MI300X_8B,
+    RTX4090_1B,
+    TABLE_1_H100,
+    TABLE_1_MI300X,
+    TABLE_2_RTX4090,
+    Measured,
+    ScriptMachine,
+    ScriptSetting,
+    TableRow,
+    common_seconds,
+    fit_machine,
+    least_seconds,
+    script_seconds,
+)
+from treeattn.cost.prefill import prefill_seconds
+from treeattn.cost.program import (
+    COLLECTIVE_KINDS,
+    Collective,
+    Memory,
+    collectives,
+    collectives_table,
+    count_collectives,
+    memory,
+    sent_bytes,
+    total_bytes,
+)
+from treeattn.cost.report import advice_table, bytes_text
+from treeattn.cost.roofline import MACHINES, attend_seconds, step_seconds
+from treeattn.cost.schedules import SCHEDULES, Round, schedule
+from treeattn.cost.sharding import MODELS, Model, Plan, Step, advise, plans, step_cost
+from treeattn.cost.strategies import (
+    STRATEGIES,
+    Cost,
+    decode_cost,
+    memory_bytes,
+    strategy_messages,
+)
+from treeattn.cost.topology import (
+    CORNERS,
+    DEVICES,
+    PRESETS,
+    Device,
+    Level,
+    Protocol,
+    Topology,
+    preset,
+)
+from treeattn.cost.work import (
+    count_merges,
+    count_rounds,
+    count_tree,
+    flops,
+    scalar_states,
+    states_left,
+)
 
 __all__ = [
-    "CORNERS", "MERGES", "MODELS", "PRESETS", "STRATEGIES", "Collective", "Cost", "Device",
-    "Level", "Memory", "Model", "Plan", "Topology", "Workload", "advice_table", "advise",
-    "collective_seconds", "collectives", "decode_cost", "memory",
-    "merge_seconds", "preset", "step_cost",
-]  # fmt: skip
+    "COLLECTIVE_KINDS",
+    "CORNERS",
+    "DEVICES",
+    "DTYPE_BYTES",
+    "FIGURE_3_CONTEXT",
+    "FIGURE_3_DEVICES",
+    "FIGURE_3_SPEEDUP",
+    "FIGURE_4_GAP_BYTES",
+    "H100_8B",
+    "MACHINES",
+    "MERGES",
+    "MI300X_8B",
+    "MODELS",
+    "PRESETS",
+    "RTX4090_1B",
+    "SCATTERING",
+    "SCHEDULES",
+    "STRATEGIES",
+    "TABLE_1_H100",
+    "TABLE_1_MI300X",
+    "TABLE_2_RTX4090",
+    "Collective",
+    "Cost",
+    "Device",
+    "Level",
+    "Measured",
+    "Memory",
+    "Message",
+    "Model",
+    "Plan",
+    "Protocol",
+    "Round",
+    "ScriptMachine",
+    "ScriptSetting",
+    "Step",
+    "TableRow",
+    "TimedRound",
+    "Topology",
+    "Traffic",
+    "Workload",
+    "advice_table",
+    "advise",
+    "attend_seconds",
+    "bytes_text",
+    "collective_launches",
+    "collective_rounds",
+    "collective_seconds",
+    "collective_sent_bytes",
+    "collectives",
+    "collectives_table",
+    "common_seconds",
+    "count_collectives",
+    "count_merges",
+    "count_rounds",
+    "count_tree",
+    "decode_cost",
+    "fit_machine",
+    "flops",
+    "least_seconds",
+    "mem_ring",
+    "mem_tree",
+    "memory",
+    "memory_bytes",
+    "merge_in_pieces",
+    "merge_messages",
+    "merge_seconds",
+    "numel_kv",
+    "numel_state",
+    "plans",
+    "prefill_seconds",
+    "preset",
+    "run_rounds",
+    "scalar_states",
+    "schedule",
+    "script_seconds",
+    "sent_bytes",
+    "simulate",
+    "state_bytes",
+    "states_left",
+    "step_cost",
+    "step_seconds",
+    "strategy_messages",
+    "total_bytes",
+    "traffic",
+    "v_allreduce",
+    "v_ring",
+    "v_tree",
+]

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from treeattn.cost.report import advice_table
-from treeattn.cost.sharding import MODELS, advise, family
+from treeattn.cost.sharding import MODELS, advise
 from treeattn.cost.topology import CORNERS, PRESETS, preset
 from treeattn.idea.arrays import integer
 
@@ -48,7 +48,7 @@ def _advice(name: str, batch: int, context: int, p: int, topology) -> str:
     what = f"{name}, batch {batch}, {context:,} keys each, on {p} × {topology.device.name}"
     lines = [f"{what} ({topology.name})", "", advice_table(steps["NCCL 2.28"]), ""]
     for corner, (best, *_) in steps.items():
-        found = f"{family(best.plan)} ({best.plan}), {1e3 * best.seconds:.1f} ms"
+        found = f"{best.plan.family} ({best.plan}), {1e3 * best.seconds:.1f} ms"
         lines.append(f"by {corner:<9}: {found if best.fits else 'nothing fits'}")
     return "\n".join(lines) + (
         "\n\nReading is at the data sheet's bandwidth, sending by the network's model; nothing "

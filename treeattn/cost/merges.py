@@ -31,6 +31,7 @@ from treeattn.cost.network import (
     collective_seconds,
     collective_sent_bytes,
 )
+from treeattn.cost.roofline import attend_seconds
 from treeattn.cost.topology import Topology
 
 
@@ -130,6 +131,22 @@ def merge_seconds(
     """Seconds to merge one layer's states across p devices."""
     messages = merge_messages(merge, w, p, gather_queries=gather_queries)
     return traffic(messages, p, topology).seconds
+
+
+def merge_in_pieces(merge: str, w: Workload, p: int, topology: Topology, pieces: int) -> float:
+    """Seconds of a layer whose heads are attended to, and merged, in so many pieces.
+
+    A piece is merged while the next one is attended to: the last merge is waited for, and each
+    piece has launches of its own. Raises ValueError when the key heads do not divide.
+    """
+    if w.kv_heads % pieces:
+        raise ValueError(f"pieces: expected a divisor of {w.kv_heads} key heads, got {pieces}")
+    part = Workload(
+        w.context, w.batch, w.heads // pieces, w.kv_heads // pieces, w.head_dim, w.queries, w.dtype
+    )
+    attend = attend_seconds(part, w.chunk(p), w.queries, topology.device) + topology.launch
+    send = traffic(merge_messages(merge, part, p, gather_queries=False), p, topology).seconds
+    return attend + (pieces - 1) * max(attend, send) + send
 
 
 def state_bytes(w: Workload) -> int:

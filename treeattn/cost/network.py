@@ -35,7 +35,7 @@ ALGORITHMS |= dict.fromkeys(("tree-allreduce", "hierarchical-allreduce"), "tree"
 CHANNELS = ("ring-allreduce", "tree-allreduce", "ring-gather", "ring-scatter")
 
 
-class Sent(NamedTuple):
+class TimedRound(NamedTuple):
     """A round as it was run: the messages, and when each began and arrived. (messages,) each."""
 
     round: Round
@@ -43,34 +43,44 @@ class Sent(NamedTuple):
     arrival: np.ndarray
 
 
-def run(
+def run_rounds(
     rounds: Iterable[Round], p: int, topology: Topology, *, pipelined: bool = True
-) -> Iterator[Sent]:
+) -> Iterator[TimedRound]:
     """Run the rounds on the first p devices of the topology, all of which start at 0.
 
     Raises ValueError when the topology has fewer devices.
     """
     topology.check_devices(p)
-    first, last, free, loads = np.zeros(p), np.zeros(p), np.zeros(_link_count(topology, p)), {}
-    for this in list(rounds):  # all of them are kept: a round is known by its identity
-        latency, seconds, message, link = loads.get(id(this)) or _load(this, topology)
-        loads[id(this)] = latency, seconds, message, link
-        start = np.zeros(len(seconds)) if this.own else (first if pipelined else last)[this.source]
+    first = np.zeros(p)  # when a device has the first bytes of what it hands on
+    last = np.zeros(p)  # … and the last ones
+    free = np.zeros(_link_count(topology, p))
+    loads = {}
+    for round_ in list(rounds):  # all of them are kept: a round is known by its identity
+        if id(round_) not in loads:
+            loads[id(round_)] = _load(round_, topology)
+        latency, seconds, message, link = loads[id(round_)]
+        if round_.at_once:
+            start = np.zeros(len(seconds))
+        elif pipelined:
+            start = first[round_.source]
+        else:
+            start = last[round_.source]
         np.maximum.at(start, message, free[link])
         end = start + seconds
-        if not this.own:
-            end = np.maximum(end, last[this.source])
-        np.maximum.at(free, link, np.maximum(end, start + topology.gap)[message])
-        np.maximum.at(first, this.target, start + latency)
-        np.maximum.at(last, this.target, end + latency)
-        yield Sent(this, start, end + latency)
+        if not round_.at_once:
+            end = np.maximum(end, last[round_.source])
+        busy_until = np.maximum(end, start + topology.gap)
+        np.maximum.at(free, link, busy_until[message])
+        np.maximum.at(first, round_.target, start + latency)
+        np.maximum.at(last, round_.target, end + latency)
+        yield TimedRound(round_, start, end + latency)
 
 
 def simulate(
     rounds: Iterable[Round], p: int, topology: Topology, *, pipelined: bool = True
 ) -> float:
-    """What `run` comes to: seconds until the last device has all that it gets."""
-    sent = run(rounds, p, topology, pipelined=pipelined)
+    """What `run_rounds` comes to: seconds until the last device has all that it gets."""
+    sent = run_rounds(rounds, p, topology, pipelined=pipelined)
     return max((float(x.arrival.max()) for x in sent), default=0.0)
 
 
@@ -80,43 +90,58 @@ def _link_count(topology: Topology, p: int) -> int:
     return 2 * len(topology.levels) * widest * max(p, topology.levels[0].size)
 
 
-def _load(this: Round, topology: Topology) -> tuple[np.ndarray, ...]:
-    """Latencies and seconds of the messages, and (message, link) for every link that one uses."""
-    level = topology.level_of(this.source, this.target)
-    latency, seconds = np.zeros(len(level)), np.zeros(len(level))
+def _load(round_: Round, topology: Topology) -> tuple[np.ndarray, ...]:
+    """(latency, seconds, message, link): what the messages of a round ask of the links.
+
+    latency, seconds: (messages,) until a message's first byte is there, and that its bytes take
+    message, link:    (uses,) each link that each message uses, both by their numbers
+    """
+    level = topology.level_of(round_.source, round_.target)
+    latency = np.zeros(len(level))
+    seconds = np.zeros(len(level))
     pairs = [np.zeros((2, 0), int)]
     for i, links in enumerate(topology.levels):
         (here,) = np.nonzero(level == i)
         if not len(here):
             continue
-        message, used = _links(this.source[here], this.target[here], i, topology)
+        message, used = _links(round_.source[here], round_.target[here], i, topology)
         _, number = np.unique(used, return_inverse=True)
+        sharing = np.bincount(number)[number]  # messages on that link
         busiest = np.zeros(len(here), int)
-        np.maximum.at(busiest, message, np.bincount(number)[number])
-        hops = np.bincount(message, minlength=len(here)) if isinstance(links.wiring, tuple) else 1
+        np.maximum.at(busiest, message, sharing)
+        hops = 1
+        if isinstance(links.wiring, tuple):
+            hops = np.bincount(message, minlength=len(here))
         latency[here] = links.latency * hops
-        seconds[here] = busiest * this.message_bytes / links.bandwidth
+        seconds[here] = busiest * round_.message_bytes / links.bandwidth
         pairs.append(np.stack([here[message], used * len(topology.levels) + i]))
     return latency, seconds, *np.concatenate(pairs, axis=1)
 
 
 def _links(source, target, i: int, topology: Topology) -> tuple[np.ndarray, np.ndarray]:
     """(message, link) for each link that each message uses on level i; links are just numbers."""
-    level, unit = topology.levels[i], topology.unit_sizes()[i]
+    level = topology.levels[i]
+    unit = topology.unit_sizes()[i]
     every = np.arange(len(source))
     if isinstance(level.wiring, tuple):
         return _torus_links(source, target, level.wiring)
     if level.wiring == "mesh":  # one from each device to each other one
         return every, source * level.size + target % level.size
     ports = level.links or unit
-    out_of, into = (d // unit * ports + d % unit * ports // unit for d in (source, target))
-    return np.concatenate([every, every]), np.concatenate([2 * out_of, 2 * into + 1])
+
+    def port(device):
+        return device // unit * ports + device % unit * ports // unit
+
+    out_of_and_into = [2 * port(source), 2 * port(target) + 1]
+    return np.concatenate([every, every]), np.concatenate(out_of_and_into)
 
 
 def _torus_links(source, target, sides: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """As `_links`: the shorter way around each dimension, one dimension after another."""
-    at, goal = torus_coordinates(source, sides), torus_coordinates(target, sides)
-    messages, links = [], []
+    at = torus_coordinates(source, sides)
+    goal = torus_coordinates(target, sides)
+    messages = []
+    links = []
     for axis, side in enumerate(sides):
         ahead = (goal[axis] - at[axis]) % side
         direction = np.where(2 * ahead <= side, 1, -1)
@@ -133,11 +158,12 @@ def torus_coordinates(device: np.ndarray, sides: tuple[int, ...]) -> np.ndarray:
 
     Where all sides are even, the last device is a neighbour of the first one, too.
     """
-    coordinates, rest = [], np.asarray(device)
+    coordinates = []
+    rest = np.asarray(device)
     for axis in range(len(sides)):
         block = math.prod(sides[axis + 1 :])
-        index, rest = rest // block, rest % block
-        rest = np.where(index % 2 == 1, block - 1 - rest, rest)
+        index, rest = np.divmod(rest, block)
+        rest = np.where(index % 2 == 1, block - 1 - rest, rest)  # every second row runs backwards
         coordinates.append(index)
     return np.stack(coordinates)
 
@@ -159,20 +185,22 @@ def collective_seconds(kind: str, p: int, message_bytes: Number, topology: Topol
     if p == 1:
         return 0.0
     launches = collective_launches(kind, p)
+    algorithm = ALGORITHMS.get(kind, "ring")
     return min(
-        launches * spoken.launch + simulate(rounds, p, spoken, pipelined=launches == 1)
-        for spoken in topology.spoken(ALGORITHMS.get(kind, "ring"), p, spread=kind in CHANNELS)
+        launches * choice.launch + simulate(rounds, p, choice, pipelined=launches == 1)
+        for choice in topology.by_protocol(algorithm, p, spread=kind in CHANNELS)
     )
 
 
 @functools.lru_cache(maxsize=4096)
 def _counts(kind: str, p: int, g: int) -> tuple[int, float]:
     """(rounds, messages that the device that sends most sends)."""
-    sent, count = np.zeros(p), 0
-    for this in schedule(CHOICES.get(kind, (kind,))[0], p, 1.0, g):
-        np.add.at(sent, this.source, this.message_bytes)
-        count += 1
-    return count, float(sent.max())
+    first_choice = CHOICES.get(kind, (kind,))[0]
+    rounds = list(schedule(first_choice, p, 1.0, g))
+    sent = np.zeros(p)
+    for round_ in rounds:
+        np.add.at(sent, round_.source, round_.message_bytes)
+    return len(rounds), float(sent.max())
 
 
 def collective_rounds(kind: str, p: int, g: int = 1) -> int:

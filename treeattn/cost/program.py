@@ -21,7 +21,7 @@ import jax
 
 from treeattn.cost.report import columns
 
-KINDS = (
+COLLECTIVE_KINDS = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all",
     "collective-permute", "collective-broadcast",
 )  # fmt: skip
@@ -30,7 +30,7 @@ KINDS = (
 class Collective(NamedTuple):
     """One collective instruction of a program, as each device runs it.
 
-    kind:          one of `KINDS`; the two halves of an asynchronous one are one
+    kind:          one of `COLLECTIVE_KINDS`; the two halves of an asynchronous one are one
     count:         how often it runs, with the trip counts of the loops around it
     operand_bytes: what a device puts in, each time, all operands of a joined collective
     result_bytes:  what a device gets out, each time
@@ -77,7 +77,7 @@ class Memory(NamedTuple):
     output_bytes: int
 
     @property
-    def total_bytes(self) -> int:
+    def held_bytes(self) -> int:
         """Arguments and temporaries: what the papers count (v1 eq. 29-30, v2 eq. 8-9)."""
         return self.argument_bytes + self.temporary_bytes
 
@@ -109,7 +109,7 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
     )
 
 
-def count(found: Iterable[Collective], kind: str | None = None) -> int:
+def count_collectives(found: Iterable[Collective], kind: str | None = None) -> int:
     """How many collectives (of one kind) each device runs, loops included."""
     return sum(c.count for c in found if kind in (None, c.kind))
 
@@ -124,7 +124,7 @@ def sent_bytes(found: Iterable[Collective], kind: str | None = None) -> int:
     return sum(c.sent_bytes for c in found if kind in (None, c.kind))
 
 
-def table(found: Iterable[Collective]) -> str:
+def collectives_table(found: Iterable[Collective]) -> str:
     """The collectives as lines of text: what runs, how often, what each device puts into all
     runs, and what it must send at least."""
     found = list(found)
@@ -134,8 +134,13 @@ def table(found: Iterable[Collective]) -> str:
     for c in found:
         numbers = f"{c.count:,}", f"{c.total_bytes:,}", f"{c.sent_bytes:,}"
         rows.append((c.kind, *numbers, " ".join(c.shapes)))
-    numbers = f"{count(found):,}", f"{total_bytes(found):,}", f"{sent_bytes(found):,}"
+    numbers = f"{count_collectives(found):,}", f"{total_bytes(found):,}", f"{sent_bytes(found):,}"
     return columns([*rows, ("all", *numbers, "")])
+
+
+# The names that these had.
+count = count_collectives
+table = collectives_table
 
 
 def _text(program: jax.stages.Lowered | jax.stages.Compiled | str) -> str:
@@ -197,7 +202,7 @@ def _walk(name: str, computations: dict[str, _Computation]) -> list[Collective]:
         kind = this.opcode.removesuffix("-start")
         if this.opcode.endswith(("-update", "-done")):
             continue  # counted where it starts
-        if kind in KINDS:
+        if kind in COLLECTIVE_KINDS:
             found.append(_collective(kind, this, inside))
         elif this.opcode == "while":
             parts = this.called("condition", "body")

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from treeattn.cost.formulas import Number
-from treeattn.cost.sharding import Step, family
+from treeattn.cost.sharding import Step
 
 
 def advice_table(steps: Sequence[Step]) -> str:
@@ -11,7 +11,7 @@ def advice_table(steps: Sequence[Step]) -> str:
     rows = [("ms", "step", "weights", "attend", "merge", "Allreduces", "launches", "held", "plan")]
     best: dict[tuple, Step] = {}
     for step in steps:
-        best.setdefault((family(step.plan), step.plan.split_weights), step)
+        best.setdefault((step.plan.family, step.plan.split_weights), step)
     for (name, _), step in best.items():
         times = (f"{1e3 * x:.2f}" for x in (step.seconds, *step[1:6]))
         held = bytes_text(step.memory_bytes)

@@ -16,13 +16,13 @@ from treeattn.idea.arrays import integer
 class Round(NamedTuple):
     """Messages that are sent at the same time: the devices (messages,), and the bytes of each.
 
-    own: whether the devices send what they had from the beginning, and need not wait for anything
+    at_once: whether the devices send what they had from the beginning, and wait for nothing
     """
 
     source: np.ndarray
     target: np.ndarray
     message_bytes: Number
-    own: bool = False
+    at_once: bool = False
 
 
 def around(p: int, message_bytes: Number, rounds: int) -> Iterator[Round]:
@@ -90,7 +90,7 @@ def to_everybody(p: int, message_bytes: Number) -> Iterator[Round]:
     """Each device sends a message to each other one, the next first, and waits for nothing."""
     rank = np.arange(p)
     for distance in range(1, p):
-        yield Round(rank, (rank + distance) % p, message_bytes, own=True)
+        yield Round(rank, (rank + distance) % p, message_bytes, at_once=True)
 
 
 def hierarchical_allreduce(p: int, message_bytes: Number, g: int) -> Iterator[Round]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from treeattn.cost.formulas import DTYPE_BYTES, Number, Workload, numel_kv
 from treeattn.cost.merges import MERGES, SCATTERING, Message, merge_messages, traffic
 from treeattn.cost.network import collective_seconds
-from treeattn.cost.strategies import attend_seconds
+from treeattn.cost.roofline import attend_seconds
 from treeattn.cost.topology import DATA, Topology
 
 KERNELS = 7  # a layer: norm, projections, rotary and append, output, norm, gate and up, down
@@ -62,6 +62,12 @@ class Plan(NamedTuple):
         text = " · ".join(parts) or "one device"
         text += f", {self.merge}" if self.merge else ""
         return text + ("" if self.split_weights else ", weights everywhere")
+
+    @property
+    def family(self) -> str:
+        """What it splits: "batch", "heads", "sequence", "heads + sequence", … or "one device"."""
+        shares = {"batch": self.batch, "heads": self.heads, "sequence": self.sequence}
+        return " + ".join(name for name, n in shares.items() if n > 1) or "one device"
 
 
 class Step(NamedTuple):
@@ -169,9 +175,3 @@ def advise(
         if plan.merge != "one-shot" or plan.sequence <= topology.node_size
     ]
     return sorted(steps, key=lambda step: (not step.fits, step.seconds))
-
-
-def family(plan: Plan) -> str:
-    """What a plan is called: "batch", "heads", "sequence", "heads and sequence", … with batch."""
-    names = [name for name, n in zip(("batch", "heads", "sequence"), plan, strict=False) if n > 1]
-    return " + ".join(names) or "one device"

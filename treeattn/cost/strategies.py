@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from treeattn.cost.formulas import Workload, numel_kv, numel_state
 from treeattn.cost.merges import MERGES, Message, merge_messages, state_bytes, traffic
-from treeattn.cost.topology import Device, Topology
+from treeattn.cost.roofline import attend_seconds
+from treeattn.cost.topology import Topology
 
 STRATEGIES = ("ring", "pass-q", "kv-gather", *MERGES)
 
@@ -39,17 +40,7 @@ class Cost(NamedTuple):
     seconds: float
 
 
-def attend_seconds(w: Workload, keys: int, queries: int, device: Device) -> float:
-    """Roofline (Williams et al. 2009) of `queries` over `keys` on one device, for the whole batch.
-
-    Reads keys and values once, 2 b keys d_kv elements; multiplies and adds each with every query
-    head, 4 b queries keys d operations.
-    """
-    read = 2 * w.batch * keys * w.d_kv * w.dtype_bytes / device.memory_bandwidth
-    return max(read, 4 * w.batch * queries * keys * w.d / device.flops)
-
-
-def messages(strategy: str, w: Workload, p: int) -> list[Message]:
+def strategy_messages(strategy: str, w: Workload, p: int) -> list[Message]:
     """The collectives of one layer on p devices; the queries are everywhere, as the papers' are."""
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy: expected one of {', '.join(STRATEGIES)}, got {strategy!r}")
@@ -103,7 +94,7 @@ def decode_cost(
     Raises ValueError for an unknown strategy, and for more devices than the topology joins.
     """
     topology.check_devices(p)
-    sent = traffic(messages(strategy, w, p), p, topology)
+    sent = traffic(strategy_messages(strategy, w, p), p, topology)
     visits = p if strategy in ("ring", "pass-q") else 1
     keys = w.context if strategy == "kv-gather" else w.chunk(p)
     dealt = strategy in ("ring", "pass-q", "kv-gather")

@@ -130,7 +130,7 @@ class Topology:
             if level.wiring != "switch":
                 raise ValueError(f"levels: only the innermost may be a {level.wiring!r}")
 
-    def spoken(self, algorithm: str, p: int, *, spread: bool = False) -> list["Topology"]:
+    def by_protocol(self, algorithm: str, p: int, *, spread: bool = False) -> list["Topology"]:
         """This topology as each protocol for an algorithm makes it, for a collective of p devices.
 
         The launch is the collective's then, and the links have the protocol's latencies and the

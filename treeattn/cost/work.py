@@ -1,10 +1,13 @@
 """How much a program computes: its operations, and the merges along its longest path."""
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
+
+from treeattn.idea.state import AttentionState, tree_round
 
 
 def flops(function: Callable, *shapes: tuple[int, ...]) -> float:
@@ -32,3 +35,31 @@ def count_merges(program: Callable, *arguments) -> tuple[int, int]:
         work += eqn.outvars[0].aval.size if merges else 0
         depth |= dict.fromkeys(eqn.outvars, deepest(eqn.invars) + merges)
     return work, deepest(jaxpr.outvars)
+
+
+def scalar_states(p: int) -> AttentionState:
+    """The shapes of p states of one query and one value, for tracing only."""
+    return jax.eval_shape(lambda: AttentionState.identity((p,), 1))
+
+
+@functools.cache
+def states_left(p: int, arity: int) -> int:
+    """After one round of the tree: the shape of a traced `tree_round`."""
+    one_round = functools.partial(tree_round, arity=arity)
+    return jax.eval_shape(one_round, scalar_states(p)).max.shape[0]
+
+
+def count_rounds(p: int, arity: int) -> int:
+    """Rounds of `reduce_tree` over p states, until one is left."""
+    return 0 if p == 1 else 1 + count_rounds(states_left(p, arity), arity)
+
+
+@functools.cache
+def count_tree(p: int, arity: int) -> tuple[int, int, int]:
+    """(rounds, work, depth) of `reduce_tree` over p states: each round's counts, added up."""
+    if p == 1:
+        return 0, 0, 0
+    one_round = functools.partial(tree_round, arity=arity)
+    work, depth = count_merges(one_round, scalar_states(p))
+    rounds, more_work, more_depth = count_tree(states_left(p, arity), arity)
+    return 1 + rounds, work + more_work, depth + more_depth

@@ -3,12 +3,8 @@
 import numpy as np
 
 from treeattn.cost.formulas import Workload, mem_ring, mem_tree, numel_kv
-from treeattn.cost.network import collective_seconds, run
-from treeattn.cost.schedules import schedule
-from treeattn.cost.strategies import attend_seconds, decode_cost
-from treeattn.cost.topology import CORNERS, H100, preset
-from treeattn.figures.canvas import styled
-from treeattn.figures.papers import (
+from treeattn.cost.network import collective_seconds, run_rounds
+from treeattn.cost.papers import (
     FIGURE_4_GAP_BYTES,
     H100_8B,
     MI300X_8B,
@@ -19,6 +15,11 @@ from treeattn.figures.papers import (
     fit_machine,
     script_seconds,
 )
+from treeattn.cost.roofline import attend_seconds
+from treeattn.cost.schedules import schedule
+from treeattn.cost.strategies import decode_cost
+from treeattn.cost.topology import CORNERS, H100, preset
+from treeattn.figures.canvas import styled
 from treeattn.figures.style import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, new_figure
 
 DGX = preset("dgx-h100")
@@ -78,11 +79,11 @@ def rounds(p: int = 16, message_bytes: int = 8320):
     )  # fmt: skip
     figure, panels = new_figure(8.6, 3.3, ncols=4, sharey=True)
     for axes, (kind, algorithm) in zip(panels, kinds, strict=True):
-        spoken = DGX.spoken(algorithm, p)[0]
+        topology = DGX.by_protocol(algorithm, p)[0]
         end, count = 0.0, 0
         sent_rounds = list(schedule(kind, p, message_bytes, 8))
-        for sent, start, arrival in run(sent_rounds, p, spoken):
-            far = spoken.level_of(sent.source, sent.target) == 1
+        for sent, start, arrival in run_rounds(sent_rounds, p, topology):
+            far = topology.level_of(sent.source, sent.target) == 1
             for colour, chosen, dashes in ((BLUE, ~far, "-"), (ORANGE, far, "--")):
                 axes.plot(
                     np.stack([start[chosen], arrival[chosen]]) * 1e6,

@@ -7,10 +7,10 @@ from matplotlib.colors import BoundaryNorm, ListedColormap
 
 from treeattn.cost.formulas import Workload
 from treeattn.cost.merges import MERGES, SCATTERING, merge_seconds
-from treeattn.cost.sharding import MODELS, advise, family
+from treeattn.cost.prefill import prefill_seconds
+from treeattn.cost.sharding import MODELS, advise
 from treeattn.cost.topology import CORNERS
 from treeattn.figures.canvas import styled
-from treeattn.figures.claims import prefill_seconds
 from treeattn.figures.cost import DGX
 from treeattn.figures.style import (
     BLUE,
@@ -91,7 +91,7 @@ def decision_map():
                 }
                 if not best["NCCL 2.28"].fits:
                     continue
-                found = {name: family(step.plan) for name, step in best.items()}
+                found = {name: step.plan.family for name, step in best.items()}
                 grid[i, j] = list(FAMILIES).index(found["NCCL 2.28"])
                 text = LETTERS[found["NCCL 2.28"]]
                 if len(set(found.values())) > 1:
@@ -131,7 +131,7 @@ def steps(context: int = 10**6, p: int = 16):
     figure, axes = new_figure(7.2, 2.9)
     best = {}
     for step in advise(LLAMA_8B, 1, context, p, DGX):
-        best.setdefault((family(step.plan), step.plan.split_weights), step)
+        best.setdefault((step.plan.family, step.plan.split_weights), step)
     papers = next(
         s for s in advise(LLAMA_8B, 1, context, p, DGX, merges=("tree",))
         if not s.plan.split_weights

@@ -7,11 +7,11 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from treeattn.cost.roofline import MACHINES, step_seconds
 from treeattn.figures.boxes import ROWS, draw_tree, headline, tint, tree_layout
 from treeattn.figures.canvas import styled
 from treeattn.figures.llama import packaged_model
 from treeattn.figures.measured import measured
-from treeattn.figures.roofline import MACHINES, step_seconds
 from treeattn.figures.style import BLUE, GREEN, GREY, INK, ORANGE, new_figure
 from treeattn.trees.beam import pack, unpack
 from treeattn.trees.draft import beam_search, choice_tree, expand_tree

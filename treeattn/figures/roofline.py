@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 from matplotlib.figure import Figure
 
+from treeattn.cost.roofline import MACHINES, step_seconds
 from treeattn.figures.canvas import styled
 from treeattn.figures.measured import measured
 from treeattn.figures.style import (
@@ -21,22 +22,6 @@ from treeattn.figures.style import (
 
 STYLES = ((BLUE, "o"), (SKY, "s"), (ORANGE, "^"), (GREEN, "D"), (PURPLE, "v"), (RED, "P"),
           (GREY, "X"), (INK, "*"))  # fmt: skip
-
-# What a step costs: a roofline, (weights' and cache's bytes / bandwidth) against (flops / peak).
-# Peak and bandwidth of an H100 SXM as its data sheet has them (dense bfloat16); of the CPU, two
-# cores at 3 GHz with two 8-wide fused multiply-adds a cycle, and a stream of 31 GB/s.
-MACHINES = {"H100": (989e12, 3.35e12), "CPU": (192e9, 31e9)}
-
-
-def step_seconds(tokens, batch: int, *, parameters: float, weight_bytes: float,
-                 cache_bytes: float, peak: float, bandwidth: float):  # fmt: skip
-    """The least time of a step that verifies `tokens` of each of `batch` texts.
-
-    cache_bytes: of one text. Every weight is read once, each text's cache once; every weight takes
-    two operations a token.
-    """
-    reading = (weight_bytes + batch * cache_bytes) / bandwidth
-    return np.maximum(reading, 2 * parameters * batch * np.asarray(tokens, float) / peak)
 
 
 @styled

@@ -1,42 +1,11 @@
-"""Work and depth of reductions, counted round by round (notebook 04)."""
+"""Rounds of reductions by the number of states: a figure of notebook 04."""
 
-import functools
-
-import jax
 import numpy as np
 
-from treeattn.cost.work import count_merges
+from treeattn.cost.work import count_merges, count_rounds, scalar_states
 from treeattn.figures.canvas import styled
 from treeattn.figures.style import BLUE, GREEN, ORANGE, RED, Figure, new_figure
-from treeattn.idea.state import AttentionState, reduce_chain, tree_round
-
-
-def scalar_states(p: int) -> AttentionState:
-    """The shapes of p states of one query and one value, for tracing only."""
-    return jax.eval_shape(lambda: AttentionState.identity((p,), 1))
-
-
-@functools.cache
-def states_left(p: int, arity: int) -> int:
-    """After one round of the tree: the shape of a traced `tree_round`."""
-    one_round = functools.partial(tree_round, arity=arity)
-    return jax.eval_shape(one_round, scalar_states(p)).max.shape[0]
-
-
-def count_rounds(p: int, arity: int) -> int:
-    """Rounds of `reduce_tree` over p states, until one is left."""
-    return 0 if p == 1 else 1 + count_rounds(states_left(p, arity), arity)
-
-
-@functools.cache
-def count_tree(p: int, arity: int) -> tuple[int, int, int]:
-    """(rounds, work, depth) of `reduce_tree` over p states: each round's counts, added up."""
-    if p == 1:
-        return 0, 0, 0
-    one_round = functools.partial(tree_round, arity=arity)
-    work, depth = count_merges(one_round, scalar_states(p))
-    rounds, more_work, more_depth = count_tree(states_left(p, arity), arity)
-    return 1 + rounds, work + more_work, depth + more_depth
+from treeattn.idea.state import reduce_chain
 
 
 @styled

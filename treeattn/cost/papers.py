@@ -50,7 +50,7 @@ class Measured(NamedTuple):
     error: float
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """A line of Table 1 or 2: a prefill and ten tokens, by either attention."""
 
     context: int
@@ -66,8 +66,8 @@ class Row(NamedTuple):
         return Measured(ratio, ratio * sum(x * x for x in errors) ** 0.5)
 
 
-def _row(context, tree, tree_error, ring, ring_error, speedup) -> Row:
-    return Row(context, Measured(tree, tree_error), Measured(ring, ring_error), speedup)
+def _row(context, tree, tree_error, ring, ring_error, speedup) -> TableRow:
+    return TableRow(context, Measured(tree, tree_error), Measured(ring, ring_error), speedup)
 
 
 # v2 Table 1: Llama 3.1 8B. "32k" is taken as 32,000, the script's own lengths being such.
@@ -92,7 +92,7 @@ TABLE_2_RTX4090 = (
 )
 
 
-class Setting(NamedTuple):
+class ScriptSetting(NamedTuple):
     """A table's machine: its model, its device, how many of them."""
 
     model: Model
@@ -100,12 +100,12 @@ class Setting(NamedTuple):
     devices: int
 
 
-H100_8B = Setting(MODELS["llama-3.1-8b"], H100, 8)
-MI300X_8B = Setting(MODELS["llama-3.1-8b"], MI300X, 4)
-RTX4090_1B = Setting(MODELS["llama-3.2-1b"], RTX4090, 2)
+H100_8B = ScriptSetting(MODELS["llama-3.1-8b"], H100, 8)
+MI300X_8B = ScriptSetting(MODELS["llama-3.1-8b"], MI300X, 4)
+RTX4090_1B = ScriptSetting(MODELS["llama-3.2-1b"], RTX4090, 2)
 
 
-class Machine(NamedTuple):
+class ScriptMachine(NamedTuple):
     """What a run's time depends on besides the data sheets.
 
     bandwidth:   bytes per second that a device sends in a ring
@@ -121,7 +121,7 @@ class Machine(NamedTuple):
 
 
 def script_seconds(
-    setting: Setting, context: int, machine: Machine, *, repeated: bool = True
+    setting: ScriptSetting, context: int, machine: ScriptMachine, *, repeated: bool = True
 ) -> tuple[float | np.ndarray, float | np.ndarray]:
     """Seconds of a run of the authors' script, (tree, ring): a prefill and `PASSES` passes.
 
@@ -151,7 +151,7 @@ def script_seconds(
     return fixed + PASSES * tree, fixed + PASSES * ring
 
 
-def least_seconds(setting: Setting, context: int) -> float:
+def least_seconds(setting: ScriptSetting, context: int) -> float:
     """A bound: the prefill's operations on the last rank, at the data sheet's peak."""
     model, device, p = setting
     keys = context / p
@@ -162,8 +162,12 @@ def least_seconds(setting: Setting, context: int) -> float:
 
 
 def fit_machine(
-    rows: Sequence[Row], setting: Setting, *, ring_step: bool = False, repeated: bool = True
-) -> Machine:
+    rows: Sequence[TableRow],
+    setting: ScriptSetting,
+    *,
+    ring_step: bool = False,
+    repeated: bool = True,
+) -> ScriptMachine:
     """The machine that predicts both columns of the rows best, by relative error.
 
     Utilisation between 0.1 and 1, and the bandwidth, are searched on a grid; overheads follow by
@@ -172,17 +176,17 @@ def fit_machine(
     if 2 * len(rows) < 3 + ring_step:
         raise ValueError(f"rows: expected at least 2 to fit, got {len(rows)}")
     found = np.array([[row.tree.mean, row.ring.mean] for row in rows])
-    unit = Machine(1e9, 0.5, 1.0, 1.0)
+    unit = ScriptMachine(1e9, 0.5, 1.0, 1.0)
     columns = [unit._replace(ring_step=0.0)] + [unit._replace(overhead=0.0)] * ring_step
     base = _predict(rows, setting, unit._replace(overhead=0.0, ring_step=0.0), repeated)
     columns = [(_predict(rows, setting, x, repeated) - base) / found for x in columns]
     utilisation, bandwidth = np.linspace(0.1, 1.0, 46)[:, None], np.geomspace(2e9, 600e9, 300)
-    base = _predict(rows, setting, Machine(bandwidth, utilisation, 0.0), repeated)
+    base = _predict(rows, setting, ScriptMachine(bandwidth, utilisation, 0.0), repeated)
     left = (1 - base / found[..., None, None]).reshape(found.size, -1)
     error, extra = _not_negative(columns, left)
     best = int(np.argmin(error))
     i, j = np.unravel_index(best, base.shape[2:])
-    return Machine(float(bandwidth[j]), float(utilisation[i, 0]), *map(float, extra[:, best]))
+    return ScriptMachine(float(bandwidth[j]), float(utilisation[i, 0]), *map(float, extra[:, best]))
 
 
 def _predict(rows, setting, machine, repeated) -> np.ndarray:
