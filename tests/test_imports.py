@@ -201,7 +201,7 @@ print(*sorted({{name.split(".")[1] for name in sys.modules if name.startswith("t
 treeattn.cost.__main__.main(["--context", "1000"])
 """
     same, rooms, _, blank, *table = run(code).splitlines()
-    assert (same, rooms, blank) == ("True", "cost idea", "")
+    assert (same, rooms, blank) == ("True", "cost devices idea kernel trees", "")
     assert table[0].startswith("ms") and len(table) > 5
 
 
