@@ -6,7 +6,7 @@ needs a share of the heads on each device only.
 | merge          | collectives of a layer                                         | ends on      |
 |----------------|----------------------------------------------------------------|--------------|
 | tree           | Allreduce of max, of denominators, of numerators (Algorithm 3) | every device |
-| tree-joined    | Allreduce of max, of both sums in one: as XLA compiles for CPU | every device |
+| tree-joined    | Allreduce of max, of both sums in one: what XLA makes of tree  | every device |
 | nodes          | the same two, scattered in each node before they leave it      | every device |
 | butterfly      | packed states to a partner a round, a permute each             | every device |
 | gather         | packed states to everybody                                     | every device |
