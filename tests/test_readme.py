@@ -10,11 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from treeattn import simulate_devices
 
-pytestmark = pytest.mark.slow
+if __name__ != "__main__":  # run by the wheel's own environment, which has no pytest
+    import pytest
+
+    pytestmark = pytest.mark.slow
 
 README = Path(__file__).parent.parent / "README.md"
 
