@@ -80,7 +80,6 @@ def test_the_wheel_runs_the_readmes_script_section(python, tmp_path):
     [
         ("import treeattn; treeattn.Llama", "llama"),
         ("from treeattn import Llama", "llama"),
-        ("import treeattn.figures", "figures"),
         ("import runpy; runpy.run_module('treeattn', run_name='__main__')", "llama"),
     ],
 )
@@ -89,10 +88,26 @@ def test_the_wheel_names_the_extra_that_is_missing(python, tmp_path, line, extra
     assert f"pip install 'treeattn[{extra}]'" in run(*python, "-c", catch, cwd=tmp_path)
 
 
-def test_the_whole_package_is_in_the_wheel(python, tmp_path):
+def test_all_but_the_llama_works_without_an_extra(python, tmp_path):
+    """And the figures, which belong to a checkout, are not there at all."""
+    code = """
+import importlib, pkgutil, treeattn
+for module in pkgutil.walk_packages(treeattn.__path__, "treeattn.", onerror=lambda name: None):
+    if not module.name.startswith("treeattn.llama") and module.name != "treeattn.__main__":
+        importlib.import_module(module.name)
+        print(module.name)
+"""
+    found = run(*python, "-c", code, cwd=tmp_path).split()
+    assert {"treeattn.cost.papers", "treeattn.conformance", "treeattn.trees.beam"} <= set(found)
+    assert not any(name.startswith("treeattn.figures") for name in found)
+    advice = run(*python, "-m", "treeattn.cost", "--context", "1000", cwd=tmp_path)
+    assert "heads + sequence" in advice
+
+
+def test_the_whole_package_but_its_figures_is_in_the_wheel(python, tmp_path):
     installed = run(*python, "-c", "import treeattn; print(*treeattn.__path__)", cwd=tmp_path)
     names, here = (
         {file.relative_to(folder) for file in folder.rglob("*") if "__pycache__" not in file.parts}
         for folder in (Path(installed.strip()), REPOSITORY / "treeattn")
     )
-    assert names == here
+    assert names == {name for name in here if name.parts[0] != "figures"}
