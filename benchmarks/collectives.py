@@ -99,7 +99,8 @@ def measure(rank: int, processes: int, address: str) -> dict:
             program = jax.jit(jax.shard_map(send, mesh=mesh, **specs))
             found[kind][size] = fastest(program, x)
 
-    decode, rounds = [], math.ceil(math.log2(processes))
+    decode = []
+    rounds = math.ceil(math.log2(processes))
     merges = {"all-reduce": 1, "collective-permute": rounds, "all-gather": processes - 1}
     for batch in BATCHES:
         q = place((batch, 1, 16, 128), P())
@@ -141,10 +142,12 @@ def start(processes: int) -> dict:
     running = [
         subprocess.Popen(
             [*command, str(rank), str(processes), address],
-            env=env, stdout=subprocess.PIPE, text=True,
+            env=env,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for rank in range(processes)
-    ]  # fmt: skip
+    ]
     outputs = [process.communicate(timeout=900)[0] for process in running]
     if any(process.returncode for process in running):
         raise RuntimeError(f"processes: one of {processes} failed")
@@ -153,7 +156,8 @@ def start(processes: int) -> dict:
 
 def fit(times: dict[str, float], sizes) -> tuple[float, float]:
     """α and β of α + β · bytes, by least squares of relative errors, neither negative."""
-    x, y = np.array(sizes, float), np.array([times[str(size)] for size in sizes])
+    x = np.array(sizes, float)
+    y = np.array([times[str(size)] for size in sizes])
     a = np.stack([1 / y, x / y], axis=1)
     alpha, beta = np.linalg.lstsq(a, np.ones(len(y)), rcond=None)[0]
     return max(float(alpha), 0.0), max(float(beta), 0.0)
@@ -187,7 +191,8 @@ def report(results: dict[int, dict]) -> str:
             "ratios are taken for the model's.",
         ]
     for processes, result in ((n, results[n]) for n in results if isinstance(n, int)):
-        found, models = result["found"], {}
+        found = result["found"]
+        models = {}
         lines += ["", f"## {processes} processes", ""]
         head = " | ".join(f"{bytes_(size)}: measured, predicted, ratio" for size in UNSEEN)
         lines += [f"| collective | α, µs | 1/β, GB/s | α, large | 1/β, large | {head} |"]
@@ -198,17 +203,22 @@ def report(results: dict[int, dict]) -> str:
             for alpha, beta in models[kind]:
                 row += [f"{1e6 * alpha:.0f}", f"{1e-9 / beta:.2f}" if beta else "–"]
             for size in UNSEEN:
-                seen, said = found[kind][str(size)], predicted(models[kind], size)
+                seen = found[kind][str(size)]
+                said = predicted(models[kind], size)
                 row.append(f"{1e3 * seen:.2f} ms, {1e3 * said:.2f} ms, {said / seen:.2f}")
             lines.append("| " + " | ".join(row) + " |")
         lines += ["", "| batch | tree_decode by | computing | measured | predicted | ratio |"]
         lines += ["|---|---|---|---|---|---|"]
         for batch, method, alone, seen, sent in result["decode"]:
             empty = predicted(models[METHODS[method]], 4)
-            said = alone - empty + sum(
-                count * sum(predicted(models[kind], size) for size in operands)
-                for kind, count, operands in sent
-            )  # fmt: skip
+            said = (
+                alone
+                - empty
+                + sum(
+                    count * sum(predicted(models[kind], size) for size in operands)
+                    for kind, count, operands in sent
+                )
+            )
             lines.append(
                 f"| {batch} | {method} | {1e3 * alone:.2f} ms | {1e3 * seen:.2f} ms "
                 f"| {1e3 * said:.2f} ms | {said / seen:.2f} |"

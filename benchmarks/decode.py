@@ -35,7 +35,9 @@ import treeattn
 from treeattn.cost.program import collectives, memory, sent_bytes, total_bytes
 
 RESULTS = Path(__file__).parent / "results"
-HEADS, KV_HEADS, DIM = 16, 4, 128
+HEADS = 16
+KV_HEADS = 4
+DIM = 128
 BUDGET = 12e9  # bytes that all simulated devices may hold together
 
 
@@ -110,15 +112,18 @@ def measure(mesh, kv_len: int, rounds: int, others: dict | None = None) -> list[
 
     others: name -> a call without arguments, timed in turn with ours.
     """
-    arguments, p = inputs(mesh, kv_len), mesh.devices.size
-    rows, calls = [], {}
+    arguments = inputs(mesh, kv_len)
+    p = mesh.devices.size
+    rows = []
+    calls = {}
     for name, decode in CONTESTANTS.items():
         program = jax.jit(functools.partial(decode, mesh=mesh, axis="kv")).lower(*arguments)
         program = program.compile()
         held = memory(program).held_bytes
         row = {"name": name, "p": p, "keys": kv_len, "ms": None, "held": held}
         found = collectives(program)
-        row["put in"], row["sent"] = total_bytes(found), sent_bytes(found)
+        row["put in"] = total_bytes(found)
+        row["sent"] = sent_bytes(found)
         rows.append(row)
         if held * p <= BUDGET:
             calls[name] = functools.partial(program, *arguments)
@@ -189,7 +194,8 @@ def run_rank(
     treeattn.simulate_devices(1)
     treeattn.initialize(address, processes, rank)
     mesh = treeattn.kv_mesh()
-    prepare, rows = torch_tree(address, processes, rank), []
+    prepare = torch_tree(address, processes, rank)
+    rows = []
     for n in keys:
         others = {"PyTorch tree": prepare(n)} if prepare else None
         rows += measure(mesh, n, rounds, others)

@@ -75,7 +75,8 @@ def decoder(model: Llama, context: int, n: int):
 
     def run():
         c = cache[0]
-        lengths, token = c.lengths, np.array([[1]])
+        lengths = c.lengths
+        token = np.array([[1]])
         for _ in range(n):
             logits, c = model.step(token, c, last=True)
             token = np.asarray(logits).argmax(-1)[:, None]
@@ -150,11 +151,15 @@ def llama_cpp_runs(prompt: list[int], contexts, n: int):
     for the 4-bit weights of the packaged file. Prefill returns the last token's logits."""
     import llama_cpp
 
-    longest, threads = max(contexts), os.cpu_count()
+    longest = max(contexts)
+    threads = os.cpu_count()
     model = llama_cpp.Llama(
-        str(packaged_model()), n_ctx=longest + ROOM, n_threads=threads, n_threads_batch=threads,
+        str(packaged_model()),
+        n_ctx=longest + ROOM,
+        n_threads=threads,
+        n_threads_batch=threads,
         verbose=False,
-    )  # fmt: skip
+    )
 
     def forget(after: int):  # what comes after so many tokens
         model.n_tokens = after
@@ -178,7 +183,8 @@ def llama_cpp_runs(prompt: list[int], contexts, n: int):
 
 def single(model: Llama, rounds: int = 5, n: int = 4) -> dict:
     """Tokens per second of one device, of transformers and of llama.cpp."""
-    contexts, find = (8192, 2048, 64), importlib.util.find_spec
+    contexts = (8192, 2048, 64)
+    find = importlib.util.find_spec
     prompt = (np.arange(1024) % 1000 + 100).tolist()
     first = {"treeattn": lambda: model.prefill([prompt], model.new_cache(1, 1024))[0]}
     runs = {context: {"treeattn": decoder(model, context, n)} for context in contexts}
@@ -219,7 +225,8 @@ def devices(model: Llama, rounds: int = 7, n: int = 2) -> list[dict]:
     rows = []
     for p, context in tqdm([(p, c) for p in (2, 4, 8) for c in (1024, 4096)]):
         mesh = kv_mesh(jax.devices()[:p])
-        placed, sharded = model.on(mesh), model.on(mesh, shard_weights=True, attention="tree")
+        placed = model.on(mesh)
+        sharded = model.on(mesh, shard_weights=True, attention="tree")
         models = {"one device": model, "tree": placed, "ring": placed.using("ring")} | {
             f"sharded weights, {a}": sharded.using(a) for a in ("reduce_scatter", "all_to_all")
         }
@@ -232,7 +239,8 @@ def devices(model: Llama, rounds: int = 7, n: int = 2) -> list[dict]:
 
 def table(model: Llama, rounds: int = 2, n: int = 10) -> list[dict]:
     """Seconds of a ring prefill and ten more tokens on 8 devices, tree and ring."""
-    rows, placed = [], model.on(kv_mesh(jax.devices()[:8]))
+    rows = []
+    placed = model.on(kv_mesh(jax.devices()[:8]))
     for context in tqdm((512, 1024, 2048)):
         prompt = (np.arange(context) % 1000 + 100).tolist()
 
@@ -252,7 +260,9 @@ def table(model: Llama, rounds: int = 2, n: int = 10) -> list[dict]:
 
 def steps(model: Llama, context: int = 512, rounds: int = 40) -> dict[str, dict]:
     """Milliseconds of a step that verifies a random tree of so many tokens, and its ratios."""
-    cache, rng, runs = full_cache(model, context), np.random.default_rng(0), {}
+    cache = full_cache(model, context)
+    rng = np.random.default_rng(0)
+    runs = {}
     for n in (1, 2, 4, 8, 16, 32, 64):
         parents = np.array([-1, *(rng.integers(i) for i in range(1, n))])
         tokens = rng.integers(model.config.vocabulary, size=(1, n))

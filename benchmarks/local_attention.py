@@ -49,7 +49,8 @@ def read_everything(parts: list[np.ndarray], pool: ThreadPoolExecutor) -> None:
 
 def contestants(n: int, shape: tuple, dtype: str, pool: ThreadPoolExecutor) -> dict:
     """Name -> a call without arguments that returns when its result is there."""
-    rng, (heads, kv_heads, d) = np.random.default_rng(0), shape
+    rng = np.random.default_rng(0)
+    heads, kv_heads, d = shape
     q = rng.normal(size=(1, 1, heads, d)).astype(np.float32)
     k, v = rng.normal(size=(2, 1, n, kv_heads, d)).astype(np.float32)
     jq, jk, jv = (jnp.asarray(x, dtype) for x in (q, k, v))
@@ -66,7 +67,8 @@ def contestants(n: int, shape: tuple, dtype: str, pool: ThreadPoolExecutor) -> d
         sdpa = functools.partial(
             torch.nn.functional.scaled_dot_product_attention, enable_gqa=kv_heads != heads
         )
-        ck, cv = tk.contiguous(), tv.contiguous()
+        ck = tk.contiguous()
+        cv = tv.contiguous()
         calls[TORCH] = lambda: sdpa(tq, tk, tv)
         calls[f"{TORCH}, (b, h, n, d)"] = lambda: sdpa(tq, ck, cv)
     words = jk.nbytes * 2 // 4
@@ -105,7 +107,9 @@ def machine() -> str:
 def row(name: str, times: dict[str, list[float]], gigabytes: float) -> str:
     """A line of the table: milliseconds, and the ratios that matter."""
     medians = {name: statistics.median(values) for name, values in times.items()}
-    ours, best, limit = medians[OURS], min(times[OURS]), min(times["reading it all"])
+    ours = medians[OURS]
+    best = min(times[OURS])
+    limit = min(times["reading it all"])
     cells = [name, *(f"{t:.1f}" for t in medians.values())]
     cells.append(f"{medians[TORCH] / ours:.2f}" if TORCH in medians else "–")
     cells.append(f"{medians['jax.nn with residual'] / ours:.0f}")

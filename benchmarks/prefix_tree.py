@@ -17,7 +17,9 @@ import numpy as np
 
 import treeattn
 
-BATCH, ROWS, WIDTH = 64, 32, 16
+BATCH = 64
+ROWS = 32
+WIDTH = 16
 
 
 def plain_pack(beam: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -27,9 +29,14 @@ def plain_pack(beam: np.ndarray) -> tuple[np.ndarray, ...]:
     """
     trees = []
     for rows in beam.tolist():
-        child, tokens, parents, offsets, paths = {}, [], [], [], []
+        child = {}
+        tokens = []
+        parents = []
+        offsets = []
+        paths = []
         for row in rows:
-            node, path = -1, []
+            node = -1
+            path = []
             for offset, token in enumerate(row):
                 edge = node, token
                 node = child.get(edge)
@@ -91,7 +98,8 @@ def main() -> None:
     for shared in (0.0, 0.3, 0.6, 0.9):
         beam = branching_beams(shared, rng)
         on_device = jax.device_put(beam)
-        plain, jitted = plain_pack(beam), pack(on_device)
+        plain = plain_pack(beam)
+        jitted = pack(on_device)
         size = plain[0].shape[1]
         for a, b in zip(plain, jitted, strict=True):  # the same nodes, before any timing
             cut = (slice(None), *[slice(size)] * (b.ndim - 1)) if b.shape != a.shape else ...

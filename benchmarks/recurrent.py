@@ -52,7 +52,8 @@ SHAPES = {
     "tree": "and what beam search kept at lesser depths",
 }
 TEXTS = HERE.parent / "build" / "recurrent"  # kept for the next drafter
-WIDTHS, LENGTHS = (1, 2, 4, 8), (1, 2, 4, 5, 8)
+WIDTHS = (1, 2, 4, 8)
+LENGTHS = (1, 2, 4, 5, 8)
 MODES = {"greedy": {}, "temperature 0.7": {"temperature": 0.7, "key": jax.random.key(0)}}
 
 
@@ -105,7 +106,8 @@ def texts_and_states(model: Llama, found: list[dict], mode: str, tokens: int) ->
 def steps_of(beams, text: list[int]) -> list[tuple]:
     """(nodes, unpacked, depth, accepted, new) of each step along a text, as speculative.py has
     them; beams(at): candidates after the token `at`, which is certain, as (beam, scores)."""
-    steps, at = [], 0
+    steps = []
+    at = 0
     while at + 1 < len(text):
         beam, scores = beams(at)
         lengths = np.minimum(candidate_lengths(scores), len(text) - at - 1)
@@ -141,10 +143,17 @@ def grid_beams(draft: RecurrentDraft, text, states, width: int, length: int) -> 
     rows = np.pad(states, [(0, size), (0, 0)])
     certain = np.pad(np.array(text, np.int32), (0, size))
     found = [
-        draft_beam(draft.drafter, draft.shared, rows[i : i + 32], certain[i : i + 32],
-                   width=width, length=length, fallen=True)
+        draft_beam(
+            draft.drafter,
+            draft.shared,
+            rows[i : i + 32],
+            certain[i : i + 32],
+            width=width,
+            length=length,
+            fallen=True,
+        )
         for i in range(0, len(certain), 32)
-    ]  # fmt: skip
+    ]
     both = [np.concatenate([np.asarray(x) for x in part]) for part in zip(*found, strict=True)]
 
     def beams(most, at):
@@ -173,7 +182,8 @@ DRAFTS = {
 
 
 def measured(model: Llama, options) -> dict[str, list[dict]]:
-    found, rows = chosen(model, options.quick), {"grid": [], "drafts": []}
+    found = chosen(model, options.quick)
+    rows = {"grid": [], "drafts": []}
     recurrent = RecurrentDraft(model)
     for mode in MODES:
         pairs = texts_and_states(model, found, mode, options.tokens)
@@ -204,11 +214,17 @@ def times(model: Llama, options) -> list[dict]:
                 seconds[draft] = decode(model, p["ids"], options.tokens, draft)
         plain = seconds.pop(None)
         for draft, (took, steps, text) in seconds.items():
-            rows.append({
-                "kind": p["kind"], "name": p["name"], "draft": draft, "tokens": options.tokens,
-                "speedup": round(plain[0] / took, 3), "same_text": text == plain[2],
-                "tokens_a_step": round((len(text) - 1) / max(steps, 1), 3),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "kind": p["kind"],
+                    "name": p["name"],
+                    "draft": draft,
+                    "tokens": options.tokens,
+                    "speedup": round(plain[0] / took, 3),
+                    "same_text": text == plain[2],
+                    "tokens_a_step": round((len(text) - 1) / max(steps, 1), 3),
+                }
+            )
     return rows
 
 
@@ -229,7 +245,8 @@ def grid_table(rows: list[dict], mode: str, kind: str, shape: str) -> str:
         for length in LENGTHS:
             which = {"mode": mode, "kind": kind, "shape": shape, "width": width, "length": length}
             here = [r for r in rows if all(r[k] == v for k, v in which.items())]
-            packed, steps = sum(r["verified"] for r in here), sum(r["steps"] for r in here)
+            packed = sum(r["verified"] for r in here)
+            steps = sum(r["steps"] for r in here)
             line.append(
                 f"{pooled(rows, **which):.2f} ({packed / steps - 1:.1f} of {width * length})"
             )
@@ -261,8 +278,10 @@ def report(results: dict) -> str:
                 grid_table(results["grid"], mode, kind, shape),
             ]
     if "times" in results:
-        lines = [[r["kind"], r["name"], r["draft"], r["tokens_a_step"], r["speedup"],
-                  r["same_text"]] for r in results["times"]]  # fmt: skip
+        lines = [
+            [r["kind"], r["name"], r["draft"], r["tokens_a_step"], r["speedup"], r["same_text"]]
+            for r in results["times"]
+        ]
         head = ["kind", "prompt", "draft", "tokens a step", "times plain decoding", "same text"]
         few = f"Up to {results['times'][0]['tokens']} tokens, one run after one to warm up."
         parts += ["## Time, adaptive budget, two CPU cores", few, table(head, lines)]
@@ -289,9 +308,12 @@ def main() -> None:
     if "counts" in options.parts:
         results |= measured(model, options)
         results["about"] = {
-            "date": datetime.date.today().isoformat(), "jax": version("jax"),
-            "python": sys.version.split()[0], "tokens": options.tokens, "quick": options.quick,
-        }  # fmt: skip
+            "date": datetime.date.today().isoformat(),
+            "jax": version("jax"),
+            "python": sys.version.split()[0],
+            "tokens": options.tokens,
+            "quick": options.quick,
+        }
         RESULTS.write_text(json.dumps(results) + "\n", encoding="utf-8")
     if "times" in options.parts:
         results["times"] = times(model, options)

@@ -55,7 +55,8 @@ PARTS = {
     "devices": 2.0,
 }  # minutes on two quiet cores
 KINDS = ("chat", "code", "editing", "structured")
-BUDGET, CAPACITY = 16, 320  # one capacity for all prompts: nothing is compiled twice
+BUDGET = 16
+CAPACITY = 320  # one for all prompts: nothing is compiled twice
 DEPTHS = (1, 2, 4, 8, 12)
 
 
@@ -75,11 +76,13 @@ class Chain:
     """A draft's most probable path alone: its best first token, the best after that, and so on."""
 
     def __init__(self, draft):
-        self.draft, self.observe = draft, draft.observe
+        self.draft = draft
+        self.observe = draft.observe
 
     def propose(self, budget: int):
         (tokens, parents, _), scores = self.draft.propose(8 * budget)  # best first: siblings too
-        path, parents = [], parents[0].tolist()
+        path = []
+        parents = parents[0].tolist()
         while len(path) < budget and (path[-1] if path else -1) in parents:
             path.append(parents.index(path[-1] if path else -1))
         up = np.arange(len(path), dtype=np.int32)[None] - 1
@@ -104,7 +107,8 @@ BUDGETS = {"longest suffix, 4 of 8": 33}  # its four continuations whole, and th
 
 def replay(draft, prompt: list[int], text: list[int], budget: int) -> list[tuple]:
     """(nodes, unpacked, depth, accepted, new) of each step that ends in this greedy text."""
-    steps, at = [], 1
+    steps = []
+    at = 1
     while at < len(text):
         draft.observe([prompt + text[:at]])
         beam, scores = draft_candidate_tokens(
@@ -137,27 +141,37 @@ def counted(steps: list[tuple]) -> dict:
     for d in range(1, max(depth, default=0) + 1):
         by_depth.append([sum(x >= d for x in depth), sum(x >= d for x in accepted)])
     return {
-        "tokens": sum(new), "steps": len(steps), "tokens_a_step": round(sum(new) / len(steps), 3),
-        "verified": sum(nodes), "unpacked": sum(unpacked), "by_depth": by_depth,
-    }  # fmt: skip
+        "tokens": sum(new),
+        "steps": len(steps),
+        "tokens_a_step": round(sum(new) / len(steps), 3),
+        "verified": sum(nodes),
+        "unpacked": sum(unpacked),
+        "by_depth": by_depth,
+    }
 
 
 def counts(model: Llama, options) -> list[dict]:
-    chosen, rows = prompts(model, options.quick), []
+    chosen = prompts(model, options.quick)
+    rows = []
     slow = chosen if options.quick else chosen[::2]
     drafts = REPLAYED | RUN
     total = sum(len(slow if name in SLOW else chosen) for name in drafts)
     with tqdm(total=len(chosen) + total, unit="text", desc="counts") as bar:
         for p in chosen:
             bar.set_postfix_str(f"{p['name']}: plain")
-            text = [t for (t,) in stream(model, [p["ids"]], max_new_tokens=options.tokens,
-                                         capacity=CAPACITY)]  # fmt: skip
+            text = [
+                t
+                for (t,) in stream(
+                    model, [p["ids"]], max_new_tokens=options.tokens, capacity=CAPACITY
+                )
+            ]
             bar.update()
             for name, make in drafts.items():
                 if name in SLOW and p not in slow:
                     continue
                 bar.set_postfix_str(f"{p['name']}: {name}")
-                budget, draft = BUDGETS.get(name, BUDGET), make(model)
+                budget = BUDGETS.get(name, BUDGET)
+                draft = make(model)
                 if name in RUN:
                     steps = run(draft, model, p["ids"], options.tokens, budget)
                 else:
@@ -173,7 +187,8 @@ def counts(model: Llama, options) -> list[dict]:
 def decode(model: Llama, prompt: list[int], tokens: int, draft) -> tuple[float, int, list[int]]:
     """(seconds after prefill, steps, the text)."""
     steps = speculate(model, [prompt], draft=draft, max_new_tokens=tokens, capacity=CAPACITY)
-    text, count = list(next(steps)[0]), 0
+    text = list(next(steps)[0])
+    count = 0
     began = time.perf_counter()
     for (new,) in steps:
         text += new
@@ -187,20 +202,25 @@ def in_turn(model: Llama, p: dict, tokens: int, rounds: int, expected=None) -> d
     expected: the text that all should write; that of plain decoding when None
     """
     plain, drafted = zip(
-        *((decode(model, p["ids"], tokens, None), decode(model, p["ids"], tokens, "suffix"))
-          for _ in range(rounds)), strict=True,
-    )  # fmt: skip
+        *(
+            (decode(model, p["ids"], tokens, None), decode(model, p["ids"], tokens, "suffix"))
+            for _ in range(rounds)
+        ),
+        strict=True,
+    )
     ratios = [a[0] / b[0] for a, b in zip(plain, drafted, strict=True)]
     after = len(plain[0][2]) - 1
     return {
-        "kind": p["kind"], "name": p["name"], "tokens": after,
+        "kind": p["kind"],
+        "name": p["name"],
+        "tokens": after,
         "plain_seconds": [round(x[0], 3) for x in plain],
         "seconds": [round(x[0], 3) for x in drafted],
         "speedup": round(statistics.median(ratios), 3),
         "spread": [round(min(ratios), 3), round(max(ratios), 3)],
         "tokens_a_step": round(statistics.median(after / x[1] for x in drafted), 3),
         "same_text": all(x[2] == (expected or plain[0][2]) for x in (*plain, *drafted)),
-    }  # fmt: skip
+    }
 
 
 def warm_up(model: Llama) -> None:
@@ -211,7 +231,8 @@ def warm_up(model: Llama) -> None:
         if n == 1:
             model.step(np.array([[1]]), cache, counts=np.array([1]), last=True)
             continue
-        tokens, mask = np.ones((1, n), np.int32), np.tri(n, dtype=bool)[None]
+        tokens = np.ones((1, n), np.int32)
+        mask = np.tri(n, dtype=bool)[None]
         positions = 3 + np.arange(n, dtype=np.int32)[None]
         _, new = model.extend(tokens, cache, positions=positions, mask=mask)
         model.commit(cache, new, select=np.arange(n)[None], counts=np.array([1]))
@@ -219,7 +240,8 @@ def warm_up(model: Llama) -> None:
 
 def times(model: Llama, options) -> list[dict]:
     warm_up(model)
-    rows, chosen = [], prompts(model, options.quick)
+    rows = []
+    chosen = prompts(model, options.quick)
     decode(model, chosen[-1]["ids"], 16, "suffix")
     for p in tqdm(chosen, unit="text", desc="times"):
         rows.append(in_turn(model, p, options.tokens, options.rounds))
@@ -237,10 +259,12 @@ def steps(model: Llama, options) -> dict[str, float]:
     """Milliseconds of a call on 1, 4, … tokens after 256, the keys written; medians, in turn."""
     after = (np.arange(256) % 1000 + 100).tolist()
     _, cache = model.prefill([after], model.new_cache(1, CAPACITY))
-    length, milliseconds = cache.lengths, {n: [] for n in (1, 4, 8, 16, 32, 64)}
+    length = cache.lengths
+    milliseconds = {n: [] for n in (1, 4, 8, 16, 32, 64)}
     for i in tqdm(range(5 * options.rounds + 1), unit="round", desc="steps"):
         for n, times in milliseconds.items():
-            tokens, began = np.arange(1, n + 1)[None], time.perf_counter()
+            tokens = np.arange(1, n + 1)[None]
+            began = time.perf_counter()
             logits, cache = model.step(tokens, cache)
             jax.block_until_ready(logits)
             times += [1000 * (time.perf_counter() - began)] if i else []  # the first compiles
@@ -297,28 +321,38 @@ def packed(model: Llama, options) -> list[dict]:
                 jax.block_until_ready(f(model, beam, cache))
                 seconds[name].append(time.perf_counter() - began)
         ratios = [a / b for a, b in zip(seconds["unpacked"], seconds["packed"], strict=True)]
-        rows.append({
-            "kind": p["kind"], "name": p["name"], "tokens": beam[0].size,
-            "nodes": pack(beam).packed_beam.shape[1],
-            "allclose": bool(np.allclose(*out, atol=1e-2)),
-            "unpacked_ms": round(1000 * statistics.median(seconds["unpacked"]), 1),
-            "packed_ms": round(1000 * statistics.median(seconds["packed"]), 1),
-            "speedup": round(statistics.median(ratios), 3),
-            "spread": [round(min(ratios), 3), round(max(ratios), 3)],
-        })  # fmt: skip
-        tqdm.write(f"{p['name']}: {rows[-1]['nodes']} nodes for 64 tokens, "
-                   f"{rows[-1]['speedup']:.2f} times as fast")  # fmt: skip
+        rows.append(
+            {
+                "kind": p["kind"],
+                "name": p["name"],
+                "tokens": beam[0].size,
+                "nodes": pack(beam).packed_beam.shape[1],
+                "allclose": bool(np.allclose(*out, atol=1e-2)),
+                "unpacked_ms": round(1000 * statistics.median(seconds["unpacked"]), 1),
+                "packed_ms": round(1000 * statistics.median(seconds["packed"]), 1),
+                "speedup": round(statistics.median(ratios), 3),
+                "spread": [round(min(ratios), 3), round(max(ratios), 3)],
+            }
+        )
+        tqdm.write(
+            f"{p['name']}: {rows[-1]['nodes']} nodes for 64 tokens, "
+            f"{rows[-1]['speedup']:.2f} times as fast"
+        )
         yield rows
 
 
 def devices(model: Llama, options) -> list[dict]:
-    placed, tokens, rows = model.on(kv_mesh()), min(options.tokens, 32), []
+    placed = model.on(kv_mesh())
+    tokens = min(options.tokens, 32)
+    rows = []
     warm_up(placed)
     for p in tqdm(prompts(model, quick=True), unit="text", desc="8 devices"):
         alone = decode(model, p["ids"], tokens, None)[2]  # on one device
         rows.append(in_turn(placed, p, tokens, 1, alone))
-        tqdm.write(f"{p['name']}: {rows[-1]['speedup']:.2f} times plain decoding's speed, "
-                   f"same text: {rows[-1]['same_text']}")  # fmt: skip
+        tqdm.write(
+            f"{p['name']}: {rows[-1]['speedup']:.2f} times plain decoding's speed, "
+            f"same text: {rows[-1]['same_text']}"
+        )
         yield rows
 
 
@@ -346,8 +380,14 @@ def counts_text(rows: list[dict]) -> str:
     drafts = list(dict.fromkeys(r["draft"] for r in rows))
     names = list(dict.fromkeys((r["kind"], r["name"]) for r in rows))
     of = {(r["name"], r["draft"]): r for r in rows}
-    lines = [[kind, name, *(f"{of[name, d]['tokens_a_step']:.2f}" if (name, d) in of else "–"
-                            for d in drafts)] for kind, name in names]  # fmt: skip
+    lines = [
+        [
+            kind,
+            name,
+            *(f"{of[name, d]['tokens_a_step']:.2f}" if (name, d) in of else "–" for d in drafts),
+        ]
+        for kind, name in names
+    ]
     for kind in KINDS:
         means = [by_kind(rows, "tokens_a_step", d).get(kind) for d in drafts]
         lines.append(
@@ -366,21 +406,39 @@ def counts_text(rows: list[dict]) -> str:
     head = ["draft", "tokens before packing", "after", *(f"depth {d}" for d in DEPTHS)]
     return (
         f"## Tokens a step\n\nOver all steps, {BUDGET} tokens a call at most (“longest suffix, 4 "
-        "of 8”: 33). A dash: not run.\n\n" + table(["kind", "prompt", *drafts], lines)
+        "of 8”: 33). A dash: not run.\n\n"
+        + table(["kind", "prompt", *drafts], lines)
         + "\n\n## Tokens verified in a step, and acceptance by depth\n\nOf the steps with a "
         "candidate so long, the share in which so many of its tokens were accepted.\n\n"
         + table(head, saved)
-    )  # fmt: skip
+    )
 
 
 def times_text(rows: list[dict], title: str) -> str:
-    lines = [[r["kind"], r["name"], r["tokens"], f"{statistics.median(r['plain_seconds']):.2f}",
-              f"{statistics.median(r['seconds']):.2f}", spread_text(r),
-              f"{r['tokens_a_step']:.2f}", "yes" if r["same_text"] else "no"]
-             for r in rows]  # fmt: skip
+    lines = [
+        [
+            r["kind"],
+            r["name"],
+            r["tokens"],
+            f"{statistics.median(r['plain_seconds']):.2f}",
+            f"{statistics.median(r['seconds']):.2f}",
+            spread_text(r),
+            f"{r['tokens_a_step']:.2f}",
+            "yes" if r["same_text"] else "no",
+        ]
+        for r in rows
+    ]
     means = by_kind(rows, "speedup")
-    head = ["kind", "prompt", "tokens", "plain, s", "suffix, s", "times as fast (least–most)",
-            "tokens a step", "same text"]  # fmt: skip
+    head = [
+        "kind",
+        "prompt",
+        "tokens",
+        "plain, s",
+        "suffix, s",
+        "times as fast (least–most)",
+        "tokens a step",
+        "same text",
+    ]
     total = ", ".join(f"{k} {v:.2f}" for k, v in means.items())
     return f"## {title}\n\n" + table(head, lines) + f"\n\nMeans of the ratios: {total}."
 
@@ -391,8 +449,10 @@ def steps_text(steps: dict[str, float]) -> str:
 
 
 def packed_text(rows: list[dict]) -> str:
-    lines = [[r["kind"], r["name"], r["nodes"], r["unpacked_ms"], r["packed_ms"], spread_text(r)]
-             for r in rows]  # fmt: skip
+    lines = [
+        [r["kind"], r["name"], r["nodes"], r["unpacked_ms"], r["packed_ms"], spread_text(r)]
+        for r in rows
+    ]
     head = ["kind", "prompt", "nodes", "64 tokens, ms", "packed, ms", "times as fast"]
     return "## Beams of 8 candidates of 8 tokens, packed and not\n\n" + table(head, lines)
 
@@ -420,11 +480,22 @@ def readme(results: dict) -> str:
     rows = []
     for kind in KINDS:
         mine = [r for r in results["times"] if r["kind"] == kind]
-        low, high = min(r["speedup"] for r in mine), max(r["speedup"] for r in mine)
-        rows.append([kind, f"{chain[kind]:.2f}", f"{suffix[kind]:.2f}",
-                     f"{speed[kind]:.2f} ({low:.2f}–{high:.2f})"])  # fmt: skip
-    head = ["four prompts each", "tokens a step, n-gram chain", "suffix tree (the default)",
-            "times plain decoding's speed (by prompt)"]  # fmt: skip
+        low = min(r["speedup"] for r in mine)
+        high = max(r["speedup"] for r in mine)
+        rows.append(
+            [
+                kind,
+                f"{chain[kind]:.2f}",
+                f"{suffix[kind]:.2f}",
+                f"{speed[kind]:.2f} ({low:.2f}–{high:.2f})",
+            ]
+        )
+    head = [
+        "four prompts each",
+        "tokens a step, n-gram chain",
+        "suffix tree (the default)",
+        "times plain decoding's speed (by prompt)",
+    ]
     return table(head, rows)
 
 

@@ -17,7 +17,10 @@ from jax.sharding import PartitionSpec as P
 
 import treeattn
 
-ROOM, KV_HEADS, HEADS, HEAD_DIM = 64, 2, 4, 16
+ROOM = 64
+KV_HEADS = 2
+HEADS = 4
+HEAD_DIM = 16
 
 
 def append(mesh, keys, values, key, value, length):
@@ -51,7 +54,8 @@ def main() -> None:
         )
     )
 
-    rng, seen = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    seen = []
     for length in range(40):  # tokens one by one: first on device 0, then on the next
         q = rng.normal(size=(1, 1, HEADS, HEAD_DIM)).astype(np.float32)
         key, value = rng.normal(size=(2, 1, 1, KV_HEADS, HEAD_DIM)).astype(np.float32)

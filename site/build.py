@@ -30,7 +30,8 @@ LEFT_OUT = shutil.ignore_patterns("a11y", "localization", "mathmaps", "*.mp3", "
 
 
 # A page that lies within the package, whose folder is not the site's.
-CARD, CARD_HERE = "treeattn/llama/speculation/recurrent.md", "recurrent_drafter.md"
+CARD = "treeattn/llama/speculation/recurrent.md"
+CARD_HERE = "recurrent_drafter.md"
 
 
 def lay_out(folder: Path) -> None:

@@ -85,12 +85,14 @@ def small_example() -> dict:
 def drafted() -> list[str]:
     """Candidates after `PROMPT`, as lines of words; a space within a token becomes “␣”."""
     model = packaged_model()
-    prompt, length = np.array(model.tokenizer.encode(PROMPT)), 5
+    prompt = np.array(model.tokenizer.encode(PROMPT))
+    length = 5
 
     def log_probs(paths):  # (1, n, c): no cache, for so few tokens; of one length, to compile once
         texts = np.zeros((paths.shape[1], len(prompt) + length), int)
         end = len(prompt) + paths.shape[2]
-        texts[:, : len(prompt)], texts[:, len(prompt) : end] = prompt, paths[0]
+        texts[:, : len(prompt)] = prompt
+        texts[:, len(prompt) : end] = paths[0]
         return jax.nn.log_softmax(model.logits(texts)[None, :, end - 1])
 
     beam, _ = beam_search(log_probs, width=6, length=length)

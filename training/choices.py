@@ -26,7 +26,8 @@ def main() -> None:
     own.add_argument("folder", type=Path)
     own.add_argument("--shards", type=int, default=7)
     own.add_argument("--updates", type=int, default=200)
-    chosen, found = own.parse_args(), {}
+    chosen = own.parse_args()
+    found = {}
     for name, change in CHOICES.items():
         shared = [
             "--shards",

@@ -49,12 +49,19 @@ def read_shards(files: list[Path]) -> tuple[Texts, Texts]:
         for i, n in enumerate(x["sizes"].tolist()):
             here = slice(at, at + n)
             begin = sum(len(p.after) for p in parts[bool(x["held_out"][i])])
-            parts[bool(x["held_out"][i])].append(Texts(
-                x["states"][here], x["tokens"][token_at + 1 : token_at + n + 1],
-                np.full(n, begin + n), x["top"][here].astype(np.int32), x["log"][here],
-                np.full(n, x["kind"][i]), np.full(n, x["temperature"][i]),
-            ))  # fmt: skip
-            at, token_at = at + n, token_at + n + 1
+            parts[bool(x["held_out"][i])].append(
+                Texts(
+                    x["states"][here],
+                    x["tokens"][token_at + 1 : token_at + n + 1],
+                    np.full(n, begin + n),
+                    x["top"][here].astype(np.int32),
+                    x["log"][here],
+                    np.full(n, x["kind"][i]),
+                    np.full(n, x["temperature"][i]),
+                )
+            )
+            at = at + n
+            token_at = token_at + n + 1
     return tuple(
         Texts(*map(np.concatenate, zip(*parts[kept], strict=True))) for kept in (False, True)
     )
@@ -70,10 +77,14 @@ def read(model: Llama, rows: np.ndarray, new: int, top: int = 32) -> Texts:
     log, tokens = (np.asarray(x).reshape(-1, top) for x in jax.lax.top_k(log, top))
     count = len(rows) * new
     return Texts(
-        np.asarray(unit(states[:, -new:])).reshape(count, -1), rows[:, -new:].reshape(-1),
-        np.repeat(new * np.arange(1, len(rows) + 1), new), tokens, log,
-        np.full(count, "chat"), np.zeros(count),
-    )  # fmt: skip
+        np.asarray(unit(states[:, -new:])).reshape(count, -1),
+        rows[:, -new:].reshape(-1),
+        np.repeat(new * np.arange(1, len(rows) + 1), new),
+        tokens,
+        log,
+        np.full(count, "chat"),
+        np.zeros(count),
+    )
 
 
 def frequent_tokens(texts: Texts, n: int) -> np.ndarray:
@@ -122,15 +133,22 @@ def examples(texts: Texts, at: np.ndarray, row: np.ndarray, length: int = LENGTH
     rows = texts.top[then]
     chances = np.exp(texts.log[then].astype(np.float32)) * (rows >= 0)
     return Examples(
-        texts.state[at].astype(np.float32), texts.after[np.minimum(steps, len(texts.after) - 1)],
-        texts.state[then], np.maximum(rows, 0), chances, row[texts.after[then]], real,
-    )  # fmt: skip
+        texts.state[at].astype(np.float32),
+        texts.after[np.minimum(steps, len(texts.after) - 1)],
+        texts.state[then],
+        np.maximum(rows, 0),
+        chances,
+        row[texts.after[then]],
+        real,
+    )
 
 
 def loss(drafter: Drafter, shared: Shared, batch: Examples, soft: float, near: float):
     """The mean over an example's tokens, later ones counting less, of
     soft · cross entropy with the model + (1 − soft) · with the text + near · squared distance."""
-    state, total, weights = unit(batch.state), 0.0, 0.0
+    state = unit(batch.state)
+    total = 0.0
+    weights = 0.0
     for c in range(batch.tokens.shape[1]):
         state = advance(drafter, state, shared.embedding[batch.tokens[:, c]])
         log = jax.nn.log_softmax(state @ shared.head.T, axis=-1)
@@ -169,10 +187,15 @@ def accepted(drafter, shared, texts: Texts, at: np.ndarray, width: int, length: 
         part = at[begin : begin + 256]
         part = np.concatenate([part, np.repeat(part[-1:], 256 - len(part))])
         beam, scores = draft_beam(
-            drafter, shared, texts.state[part].astype(np.float32), texts.after[part],
-            width=width, length=length,
-        )  # fmt: skip
-        beam, scores = np.asarray(beam), np.asarray(scores, np.float64)
+            drafter,
+            shared,
+            texts.state[part].astype(np.float32),
+            texts.after[part],
+            width=width,
+            length=length,
+        )
+        beam = np.asarray(beam)
+        scores = np.asarray(scores, np.float64)
         steps = part[:, None] + 1 + np.arange(length)
         real = steps < texts.end[part][:, None]
         truth = np.where(real, texts.after[np.minimum(steps, len(texts.after) - 1)], -1)
@@ -187,8 +210,11 @@ def tokens_a_step(texts: Texts, begins: list[int], counts: np.ndarray) -> float:
     """New tokens a step along whole texts, `counts` being what is accepted at each token."""
     tokens = steps = 0
     for begin in begins:
-        at, end = begin, texts.end[begin]
+        at = begin
+        end = texts.end[begin]
         while at + 1 < end:  # the token after `at` is certain
             new = min(int(counts[at]) + 1, end - 1 - at)
-            tokens, steps, at = tokens + new, steps + 1, at + new
+            tokens = tokens + new
+            steps = steps + 1
+            at = at + new
     return tokens / max(steps, 1)

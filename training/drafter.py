@@ -53,11 +53,17 @@ class Run:
     """Parameters, the optimizer's moments, and what was measured so far; on disk, too."""
 
     def __init__(self, path: Path, drafter: Drafter, adam):
-        self.path, self.drafter, self.moments = path, drafter, adam.init(drafter)
-        self.best, self.done, self.curve, self.tokens = drafter, 0, [], 0
+        self.path = path
+        self.drafter = drafter
+        self.moments = adam.init(drafter)
+        self.best = drafter
+        self.done = 0
+        self.curve = []
+        self.tokens = 0
         if path.exists():
             with np.load(path) as file:
-                self.done, self.curve = int(file["done"]), json.loads(str(file["curve"]))
+                self.done = int(file["done"])
+                self.curve = json.loads(str(file["curve"]))
                 arrays = [jnp.asarray(file[f"leaf{i}"]) for i in range(len(self.leaves()))]
             shape = jax.tree.structure((self.drafter, self.moments, self.best))
             self.drafter, self.moments, self.best = jax.tree.unflatten(shape, arrays)
@@ -70,9 +76,9 @@ class Run:
         good = judged(self.drafter, shared, texts, begins)
         if not self.curve or good > max(point["tokens_a_step"] for point in self.curve):
             self.best = jax.tree.map(jnp.copy, self.drafter)
-        self.curve.append({
-            "updates": self.done, "loss": round(value, 4), "tokens_a_step": round(good, 4)
-        })  # fmt: skip
+        self.curve.append(
+            {"updates": self.done, "loss": round(value, 4), "tokens_a_step": round(good, 4)}
+        )
         arrays = {f"leaf{i}": np.asarray(x) for i, x in enumerate(self.leaves())}
         new = self.path.with_suffix(".part.npz")
         np.savez(new, tokens=shared.tokens, done=self.done, curve=json.dumps(self.curve), **arrays)
@@ -92,7 +98,8 @@ def train(folder: Path, options) -> tuple[Run, object, distil.Texts]:
     if path.exists():  # there may be more text now than at first
         with np.load(path) as file:
             tokens = file["tokens"]
-    norm, d = np.asarray(model.weights.norm, np.float32), model.config.width
+    norm = np.asarray(model.weights.norm, np.float32)
+    d = model.config.width
     row = np.full(model.config.vocabulary, -1, np.int32)
     row[tokens] = np.arange(len(tokens))
     shared = borrow(model, tokens)
@@ -100,14 +107,19 @@ def train(folder: Path, options) -> tuple[Run, object, distil.Texts]:
     learn, held = (distil.prepared(texts, tokens, norm) for texts in (learn, held))
     inside = (row[held.after] >= 0).mean()
     begins = held_out_chat(held, options.judge_tokens)
-    print(f"{len(learn.after):,} tokens to learn from, {len(held.after):,} held out, of which the "
-          f"head's {len(tokens):,} tokens are {inside:.1%}", flush=True)  # fmt: skip
+    print(
+        f"{len(learn.after):,} tokens to learn from, {len(held.after):,} held out, of which the "
+        f"head's {len(tokens):,} tokens are {inside:.1%}",
+        flush=True,
+    )
     adam = distil.optimizer(options.updates, options.rate)
     key = jax.random.key(options.seed)
     run = Run(path, distil.initial(key, d, options.depth, options.inner), adam)
     run.tokens = len(learn.after)
     starts = np.flatnonzero(np.arange(len(learn.after)) + 1 < learn.end)
-    began, value, already = time.time(), float("nan"), run.done
+    began = time.time()
+    value = float("nan")
+    already = run.done
     with tqdm(total=options.updates, initial=run.done, unit="update", mininterval=5) as bar:
         while run.done < options.updates:
             rng = np.random.default_rng([options.seed, run.done])
@@ -136,9 +148,18 @@ def parser() -> argparse.ArgumentParser:
     add("--shards", type=int, help="to learn from, of 10,000 tokens each; all if not given")
     add("--name", default="drafter", help="of the checkpoint")
     add("--out", type=Path, default=PACKAGED)
-    for name, value in {"updates": 3000, "batch": 64, "length": distil.LENGTH, "depth": 2,
-                        "inner": 384, "cut": 8192, "seed": 0, "every": 200, "patience": 6,
-                        "judge-tokens": 3000}.items():  # fmt: skip
+    for name, value in {
+        "updates": 3000,
+        "batch": 64,
+        "length": distil.LENGTH,
+        "depth": 2,
+        "inner": 384,
+        "cut": 8192,
+        "seed": 0,
+        "every": 200,
+        "patience": 6,
+        "judge-tokens": 3000,
+    }.items():
         add(f"--{name}", type=int, default=value)
     for name, value in {"soft": 0.8, "near": 0.2, "rate": 2e-3}.items():
         add(f"--{name}", type=float, default=value)
@@ -147,14 +168,19 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = parser().parse_args()
-    sampling, training = options.tokens / 100 / 60, options.updates * options.batch / 64 / 3.5 / 60
+    sampling = options.tokens / 100 / 60
+    training = options.updates * options.batch / 64 / 3.5 / 60
     print(f"About {sampling:.0f} minutes of sampling, {training:.0f} of training, on two cores")
     sample(options.folder, options.tokens)
     run, shared, _ = train(options.folder, options)
     save_drafter(options.out, run.best, shared, "SmolLM2-135M-Instruct")
     if options.out == PACKAGED:
-        about = {"date": datetime.date.today().isoformat(), "jax": version("jax"),
-                 "optax": version("optax"), "tokens": run.tokens}  # fmt: skip
+        about = {
+            "date": datetime.date.today().isoformat(),
+            "jax": version("jax"),
+            "optax": version("optax"),
+            "tokens": run.tokens,
+        }
         told = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
         told["training"] = about | {"curve": run.curve}
         RESULTS.write_text(json.dumps(told) + "\n", encoding="utf-8")

@@ -100,10 +100,16 @@ PLAIN = (
 
 def prompts(seed: int = 0) -> list[Prompt]:
     """All of them, in a random order that depends on the seed only, held-out ones among them."""
-    groups = [(kind, True, x) for kind, group in (
-        ("chat", CHAT), ("code", CHAT_CODE), ("structured", CHAT_STRUCTURED),
-        ("editing", CHAT_EDITING),
-    ) for x in group]  # fmt: skip
+    groups = [
+        (kind, True, x)
+        for kind, group in (
+            ("chat", CHAT),
+            ("code", CHAT_CODE),
+            ("structured", CHAT_STRUCTURED),
+            ("editing", CHAT_EDITING),
+        )
+        for x in group
+    ]
     groups += [(kind, False, x) for kind, x in PLAIN]
     found = []
     for topics, held_out in ((TOPICS, False), (HELD_OUT_TOPICS, True)):

@@ -38,21 +38,29 @@ class Text:
 
     def __init__(self, prompt: list[int], seen: int, temperature: float, kind: str, held_out: bool):
         self.feed = collections.deque(prompt[seen:])  # what is still to be read
-        self.tokens, self.states, self.top, self.log = [prompt[-1]], [], [], []
-        self.temperature, self.kind, self.held_out = temperature, kind, held_out
+        self.tokens = [prompt[-1]]
+        self.states = []
+        self.top = []
+        self.log = []
+        self.temperature = temperature
+        self.kind = kind
+        self.held_out = held_out
 
     def arrays(self) -> dict[str, np.ndarray]:
         """tokens (n + 1,), and of the first n: states (n, d), top and log (n, TOP)."""
         return {
-            "tokens": np.array(self.tokens, np.int32), "states": np.array(self.states, np.float16),
-            "top": np.array(self.top, np.uint16), "log": np.array(self.log, np.float16),
-        }  # fmt: skip
+            "tokens": np.array(self.tokens, np.int32),
+            "states": np.array(self.states, np.float16),
+            "top": np.array(self.top, np.uint16),
+            "log": np.array(self.log, np.float16),
+        }
 
 
 def attention(q, k, v, lengths, axes) -> AttentionState:
     """Of one query a text, all texts at once: two matrix products, each head's query lying where
     its keys lie. For many short texts that is faster than a kernel for few long ones."""
-    (b, _, h, d), (_, n, groups, _) = q.shape, k.shape
+    b, _, h, d = q.shape
+    _, n, groups, _ = k.shape
     q = q.reshape(b, groups, h // groups, 1, d) * jnp.eye(groups)[:, None, :, None] / d**0.5
     scores = jnp.einsum("bhx,bnx->bhn", q.reshape(b, h, -1), k.reshape(b, n, -1))
     scores = jnp.where(jnp.arange(n) < lengths[:, None, None], scores, -jnp.inf)
@@ -72,11 +80,15 @@ def likely(logits):
 
 def sampled(model: Llama, begin: int, batch: int, seed: int):
     """Finished texts, one after the other, from prompt number `begin` on."""
-    tokenizer, rng, queue = model.tokenizer, np.random.default_rng([seed, begin]), prompts(seed)
+    tokenizer = model.tokenizer
+    rng = np.random.default_rng([seed, begin])
+    queue = prompts(seed)
     norm = jax.jit(lambda x: rms_norm(x, model.weights.norm, model.config.norm_epsilon))
     template = common_beginning(tokenizer.chat("one"), tokenizer.chat("another"))
     number = begin
-    cache, rows, chat_rows = model.new_cache(batch, CAPACITY), [None] * batch, [False] * batch
+    cache = model.new_cache(batch, CAPACITY)
+    rows = [None] * batch
+    chat_rows = [False] * batch
     while True:
         lengths = np.array(cache.lengths)
         for row, text in enumerate(rows):
@@ -131,13 +143,17 @@ def write(path: Path, texts: list[Text], number: int) -> None:
 def sample(folder: Path, tokens: int, batch: int = 64, seed: int = 0) -> None:
     """Go on until the folder's shards hold so many tokens."""
     folder.mkdir(parents=True, exist_ok=True)
-    shards, done, begin = shards_of(folder), 0, 0
+    shards = shards_of(folder)
+    done = 0
+    begin = 0
     for shard in shards:
         with np.load(shard) as file:
-            done, begin = done + int(file["sizes"].sum()), int(file["next"])
+            done = done + int(file["sizes"].sum())
+            begin = int(file["next"])
     if done >= tokens:
         return
-    texts, count = [], 0
+    texts = []
+    count = 0
     with tqdm(total=tokens, initial=done, unit="token", mininterval=5, desc="sampling") as bar:
         for text, number in sampled(Llama.load().using(attention), begin, batch, seed):
             texts.append(text)
@@ -146,7 +162,9 @@ def sample(folder: Path, tokens: int, batch: int = 64, seed: int = 0) -> None:
             if count >= SHARD:
                 write(folder / f"shard-{len(shards):03d}.npz", texts, number)
                 shards.append(None)
-                done, texts, count = done + count, [], 0
+                done = done + count
+                texts = []
+                count = 0
                 if done >= tokens:
                     return
 

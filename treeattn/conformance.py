@@ -87,9 +87,17 @@ def merge(parts) -> tuple[np.ndarray, np.ndarray]:
 
 
 def attend(
-    q, k, v, *, mask=None, kv_lengths=None, scale=None, sinks=None,
-    query_positions=None, key_positions=None,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    *,
+    mask=None,
+    kv_lengths=None,
+    scale=None,
+    sinks=None,
+    query_positions=None,
+    key_positions=None,
+):
     """(out, lse) in float64, key by key. The options are those that kernels are asked for.
 
     mask (b, 1, l, n): True where a query may see a key. kv_lengths (b,): only so many keys count.
@@ -98,7 +106,8 @@ def attend(
     """
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     k, v = (np.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    (b, l, h, d), n = q.shape, k.shape[1]
+    b, l, h, d = q.shape
+    n = k.shape[1]
     seen = np.ones((b, 1, l, n), bool) if mask is None else np.asarray(mask)
     if kv_lengths is not None:
         seen = seen & (np.arange(n) < np.asarray(kv_lengths)[:, None, None, None])
@@ -131,10 +140,12 @@ def merge_cases(dtype: str = "float32") -> list[Case]:
         outs = 1 + rng.normal(size=(p, *shape, 4)) / 2
         lses = rng.normal(mean, 2, (p, *shape)).astype("float64" if "64" in dtype else "float32")
         none = np.isin(np.arange(p), empty)[:, None, None, None] | (lses < below)
-        outs, lses = np.where(none[..., None], stale, outs), np.where(none, -np.inf, lses)
+        outs = np.where(none[..., None], stale, outs)
+        lses = np.where(none, -np.inf, lses)
         return list(zip(rounded(outs, dtype), lses, strict=True))
 
-    infinite, large = shards(3, empty=[1]), 1000.0 if dtype == "float64" else 120.0
+    infinite = shards(3, empty=[1])
+    large = 1000.0 if dtype == "float64" else 120.0
     cases = {
         "two shards": (shards(2), None),
         "seven shards": (shards(7), None),
@@ -181,15 +192,22 @@ def kernel_cases(dtype: str = "float32") -> list[Case]:
         "sinks": (qkv(), {"sinks": np.array([0.0, 2.0, 4.0, 5.0])}, None),
     }
     return [
-        Case(name, (q, k, v), options, *attend(q, k, v, **options),
-             np.repeat(v, q.shape[2] // v.shape[2], axis=2).mean(1, keepdims=True), infinite)
+        Case(
+            name,
+            (q, k, v),
+            options,
+            *attend(q, k, v, **options),
+            np.repeat(v, q.shape[2] // v.shape[2], axis=2).mean(1, keepdims=True),
+            infinite,
+        )
         for name, ((q, k, v), options, infinite) in cases.items()
-    ]  # fmt: skip
+    ]
 
 
 def wrong_merges(parts) -> Iterator:
     """What known mistakes make of the parts: (fingerprint, (out, lse)) of each."""
-    (out, lse), total = merge(parts), sum(x[1] for x in parts)
+    out, lse = merge(parts)
+    total = sum(x[1] for x in parts)
     base_2 = merge([(o, l * np.log(2)) for o, l in parts])
     for answer in ((out, lse / np.log(2)), base_2, (base_2[0], base_2[1] / np.log(2))):
         yield "log base 2", answer
@@ -221,8 +239,11 @@ def wrong_kernels(q, k, v, *, sinks=None, **options) -> Iterator:
         for p in range(2, 65):  # shards
             yield "sinks once a shard", merge([without, (0 * out, lse * 0 + sinks + np.log(p))])
     if "query_positions" in options:
-        position, l, n = options["query_positions"][:, None], q.shape[1], k.shape[1]
-        i, key = np.arange(l)[:, None], np.arange(n)
+        position = options["query_positions"][:, None]
+        l = q.shape[1]
+        n = k.shape[1]
+        i = np.arange(l)[:, None]
+        key = np.arange(n)
         seen = [key <= i]  # as if the first query stood at the first key
         for p in range(1, 17):  # keys dealt in stripes: number key // p of `kept` on a device
             kept = (n - key % p + p - 1) // p
@@ -272,9 +293,10 @@ def _judge(case: Case, answer, mistakes, tolerances) -> Result:
         return Result(case.name, "passed")
     wrong = mistakes(*case.arguments, **case.options)
     found = [
-        name for name, would_be in wrong
+        name
+        for name, would_be in wrong
         if _close(answer, would_be, tolerances) and not np.isnan(would_be[0]).any()
-    ]  # fmt: skip
+    ]
     shapes = [x.shape for x in answer], [x.shape for x in expected]
     if shapes[0] != shapes[1]:
         detail = "shapes {}, expected {}".format(*shapes)
@@ -294,7 +316,8 @@ def _close(answer, expected, tolerances) -> bool:
 
 def _signs(case: Case, out, lse, tolerances) -> Iterator[str]:
     """Fingerprints that are seen in the numbers themselves: without keys, then with keys."""
-    none, uniform = np.isneginf(case.lse), np.broadcast_to(case.uniform, out.shape)
+    none = np.isneginf(case.lse)
+    uniform = np.broadcast_to(case.uniform, out.shape)
     if np.isposinf(lse[none]).any():
         yield "lse +inf for no keys"
     if np.isfinite(lse[none]).any():
@@ -303,7 +326,9 @@ def _signs(case: Case, out, lse, tolerances) -> Iterator[str]:
         yield "NaN for no keys"
     elif out[none].any() and np.allclose(out[none], uniform[none], rtol=0.01, atol=0.01):
         yield "mean(V) for no keys"
-    out, lse, expected = out[~none], lse[~none], (case.out[~none], case.lse[~none])
+    out = out[~none]
+    lse = lse[~none]
+    expected = (case.out[~none], case.lse[~none])
     error = np.abs(lse / expected[1] - 1).max(initial=0)
     if not (np.isfinite(out).all() and np.isfinite(lse).all() and out.any()) and lse.size:
         yield from [case.infinite] if case.infinite else []

@@ -44,9 +44,18 @@ class Message(NamedTuple):
 
 
 MERGES = (
-    "tree", "tree-joined", "nodes", "butterfly", "gather", "one-shot", "reduce-scatter", "ag-rs",
-    "a2a", "helix", "sglang",
-)  # fmt: skip
+    "tree",
+    "tree-joined",
+    "nodes",
+    "butterfly",
+    "gather",
+    "one-shot",
+    "reduce-scatter",
+    "ag-rs",
+    "a2a",
+    "helix",
+    "sglang",
+)
 # Those that leave each device with its share of the heads.
 SCATTERING = ("reduce-scatter", "ag-rs", "a2a", "helix")
 
@@ -65,7 +74,8 @@ def merge_messages(
     if p == 1:
         return []
     rows = w.batch * w.queries * w.heads  # one for each query of each head
-    lse, out = rows * state_bytes(w), rows * w.head_dim * w.dtype_bytes
+    lse = rows * state_bytes(w)
+    out = rows * w.head_dim * w.dtype_bytes
     state = numel_state(w) * state_bytes(w)
     gather = [Message("all-gather", out / p)] if gather_queries else []
     return {
@@ -109,7 +119,8 @@ class Traffic(NamedTuple):
 
 def traffic(messages: list[Message], p: int, topology: Topology) -> Traffic:
     """What the messages come to on the first p devices of a topology."""
-    g, total = topology.node_size, Traffic()
+    g = topology.node_size
+    total = Traffic()
     for kind, size, times in messages:
         launches = collective_launches(kind, p)
         empty = collective_seconds(kind, p, 0, topology)

@@ -31,7 +31,9 @@ from treeattn.cost.strategies import decode_cost
 from treeattn.cost.topology import H100, MI300X, RTX4090, Device, Topology
 
 # v1 §6.1, Figure 3: "close ×8 speedups when we use 128 GPUs on a sequence length of 5.12M".
-FIGURE_3_DEVICES, FIGURE_3_CONTEXT, FIGURE_3_SPEEDUP = 128, 5_120_000, 8
+FIGURE_3_DEVICES = 128
+FIGURE_3_CONTEXT = 5_120_000
+FIGURE_3_SPEEDUP = 8
 
 # v1 §6.2, Figure 4, two RTX 4090s: the gap between the methods' peaks, by hidden size, in bytes.
 FIGURE_4_GAP_BYTES = {2048: 524e6, 4096: 1040e6}
@@ -180,7 +182,8 @@ def fit_machine(
     columns = [unit._replace(ring_step=0.0)] + [unit._replace(overhead=0.0)] * ring_step
     base = _predict(rows, setting, unit._replace(overhead=0.0, ring_step=0.0), repeated)
     columns = [(_predict(rows, setting, x, repeated) - base) / found for x in columns]
-    utilisation, bandwidth = np.linspace(0.1, 1.0, 46)[:, None], np.geomspace(2e9, 600e9, 300)
+    utilisation = np.linspace(0.1, 1.0, 46)[:, None]
+    bandwidth = np.geomspace(2e9, 600e9, 300)
     base = _predict(rows, setting, ScriptMachine(bandwidth, utilisation, 0.0), repeated)
     left = (1 - base / found[..., None, None]).reshape(found.size, -1)
     error, extra = _not_negative(columns, left)
@@ -203,7 +206,8 @@ def _not_negative(columns: list[np.ndarray], targets: np.ndarray) -> tuple[np.nd
     The best of all choices of columns whose own least squares are not negative.
     """
     a = np.stack([x.ravel() for x in columns], axis=1)
-    best, extra = (targets**2).sum(axis=0), np.zeros((len(columns), targets.shape[1]))
+    best = (targets**2).sum(axis=0)
+    extra = np.zeros((len(columns), targets.shape[1]))
     for chosen in range(1, 2 ** len(columns)):
         used = [k for k in range(len(columns)) if chosen >> k & 1]
         x = np.linalg.lstsq(a[:, used], targets, rcond=None)[0]

@@ -19,13 +19,15 @@ def prefill_seconds(
 
     Raises ValueError for another strategy, and for Ulysses on more devices than query heads.
     """
-    new, d = w.queries, w.dtype_bytes
+    new = w.queries
+    d = w.dtype_bytes
     pairs = new * (w.context - new) + new * (new + 1 if causal else 2 * new) / 2
     compute = max(
         4 * w.batch * pairs * w.d / p / topology.device.flops,
         attend_seconds(w, w.chunk(p), 0, topology.device),
     )
-    chunk, share = numel_kv(w, p) // 2 * d, w.batch * -(-new // p)
+    chunk = numel_kv(w, p) // 2 * d
+    share = w.batch * -(-new // p)
     if p == 1:
         return compute + topology.launch, 0.0
     if strategy == "ring":

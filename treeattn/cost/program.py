@@ -22,9 +22,14 @@ import jax
 from treeattn.cost.report import columns
 
 COLLECTIVE_KINDS = (
-    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all",
-    "collective-permute", "collective-broadcast",
-)  # fmt: skip
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
 
 
 class Collective(NamedTuple):
@@ -178,7 +183,9 @@ _LINE = re.compile(r"(?:ROOT )?%?([\w.\-]+) = (.*?) ?([a-z][\w\-]*)\((.*)")
 
 def _parse(text: str) -> tuple[dict[str, _Computation], str]:
     """(computations by name, the entry's name). ValueError when there is no entry."""
-    computations, entry, current = {}, None, None
+    computations = {}
+    entry = None
+    current = None
     for line in text.splitlines():
         if line.startswith("}"):
             current = None
@@ -197,7 +204,8 @@ def _parse(text: str) -> tuple[dict[str, _Computation], str]:
 
 def _walk(name: str, computations: dict[str, _Computation]) -> list[Collective]:
     """The collectives of one run of the computation `name`."""
-    inside, found = computations[name], []
+    inside = computations[name]
+    found = []
     for this in inside.values():
         kind = this.opcode.removesuffix("-start")
         if this.opcode.endswith(("-update", "-done")):

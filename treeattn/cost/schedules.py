@@ -101,7 +101,8 @@ def hierarchical_allreduce(p: int, message_bytes: Number, g: int) -> Iterator[Ro
     if p % g:
         yield from tree_allreduce(p, message_bytes, g)
         return
-    nodes, place = np.arange(p // g) * g, np.arange(g)
+    nodes = np.arange(p // g) * g
+    place = np.arange(g)
 
     def on_each_node(rounds):
         for a, b, size, _ in rounds:

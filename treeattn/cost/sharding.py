@@ -95,17 +95,23 @@ def step_cost(
 
     The devices of a sequence are neighbours, then those of the heads, then those of the batch.
     """
-    b, group = -(-batch // plan.batch), plan.heads * plan.sequence
+    b = -(-batch // plan.batch)
+    group = plan.heads * plan.sequence
     w = Workload(
-        context, b, max(1, model.heads // plan.heads), max(1, model.kv_heads // plan.heads),
-        model.head_dim, dtype=dtype,
-    )  # fmt: skip
+        context,
+        b,
+        max(1, model.heads // plan.heads),
+        max(1, model.kv_heads // plan.heads),
+        model.head_dim,
+        dtype=dtype,
+    )
     share = group if plan.split_weights else 1
     # Helix projects all queries of its heads on every device: nothing to gather, more to read.
     own = plan.heads if plan.merge == "helix" else share
     held = model.layers * (model.layer[0] / own + model.layer[1] / share)
     held = DTYPE_BYTES[dtype] * (held + model.vocabulary * model.width / share)
-    memory, flops = topology.device.memory_bandwidth, topology.device.flops
+    memory = topology.device.memory_bandwidth
+    flops = topology.device.flops
     weights = max(held / memory, 2 * b * held / DTYPE_BYTES[dtype] / flops)
 
     messages = []

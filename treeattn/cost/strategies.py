@@ -102,7 +102,8 @@ def decode_cost(
     compute = visits * (attend_seconds(w, keys, queries, topology.device) + topology.launch)
     seconds = compute + sent.seconds
     if overlap and strategy == "ring" and p > 1:
-        step, send = compute / p, sent.seconds / (p - 1)  # p chunks, p − 1 sent
+        step = compute / p  # there are p chunks
+        send = sent.seconds / (p - 1)  # … of which p − 1 are sent
         seconds = step + (p - 1) * max(step, send)
 
     counts = (w.layers * x for x in sent[:4])

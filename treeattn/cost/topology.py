@@ -165,7 +165,8 @@ class Topology:
             replace(x, **{name: latency * getattr(x, name) for name in times})
             for x in self.protocols
         )
-        launch, gap = latency * self.launch, latency * self.gap
+        launch = latency * self.launch
+        gap = latency * self.gap
         return replace(self, levels=levels, launch=launch, gap=gap, protocols=protocols)
 
     @property
@@ -213,7 +214,8 @@ def _protocols(table: str, far: Number | None = None) -> tuple[Protocol, ...]:
 
 
 def _topology(name: str, device: str, levels: list[str], launch: Number, **more) -> Topology:
-    far, table = more.pop("far", None), more.pop("protocols", None)
+    far = more.pop("far", None)
+    table = more.pop("protocols", None)
     links = tuple(Level(**DATA["levels"][level]) for level in levels)
     protocols = _protocols(table, far) if table else ()
     return Topology(name, DEVICES[device], links, launch, protocols, **more)

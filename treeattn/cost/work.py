@@ -25,7 +25,8 @@ def count_merges(program: Callable, *arguments) -> tuple[int, int]:
     """
     with jax.disable_jit():  # loops are unrolled, and functions inlined
         jaxpr = jax.make_jaxpr(program)(*arguments).jaxpr
-    work, depth = 0, {}
+    work = 0
+    depth = {}
 
     def deepest(inputs) -> int:
         return max((depth.get(x, 0) for x in inputs if not isinstance(x, Literal)), default=0)

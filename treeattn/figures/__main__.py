@@ -30,7 +30,8 @@ def main() -> None:
     parser.add_argument("only", nargs="*", help="names of figures; all when left out")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    figures, animations = collect("FIGURES"), collect("ANIMATIONS")
+    figures = collect("FIGURES")
+    animations = collect("ANIMATIONS")
     wanted = args.only or list(figures)
     if unknown := set(wanted) - set(figures):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(sorted(figures))}")

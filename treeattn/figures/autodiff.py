@@ -13,15 +13,18 @@ from treeattn.idea.energy import energy
 @styled
 def pivot_trap() -> Figure:
     """What Algorithm 1 differentiates to, as printed and repaired, among the five words' values."""
-    q, k = np.ones(1, "float32"), np.log(np.float32(WEIGHTS))[:, None]
-    v, zero = np.array(VALUES, "float32"), np.zeros(2, "float32")
+    q = np.ones(1, "float32")
+    k = np.log(np.float32(WEIGHTS))[:, None]
+    v = np.array(VALUES, "float32")
+    zero = np.zeros(2, "float32")
     figure, axes = new_figure(5.6, 4.4)
 
     def printed(zeta):
         r = k @ q + v @ zeta
         return jnp.log(jnp.sum(jnp.exp(r - jnp.max(r))))
 
-    wrong, right = jax.grad(printed)(zero), jax.grad(energy)(zero, q, k, v, scale=1.0)
+    wrong = jax.grad(printed)(zero)
+    right = jax.grad(energy)(zero, q, k, v, scale=1.0)
     axes.fill(*convex_hull(v).T, color=PALE, zorder=0)
     axes.scatter(*v.T, color=ORANGE, s=30, zorder=3)
     for word, value in zip(WORDS, v, strict=True):

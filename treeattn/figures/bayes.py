@@ -48,8 +48,16 @@ def _surface(axes, side, attention):
     t = np.linspace(-1.7, 1.7, 41, dtype="float32")
     for slope, dashes, label in ((-1.6, "-", "highest in the middle"), (1.6, "--", "lowest there")):
         heights_along = np.array(jax.vmap(gamma)(t, attention + slope * t))
-        axes.plot(t, attention + slope * t, heights_along + 0.2, dashes, color=INK, lw=2, zorder=5,
-                  label=label)  # fmt: skip
+        axes.plot(
+            t,
+            attention + slope * t,
+            heights_along + 0.2,
+            dashes,
+            color=INK,
+            lw=2,
+            zorder=5,
+            label=label,
+        )
     value = float(gamma(jnp.zeros(()), jnp.asarray(attention)))
     axes.scatter(0, attention, value + 0.3, color=RED, s=40, zorder=6)
     axes.set(xlabel="ζ", ylabel="z", title="Γ = zζ − F(ζ)", zticks=[-10, -5, 0])
@@ -70,8 +78,15 @@ def gamma_saddle() -> Figure:
     heights = _surface(figure.add_subplot(1, 2, 1, projection="3d"), side, attention)
 
     flat = axes[1]
-    flat.contour(side, side + attention, heights, levels=np.arange(-20, 8, 2), colors=GREY,
-                 linewidths=0.5, linestyles="solid")  # fmt: skip
+    flat.contour(
+        side,
+        side + attention,
+        heights,
+        levels=np.arange(-20, 8, 2),
+        colors=GREY,
+        linewidths=0.5,
+        linestyles="solid",
+    )
     flows = [
         ("min over both", (-1, -1), RED, "--", [(0.1, -0.4), (-0.1, 0.6), (-1.5, -2), (1.2, 1)]),
         ("max over both", (1, 1), ORANGE, "-.", [(0.3, 0.0), (-0.3, 0.4), (1.8, -2.6), (-1, 2)]),
@@ -82,15 +97,21 @@ def gamma_saddle() -> Figure:
         for start in starts:
             begin = jnp.array([start[0], attention + start[1]], jnp.float32)
             path = np.asarray(follow(begin, signs))
-            flat.plot(*path.T, dashes, color=color, lw=1.5,
-                      label=label if start == starts[0] else None)  # fmt: skip
+            flat.plot(
+                *path.T, dashes, color=color, lw=1.5, label=label if start == starts[0] else None
+            )
             where = np.argmax(np.cumsum(np.hypot(*np.diff(path, axis=0).T)) > 0.7)
             arrow = {"arrowstyle": "-|>", "color": color, "lw": 1.5}
             flat.annotate("", path[where + 8], path[where], arrowprops=arrow)
     flat.plot(*way_in(attention).T, ":", color=INK, lw=1.5, label="the way in for “min over both”")
     flat.plot(0, attention, "X", color=INK, ms=7, zorder=5)
-    flat.annotate("(0, attention)", (0, attention), (10, -12), textcoords="offset points",
-                  bbox={"fc": "white", "lw": 0, "pad": 1})  # fmt: skip
+    flat.annotate(
+        "(0, attention)",
+        (0, attention),
+        (10, -12),
+        textcoords="offset points",
+        bbox={"fc": "white", "lw": 0, "pad": 1},
+    )
     flat.set(xlim=(-3, 3), ylim=(attention - 3, attention + 3), xlabel="ζ", ylabel="z")
     flat.set(title="Gradient flows on its level lines", aspect="equal")
     flat.legend(loc="upper center", bbox_to_anchor=(0.45, -0.14), fontsize=8, ncols=2)
@@ -126,21 +147,29 @@ def legendre_dual() -> Figure:
     figure, (left, right) = new_figure(7.6, 3.7, ncols=2)
     zeta = np.linspace(-14, 14, 1401, dtype="float32")
     f, z = jax.vmap(lambda a: jax.value_and_grad(energy)(a[None], q, k, v, scale=1.0))(zeta)
-    f, z = np.asarray(f), np.asarray(z)[:, 0]
-    attention, lowest = z[700], -f[700]
+    f = np.asarray(f)
+    z = np.asarray(z)[:, 0]
+    attention = z[700]
+    lowest = -f[700]
 
     shown = abs(zeta) <= 2
     left.plot(zeta[shown], f[shown], color=BLUE)
     left.plot(zeta[shown], f[700] + attention * zeta[shown], "--", color=RED, lw=1)
     left.plot(0, f[700], "X", color=RED, ms=8)
-    left.annotate("F(0) = log 16,\nslope 2.25 = attention", (0, f[700]), (14, -26),
-                  textcoords="offset points", color=RED)  # fmt: skip
+    left.annotate(
+        "F(0) = log 16,\nslope 2.25 = attention",
+        (0, f[700]),
+        (14, -26),
+        textcoords="offset points",
+        color=RED,
+    )
     left.set(xlabel="ζ", ylabel="F(ζ)", title="Attention: the slope of F at 0 …")
 
     right.plot(z, z * zeta - f, color=BLUE)
     right.plot(attention, lowest, "X", color=RED, ms=8)
-    right.annotate("F*(2.25) = −log 16", (attention, lowest), (-50, -18),
-                   textcoords="offset points", color=RED)  # fmt: skip
+    right.annotate(
+        "F*(2.25) = −log 16", (attention, lowest), (-50, -18), textcoords="offset points", color=RED
+    )
     for value, words in ((0, "the, cat"), (2, "drank"), (3, "milk"), (4, "warm")):
         right.axvline(value, color=GREY, lw=0.7, ls=":")
         right.text(value, 0.35, words, ha="center", fontsize=8)
@@ -173,9 +202,14 @@ def dual_over_the_hull() -> Figure:
 
     figure, axes = new_figure(5.6, 4.6)
     axes.fill(*convex_hull(v).T, color=PALE, zorder=0)
-    lines = axes.tricontour(*np.asarray(z)[first].T, np.asarray(dual)[first], colors=BLUE,
-                            levels=[-2.7, -2.5, -2, -1.5, -1, -0.5], linewidths=1.2,
-                            linestyles="solid")  # fmt: skip
+    lines = axes.tricontour(
+        *np.asarray(z)[first].T,
+        np.asarray(dual)[first],
+        colors=BLUE,
+        levels=[-2.7, -2.5, -2, -1.5, -1, -0.5],
+        linewidths=1.2,
+        linestyles="solid",
+    )
     places = [(1.6, 1.9), (2, 1.5), (2.5, 0.75), (3.7, 1.6), (3.85, 0.2), (3.9, 3.7)]
     axes.clabel(lines, fmt=lambda x: f"{x:.1f}".replace("-", "−"), fontsize=8, manual=places)
     shifts = ((10, -13), (-6, -14), (-56, 7), (-16, 8), (-40, 9))
@@ -184,8 +218,14 @@ def dual_over_the_hull() -> Figure:
         axes.plot(*value, "o", color=ORANGE, ms=6)
         axes.annotate(f"{word}: {height}", value, shift, textcoords="offset points", fontsize=9)
     axes.plot(1.25, 2.25, "X", color=RED, ms=9, zorder=5)
-    axes.annotate("attention: −log 16", (1.25, 2.25), (1.6, 4.2), color=RED, zorder=5,
-                  arrowprops={"arrowstyle": "-", "color": RED, "lw": 0.8})  # fmt: skip
+    axes.annotate(
+        "attention: −log 16",
+        (1.25, 2.25),
+        (1.6, 4.2),
+        color=RED,
+        zorder=5,
+        arrowprops={"arrowstyle": "-", "color": RED, "lw": 0.8},
+    )
     axes.set(xlim=(-0.9, 4.8), ylim=(-0.6, 4.6), aspect="equal", xticks=range(5), yticks=range(5))
     axes.set(xlabel="z, coordinate 1", ylabel="z, coordinate 2")
     axes.set_title("F* over the hull of the five values")

@@ -69,7 +69,8 @@ def draw_tree(axes, parents, labels, colors, *, width=0.78, fontsize=9):
     place = tree_layout(parents)
     for node, parent in enumerate(parents):
         if parent >= 0:
-            (x0, y0), (x1, y1) = place[parent], place[node]
+            x0, y0 = place[parent]
+            x1, y1 = place[node]
             middle = (x0 + x1) / 2
             axes.plot(
                 [x0 + width / 2, middle, middle, x1 - width / 2], [y0, y0, y1, y1], color=GREY, lw=1

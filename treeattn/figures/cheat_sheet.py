@@ -79,11 +79,24 @@ def cheat_sheet() -> Figure:
 
     ax.add_patch(Rectangle((0, 42), 86, 32.5, fc="white", ec=GREY, lw=0.8))
     ax.add_patch(Rectangle((0, 42), 86, 3.8, fc=PALE, ec=GREY, lw=0.8))
-    ax.text(1.2, 43.9, "Over p devices: what each of them sends, for one query",
-            va="center", fontweight="bold", fontsize=10.5, color=INK)  # fmt: skip
-    ax.text(1.2, 47.9, r"$S = 4\,h\,(d_v + 2)$ bytes, the state of $h$ heads in float32: its size "
-            "does not depend on the number of keys.",
-            va="center", fontsize=10, color=INK)  # fmt: skip
+    ax.text(
+        1.2,
+        43.9,
+        "Over p devices: what each of them sends, for one query",
+        va="center",
+        fontweight="bold",
+        fontsize=10.5,
+        color=INK,
+    )
+    ax.text(
+        1.2,
+        47.9,
+        r"$S = 4\,h\,(d_v + 2)$ bytes, the state of $h$ heads in float32: its size "
+        "does not depend on the number of keys.",
+        va="center",
+        fontsize=10,
+        color=INK,
+    )
     columns = (1.2, 19, 44, 62)
     header = ("method", "sent by a device", "8 devices*", "a device ends with")
     for x, text in zip(columns, header, strict=True):
@@ -93,14 +106,28 @@ def cheat_sheet() -> Figure:
     for i, (method, (formula, count)) in enumerate(rows.items()):
         color = ORANGE if method == "ring" else BLUE
         y = 55 + 2.85 * i
-        ax.add_patch(Rectangle((1.2, y - 0.8), 1.4, 1.6, fc=color, ec="none",
-                               hatch="//" if method == "ring" else None))  # fmt: skip
+        ax.add_patch(
+            Rectangle(
+                (1.2, y - 0.8),
+                1.4,
+                1.6,
+                fc=color,
+                ec="none",
+                hatch="//" if method == "ring" else None,
+            )
+        )
         cells = method, formula, f"{count:,.0f} B", ENDS.get(method, "all heads")
         for x, text in zip((3.6, *columns[1:]), cells, strict=True):
             ax.text(x, y, text, va="center", fontsize=10, color=INK)
-    ax.text(1.2, 72.8, "* 16 heads of 128 over 4 key heads, float32, 512k keys. A ring hands on "
-            "keys and values, all others states.",
-            va="center", fontsize=9, color=INK)  # fmt: skip
+    ax.text(
+        1.2,
+        72.8,
+        "* 16 heads of 128 over 4 key heads, float32, 512k keys. A ring hands on "
+        "keys and values, all others states.",
+        va="center",
+        fontsize=9,
+        color=INK,
+    )
     table = "; ".join(f"{method} {count:,.0f}" for method, (_, count) in rows.items())
     return figure.describe(
         f"""A cheat sheet. The state of a set of keys is (m, d, n): the largest score, the sum of

@@ -47,14 +47,24 @@ def links():
     for x, text, dx, ha in notes:
         axes.axvline(x, color=GREY, lw=0.8, ls=":")
         axes.annotate(
-            text, (x, 1.2), xytext=(dx, 0), textcoords="offset points", ha=ha, va="top",
-            color=GREY, fontsize=8.5,
-        )  # fmt: skip
+            text,
+            (x, 1.2),
+            xytext=(dx, 0),
+            textcoords="offset points",
+            ha=ha,
+            va="top",
+            color=GREY,
+            fontsize=8.5,
+        )
     axes.plot(chunk, attend, "o", color=INK, ms=5)
     axes.annotate(
-        "attending\nto them:\n196 µs", (chunk, attend), xytext=(7, 2),
-        textcoords="offset points", va="top", fontsize=8.5,
-    )  # fmt: skip
+        "attending\nto them:\n196 µs",
+        (chunk, attend),
+        xytext=(7, 2),
+        textcoords="offset points",
+        va="top",
+        fontsize=8.5,
+    )
     axes.set(
         xlabel="bytes of the message",
         ylabel="seconds",
@@ -74,13 +84,16 @@ def links():
 def rounds(p: int = 16, message_bytes: int = 8320):
     """Who sends to whom, and when, on two nodes of eight: lines from start to arrival."""
     kinds = (
-        ("ring-allreduce", "ring"), ("tree-allreduce", "tree"),
-        ("hierarchical-allreduce", "tree"), ("butterfly", "ring"),
-    )  # fmt: skip
+        ("ring-allreduce", "ring"),
+        ("tree-allreduce", "tree"),
+        ("hierarchical-allreduce", "tree"),
+        ("butterfly", "ring"),
+    )
     figure, panels = new_figure(8.6, 3.3, ncols=4, sharey=True)
     for axes, (kind, algorithm) in zip(panels, kinds, strict=True):
         topology = DGX.by_protocol(algorithm, p)[0]
-        end, count = 0.0, 0
+        end = 0.0
+        count = 0
         sent_rounds = list(schedule(kind, p, message_bytes, 8))
         for sent, start, arrival in run_rounds(sent_rounds, p, topology):
             far = topology.level_of(sent.source, sent.target) == 1
@@ -88,9 +101,12 @@ def rounds(p: int = 16, message_bytes: int = 8320):
                 axes.plot(
                     np.stack([start[chosen], arrival[chosen]]) * 1e6,
                     np.stack([sent.source[chosen], sent.target[chosen]]),
-                    dashes, color=colour, lw=0.9,
-                )  # fmt: skip
-            end, count = max(end, arrival.max()), count + 1
+                    dashes,
+                    color=colour,
+                    lw=0.9,
+                )
+            end = max(end, arrival.max())
+            count = count + 1
         axes.set_title(f"{kind}:\n{count} rounds, {end * 1e6:.1f} µs", fontsize=9.5)
         axes.axhline(7.5, color=GREY, lw=0.7, ls=":")
         axes.set_xlabel("µs after the launch")
@@ -98,8 +114,10 @@ def rounds(p: int = 16, message_bytes: int = 8320):
     panels[0].set_ylabel("device (node 0 below the line)")
     figure.suptitle(
         "One state of 8 kB over two nodes; what crosses between them is dashed",
-        x=0.01, ha="left", fontsize=11,
-    )  # fmt: skip
+        x=0.01,
+        ha="left",
+        fontsize=11,
+    )
     return figure.describe(
         """Four panels, time to the right and 16 devices upwards; each message is a line from its
         sender and start to its receiver and arrival. The ring's Allreduce is a band of 30 rounds
@@ -116,7 +134,8 @@ def referee(observed: list[dict]):
     for row, seen in enumerate(reversed(observed)):
         of = seen["kind"], seen["devices"], seen["bytes"]
         times = [collective_seconds(*of, corner(DGX)) for corner in CORNERS.values()]
-        y, scale = row, 1 / (seen["microseconds"] * 1e-6)
+        y = row
+        scale = 1 / (seen["microseconds"] * 1e-6)
         axes.plot([min(times) * scale, max(times) * scale], [y, y], color=BLUE, lw=3, alpha=0.35)
         axes.plot(collective_seconds(*of, DGX) * scale, y, "o", color=BLUE, ms=5)
     names = [f"{x['machine']}: {x['kind']}, {x['bytes']:,} B" for x in reversed(observed)]
@@ -148,14 +167,20 @@ def memory_gap():
         axes.plot(contexts / 1e3, ring, "o-", color=ORANGE, ms=4, label="ring")
         axes.plot(contexts / 1e3, tree, "s--", color=BLUE, ms=4, label="tree")
         axes.annotate(
-            "", (128, ring[-1]), (128, tree[-1]),
+            "",
+            (128, ring[-1]),
+            (128, tree[-1]),
             arrowprops={"arrowstyle": "<->", "color": INK},
-        )  # fmt: skip
+        )
         axes.annotate(
             f"{ring[-1] - tree[-1]:.1f} MB\nprinted: {FIGURE_4_GAP_BYTES[hidden] / 1e6:.0f}",
-            (128, (ring[-1] + tree[-1]) / 2), xytext=(-6, 0), textcoords="offset points",
-            ha="right", va="center", fontsize=9,
-        )  # fmt: skip
+            (128, (ring[-1] + tree[-1]) / 2),
+            xytext=(-6, 0),
+            textcoords="offset points",
+            ha="right",
+            va="center",
+            fontsize=9,
+        )
         axes.set(xlabel="thousand keys, half on each device", title=f"hidden size {hidden}")
     panels[0].set_ylim(0, 2300)
     panels[0].set_ylabel("MB on a device")
@@ -178,16 +203,22 @@ def figure_3():
             times = [decode_cost(strategy, Workload(n), p, DGX).seconds for n in contexts]
             axes.loglog(contexts, np.array(times) / unit, style, color=colour, ms=4)
             axes.annotate(
-                f"{strategy}: ×{times[-1] / times[0]:.3g}", (contexts[-1], times[-1] / unit),
-                xytext=(-3, 7), textcoords="offset points", ha="right", color=colour,
+                f"{strategy}: ×{times[-1] / times[0]:.3g}",
+                (contexts[-1], times[-1] / unit),
+                xytext=(-3, 7),
+                textcoords="offset points",
+                ha="right",
+                color=colour,
                 fontsize=9,
-            )  # fmt: skip
+            )
         axes.set(xlabel="keys in the cache", title=f"{p} GPUs")
     panels[0].set_ylabel("time over the ring's at 80,000 keys")
     figure.suptitle(
         "Calculated: the ring's time grows with the context, the tree's the less, the more GPUs",
-        x=0.01, ha="left", fontsize=11,
-    )  # fmt: skip
+        x=0.01,
+        ha="left",
+        fontsize=11,
+    )
     return figure.describe(
         """Three panels, for 8, 64 and 128 GPUs: calculated times of ring and tree over the ring's
         at 80,000 keys, against the keys from 80,000 to 5.12 million, logarithmic. The ring's rises
@@ -215,9 +246,15 @@ def tables():
             mean, error = zip(*[(row.tree, row.ring)[i] for row in rows], strict=True)
             label = ("tree", "ring")[i]
             axes.errorbar(
-                [r.context for r in rows], mean, error, fmt=marker, color=colour, ms=5,
-                capsize=2, label=f"{label}, printed",
-            )  # fmt: skip
+                [r.context for r in rows],
+                mean,
+                error,
+                fmt=marker,
+                color=colour,
+                ms=5,
+                capsize=2,
+                label=f"{label}, printed",
+            )
             axes.loglog(contexts, found[:, i], dashes, color=colour, lw=1, label=f"{label}, model")
         text = f"{machine.bandwidth / 1e9:.3g} GB/s, {machine.utilisation:.0%},\n"
         text += f"{machine.overhead * 1e3:.1f} ms a layer"

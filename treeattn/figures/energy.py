@@ -139,16 +139,39 @@ def energy_landscape() -> Figure:
         for axes, ring, at in places:
             axes.plot(*np.asarray(ring).T, color=BLUE, ls=dashes, lw=1.4, zorder=2)
             box = {"fc": "white", "lw": 0, "pad": 1, "alpha": 0.85}
-            axes.text(*ring[at], f"|ζ| = {radius}", color=BLUE, fontsize=8, ha="center",
-                      va="center", bbox=box, zorder=4)  # fmt: skip
+            axes.text(
+                *ring[at],
+                f"|ζ| = {radius}",
+                color=BLUE,
+                fontsize=8,
+                ha="center",
+                va="center",
+                bbox=box,
+                zorder=4,
+            )
     arrow = {"arrowstyle": "-|>", "color": RED, "lw": 2, "shrinkA": 0, "shrinkB": 0}
     left.annotate("", attention / 3, (0, 0), arrowprops=arrow)
-    left.annotate("∇F(0), a third as long", attention / 3, (-44, 7), textcoords="offset points",
-                  color=RED, fontsize=9, bbox={"fc": "white", "lw": 0, "pad": 1})  # fmt: skip
+    left.annotate(
+        "∇F(0), a third as long",
+        attention / 3,
+        (-44, 7),
+        textcoords="offset points",
+        color=RED,
+        fontsize=9,
+        bbox={"fc": "white", "lw": 0, "pad": 1},
+    )
     left.set(xlabel="ζ₁", ylabel="ζ₂", aspect="equal", title="Level lines of F, a convex bowl")
     right.plot(*attention, "X", color=RED, ms=8, zorder=5)
-    right.annotate("∇F(0) = attention", attention, (2.0, 4.25), color=RED, fontsize=9, ha="center",
-                   arrowprops={"arrowstyle": "-", "color": RED, "lw": 0.8}, zorder=5)  # fmt: skip
+    right.annotate(
+        "∇F(0) = attention",
+        attention,
+        (2.0, 4.25),
+        color=RED,
+        fontsize=9,
+        ha="center",
+        arrowprops={"arrowstyle": "-", "color": RED, "lw": 0.8},
+        zorder=5,
+    )
     right.set_title("∇F sends each ring into the hull")
     return figure.describe(
         """Left: level lines of F over the plane of sources, a bowl that rises fastest to the upper
@@ -191,14 +214,17 @@ def dispersions(q, k, v):
     """
     weights = jax.nn.softmax(k @ q / jnp.sqrt(len(q)))
     length = jnp.linalg.norm(v, axis=-1)
-    square, mean = weights @ length**2, weights @ length
+    square = weights @ length**2
+    mean = weights @ length
     of_lengths = (square - mean**2) / square
     of_directions = (mean**2 - jnp.sum(cumulant(1, q, k, v) ** 2)) / square
     dispersion = jnp.trace(cumulant(2, q, k, v)) / square
     return (
         jnp.exp(jnp.sum(jax.scipy.special.entr(weights))),
-        dispersion, of_lengths, of_directions,
-    )  # fmt: skip
+        dispersion,
+        of_lengths,
+        of_directions,
+    )
 
 
 def extreme_pair(effective, dispersion, low=1.5, high=2.5):
@@ -227,9 +253,15 @@ def spread_of_values(heads=None) -> Figure:
         (~sink, "o", "the other heads"),
     ):
         axes["all"].plot(
-            effective[group], dispersion[group], marker, ms=4, mfc="none", mew=0.8,
-            color=GREY if marker == "v" else BLUE, label=label,
-        )  # fmt: skip
+            effective[group],
+            dispersion[group],
+            marker,
+            ms=4,
+            mfc="none",
+            mew=0.8,
+            color=GREY if marker == "v" else BLUE,
+            label=label,
+        )
     axes["all"].axvspan(1.5, 2.5, color=PALE, lw=0, zorder=0)
     axes["all"].set(xscale="log", ylim=(0, 1.13), xlabel="effective keys, exp(entropy of weights)")
     axes["all"].set(ylabel="dispersion, tr κ₂ / ⟨|v|²⟩", yticks=[0, 0.5, 1])
@@ -239,9 +271,16 @@ def spread_of_values(heads=None) -> Figure:
     pair = extreme_pair(effective, dispersion)
     for name, at, color in zip("AB", pair, (BLUE, RED), strict=True):
         axes["all"].plot(effective[at], dispersion[at], "o", color=color, ms=7)
-        axes["all"].annotate(name, (effective[at], dispersion[at]), (7, -3), color=color,
-                             textcoords="offset points", fontweight="bold")  # fmt: skip
-        top, bottom = axes[f"weight{name}"], axes[f"|v|{name}"]
+        axes["all"].annotate(
+            name,
+            (effective[at], dispersion[at]),
+            (7, -3),
+            color=color,
+            textcoords="offset points",
+            fontweight="bold",
+        )
+        top = axes[f"weight{name}"]
+        bottom = axes[f"|v|{name}"]
         top.bar(here, weights[at], color=color)
         bottom.bar(here, np.linalg.norm(v[at], axis=-1), color=GREY)
         size = float(np.linalg.norm(np.asarray(weights[at]) @ v[at]))
@@ -250,11 +289,18 @@ def spread_of_values(heads=None) -> Figure:
         top.set(ylim=(0, 1), yticks=[0, 1], ylabel="weight", xticks=[], xlim=(-1, 25))
         top.set_title(
             f"{name}: layer {at[0]}, head {at[1]}, dispersion {dispersion[at]:.2f}",
-            fontsize=9, color=color,
-        )  # fmt: skip
+            fontsize=9,
+            color=color,
+        )
         bottom.set(ylabel="|v|", xticks=[], xlim=(-1, 25))
-    bottom.set_xticks(here, [t.strip() for t in tokens], rotation=70, ha="right", fontsize=7,
-                      rotation_mode="anchor")  # fmt: skip
+    bottom.set_xticks(
+        here,
+        [t.strip() for t in tokens],
+        rotation=70,
+        ha="right",
+        fontsize=7,
+        rotation_mode="anchor",
+    )
     return figure.describe(
         """Left: 270 heads by effective keys and dispersion. In the shaded band around two keys the
         heads that put over half their weight on the first token lie high, most of the others

@@ -37,9 +37,13 @@ def scorecard(rows: list[dict[str, str]]):
                 axes.scatter(x, y, 14 * number + 30, color=colour, edgecolor=INK, lw=0.6)
                 beside = (number + 10) ** 0.5 * 1.9 + 3
                 axes.annotate(
-                    str(number), (x, y), xytext=(beside, 0), textcoords="offset points",
-                    va="center", fontsize=9,
-                )  # fmt: skip
+                    str(number),
+                    (x, y),
+                    xytext=(beside, 0),
+                    textcoords="offset points",
+                    va="center",
+                    fontsize=9,
+                )
     axes.set_xticks(range(len(VERDICTS)), [fill(v, 10) for v in VERDICTS], fontsize=8)
     axes.set_yticks(range(len(sources)), [f"{s}, {totals[s]} rows" for s in sources])
     axes.set(xlim=(-0.6, len(VERDICTS) - 0.3), ylim=(len(sources) - 0.4, -0.6))

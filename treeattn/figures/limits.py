@@ -37,7 +37,8 @@ def merges():
     for axes, p in zip(panels, (8, 64), strict=True):
         for y, merge in enumerate(names):
             times = {n: merge_seconds(merge, w, p, c(DGX)) * 1e6 for n, c in CORNERS.items()}
-            low, high = min(times.values()), max(times.values())
+            low = min(times.values())
+            high = max(times.values())
             marker = "s" if merge in SCATTERING else "o"
             colour = ORANGE if merge in SCATTERING else BLUE
             axes.plot([low, high], [y, y], color=colour, lw=3, alpha=0.35)
@@ -48,8 +49,10 @@ def merges():
     panels[0].set_yticks(range(len(names)), names)
     figure.suptitle(
         "Merging one token's states: launches count, bytes do not (squares: heads end scattered)",
-        x=0.01, ha="left", fontsize=11,
-    )  # fmt: skip
+        x=0.01,
+        ha="left",
+        fontsize=11,
+    )
     return figure.describe(
         """Microseconds of ten ways to merge a layer's states on 8 and on 64 H100s, on a logarithmic
         axis; a point by NCCL 2.28's constants in a bar over all choices. Three Allreduces, the
@@ -108,8 +111,10 @@ def decision_map():
         axes.set_ylabel("H100s, eight to a node")
     figure.suptitle(
         "Llama 3.1 8B: split the (B)atch, the (H)eads, the (S)equence? White: it does not fit",
-        x=0.01, ha="left", fontsize=11,
-    )  # fmt: skip
+        x=0.01,
+        ha="left",
+        fontsize=11,
+    )
     return figure.describe(
         """Four maps of keys by devices, for 8 key heads and one, batches of 1 and 32. With 8 key
         heads, up to 8 devices the heads are split; beyond, heads and sequence, for long caches; for
@@ -133,9 +138,10 @@ def steps(context: int = 10**6, p: int = 16):
     for step in advise(LLAMA_8B, 1, context, p, DGX):
         best.setdefault((step.plan.family, step.plan.split_weights), step)
     papers = next(
-        s for s in advise(LLAMA_8B, 1, context, p, DGX, merges=("tree",))
+        s
+        for s in advise(LLAMA_8B, 1, context, p, DGX, merges=("tree",))
         if not s.plan.split_weights
-    )  # fmt: skip
+    )
     shown = [*best.values(), papers][:5]
     colours = (GREY, BLUE, ORANGE, GREEN, PALE)
     for y, step in enumerate(reversed(shown)):
@@ -143,14 +149,24 @@ def steps(context: int = 10**6, p: int = 16):
         for name, colour, hatch in zip(PARTS, colours, ("", "", "//", "..", ""), strict=True):
             width = 1e3 * getattr(step, name)
             axes.barh(
-                y, width, left=left, color=colour, hatch=hatch, edgecolor="white", height=0.7,
+                y,
+                width,
+                left=left,
+                color=colour,
+                hatch=hatch,
+                edgecolor="white",
+                height=0.7,
                 label=name if y == 0 else None,
-            )  # fmt: skip
+            )
             left += width
         axes.annotate(
-            f"{left:.1f}", (left, y), xytext=(4, 0), textcoords="offset points", va="center",
+            f"{left:.1f}",
+            (left, y),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
             fontsize=9,
-        )  # fmt: skip
+        )
     axes.set_yticks(range(len(shown)), [str(s.plan) for s in reversed(shown)], fontsize=8.5)
     axes.set(xlabel=f"ms a token: Llama 3.1 8B, {_thousands(context)} keys, {p} H100s")
     figure.legend(loc="outside lower center", ncols=5, fontsize=8.5)
@@ -169,9 +185,11 @@ def prefill(context: int = 2**20):
     new = 2 ** np.arange(0, 21, 2)
     for axes, p in zip(panels, (8, 128), strict=True):
         for name, colour, style in (
-            ("ring", ORANGE, "o-"), ("kv-gather", GREEN, "^-."), ("ulysses", PURPLE, "v:"),
+            ("ring", ORANGE, "o-"),
+            ("kv-gather", GREEN, "^-."),
+            ("ulysses", PURPLE, "v:"),
             ("tree", BLUE, "s--"),
-        ):  # fmt: skip
+        ):
             if name == "ulysses" and p > 32:
                 continue
             blocks = [Workload(context, heads=32, kv_heads=8, queries=int(n)) for n in new]
@@ -183,8 +201,10 @@ def prefill(context: int = 2**20):
     figure.legend(handles, names, loc="outside lower center", ncols=4, fontsize=9)
     figure.suptitle(
         "A million keys, 32 heads on 8 key heads: few new tokens send states, many send keys",
-        x=0.01, ha="left", fontsize=11,
-    )  # fmt: skip
+        x=0.01,
+        ha="left",
+        fontsize=11,
+    )
     return figure.describe(
         """Seconds of a layer against the number of new tokens, logarithmic, for a ring, an
         all-gather of keys, Ulysses and a tree, on 8 and on 128 devices. The tree is fastest by one

@@ -47,13 +47,18 @@ def striped_cache(lengths=(5, 13, 27), capacity: int = 32, p: int = 8) -> Figure
             ax.set_yticks(range(p))
             for side in ax.spines.values():
                 side.set_visible(False)
-            fullest, emptiest = used.sum(1).max(), used.sum(1).min()
+            fullest = used.sum(1).max()
+            emptiest = used.sum(1).min()
             ax.set_title(f"{n} tokens: {emptiest} to {fullest} a shard", fontsize=9)
         line[0].set_ylabel(f"{name}\ndevice")
     for ax in axes[-1]:
         ax.set_xlabel("row of the shard")
-    figure.suptitle("Dealt out like cards, a growing text keeps its shards equally full",
-                    x=0.01, ha="left", fontsize=11)  # fmt: skip
+    figure.suptitle(
+        "Dealt out like cards, a growing text keeps its shards equally full",
+        x=0.01,
+        ha="left",
+        fontsize=11,
+    )
     return figure.describe(
         f"Two rows of {len(lengths)} grids, one row of cells for each of {p} devices, for texts of "
         f"{', '.join(map(str, lengths))} tokens. Above, contiguous shards: the first devices are "
@@ -91,7 +96,8 @@ def head_over_shards(
     weights = weights_of_last(q, k)[head]
     lse, total = shard_lses(q, k, v, p)
     shares = np.exp(lse - total)[:, head]
-    top, most = int(weights.argmax()), int(shares.argmax())
+    top = int(weights.argmax())
+    most = int(shares.argmax())
 
     figure, (upper, lower) = new_figure(7.2, 5.2, nrows=2, height_ratios=[1.5, 1])
     _emphasized(upper, weights, np.arange(len(ids)) % p == most)
@@ -99,8 +105,9 @@ def head_over_shards(
         upper.text(i, weight + 0.006, str(i % p), ha="center", fontsize=7, color=INK)
     upper.set_xticks(range(len(ids)), words, rotation=90, fontsize=8)
     upper.set(xlim=(-0.8, len(ids) - 0.2), ylabel="attention weight")
-    upper.set_title(f"Layer {layer}, head {head}, after “… {' '.join(words[-4:])}”: most goes to "
-                    f"“{words[top]}”")  # fmt: skip
+    upper.set_title(
+        f"Layer {layer}, head {head}, after “… {' '.join(words[-4:])}”: most goes to “{words[top]}”"
+    )
     _emphasized(lower, shares, np.arange(p) == most)
     for r, share in enumerate(shares):
         lower.text(r, share + 0.006, f"{share:.2f}", ha="center", fontsize=8, color=INK)

@@ -51,8 +51,12 @@ def decode_times(results: Mapping | None = None) -> Figure:
         ax.set_title(f"{p} devices", fontsize=9, loc="left")
     axes[0].set_ylabel("milliseconds a token")
     axes[0].legend(fontsize=8, loc="upper left")
-    figure.suptitle("Decoding a token: the ring's extra work grows with context and devices",
-                    x=0.01, ha="left", fontsize=11)  # fmt: skip
+    figure.suptitle(
+        "Decoding a token: the ring's extra work grows with context and devices",
+        x=0.01,
+        ha="left",
+        fontsize=11,
+    )
     return figure.describe(
         f"Bars of milliseconds a token for {', '.join(map(str, counts))} simulated devices, by "
         "context: tree with weights sharded beside the cache (dotted), tree, and ring (hatched). "
@@ -74,16 +78,28 @@ def tree_against_ring(results: Mapping | None = None) -> Figure:
     rows = (results or measured("llama"))["table"]
     figure, ax = new_figure(7.2, 3.9)
     tree, ring = map(np.array, _both(rows))
-    _ratios(ax, [r["context"] for r in rows], ring / tree, None, ORANGE, "s",
-            "measured here: 8 simulated\ndevices, SmolLM2 135M")  # fmt: skip
+    _ratios(
+        ax,
+        [r["context"] for r in rows],
+        ring / tree,
+        None,
+        ORANGE,
+        "s",
+        "measured here: 8 simulated\ndevices, SmolLM2 135M",
+    )
     for name, (table, color, marker) in PAPER.items():
         ratios, errors = zip(*(r.ratio for r in table), strict=True)
         _ratios(ax, [r.context for r in table], ratios, errors, color, marker, name)
     ax.axhline(1, color=INK, lw=1)
     ax.grid(axis="y", color=PALE)
     ax.text(400, 0.72, "as fast as each other", fontsize=9, color=INK)
-    ax.set(xscale="log", xlim=(380, 2.2e6), ylim=(0, 6.4), xlabel="tokens in the prompt",
-           ylabel="ring's time / tree's time")  # fmt: skip
+    ax.set(
+        xscale="log",
+        xlim=(380, 2.2e6),
+        ylim=(0, 6.4),
+        xlabel="tokens in the prompt",
+        ylabel="ring's time / tree's time",
+    )
     ticks = (500, 2000, 8000, 32_000, 128_000)
     ax.set_xticks(ticks, ["0.5k", "2k", "8k", "32k", "128k"])
     ax.minorticks_off()
@@ -102,8 +118,15 @@ def _all(rows) -> list[float]:
 
 def _ratios(ax, contexts, ratios, spread, color, marker, name) -> None:
     ax.errorbar(contexts, ratios, spread, color=color, marker=marker, ms=6, lw=1.4, capsize=3)
-    ax.annotate(name, (contexts[-1], ratios[-1]), (10, 0), textcoords="offset points",
-                va="center", fontsize=8.5, color=color)  # fmt: skip
+    ax.annotate(
+        name,
+        (contexts[-1], ratios[-1]),
+        (10, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=8.5,
+        color=color,
+    )
 
 
 FIGURES = {

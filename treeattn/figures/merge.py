@@ -103,7 +103,8 @@ def _draw_tree(ax, step: int, fontsize: float = 8.5) -> None:
                 ax.plot(x[i], level, "o", color=PALE, ms=6)
                 continue
             sums = f"\nd {d[i]:.2f}\nn {n[i, 0]:.2f}" if 2 * level <= step else "\nd ?\nn ?"
-            empty, newest = d[i] == 0, level == shown and step > 0
+            empty = d[i] == 0
+            newest = level == shown and step > 0
             label = f"m {m[i]:.1f}" if np.isfinite(m[i]) else "m −∞"
             box = dict(
                 boxstyle="round,pad=0.35",

@@ -71,7 +71,8 @@ def packing_time(results: Mapping | None = None, tokens: int = 72, nodes: int = 
     results = measured("speculative") if results is None else results
     figure, (left, right) = new_figure(7.4, 3.4, ncols=2)
     for i, row in enumerate(results["packed"]):
-        x, y = (row["nodes"], row["tokens"]), (row["packed_ms"], row["unpacked_ms"])
+        x = (row["nodes"], row["tokens"])
+        y = (row["packed_ms"], row["unpacked_ms"])
         label = f"{row['kind']}: ×{row['speedup']:.1f}"
         left.plot(x, y, color=ROWS[i], marker=MARKERS[i], ms=6, lw=1.2, label=label)
     left.set(xlabel="tokens in the call", ylabel="milliseconds", xlim=(0, None), ylim=(0, None))
@@ -87,9 +88,16 @@ def packing_time(results: Mapping | None = None, tokens: int = 72, nodes: int = 
         ms = [1e3 * step_seconds(n, int(b), **large, peak=peak, bandwidth=bandwidth) for b in batch]
         right.plot(batch, ms, style, color=color, lw=2)
         at = 24 if name == "packed" else 12
-        right.annotate(f"{name}: {n} a text ", (at, ms[at - 1]), (-3 if at == 12 else 6, 0),
-                       textcoords="offset points", ha="right" if at == 12 else "left", va="center",
-                       fontsize=9, color=INK)  # fmt: skip
+        right.annotate(
+            f"{name}: {n} a text ",
+            (at, ms[at - 1]),
+            (-3 if at == 12 else 6, 0),
+            textcoords="offset points",
+            ha="right" if at == 12 else "left",
+            va="center",
+            fontsize=9,
+            color=INK,
+        )
     right.set(xscale="log", yscale="log", xlabel="texts in the batch", xlim=(0.9, 250))
     right.set_xticks([1, 4, 16, 64], [1, 4, 16, 64])
     right.set_yticks([5, 10, 20, 50, 100], [5, 10, 20, 50, 100])

@@ -26,7 +26,8 @@ from treeattn.trees.token_tree import tree_from_beam
 def owners(rows) -> np.ndarray:
     """(L,) the candidate that adds each node."""
     beam, _ = ids_of(rows)
-    encoding, packed = prefix_encoding(beam)[0], pack(beam)
+    encoding = prefix_encoding(beam)[0]
+    packed = pack(beam)
     owner = np.zeros(packed.packed_beam.shape[1], int)
     owner[packed.unpack_map[0].ravel()] = encoding.ravel()
     return owner
@@ -133,7 +134,8 @@ def encoding_borders(rows=MARS) -> Figure:
 def packed_sequence(rows=MARS) -> Figure:
     """The nodes in a row, candidate by candidate, with their numbers and position offsets."""
     beam, words = ids_of(rows)
-    packed, owner = pack(beam), owners(rows)
+    packed = pack(beam)
+    owner = owners(rows)
     labels = words_of(packed.packed_beam[0], words)
     offsets = packed.position_offsets[0]
     figure, axes = new_figure(7.4, 1.9)
@@ -161,7 +163,8 @@ def packed_sequence(rows=MARS) -> Figure:
 def tree_mask(rows=MARS) -> Figure:
     """The attention mask as a picture, coloured by the candidate that adds the column's node."""
     beam, words = ids_of(rows)
-    packed, owner = pack(beam), owners(rows)
+    packed = pack(beam)
+    owner = owners(rows)
     labels = words_of(packed.packed_beam[0], words)
     n = len(labels)
     figure, axes = new_figure(4.9, 4.3)
@@ -196,13 +199,15 @@ def unpacker_segments(rows: Sequence | None = None, wrong=None) -> Figure:
     rows = ("abc", "ade", "adf") if rows is None else rows
     wrong = np.array([[0, 1, 2], [0, 3, 4], [0, 1, 5]]) if wrong is None else np.asarray(wrong)
     beam, words = ids_of(rows)
-    packed, encoding = pack(beam), prefix_encoding(beam)[0]
+    packed = pack(beam)
+    encoding = prefix_encoding(beam)[0]
     tokens = words_of(packed.packed_beam[0], words)
     figure, panels = new_figure(7.4, 0.95 + 0.45 * len(rows), ncols=2)
     titles = "Shared prefix read from node 0 on", "Each position asks its own row"
     for axes, numbers, title in zip(panels, (wrong, packed.unpack_map[0]), titles, strict=True):
         for m, c in np.ndindex(*numbers.shape):
-            found, meant = tokens[numbers[m, c]], rows[m][c]
+            found = tokens[numbers[m, c]]
+            meant = rows[m][c]
             if found == meant:
                 color = ROWS[encoding[m, c] % len(ROWS)]
                 draw_cell(axes, c, m, f"{numbers[m, c]} → {found}", color)

@@ -20,8 +20,16 @@ from treeattn.figures.style import (
     new_figure,
 )
 
-STYLES = ((BLUE, "o"), (SKY, "s"), (ORANGE, "^"), (GREEN, "D"), (PURPLE, "v"), (RED, "P"),
-          (GREY, "X"), (INK, "*"))  # fmt: skip
+STYLES = (
+    (BLUE, "o"),
+    (SKY, "s"),
+    (ORANGE, "^"),
+    (GREEN, "D"),
+    (PURPLE, "v"),
+    (RED, "P"),
+    (GREY, "X"),
+    (INK, "*"),
+)
 
 
 @styled
@@ -48,8 +56,15 @@ def roofline(steps: Mapping[int, float] | None = None, context: int = 2048) -> F
     for batch, (color, marker) in zip((1, 8, 32, 128), STYLES[::2], strict=False):
         line = step_seconds(n, batch, **large, peak=peak, bandwidth=bandwidth)
         right.plot(n, line / line[0], color=color, marker=marker, markevery=[0, 15, 31, 63], ms=6)
-        right.annotate(f"batch {batch}", (64, line[-1] / line[0]), (6, 0), va="center",
-                       textcoords="offset points", color=color, fontsize=9)  # fmt: skip
+        right.annotate(
+            f"batch {batch}",
+            (64, line[-1] / line[0]),
+            (6, 0),
+            va="center",
+            textcoords="offset points",
+            color=color,
+            fontsize=9,
+        )
     right.set_title(f"H100, Llama-3.1-8B, bfloat16, {context:,} tokens of context", fontsize=10)
     for ax in (left, right):
         ax.axvline(16, color=GREY, lw=0.8, ls=":")
@@ -58,8 +73,12 @@ def roofline(steps: Mapping[int, float] | None = None, context: int = 2048) -> F
         ax.set_yticks([1, 2, 4, 8, 16], [1, 2, 4, 8, 16])
         ax.minorticks_off()
     left.set_ylabel("time over that of one token\n= tokens a step to break even")
-    figure.suptitle("Verifying is nearly free while reading the weights takes longer than the "
-                    "products", x=0.01, ha="left", fontsize=11)  # fmt: skip
+    figure.suptitle(
+        "Verifying is nearly free while reading the weights takes longer than the products",
+        x=0.01,
+        ha="left",
+        fontsize=11,
+    )
     return figure.describe(
         "The time of a step of n tokens over that of one token, for n from 1 to 64, both axes "
         "logarithmic. Left, two CPU cores: the roofline is level up to 12 tokens and then rises; "

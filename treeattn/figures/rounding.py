@@ -17,7 +17,12 @@ from treeattn.idea.state import AttentionState, finalize, merge, scan_states, tr
 
 DTYPES = "float32", "float16", "bfloat16"
 COUNTS = 2 ** np.arange(11)  # of merged states: 1, 2, 4, … 1,024
-MEANS, SPREADS, SEEDS, QUERIES, KEYS, DV = (0.0, 1.0, 3.0), (1.0, 4.0), 5, 8, 8, 4
+MEANS = (0.0, 1.0, 3.0)
+SPREADS = (1.0, 4.0)
+SEEDS = 5
+QUERIES = 8
+KEYS = 8
+DV = 4
 
 # Every operation rounds to its own dtype; and compiling 1,024 leaves stays quick.
 AS_WRITTEN = {"xla_allow_excess_precision": False}
@@ -40,7 +45,8 @@ def shards() -> AttentionState:
 
     Scores are N(0, spread²), values N(mean, 1); means and spreads share what was drawn.
     """
-    shape, drawn = (int(COUNTS[-1]), KEYS, QUERIES), []
+    shape = (int(COUNTS[-1]), KEYS, QUERIES)
+    drawn = []
     for seed in range(SEEDS):
         rng = np.random.default_rng(seed)
         drawn.append((rng.standard_normal(shape), rng.standard_normal((*shape, DV))))
@@ -187,9 +193,14 @@ def merge_rounding() -> Figure:
                         continue
                     at, shift = (5, (-6, 4)) if order == "chain" else (10, (0, -24))
                     ax.annotate(
-                        f"{order}, at worst", (COUNTS[at], line[at]), shift, ha="right",
-                        textcoords="offset points", fontsize=7.5, color=style["color"],
-                    )  # fmt: skip
+                        f"{order}, at worst",
+                        (COUNTS[at], line[at]),
+                        shift,
+                        ha="right",
+                        textcoords="offset points",
+                        fontsize=7.5,
+                        color=style["color"],
+                    )
             ax.axhline(1, color=GREY, lw=0.6)
             ax.set(xscale="log", yscale="log", ylim=(0.15, 3e4))
             ax.set_xticks([1, 4, 16, 64, 256, 1024], [1, 4, 16, 64, 256, 1024])

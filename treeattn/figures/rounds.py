@@ -21,16 +21,25 @@ def merge_rounds(largest: int = 128) -> Figure:
         ax.step(ps, rounds, where="mid", color=color, ls=line)
         ax.plot(powers, range(1, len(powers) + 1), marker, color=color, ms=5)
         ax.annotate(
-            f"{arity} children a node", (largest, rounds[-1]), (6, 0), color=color,
-            textcoords="offset points", va="center", annotation_clip=False,
-        )  # fmt: skip
+            f"{arity} children a node",
+            (largest, rounds[-1]),
+            (6, 0),
+            color=color,
+            textcoords="offset points",
+            va="center",
+            annotation_clip=False,
+        )
     few = range(2, 10)
     chain = [count_merges(reduce_chain, scalar_states(p))[1] for p in few]
     ax.plot(few, chain, color=ORANGE, ls="-.")
     ax.annotate(
-        f"chain: on to {largest - 1} at {largest}", (few[-2], chain[-2]), (8, -2), color=ORANGE,
-        textcoords="offset points", va="center",
-    )  # fmt: skip
+        f"chain: on to {largest - 1} at {largest}",
+        (few[-2], chain[-2]),
+        (8, -2),
+        color=ORANGE,
+        textcoords="offset points",
+        va="center",
+    )
     ax.set(
         xlabel="states p", ylabel="rounds", xscale="log", ylim=(0, 8.6), xlim=(1.9, largest * 1.05)
     )

@@ -30,7 +30,8 @@ def sent_by_context(sent: Mapping[str, Mapping[int, int]] | None = None) -> Figu
     sent = _sent(8) if sent is None else sent
     figure, ax = new_figure(7.0, 3.4)
     for method, by_context in sent.items():
-        contexts, values = list(by_context), list(by_context.values())
+        contexts = list(by_context)
+        values = list(by_context.values())
         color, marker = STYLES[method]
         ax.plot(contexts, values, marker=marker, color=color, ms=6)
         ax.annotate(

@@ -15,12 +15,14 @@ def running_example() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def convex_hull(points: np.ndarray) -> np.ndarray:
     """The corners of the points' convex hull, in turn: gift wrapping."""
-    hull, here = [], min(range(len(points)), key=lambda a: tuple(points[a]))
+    hull = []
+    here = min(range(len(points)), key=lambda a: tuple(points[a]))
     while here not in hull:
         hull.append(here)
         ahead = (here + 1) % len(points)
         for other in range(len(points)):
-            x, y = points[ahead] - points[here], points[other] - points[here]
+            x = points[ahead] - points[here]
+            y = points[other] - points[here]
             if x[0] * y[1] - x[1] * y[0] < 0:
                 ahead = other
         here = ahead

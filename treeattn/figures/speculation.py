@@ -37,8 +37,10 @@ def _tree(axes, parents, labels, accepted=(), own=None, width=0.86, fontsize=8.5
     place = tree_layout(parents)
     for node, parent in enumerate(parents):
         if parent >= 0:
-            (x0, y0), (x1, y1) = place[parent], place[node]
-            middle, right = (x0 + x1) / 2, x1 - width / 2
+            x0, y0 = place[parent]
+            x1, y1 = place[node]
+            middle = (x0 + x1) / 2
+            right = x1 - width / 2
             line = {"color": INK, "lw": 2.6} if node in accepted else {"color": GREY, "lw": 0.9}
             axes.plot([x0 + width / 2, middle, middle, right], [y0, y0, y1, y1], **line)
     for node, ((x, y), label) in enumerate(zip(place, labels, strict=True)):
@@ -64,9 +66,12 @@ def accepted_tree(
     accepted: the nodes of the path, the certain token first; own: the model's own token after it,
     drawn as a further node.
     """
-    parents, labels, accepted = list(parents), list(labels), list(accepted)
+    parents = list(parents)
+    labels = list(labels)
+    accepted = list(accepted)
     if own:
-        parents, labels = [*parents, accepted[-1]], [*labels, own]
+        parents = [*parents, accepted[-1]]
+        labels = [*labels, own]
         accepted = [*accepted, len(labels) - 1]
     place = tree_layout(parents)
     figure, axes = new_figure(
@@ -94,7 +99,8 @@ PROMPT = """{"name": "Alice", "city": "Paris", "age": 34}
 
 def one_step() -> Figure:
     """`accepted_tree` for a step of the packaged model after `PROMPT`, the suffix draft's tree."""
-    model, draft = packaged_model(), SuffixDraft()
+    model = packaged_model()
+    draft = SuffixDraft()
     ids = model.tokenizer.encode(PROMPT)
     first, cache = model.prefill([ids], model.new_cache(1, 128))
     certain = int(np.asarray(first).argmax())
@@ -115,8 +121,13 @@ def one_step() -> Figure:
     new = accept_candidate_tokens(beam, scores, *verified)[0]
     path = [0]
     for token in new[:-1]:
-        path.append(next(i for i, (t, up) in enumerate(zip(tokens[0], parents[0], strict=True))
-                         if up == path[-1] and t == token))  # fmt: skip
+        path.append(
+            next(
+                i
+                for i, (t, up) in enumerate(zip(tokens[0], parents[0], strict=True))
+                if up == path[-1] and t == token
+            )
+        )
     words = [repr(model.tokenizer.decode([t]))[1:-1] for t in [*tokens[0].tolist(), new[-1]]]
     words = [word if word.strip() else "␣" for word in words]
     return accepted_tree(parents[0].tolist(), words[:-1], path, words[-1])
@@ -132,8 +143,10 @@ def loop(rows=MARS, said=SAID) -> Figure:
     beam, words = ids_of(rows)
     packed = pack(beam)
     tokens = [words[t] for t in packed.packed_beam[0]]
-    parents = [int(np.flatnonzero(row[:i])[-1]) if row[:i].any() else -1
-               for i, row in enumerate(packed.attention_mask[0])]  # fmt: skip
+    parents = [
+        int(np.flatnonzero(row[:i])[-1]) if row[:i].any() else -1
+        for i, row in enumerate(packed.attention_mask[0])
+    ]
     figure, axes = new_figure(9.2, 5.2, nrows=2, ncols=3, width_ratios=[1, 1.2, 1])
     figure.get_layout_engine().set(wspace=0.07, hspace=0.08)
     draft, tree, verify, accept, back, after = axes.ravel()
@@ -152,8 +165,11 @@ def loop(rows=MARS, said=SAID) -> Figure:
     _context(accept, [tokens[0], *new])
     headline(accept, f"The text: {len(new)} tokens longer")
     for a, b, start, end in (
-        (draft, tree, 1, 0), (tree, verify, 1, 0), (after, back, 0, 1), (back, accept, 0, 1)
-    ):  # fmt: skip
+        (draft, tree, 1, 0),
+        (tree, verify, 1, 0),
+        (after, back, 0, 1),
+        (back, accept, 0, 1),
+    ):
         _arrow(figure, a, (start, 0.5), b, (end, 0.5))
     _arrow(figure, verify, (0.97, 0.06), after, (0.97, 1.0))
     _arrow(figure, accept, (0.9, 0.75), draft, (0.9, 0.0))
@@ -180,8 +196,16 @@ def _verify(axes, tokens) -> None:
     for i in range(len(tokens)):
         draw_cell(axes, i * 0.5, 2.3, str(i), GREEN, width=0.46, fontsize=8)
     axes.text(1.75, 2.95, "tree: its own keys, masked", ha="center", fontsize=8.5, color=INK)
-    axes.text(1.75, 1.15, "state  ⊕  state  →  8 distributions", ha="center", va="center",
-              fontsize=9, fontweight="bold", color=INK)  # fmt: skip
+    axes.text(
+        1.75,
+        1.15,
+        "state  ⊕  state  →  8 distributions",
+        ha="center",
+        va="center",
+        fontsize=9,
+        fontweight="bold",
+        color=INK,
+    )
     for y in (0.62, 1.68):
         axes.plot([1.75, 1.75], [y - 0.2, y + 0.2], color=INK, lw=1.2)
     bare(axes, (-0.4, 3.9), (-0.9, 3.2))

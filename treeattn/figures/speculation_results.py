@@ -28,24 +28,31 @@ def tokens_a_step(results: Mapping | None = None) -> Figure:
     results: what benchmarks/speculative.py wrote; a checkout's when None, ValueError if none.
     """
     rows = _results(results)["counts"]
-    drafts, kinds = list(dict.fromkeys(r["draft"] for r in rows)), _kinds(rows)
+    drafts = list(dict.fromkeys(r["draft"] for r in rows))
+    kinds = _kinds(rows)
     figure, axes = new_figure(8.4, 0.9 + 0.33 * len(drafts), ncols=len(kinds), sharey=True)
     for ax, kind in zip(np.atleast_1d(axes), kinds, strict=True):
         most = max(r["tokens_a_step"] for r in rows if r["kind"] == kind)
         for i, draft in enumerate(drafts):
             mine = [r["tokens_a_step"] for r in rows if (r["kind"], r["draft"]) == (kind, draft)]
             mean = float(np.mean(mine))
-            ax.barh(i, mean, color=BLUE if "chain" not in draft and draft != "ngram" else ORANGE,
-                    height=0.62, hatch=None if "chain" not in draft and draft != "ngram" else "//",
-                    edgecolor="white")  # fmt: skip
+            ax.barh(
+                i,
+                mean,
+                color=BLUE if "chain" not in draft and draft != "ngram" else ORANGE,
+                height=0.62,
+                hatch=None if "chain" not in draft and draft != "ngram" else "//",
+                edgecolor="white",
+            )
             ax.plot(mine, [i] * len(mine), "o", color=INK, ms=2.5)
             ax.text(max(mine) * 1.04 + 0.03 * most, i, f"{mean:.2f}", va="center", fontsize=8.5)
         ax.axvline(1, color=GREY, lw=1)
         ax.set(xlim=(0, 1.4 * most + 0.3), title=kind)
         ax.invert_yaxis() if ax is np.atleast_1d(axes)[0] else None
     np.atleast_1d(axes)[0].set_yticks(range(len(drafts)), drafts, fontsize=9)
-    figure.supxlabel("tokens a step, over all steps: mean (bar) and prompts (dots); chains hatched",
-                     fontsize=9.5)  # fmt: skip
+    figure.supxlabel(
+        "tokens a step, over all steps: mean (bar) and prompts (dots); chains hatched", fontsize=9.5
+    )
     return figure.describe(
         f"Bars of new tokens a step for {len(drafts)} drafts, a panel for each kind of text: "
         f"{', '.join(kinds)}. Dots are single prompts, numbers the means. Bars are longest where "
@@ -70,8 +77,15 @@ def acceptance_by_depth(results: Mapping | None = None, least: int = 20) -> Figu
             [[sum(c[d][j] for c in counts if len(c) > d) for d in range(deepest)] for j in (0, 1)]
         )
         kept = reached >= least
-        ax.plot(np.arange(1, deepest + 1)[kept], (taken / np.maximum(reached, 1))[kept],
-                marker=marker, color=color, ms=5, lw=1.4, label=draft)  # fmt: skip
+        ax.plot(
+            np.arange(1, deepest + 1)[kept],
+            (taken / np.maximum(reached, 1))[kept],
+            marker=marker,
+            color=color,
+            ms=5,
+            lw=1.4,
+            label=draft,
+        )
     ax.set(xlabel="depth d of a candidate", ylabel="accepted to that depth", ylim=(0, 1))
     ax.set_title("How far candidates carry")
     figure.legend(*ax.get_legend_handles_labels(), loc="outside right upper", fontsize=9)
@@ -95,8 +109,14 @@ def speedups(results: Mapping | None = None) -> Figure:
         color, marker = STYLES[2 * KINDS.index(row["kind"])]
         ax.plot(row["spread"], [i, i], color=color, lw=2)
         ax.plot(row["speedup"], i, marker, color=color, ms=7)
-        ax.text(row["spread"][1] * 1.03, i, f"{row['tokens_a_step']:.1f} a step", va="center",
-                fontsize=8, color=INK)  # fmt: skip
+        ax.text(
+            row["spread"][1] * 1.03,
+            i,
+            f"{row['tokens_a_step']:.1f} a step",
+            va="center",
+            fontsize=8,
+            color=INK,
+        )
         ends[row["kind"]] = i
     ax.axvline(1, color=INK, lw=1)
     for end in list(ends.values())[:-1]:
@@ -109,8 +129,9 @@ def speedups(results: Mapping | None = None) -> Figure:
     ]
     ax.set_xticks(ticks, ticks)
     ax.minorticks_off()
-    ax.set_xlim(min(0.7, *(r["spread"][0] for r in rows)) * 0.95,
-                1.35 * max(r["spread"][1] for r in rows))  # fmt: skip
+    ax.set_xlim(
+        min(0.7, *(r["spread"][0] for r in rows)) * 0.95, 1.35 * max(r["spread"][1] for r in rows)
+    )
     ax.set_title("Guessing pays where texts repeat themselves")
     return figure.describe(
         f"A dot and a range for each of {len(rows)} prompts: how many times faster than plain "

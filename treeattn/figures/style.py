@@ -9,10 +9,15 @@ import matplotlib.figure
 # In the order in which figures use them. Every two of these, greys included, differ in lightness by
 # 8 of L*, for a print without colours, and by 20 in CIE Lab for protan, deutan, tritan and usual
 # eyes (tests/test_palette.py): hues like Okabe and Ito's, whose lightness is spread out.
-BLUE, ORANGE, GREEN, RED, PURPLE, SKY = (
-    "#0847A3", "#E19941", "#1C8B4D", "#C70101", "#571A60", "#41D4F6",
-)  # fmt: skip
-INK, GREY, PALE = "#222222", "#909090", "#E6E6E6"
+BLUE = "#0847A3"
+ORANGE = "#E19941"
+GREEN = "#1C8B4D"
+RED = "#C70101"
+PURPLE = "#571A60"
+SKY = "#41D4F6"
+INK = "#222222"
+GREY = "#909090"
+PALE = "#E6E6E6"
 
 RC = {
     "font.size": 10,

@@ -29,22 +29,32 @@ def ring_and_tree(p: int = 8) -> Figure:
     """What travels: keys and values around a ring, or states up and down a tree (v1, Figure 1b)."""
     figure, (ring, tree) = new_figure(7.4, 3.4, ncols=2)
     angles = np.pi / 2 - 2 * np.pi * np.arange(p) / p
-    x, y = np.cos(angles), np.sin(angles)
+    x = np.cos(angles)
+    y = np.sin(angles)
     for i in range(p):
         nearby = angles[i] - 2 * np.pi / p * np.array([0.27, 0.73])
-        (a, b), (c, d) = np.cos(nearby), np.sin(nearby)
+        a, b = np.cos(nearby)
+        c, d = np.sin(nearby)
         _arrow(ring, (a, c), (b, d), color=RED, lw=4, mutation_scale=18)
         _device(ring, x[i], y[i], i)
-    ring.text(0, 0, f"each arrow: a shard\nof keys and values,\n{p - 1} times", ha="center",
-              va="center", fontsize=9)  # fmt: skip
+    ring.text(
+        0,
+        0,
+        f"each arrow: a shard\nof keys and values,\n{p - 1} times",
+        ha="center",
+        va="center",
+        fontsize=9,
+    )
     ring.set(xlim=(-1.3, 1.3), ylim=(-1.25, 1.25), aspect="equal")
     ring.set_title(f"Ring: {p - 1} rounds")
-    places, level = list(range(p)), 0
+    places = list(range(p))
+    level = 0
     while len(places) > 1:
         above = [sum(places[i : i + 2]) / len(places[i : i + 2]) for i in range(0, len(places), 2)]
         for i, place in enumerate(places):
             tree.plot([place, above[i // 2]], [level, level + 1], color=BLUE, lw=1.4)
-        places, level = above, level + 1
+        places = above
+        level = level + 1
         tree.plot(places, [level] * len(places), "o", ms=9, mfc="white", mec=BLUE, mew=1.5)
     for i in range(p):
         _device(tree, i, 0, i)
@@ -136,9 +146,16 @@ def tree_of_trees(nodes: int = 2, devices: int = 4) -> Figure:
                 covers = 1 if stage == 0 else devices if stage == 1 else devices * nodes
                 for part in range(devices):
                     full = part in held
-                    ax.add_patch(Rectangle((left + 0.2 * part, stage), 0.19, 0.34, ec=GREY, lw=0.8,
-                                           fc=GREEN if full and stage > 1 else
-                                           SKY if full else "white"))  # fmt: skip
+                    ax.add_patch(
+                        Rectangle(
+                            (left + 0.2 * part, stage),
+                            0.19,
+                            0.34,
+                            ec=GREY,
+                            lw=0.8,
+                            fc=GREEN if full and stage > 1 else SKY if full else "white",
+                        )
+                    )
                 ax.text(left + 0.4, stage - 0.09, f"of {covers}", ha="center", fontsize=8)
         ax.text(-0.25, stage + 0.17, name, ha="right", va="center", fontsize=9)
     width = nodes * (devices + 0.7) - 0.7
@@ -149,11 +166,25 @@ def tree_of_trees(nodes: int = 2, devices: int = 4) -> Figure:
             _arrow(ax, (middle, stage + 0.4), (middle, stage + 0.78), color=color)
         if stage == 1:
             for i in range(devices):
-                low, high = i + 0.4, (nodes - 1) * (devices + 0.7) + i + 0.4
-                ax.plot([low, high], [stage + 0.48 + 0.07 * i] * 2, color=RED, lw=1, ls="--",
-                        marker="o", ms=3)  # fmt: skip
-        ax.text(width + 0.1, stage + 0.6, name.replace(" ", "\n", 1), va="center", fontsize=9,
-                color=color)  # fmt: skip
+                low = i + 0.4
+                high = (nodes - 1) * (devices + 0.7) + i + 0.4
+                ax.plot(
+                    [low, high],
+                    [stage + 0.48 + 0.07 * i] * 2,
+                    color=RED,
+                    lw=1,
+                    ls="--",
+                    marker="o",
+                    ms=3,
+                )
+        ax.text(
+            width + 0.1,
+            stage + 0.6,
+            name.replace(" ", "\n", 1),
+            va="center",
+            fontsize=9,
+            color=color,
+        )
     for node in range(nodes):
         left = node * (devices + 0.7)
         ax.text(left + devices / 2 - 0.1, -0.32, f"node {node}", ha="center", fontsize=9)

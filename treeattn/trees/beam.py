@@ -78,7 +78,8 @@ def packed_token_indices(
     `pack` does.
     """
     encoding = prefix_encoding(beam, lengths)
-    xp, (batch, rows, width) = namespace(encoding), encoding.shape
+    xp = namespace(encoding)
+    batch, rows, width = encoding.shape
     own = encoding == xp.arange(rows)[:, None]  # what a candidate adds
     place = xp.arange(rows * width, dtype=xp.int32)
     found = xp.sort(xp.where(own.reshape(batch, rows * width), place, rows * width), axis=1)
@@ -145,7 +146,8 @@ def unpack(
     Raises TypeError or ValueError when unpack_map is not an integer array of that shape, with
     entries from 0 to L − 1 (inside jit, where they cannot be looked at, they are clipped).
     """
-    packed, unpack_map = as_array("packed", packed), as_array("unpack_map", unpack_map)
+    packed = as_array("packed", packed)
+    unpack_map = as_array("unpack_map", unpack_map)
     check_integers(unpack_map=unpack_map)
     check_rank(3, "(batch, M, C)", unpack_map=unpack_map)
     if packed.ndim < 2 or packed.shape[0] != unpack_map.shape[0]:
@@ -153,7 +155,8 @@ def unpack(
             f"packed: expected axes (batch, L, ...) with batch = {unpack_map.shape[0]} as in "
             f"unpack_map, got shape {packed.shape}"
         )
-    xp, last = namespace(packed, unpack_map), max(packed.shape[1] - 1, 0)
+    xp = namespace(packed, unpack_map)
+    last = max(packed.shape[1] - 1, 0)
     unpack_map = bounded("unpack_map", unpack_map, 0, last, f"node numbers from 0 to {last}")
     if packed.shape[1] == 0:
         return xp.zeros((*unpack_map.shape, *packed.shape[2:]), packed.dtype)
@@ -194,9 +197,11 @@ def _pack(xp, beam, lengths, pad_token):
     size = rows * width if xp is jnp else int(end.max(initial=0))
     node = xp.arange(size, dtype=xp.int32)
     owner = xp.sum(node[:, None] >= end[:, None], axis=2, dtype=xp.int32)  # (B, L)
-    real, owner = owner < rows, xp.minimum(owner, rows - 1)
+    real = owner < rows
+    owner = xp.minimum(owner, rows - 1)
     offsets = xp.where(real, node - xp.take_along_axis(start, owner, axis=1), 0)
-    indices, tokens = owner * width + offsets, beam.reshape(batch, rows * width)
+    indices = owner * width + offsets
+    tokens = beam.reshape(batch, rows * width)
     tokens = xp.take_along_axis(tokens, indices, axis=1)
     tokens = xp.where(real, tokens, xp.asarray(pad_token, dtype=beam.dtype))
     return PackedBeam(tokens, _mask(xp, common, owner, offsets, real), offsets, unpack_map)
@@ -263,7 +268,8 @@ def _checked(beam, lengths):
     beam = as_array("beam", beam)
     check_integers(beam=beam)
     check_rank(3, "(batch, M, C)", beam=beam)
-    shape, width = beam.shape[:2], beam.shape[2]
+    shape = beam.shape[:2]
+    width = beam.shape[2]
     lengths = np.full(shape, width) if lengths is None else as_array("lengths", lengths)
     check_integers(lengths=lengths)
     if lengths.shape != shape:

@@ -145,8 +145,11 @@ def grow(likeliest: Callable, length: int, width: int, batch: int):
     The first four, (B, L), are the tree of all that was looked at: a node's own log-probability,
     and its path's. The paths (B, n, length) are the `width` best, path_scores (B, n) theirs.
     """
-    nodes, frontier, count = [], np.full((batch, 1), -1), 0
-    paths, score = np.zeros((batch, 1, 0), np.int32), np.zeros((batch, 1))
+    nodes = []
+    frontier = np.full((batch, 1), -1)
+    count = 0
+    paths = np.zeros((batch, 1, 0), np.int32)
+    score = np.zeros((batch, 1))
     for _ in range(length):
         tokens, log = likeliest(paths)
         parents = np.repeat(frontier, tokens.shape[2], axis=1)
@@ -158,7 +161,8 @@ def grow(likeliest: Callable, length: int, width: int, batch: int):
         after = np.take_along_axis(tokens, kept, axis=1)[..., None]
         paths = np.concatenate([before, after], axis=-1).astype(np.int32)
         score = np.take_along_axis(scores, kept, axis=1)
-        frontier, count = count + kept, count + scores.shape[1]
+        frontier = count + kept
+        count = count + scores.shape[1]
     return [np.concatenate(x, axis=1) for x in zip(*nodes, strict=True)], paths, score
 
 
