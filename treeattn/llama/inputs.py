@@ -133,6 +133,15 @@ def check_room(cache: Cache, counts, name: str = "tokens") -> None:
         raise ValueError(f"{name}: {needed} tokens do not fit into a cache of {cache.capacity}")
 
 
+def check_room_for_one(cache: Cache, mask) -> None:
+    """Raise a ValueError unless one more token fits, of each text that has one under this mask."""
+    mask = as_array("mask", mask)
+    if mask.ndim != 3 or isinstance(mask, jax.core.Tracer):
+        return  # `check_new` says what is wrong with it
+    real = mask.diagonal(axis1=1, axis2=2)  # padding sees nothing, not even itself
+    check_room(cache, np.asarray(real).any(axis=1))
+
+
 def check_new(tokens: Array, cache: Cache, positions, mask) -> tuple[Array | None, Array | None]:
     """(positions, mask) as arrays, if they and the tokens fit each other and the cache."""
     b, l = tokens.shape

@@ -159,7 +159,8 @@ class Llama:
         the same call; None is causal. positions defaults to those after the cached text.
 
         Raises ValueError for arguments that do not fit, and unless the cache has room for all
-        the tokens; with a mask, of which they may be candidates, for one.
+        the tokens; with a mask, of which they may be candidates, for one of each text that has
+        any (that sees itself).
         """
         x, new = self.states(tokens, cache, positions=positions, mask=mask)
         return self.read_out(x), new
@@ -167,7 +168,10 @@ class Llama:
     def states(self, tokens, cache: Cache, *, positions=None, mask=None):
         """`extend` up to the last layer's output (b, l, width); `read_out` makes logits of it."""
         tokens = self._tokens(tokens)
-        inputs.check_room(cache, tokens.shape[1] if mask is None else 1)
+        if mask is None:
+            inputs.check_room(cache, tokens.shape[1])
+        else:
+            inputs.check_room_for_one(cache, mask)
         return self._run_layers(tokens, cache, positions, mask)
 
     def commit(
