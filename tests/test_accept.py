@@ -6,7 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from treeattn.llama.speculation import accept, accept_candidate_tokens, rejection
+from treeattn import pack
+from treeattn.llama.speculation import (
+    accept,
+    accept_candidate_tokens,
+    candidate_lengths,
+    rejection,
+)
 from treeattn.llama.speculation.accept import KeyDice, descend, rejection_judge
 
 NEVER = -np.inf
@@ -72,6 +78,54 @@ def test_nothing_to_accept():
     beam = np.array([[[1, 2]], [[3, 4]]])
     scores = np.array([[[0.0, NEVER]], [[NEVER, NEVER]]])  # one text is over
     assert accept_candidate_tokens(beam, scores, beam + 1, np.zeros((2, 1, 2))) == [[2], []]
+
+
+@pytest.mark.parametrize("certain", [True, False])
+@pytest.mark.parametrize("seed", range(10))
+def test_what_was_accepted_can_be_committed(seed, certain):
+    """The nodes are a path of the tree: its tokens are the text's, each below the one before."""
+    rng = np.random.default_rng(seed)
+    beam = rng.integers(0, 3, (5, 6, 4))
+    if certain:
+        beam[:, :, 0] = beam[:, :1, 0]
+    lengths = rng.integers(0, 5, (5, 6))
+    lengths[4] = 0  # a text that is over
+    scores = np.where(np.arange(4) < lengths[..., None], -1.0, NEVER)
+    own = None if certain else rng.integers(0, 3, 5)
+    verified, verified_scores = verify(beam)
+    new = accept_candidate_tokens(beam, scores, verified, verified_scores, next_token=own)
+    packed, mask, offsets, unpack_map = pack(beam, lengths)
+    nodes = new.nodes(unpack_map, width=4)
+    np.testing.assert_array_equal(new.nodes(unpack_map), nodes)
+    assert nodes.shape == (5, 4) and new.counts[4] == 0 and new.counts.max() > 0
+    for b, (path, count) in enumerate(zip(nodes, new.counts, strict=True)):
+        path = path[:count]
+        text = [beam[b, 0, 0], *new[b]] if certain else new[b]
+        assert packed[b, path].tolist() == text[:count] and len(new[b]) == count + (not certain)
+        assert offsets[b, path].tolist() == list(range(count))
+        assert mask[b][np.ix_(path, path)].tolist() == np.tri(count, dtype=bool).tolist()
+
+
+def test_a_candidate_that_has_ended_is_not_what_was_accepted():
+    """[c x] is filled up with the 0 that [c x 0 y] goes on with; its last place is no node."""
+    c, x, y, z = 5, 6, 7, 8
+    beam = np.array([[[c, x, 0, 0], [c, x, 0, y]]])
+    scores = np.array([[[0.0, -1, NEVER, NEVER], [0, -1, -1, -1]]])
+    after = {c: x, x: 0, 0: z}
+    verified = np.vectorize(lambda t: after.get(t, 1))(beam)
+    new = accept_candidate_tokens(beam, scores, verified, np.full(beam.shape, -0.5))
+    unpack_map = pack(beam, candidate_lengths(scores)).unpack_map
+    assert new == [[x, 0, z]] and new.candidates.tolist() == [1]
+    assert new.nodes(unpack_map)[:, : new.counts[0]].tolist() == [[0, 1, 2]]
+
+
+def test_bad_nodes():
+    beam, scores = np.array([[[5, 6]]]), np.zeros((1, 1, 2))
+    new = accept_candidate_tokens(beam, scores, beam + 1, scores)
+    with pytest.raises(ValueError, match="width: expected an integer of at least 2, got 1"):
+        new.nodes(np.zeros((1, 1, 2), np.int32), width=1)
+    with pytest.raises(ValueError, match="unpack_map: expected 1 texts, got 2"):
+        new.nodes(np.zeros((2, 1, 2), np.int32))
 
 
 @pytest.mark.parametrize(

@@ -319,6 +319,7 @@ def test_the_first_layers(model):
 @pytest.mark.parametrize("widths, replacement", [((3, 2), False), ((3, 1), True)])
 def test_drawn_candidates_are_drawn_from_what_they_say(model, widths, replacement):
     draft = DrawnDraft(model, widths=widths, temperature=0.5, replacement=replacement)
+    draft.begin(jax.random.key(0))
     text = [3, 1, 4]
     draft.observe([text, [2, 7, 1, 8]])
     beam, scores, distributions, _ = draft.propose(100)
@@ -344,6 +345,7 @@ def test_drawn_candidates_are_drawn_from_what_they_say(model, widths, replacemen
 def test_draws_without_replacement_come_in_order(model):
     """The second of two draws has q's probabilities without the first."""
     draft = DrawnDraft(model, widths=(2,))
+    draft.begin(jax.random.key(0))
     q = np.array([0.5, 0.3, 0.2, 0.0])
     seen = np.zeros((4, 4))
     tokens, logs = draft._draw(np.broadcast_to(q, (1, 20_000, 4)), 2)

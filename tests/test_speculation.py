@@ -1,5 +1,6 @@
 """Speculative decoding loses nothing: the text is the one that plain decoding gives."""
 
+import time
 from pathlib import Path
 
 import jax
@@ -11,8 +12,10 @@ from treeattn import Llama, TokenTree, beam_from_tree, kv_mesh, pack, pack_tree,
 from treeattn.llama.speculation import (
     DRAFTS,
     Budget,
+    Drawn,
     DrawnDraft,
     LlamaDraft,
+    SurerDraft,
     accept_candidate_tokens,
     candidate_lengths,
     draft_candidate_tokens,
@@ -403,10 +406,16 @@ def test_the_five_lines(model, want, tree):
         _, lengths = beam_from_tree(whole)
         scores = np.where(np.arange(beam.shape[2]) < lengths[..., None], -1.0, -np.inf)
     positions = np.array([len(p) for p in prompts])[:, None] + offsets
-    logits, _ = model.extend(packed, cache, positions=positions, mask=mask)
+    logits, keys = model.extend(packed, cache, positions=positions, mask=mask)
     verified_beam, verified_scores = (unpack(x, unpack_map) for x in likeliest(logits))
     tokens = accept_candidate_tokens(beam, scores, verified_beam, verified_scores)
     assert tokens == [t[1:6] for t in texts]
+    # What was accepted goes into the cache, which is then that of the text alone.
+    cache = model.commit(cache, keys, select=tokens.nodes(unpack_map), counts=tokens.counts)
+    told = [[*t, *new] for t, new in zip(text, tokens, strict=True)]
+    logits, _ = model.step(np.array([t[-1:] for t in told]), cache, last=True)
+    for t, row in zip(told, logits, strict=True):
+        np.testing.assert_allclose(row, model.logits(np.array([t]))[0, -1], atol=1e-9)
 
 
 # What generate takes and gives
@@ -513,12 +522,63 @@ BEAM, SCORES = np.array([[[5, 6], [5, 7]]]), np.full((1, 2, 2), -1.0)
         ((BEAM, SCORES * np.nan), "scores: expected logarithms of probabilities, got NaN"),
         ((BEAM, -SCORES), "scores: expected logarithms of probabilities, got NaN or one above 0"),
         ((BEAM[0, :1], SCORES[0, :1]), r"beam: expected axes \(batch, M, C\)"),
-        ((BEAM[[0, 0]], SCORES[[0, 0]]), "draft: expected candidates for 1 texts, got 2"),
+        (
+            (BEAM[[0, 0]], SCORES[[0, 0]]),
+            "draft: Proposing proposed: expected candidates for 1 texts, got 2",
+        ),
     ],
 )
 def test_bad_proposals(model, unchecked, found, message):
     with pytest.raises(ValueError, match=message):
         generate(model, [1, 2, 3], max_new_tokens=5, draft=Proposing(*found))
+
+
+DRAWN_ONE = Drawn(BEAM, SCORES, np.full((1, 2, 2, 96), 1 / 96))
+
+
+@pytest.mark.parametrize(
+    "found, error, message",
+    [
+        (None, TypeError, r"expected \(TokenTree, scores\), .*, got NoneType None"),
+        (BEAM, TypeError, r"expected \(TokenTree, scores\), .*, got ndarray"),
+        ((BEAM,), TypeError, r"expected \(TokenTree, scores\), .*, got tuple"),
+        (pack(BEAM), TypeError, r"expected \(TokenTree, scores\), .*, got PackedBeam"),
+        ((BEAM.tolist(), SCORES), TypeError, "beam: expected an array, got list"),
+        ((BEAM, None), TypeError, "scores: expected an array"),
+        (DRAWN_ONE, ValueError, "expected at most 2 nodes, got 3, and what was drawn at random"),
+        (
+            DRAWN_ONE._replace(distributions=np.ones((1, 2, 2, 95))),
+            ValueError,
+            r"distributions: expected shape \(1, 2, 2, 96\), got \(1, 2, 2, 95\)",
+        ),
+        (
+            DRAWN_ONE._replace(distributions=np.zeros((1, 2, 2, 96))),
+            ValueError,
+            "distributions: expected probabilities, got none",
+        ),
+    ],
+)
+def test_what_is_no_proposal_names_the_draft(model, unchecked, found, error, message):
+    draft = Proposing(*BEAM[:0])
+    draft.found = found
+    budget = 3 if "at most" in message else 8
+    with pytest.raises(error, match="draft: Proposing proposed: " + message):
+        generate(model, [1, 2, 3], max_new_tokens=5, draft=draft, budget=budget)
+    with pytest.raises(error, match="draft: Proposing proposed: " + message):
+        draft_candidate_tokens(draft, budget=budget - 1, vocabulary=96)
+
+
+def test_what_draws_takes_its_chance_from_the_key(model, unchecked):
+    draft, options = Proposing(), {"max_new_tokens": 5, "budget": 8}
+    draft.found = DRAWN_ONE
+    assert generate(model, [1, 2, 3], draft=draft, **options).steps > 0  # greedy: no chance
+    options |= {"temperature": 1.0, "key": jax.random.key(0)}
+    with pytest.raises(TypeError, match=r"draft: Proposing draws at random, but has no method"):
+        generate(model, [1, 2, 3], draft=draft, **options)
+    with pytest.raises(ValueError, match=r"draft: call begin\(key\) before propose"):
+        DrawnDraft(model).propose(3)
+    with pytest.raises(ValueError, match="drafts: expected at least one"):
+        SurerDraft()
 
 
 def test_bad_drafts(model, unchecked):
@@ -536,7 +596,7 @@ def test_bad_drafts(model, unchecked):
         other.config.__dict__["vocabulary"] = 97
     with pytest.raises(ValueError, match=r"draft: it has a vocabulary of .*, the model one"):
         run(LlamaDraft(other))
-    with pytest.raises(ValueError, match="budget: expected at least 1 token a step, got 0"):
+    with pytest.raises(ValueError, match="budget: expected an integer of at least 1, got 0"):
         run("suffix", budget=0)
     with pytest.raises(ValueError, match="max_new_tokens: expected an integer of at least 1"):
         run("suffix", max_new_tokens=0)
@@ -553,40 +613,122 @@ def test_bad_drafts(model, unchecked):
 # The adaptive budget
 
 
-def test_the_budget_weighs_chances_against_costs():
-    def measured(costs):
-        budget = Budget(16)
+def measured(most, costs, *drafts):
+    """A budget that has seen steps of these sizes, and drafts, take so many seconds."""
+    budget = Budget(most)
+    budget.begin([str(i) for i in range(max(len(drafts), 1))])
+    for _ in range(3):
         for size, seconds in costs.items():
-            for _ in range(3):
-                budget.took(size, seconds)
-        return budget
+            budget.took(size, seconds)
+        for i, seconds in enumerate(drafts):
+            budget.drafted(seconds, i)
+    return budget
 
+
+def chosen(budget, *chances):
+    """(whose candidates, how many nodes) of the drafts with these chances."""
+    which, nodes = budget.choose([np.asarray(x) for x in chances], range(len(chances)))
+    return which.tolist(), nodes
+
+
+def test_the_budget_weighs_chances_against_costs():
     sure, unsure = np.full((1, 15), 0.9), np.full((1, 15), 0.02)
-    flat = measured({1: 1.0, 4: 1.0, 8: 1.0, 16: 1.0})
-    assert flat.choose(sure) == 15 and flat.choose(unsure) == 15
-    steep = measured({1: 1.0, 4: 2.0, 8: 9.0, 16: 20.0})
-    assert steep.choose(sure) == 3 and steep.choose(unsure) == 0
+    flat = measured(16, {1: 1.0, 4: 1.0, 8: 1.0, 16: 1.0})
+    assert chosen(flat, sure) == chosen(flat, unsure) == ([0], 15)
+    steep = measured(16, {1: 1.0, 4: 2.0, 8: 9.0, 16: 20.0})
+    assert chosen(steep, sure) == ([0], 3) and chosen(steep, unsure) == ([0], 0)
     for _ in range(40):
-        steep.came_out(2.7, 0)  # what is sure never comes true
-    assert steep.choose(sure) == 0
-    assert measured({1: 1.0, 16: 4.0}).seconds(8) == pytest.approx(1 + 3 * 7 / 15)
+        steep.records[0].came_out(2.7, 0)  # what is sure never comes true
+    assert chosen(steep, sure) == ([0], 0)
+    assert measured(16, {1: 1.0, 16: 4.0}).seconds(8) == pytest.approx(1 + 3 * 7 / 15)
     assert [Budget(10).padded(n) for n in (1, 2, 4, 5, 10)] == [1, 4, 4, 8, 16]
     fixed = Budget(5, adaptive=False)
-    assert fixed.sizes == (1, 2, 4, 8) and fixed.choose(sure) == 4
-    assert Budget(1).sizes == (1,) and not Budget(1).drafts()
+    assert fixed.sizes == (1, 2, 4, 8) and chosen(fixed, sure) == ([0], 4)
+    assert Budget(1).sizes == (1,) and not Budget(1).asks()
+
+
+STEPS = {1: 1.0, 4: 1.27, 8: 1.44, 16: 2.03}  # a step's time on two cores
+
+
+def test_texts_that_are_over_gain_nothing(model, want, monkeypatch):
+    """One text of eight goes on: it gets as many nodes as if it were alone."""
+    prompts, texts = prompts_of(7)[:8], want[7][:8]
+    stop = [text[0] for text in texts[1:]]
+    assert texts[0][0] not in stop
+    monkeypatch.setattr(Budget, "seconds", lambda self, size: STEPS[size])
+    nodes = []
+    for n in (1, 8):
+        draft = Oracle(prompts[:n], texts[:n], wrong=0)
+        made = spoken(model, prompts[:n], draft=draft, budget=Budget(16), stop=stop)
+        nodes.append([step.nodes[0] for step in made.trace])
+    assert nodes[0] == nodes[1] and max(nodes[0]) > 1
 
 
 def test_a_slow_draft_that_fails_pauses():
-    budget = Budget(4)
-    for size, seconds in {0: 0.5, 1: 1.0, 4: 2.0}.items():
-        for _ in range(3):
-            budget.took(size, seconds)
-    drafted = 0
+    budget, drafted = measured(4, {1: 1.0, 4: 2.0}, 0.5), 0
     for _ in range(100):
-        if budget.drafts():
+        if budget.asks():
             drafted += 1
-            assert budget.choose(np.full((1, 3), 0.01)) == 0
+            assert chosen(budget, np.full((1, 3), 0.01)) == ([0], 0)
     assert drafted <= 9
+    assert not all(budget.asks() for _ in range(9))
+    budget.begin([str(0)])  # of another text nobody knows that it will fail
+    assert budget.asks() and budget.records[0].trust == 1 and budget.records[0].cost == 0.5
+
+
+def test_a_slow_draft_that_fails_does_not_silence_a_free_one():
+    """And the other way round: each pauses for itself."""
+    budget, drafted = measured(16, STEPS, 0.001, 0.5), [0, 0]
+    for i in range(100):
+        asked = [i for i in (0, 1) if budget.asks(i)]
+        found = 0.9 if i % 3 == 0 else 0.0  # the free one has something to say now and then
+        chances = {0: np.full((1, 15), found), 1: np.full((1, 15), 0.01)}
+        which, nodes = budget.choose([chances[i] for i in asked], asked)
+        assert nodes == (15 if found else 0) and (not nodes or asked[which[0]] == 0)
+        for i in asked:
+            drafted[i] += 1
+    assert drafted[0] == 100 and drafted[1] <= 9
+    # One that is worth its time goes on, beside a free one that knows less.
+    budget = measured(16, STEPS, 0.001, 0.1)
+    for _ in range(10):
+        assert budget.asks(0) and budget.asks(1)
+        assert chosen(budget, np.full((1, 15), 0.2), np.full((1, 15), 0.8)) == ([1], 15)
+    # Each is trusted as much as it deserves.
+    for _ in range(10):
+        budget.records[1].came_out(8.0, 1)
+    assert chosen(budget, np.full((1, 15), 0.2), np.full((1, 15), 0.8))[0] == [0]
+
+
+class Slow:
+    """Takes its time, hopes for little, and is always wrong."""
+
+    def observe(self, texts, seen=None):
+        self.texts = texts
+
+    def propose(self, budget):
+        time.sleep(0.05)  # a twentieth of a step
+        return np.full((len(self.texts), 1, 3), 1), np.full((len(self.texts), 1, 3), -4.0)
+
+
+class Late(Oracle):
+    """Has nothing to say before the text's last ten tokens."""
+
+    def propose(self, budget):
+        tree, scores = super().propose(budget)
+        left = np.array([len(whole) for whole in self.whole]) - self.lengths
+        return tree._replace(sizes=np.where(left > 10, 0, tree.sizes).astype(np.int32)), scores
+
+
+def test_the_surer_draft_takes_no_more_steps_than_the_free_one_alone(model, want, monkeypatch):
+    monkeypatch.setattr(Budget, "seconds", lambda self, size: STEPS[size])
+    prompts, texts = prompts_of(7)[:1], want[7][:1]
+    steps = []
+    for others in ((), (Slow(),)):
+        draft = SurerDraft(Late(prompts, texts, wrong=0), *others)
+        made = spoken(model, prompts, draft=draft, budget=Budget(16))
+        assert made.tokens == texts
+        steps.append(made.steps)
+    assert steps[0] == steps[1] < NEW - 1
 
 
 def test_a_draft_that_fails_is_plain_decoding(model, want):

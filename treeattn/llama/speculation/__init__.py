@@ -6,10 +6,15 @@
     verified_beam, verified_scores = (unpack(x, unpack_map) for x in likeliest(logits))
     tokens = accept_candidate_tokens(beam, scores, verified_beam, verified_scores)
 
-`generate` is these five lines in a loop.
+`generate` is these five lines in a loop, and one that commits what was accepted:
+
+    cache = model.commit(cache, keys, select=tokens.nodes(unpack_map), counts=tokens.counts)
+
+A budget of 16 tokens a call is one certain token and 15 candidates: `generate` and `Budget` count
+all 16, `draft_candidate_tokens` and `Draft.propose`, which are asked for candidates, 15.
 """
 
-from treeattn.llama.speculation.accept import accept_candidate_tokens, rejection
+from treeattn.llama.speculation.accept import Accepted, accept_candidate_tokens, rejection
 from treeattn.llama.speculation.budget import Budget
 from treeattn.llama.speculation.candidates import (
     Draft,
@@ -34,6 +39,7 @@ from treeattn.llama.speculation.sampling import likeliest
 
 __all__ = [
     "DRAFTS",
+    "Accepted",
     "Budget",
     "Draft",
     "Drawn",

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int, Integer, Key
 
-from treeattn.idea.arrays import Array, check_integers
+from treeattn.idea.arrays import Array, check_integers, integer
 from treeattn.llama.speculation.candidates import (
     candidate_lengths,
     checked_beam,
@@ -24,6 +24,40 @@ Judge = Callable[[int, int, np.ndarray], int]
 candidates that begin like this and go on."""
 
 
+class Accepted(list):
+    """The tokens that each text goes on with, a list for each; and which candidate has them.
+
+    candidates: (B,) the one whose beginning was accepted, as a row of the beam
+    counts:     (B,) how many of its tokens were, a certain first one included: those whose keys
+                belong in the cache, 0 where a text has no candidates
+
+        new = accept_candidate_tokens(beam, scores, verified_beam, verified_scores)
+        cache = model.commit(cache, keys, select=new.nodes(unpack_map), counts=new.counts)
+    """
+
+    def __init__(self, tokens: list[list[int]], candidates: np.ndarray, counts: np.ndarray):
+        super().__init__(tokens)
+        self.candidates, self.counts = candidates, counts
+
+    def nodes(
+        self, unpack_map: Int[Array, "b m c"], width: int | None = None
+    ) -> Int[np.ndarray, "b width"]:
+        """The packed nodes of what was accepted, in order, 0 after the first `counts` of a row.
+
+        unpack_map: as from `pack`; width: of the result, the beam's when None
+        """
+        batch = len(unpack_map)
+        if batch != len(self):
+            raise ValueError(f"unpack_map: expected {len(self)} texts, got {batch}")
+        width = unpack_map.shape[2] if width is None else width
+        width = integer("width", width, int(self.counts.max(initial=0)))
+        found = np.zeros((batch, width), np.int32)
+        for b, count in enumerate(self.counts.tolist()):
+            if count:
+                found[b, :count] = unpack_map[b, self.candidates[b], :count]
+        return found
+
+
 def accept_candidate_tokens(
     beam: Integer[Array, "b m c"],
     scores: Float[Array, "b m c"],
@@ -31,7 +65,7 @@ def accept_candidate_tokens(
     verified_scores: Float[Array, "b m c"],
     *,
     next_token: Integer[Array, " b"] | None = None,
-) -> list[list[int]]:
+) -> Accepted:
     """The tokens that each text goes on with: those accepted, and the model's own after them.
 
     beam, scores:    (B, M, C) as from `draft_candidate_tokens`; −∞ beyond a candidate's end
@@ -44,7 +78,9 @@ def accept_candidate_tokens(
 
     The result is the longest path along which candidates are the model's own tokens: one token at
     least for each text, at most C + 1. A token that was certain before is not repeated in it; a
-    text without candidates gets [next_token], or [] where nothing was certain either.
+    text without candidates gets [next_token], or [] where nothing was certain either. It is a list
+    of lists, which also says what to commit (`Accepted`): candidates of different lengths may hold
+    the same tokens, so the tokens alone do not say which of them it was.
 
     Scores decide nothing here, since a text must not depend on who drafted it. They say where
     candidates end, and a NaN among them that something else went wrong.
@@ -71,11 +107,15 @@ def accept_candidate_tokens(
         grown = [(0, 0), (0, rows - beam.shape[1]), (1, 0)]
         beam, verified = np.pad(beam, grown), np.pad(verified, grown)
         verified[..., :1], lengths = first, np.pad(lengths, grown[:2]) + 1
-    tokens = []
+    walks = []
     for b in range(len(beam)):
         judge = lambda m, c, _, b=b: verified[b, m, c]  # noqa: E731
-        tokens.append(descend(beam[b], lengths[b], judge)[2])
-    return tokens
+        walks.append(descend(beam[b], lengths[b], judge))
+    candidates, counts, tokens = zip(*walks, strict=True) if walks else ((), (), ())
+    counts = np.array(counts, np.int32)
+    if next_token is not None:
+        counts = np.maximum(counts - 1, 0)
+    return Accepted(list(tokens), np.array(candidates, np.int32), counts)
 
 
 def descend(
@@ -98,11 +138,16 @@ def descend(
         alive, c = follow, c + 1
 
 
+def generator(key: Key[Array, ""]) -> np.random.Generator:
+    """NumPy's generator with a JAX key as its seed."""
+    return np.random.default_rng(np.asarray(jax.random.key_data(key)).tolist())
+
+
 class KeyDice:
     """Where chance comes from: as many throws from a key as anybody asks for."""
 
     def __init__(self, key: Key[Array, ""]):
-        self._random = np.random.default_rng(np.asarray(jax.random.key_data(key)).tolist())
+        self._random = generator(key)
 
     def happens(self, probability: float) -> bool:
         return bool(self._random.random() < probability)

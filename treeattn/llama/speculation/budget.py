@@ -1,73 +1,148 @@
 """How many tokens one model call should verify: measured costs against chances of acceptance."""
 
 import statistics
+from collections.abc import Sequence
 
 import numpy as np
+
+from treeattn.idea.arrays import integer
+
+
+class Record:
+    """What one draft is worth, lately: the time it takes, how its chances came out, its pauses."""
+
+    def __init__(self):
+        self.seconds: list[float] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """For new texts: no pause, and as much trust as the draft has in itself."""
+        self._expected, self._accepted = 1.0, 1.0
+        self._pause, self._waiting = 1, 0
+
+    @property
+    def cost(self) -> float:
+        """Seconds that it takes to propose; 0 before anything is known."""
+        return _typical(self.seconds, 0.0)
+
+    @property
+    def trust(self) -> float:
+        """Accepted nodes over those that the draft's chances made expect."""
+        return (self._accepted + 0.5) / (self._expected + 0.5)
+
+    def came_out(self, expected: float, accepted: int) -> None:
+        """Of nodes whose chances add up to `expected`, so many turned out right."""
+        self._expected = 0.95 * self._expected + expected
+        self._accepted = 0.95 * self._accepted + accepted
+
+    def asks(self) -> bool:
+        """Whether to ask for candidates at this step."""
+        self._waiting -= 1
+        return self._waiting < 0
+
+    def paid(self) -> None:
+        """It was worth its time."""
+        self._pause = 1
+
+    def rest(self) -> None:
+        """It was not: it pauses, for twice as long each time, up to 32 steps."""
+        self._waiting = self._pause
+        self._pause = min(2 * self._pause, 32)
 
 
 class Budget:
     """The nodes of each step's tree, the certain token included.
 
     most:     the largest number
-    adaptive: choose for each step the size with the most tokens a second: the draft's own chances,
+    adaptive: choose for each step the size with the most tokens a second: the drafts' own chances,
               corrected by how they came out lately, over the time that steps of this size took.
               Else every step takes all that is drafted, up to `most`
 
     Steps are padded to one of `sizes`, each of which compiles once. Where drafts fail, the best
-    size is 1, a plain step; a draft that costs time then pauses for 1, 2, 4, … up to 32 steps.
-    Keep a Budget for several calls of `generate`, and it keeps what it has measured.
+    size is 1, a plain step; a draft that costs time and is not worth it then pauses for 1, 2, 4, …
+    up to 32 steps. Where there are several (`SurerDraft`), each has a cost, a trust and pauses of
+    its own. What is drawn at random (`Drawn`) may not be cut, nor left out: it is verified whole.
+
+    Keep a Budget for several calls of `generate`, and it keeps the times that it has measured; it
+    trusts each draft anew, and none pauses at the beginning of a text.
     """
 
     def __init__(self, most: int = 16, *, adaptive: bool = True):
-        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-            raise ValueError(f"budget: expected at least 1 token a step, got {most!r}")
-        self.most, self.adaptive = most, adaptive
-        steps = range(2 if adaptive else 0, (most - 1).bit_length() + 1)
-        self.sizes = (1, *(1 << i for i in steps if i)) if most > 1 else (1,)
-        self._seconds: dict[int, list[float]] = {}  # of steps by size; 0 is drafting
-        self._expected, self._accepted = 1.0, 1.0
-        self._pause, self._waiting = 1, 0
+        self.most, self.adaptive = integer("budget", most, 1), adaptive
+        steps = range(2 if adaptive else 0, (self.most - 1).bit_length() + 1)
+        self.sizes = (1, *(1 << i for i in steps if i)) if self.most > 1 else (1,)
+        self._seconds: dict[int, list[float]] = {}  # of steps by size
+        self._known: dict[tuple[int, str], Record] = {}
+        self.begin()
+
+    def begin(self, drafts: Sequence[str] = ("",)) -> None:
+        """New texts, and the names of the drafts that propose candidates for them."""
+        keys = list(enumerate(drafts))
+        self.records = [self._known.setdefault(key, Record()) for key in keys]
+        for record in self.records:
+            record.begin()
 
     def padded(self, nodes: int) -> int:
         """The smallest size that holds so many nodes."""
         return next(size for size in self.sizes if size >= nodes)
 
-    def drafts(self) -> bool:
-        """Whether to draft for this step at all."""
-        self._waiting -= 1
-        return self.most > 1 and self._waiting < 0
+    def asks(self, draft: int = 0) -> bool:
+        """Whether to ask this draft for candidates at this step."""
+        return self.most > 1 and self.records[draft].asks()
 
-    def choose(self, chances: np.ndarray) -> int:
-        """How many nodes of each text's tree to verify, best first, after its certain token.
+    def choose(
+        self, chances: Sequence[np.ndarray], drafts: Sequence[int] = (0,)
+    ) -> tuple[np.ndarray, int]:
+        """(which (B,), nodes): whose candidates to verify for each text, as an index into `drafts`,
+        and how many nodes of their tree, best first, after the certain token.
 
-        chances: (B, L) the draft's own estimate that a node is accepted, falling along a row
+        drafts:  those that were asked at this step
+        chances: of each of them (B, L), its own estimate that a node is accepted, falling along a
+                 row; B counts the texts that are not over, since only these gain by a step
         """
-        found = int((chances > 0).sum(axis=1).max(initial=0))
-        if not self.adaptive:
-            return min(self.most - 1, found)
-        gained = np.cumsum(np.minimum(self.trust * chances, 1).sum(axis=0))
-        best, most_a_second = 0, len(chances) / self.seconds(1)
-        for size in self.sizes[1:]:
-            nodes = min(size - 1, found, self.most - 1)
-            if nodes > best:
-                seconds = self.seconds(size) + _typical(self._seconds.get(0, []), 0.0)
-                a_second = (len(chances) + gained[nodes - 1]) / seconds
-                if a_second > most_a_second:
-                    best, most_a_second = nodes, a_second
-        self._rest(best)
-        return best
+        records = [self.records[i] for i in drafts]
+        trusted = [np.minimum(r.trust * x, 1) for r, x in zip(records, chances, strict=True)]
+        which, found = surest(trusted, self.most - 1)
+        cost = sum(record.cost for record in records)
+        nodes = self.nodes(found, cost)
+        if self.adaptive:
+            for i, record in enumerate(records):
+                others = [*trusted[:i], *trusted[i + 1 :], np.zeros((len(found), 0))]
+                without = surest(others, self.most - 1)[1]
+                if self.rate(found, record.cost) > self.rate(without, 0.0):
+                    record.paid()
+                elif record.cost > 0.02 * self.seconds(1):
+                    record.rest()
+        return which, nodes
 
-    @property
-    def trust(self) -> float:
-        """Accepted nodes over those that the drafts' chances made expect, lately."""
-        return (self._accepted + 0.5) / (self._expected + 0.5)
+    def nodes(self, chances: np.ndarray, cost: float) -> int:
+        """How many of these nodes (B, L) to verify, where drafting has cost so many seconds."""
+        if not self.adaptive:
+            return min(self.most - 1, _real(chances))
+        return max(self._rates(chances, cost), key=lambda pair: pair[0])[1]
+
+    def rate(self, chances: np.ndarray, cost: float) -> float:
+        """Tokens a second of the best number of nodes."""
+        return max(rate for rate, _ in self._rates(chances, cost))
+
+    def _rates(self, chances: np.ndarray, cost: float) -> list[tuple[float, int]]:
+        """(tokens a second, nodes) for each size, the smallest first."""
+        texts, found = len(chances), min(_real(chances), self.most - 1)
+        gained = np.cumsum(chances.sum(axis=0))
+        rates = [(texts / (self.seconds(1) + cost), 0)]
+        for size in self.sizes[1:]:
+            nodes = min(size - 1, found)
+            if nodes > rates[-1][1]:
+                tokens = texts + gained[nodes - 1]
+                rates.append((tokens / (self.seconds(size) + cost), nodes))
+        return rates
 
     def seconds(self, size: int) -> float:
         """What a step of this size takes: measured, or read off the line through those that are.
 
         Beyond them a token costs 3 % of a step: little, so that no size is ruled out untried.
         """
-        known = {n: _typical(t) for n, t in sorted(self._seconds.items()) if n and len(t) > 1}
+        known = {n: _typical(t) for n, t in sorted(self._seconds.items()) if len(t) > 1}
         if not known:
             return 1 + 0.03 * size
         if min(known) <= size <= max(known):
@@ -76,21 +151,34 @@ class Budget:
         return known[nearest] * (1 + 0.03 * size) / (1 + 0.03 * nearest)
 
     def took(self, size: int, seconds: float) -> None:
-        """A step of this size took so long; 0: drafting did."""
-        times = self._seconds.setdefault(size, [])
-        times.append(seconds)
-        del times[1:-8]
+        """A step of this size took so long."""
+        _keep(self._seconds.setdefault(size, []), seconds)
 
-    def came_out(self, expected: float, accepted: int) -> None:
-        """Of nodes whose chances add up to `expected`, so many turned out right."""
-        self._expected = 0.95 * self._expected + expected
-        self._accepted = 0.95 * self._accepted + accepted
+    def drafted(self, seconds: float, draft: int = 0) -> None:
+        """This draft took so long to propose."""
+        _keep(self.records[draft].seconds, seconds)
 
-    def _rest(self, best: int) -> None:
-        if best:
-            self._pause = 1
-        elif _typical(self._seconds.get(0, []), 0.0) > 0.02 * self.seconds(1):
-            self._waiting, self._pause = self._pause, min(2 * self._pause, 32)
+
+def surest(chances: Sequence[np.ndarray], budget: int) -> tuple[np.ndarray, np.ndarray]:
+    """(which (B,), chances (B, L)): for each text the draft that expects the most tokens accepted
+    among its `budget` best, and its chances. Those of each draft are (B, L), falling along a row.
+    """
+    cut = [x[:, :budget] for x in chances]
+    longest = max(x.shape[1] for x in cut)
+    same = np.stack([np.pad(x, [(0, 0), (0, longest - x.shape[1])]) for x in cut])
+    which = same.sum(axis=2).argmax(axis=0)
+    return which, same[which, np.arange(same.shape[1])]
+
+
+def _real(chances: np.ndarray) -> int:
+    """The nodes of the largest tree among (B, L)."""
+    return int((chances > 0).sum(axis=1).max(initial=0))
+
+
+def _keep(times: list[float], seconds: float) -> None:
+    """The first time, and the last eight."""
+    times.append(seconds)
+    del times[1:-8]
 
 
 def _typical(times: list[float], default: float | None = None) -> float:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Float, Int, Integer
 
-from treeattn.idea.arrays import Array, check_floating, check_integers
+from treeattn.idea.arrays import Array, check_floating, check_integers, integer
 from treeattn.trees.beam import PackedBeam, pack, unpack
 from treeattn.trees.token_tree import TokenTree, beam_from_tree, pack_tree
 
@@ -36,7 +36,8 @@ class Seen(NamedTuple):
 class Drawn(NamedTuple):
     """Candidates that were drawn at random, and from what: for acceptance by rejection.
 
-    beam, scores:  (B, M, C) as everywhere
+    beam, scores:  (B, M, C) as everywhere; no more nodes than were asked for, since leaving some
+                   out would change how the others are distributed
     distributions: (B, M, C, V) the probabilities that beam[b, m, c] was drawn from
     replacement:   whether the candidates are M independent draws; else a node's distinct children
                    were drawn one after the other, each from what the ones before have left
@@ -55,17 +56,23 @@ class Draft(Protocol):
     likely:     how many of the model's likeliest tokens after each token it wants to see
     states:     whether it wants the state that each text's last token was read off
     vocabulary: the number of tokens that it knows, which must be the model's
+
+    and this method, which it must have if it proposes what is `Drawn`:
+
+    begin(key): called before new texts, with a key that was made of `generate`'s own: all chance
+                comes from it, so that over keys the text is distributed as the model's
     """
 
     def observe(self, texts: Texts, seen: Seen | None = None) -> None:
         """The texts so far, every token of them certain; what the model said in its last call."""
 
     def propose(self, budget: int) -> Any:
-        """At most `budget` candidate tokens after each text that was observed last.
+        """Candidate tokens after each text that was observed last, of which the most probable
+        `budget` nodes will be kept.
 
-        (TokenTree, scores (B, L)), or (beam, scores), both (B, M, C), or `Drawn`. A score is the
-        natural log-probability that the draft gives a token after those before it. In a beam,
-        −∞ stands where a candidate has ended.
+        (TokenTree, scores (B, L)), or (beam, scores), both (B, M, C), or `Drawn`, which must not
+        have more of them. A score is the natural log-probability that the draft gives a token
+        after those before it. In a beam, −∞ stands where a candidate has ended.
         """
 
 
@@ -78,7 +85,8 @@ def draft_candidate_tokens(
 ) -> tuple[Integer[Array, "b m c"], Float[Array, "b m c"]]:
     """(beam, scores), both (B, M, C): what the draft thinks may follow the texts it observed.
 
-    budget:     the most probable `budget` tokens of all candidates' prefixes are kept
+    budget:     the most probable `budget` tokens of all candidates' prefixes are kept, the
+                certain token not counted
     certain:    (B,) each text's last token, where the model has not seen it yet: it becomes the
                 first column (score 0), and every text has a candidate, if only this token
     vocabulary: the model's, to check the draft's tokens against
@@ -86,12 +94,12 @@ def draft_candidate_tokens(
     Scores are log-probabilities of each token after those before it, −∞ beyond a candidate's end,
     which is how candidates of different lengths lie in one array: `candidate_lengths`.
 
-    Raises ValueError for tokens outside the vocabulary, scores whose shape does not fit, and
-    scores that are NaN or above 0.
+    Raises TypeError for what is no proposal, and ValueError for tokens outside the vocabulary,
+    scores whose shape does not fit or that are NaN or above 0, and a `Drawn` beyond the budget. The
+    errors name the draft.
     """
-    found = draft.propose(budget)
-    beam, scores = proposed(found, vocabulary)
-    if not isinstance(found, Drawn):  # leaving out some would change how they are distributed
+    beam, scores, drawn = ask(draft, integer("budget", budget, 0), vocabulary)
+    if drawn is None:
         scores = np.where(ranked(beam, scores)[0] < budget, scores, -np.inf)
     return (beam, scores) if certain is None else after_certain(beam, scores, certain)
 
@@ -131,8 +139,35 @@ def checked_beam(beam, scores, vocabulary: int | None = None) -> tuple[np.ndarra
     return beam, scores
 
 
-def proposed(found, vocabulary: int | None) -> tuple[np.ndarray, np.ndarray]:
+def ask(
+    draft: Draft, budget: int, vocabulary: int | None = None, batch: int | None = None
+) -> tuple[np.ndarray, np.ndarray, Drawn | None]:
+    """(beam, scores, the `Drawn` if it is one) of what the draft proposes for `batch` texts.
+
+    Raises the errors of `draft_candidate_tokens`.
+    """
+    found, name = draft.propose(budget), type(draft).__name__
+    try:
+        beam, scores = _as_beam(found, vocabulary)
+        if batch not in (None, len(beam)):
+            raise ValueError(f"expected candidates for {batch} texts, got {len(beam)}")
+        if not isinstance(found, Drawn):
+            return beam, scores, None
+        _check_drawn(found, beam, scores, budget, vocabulary)
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"draft: {name} proposed: {error}") from error
+    return beam, scores, found
+
+
+def _as_beam(found, vocabulary: int | None) -> tuple[np.ndarray, np.ndarray]:
     """(beam, scores), both (B, M, C), of what `Draft.propose` returned, checked."""
+    pair = isinstance(found, tuple | list) and len(found) == 2
+    if not pair and not isinstance(found, Drawn):
+        raise TypeError(
+            f"expected (TokenTree, scores), (beam, scores) or Drawn, got {type(found).__name__} "
+            f"{found!s:.40}"
+        )
     beam, scores = found[:2]
     if isinstance(beam, TokenTree):  # a candidate for each leaf
         tree, node_scores = beam, checked_scores("scores", scores, beam.tokens.shape)
@@ -141,6 +176,24 @@ def proposed(found, vocabulary: int | None) -> tuple[np.ndarray, np.ndarray]:
         scores = np.where(np.arange(beam.shape[2]) < lengths[..., None], scores, -np.inf)
         scores = np.where(np.cumsum(scores, axis=2) > -np.inf, scores, -np.inf)
     return checked_beam(beam, scores, vocabulary)
+
+
+def _check_drawn(drawn: Drawn, beam, scores, budget: int, vocabulary: int | None) -> None:
+    """Raise a ValueError unless the distributions fit the beam, and it fits the budget."""
+    lengths = candidate_lengths(scores)
+    nodes = pack(beam, lengths).packed_beam.shape[1]
+    if nodes > budget:
+        raise ValueError(
+            f"expected at most {budget} nodes, got {nodes}, and what was drawn at random cannot "
+            f"be cut: what is left would not be distributed as it says"
+        )
+    check_floating(distributions=drawn.distributions)
+    shape, expected = drawn.distributions.shape, (*beam.shape, vocabulary or "vocabulary")
+    if shape[:3] != beam.shape or len(shape) != 4 or vocabulary not in (None, shape[3]):
+        raise ValueError(f"distributions: expected shape {expected}, got {shape}")
+    real = np.asarray(drawn.distributions)[np.arange(beam.shape[2]) < lengths[..., None]]
+    if not (np.isfinite(real).all() and (real >= 0).all() and (real.sum(axis=-1) > 0).all()):
+        raise ValueError("distributions: expected probabilities, got none, negative ones or NaN")
 
 
 def ranked(beam: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -158,6 +211,18 @@ def ranked(beam: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray
     ranks = unpack(np.argsort(order, axis=1), node)
     chances = np.exp(np.take_along_axis(path, order, axis=1))
     return np.where(real, ranks, path.shape[1]), chances
+
+
+def of_each(found: Sequence[tuple[np.ndarray, np.ndarray]], which: np.ndarray):
+    """(beam, scores) in which text b has the candidates of found[which[b]], a pair like this."""
+    rows, width = np.max([beam.shape[1:] for beam, _ in found], axis=0)
+    beam = np.zeros((len(which), rows, width), np.int32)
+    scores = np.full(beam.shape, -np.inf)
+    for b, i in enumerate(which.tolist()):
+        tokens, log = (x[b] for x in found[i])
+        beam[b, : tokens.shape[0], : tokens.shape[1]] = tokens
+        scores[b, : log.shape[0], : log.shape[1]] = log
+    return beam, scores
 
 
 def after_certain(beam, scores, certain) -> tuple[np.ndarray, np.ndarray]:

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Key
 
 from treeattn.idea.arrays import Array
+from treeattn.llama import inputs
 from treeattn.llama.model import Llama
 from treeattn.llama.speculation.budget import Budget
 from treeattn.llama.speculation.lookup import NGramDraft, RecyclingDraft, SuffixDraft
@@ -81,7 +82,7 @@ class Generation:
 
 def generate(
     model: Llama,
-    prompt_ids: Sequence[int] | Sequence[Sequence[int]] | np.ndarray,
+    prompt_ids: inputs.Prompt | inputs.Prompts,
     *,
     max_new_tokens: int,
     draft: str | object | None = None,
@@ -94,25 +95,27 @@ def generate(
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Generation:
     """Continue a prompt, a list of token ids, or several, a list of such lists of any lengths.
+    Arrays of them will do, too, NumPy's or JAX's.
 
     draft:  None (plain decoding), one of `DRAFTS` by name, or an object that proposes and
             observes (`Draft`)
     budget: None: adaptive, up to 16 tokens a call (`Budget`); a number: all that is drafted, up to
-            so many, the certain token included; or a Budget
+            so many; or a Budget. It counts the tokens of a call, so the certain one, too: a budget
+            of 16 asks the draft for 15. What is drawn at random (`Drawn`) is verified whole
     The others are as in `stream`, and so is the text, for every draft: greedy, token for token;
     sampling, with the same key, draw for draw, since each position has its own key. (Candidates
-    that were drawn at random, `Drawn`, are accepted by rejection: then the text has the same
-    distribution.) A call of 16 tokens may round otherwise than one of 1: at a near tie, within the
-    rounding of the weights' dtype, the texts may part, both being the model's.
+    that were drawn at random, `Drawn`, are accepted by rejection: then the text is another, the
+    same one for the same key, and over keys it has the same distribution.) A call of 16 tokens may
+    round otherwise than one of 1: at a near tie, within the rounding of the weights' dtype, the
+    texts may part, both being the model's.
 
     Candidates that go on beyond max_new_tokens, and so beyond the room in the cache, are cut off.
 
-    Raises ValueError as `stream` does, for a draft of another vocabulary before any work, and for
-    tokens or scores from a draft that are none (`draft_candidate_tokens`).
+    Raises ValueError as `stream` does, for a draft of another vocabulary before any work, and
+    ValueError or TypeError for a proposal that is none (`draft_candidate_tokens`).
     """
-    prompt_ids = prompt_ids.tolist() if isinstance(prompt_ids, np.ndarray) else prompt_ids
-    single = len(prompt_ids) > 0 and isinstance(prompt_ids[0], int | np.integer)
-    prompts = [prompt_ids] if single else prompt_ids
+    single = _is_one_text(prompt_ids)
+    prompts = inputs.prompt_lists([prompt_ids] if single else prompt_ids)
     tokens, trace = [[] for _ in prompts], []
     for new, step in _run(
         model, prompts, draft, budget, max_new_tokens=max_new_tokens, temperature=temperature,
@@ -124,8 +127,16 @@ def generate(
     return Generation(tokens[0] if single else tokens, len(trace), tuple(trace))
 
 
+def _is_one_text(prompt_ids) -> bool:
+    """Whether these are token ids, and not lists of them."""
+    try:
+        return len(prompt_ids) > 0 and np.ndim(prompt_ids[0]) == 0
+    except (TypeError, KeyError, ValueError):  # `inputs.prompt_lists` says what is wrong
+        return False
+
+
 def speculate(
-    model: Llama, prompts: Sequence[Sequence[int]], *, draft="suffix", budget=None, **options
+    model: Llama, prompts: inputs.Prompts, *, draft="suffix", budget=None, **options
 ) -> Iterator[list[list[int]]]:
     """`stream`, several tokens at a time: for each call of the model the new ids of each prompt.
 
@@ -136,7 +147,7 @@ def speculate(
 
 
 def speculate_text(
-    model: Llama, prompt: Sequence[int], *, draft="suffix", budget=None, **options
+    model: Llama, prompt: inputs.Prompt, *, draft="suffix", budget=None, **options
 ) -> Iterator[tuple[str, Step | None]]:
     """The text that continues one prompt, in pieces as they come, and the steps that they came by
     (None for the first, from prefill); arguments as in `speculate`."""
@@ -159,6 +170,7 @@ def _pieces(decode: Callable[[list[int]], str], calls):
 
 def _run(model, prompts, draft, budget, **options) -> Iterator[tuple[list[list[int]], Step | None]]:
     """For each call of the model, the new ids of each prompt, and how they came about."""
+    prompts = inputs.prompt_lists(prompts)
     plain = stream(model, prompts, **options)  # has checked the options, and done nothing yet
     draft = make_draft(draft, model)
     if draft is None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -12,11 +13,13 @@ from treeattn.llama.speculation.candidates import (
     Drawn,
     Seen,
     after_certain,
+    ask,
     candidate_lengths,
+    of_each,
     padded,
-    proposed,
     ranked,
 )
+from treeattn.llama.speculation.recurrent import SurerDraft
 from treeattn.llama.speculation.sampling import Sampling, likeliest_tokens
 from treeattn.trees.beam import PackedBeam, pack
 
@@ -40,6 +43,25 @@ class Step:
     new: tuple[int, ...]
 
 
+class Candidates(NamedTuple):
+    """What is verified at a step, and who proposed it.
+
+    beam, scores: (B, M, C), the certain token in the first column
+    drawn:        what the candidates were drawn from, if they were
+    draft:        (B,) whose candidates each text has, as an index into `Loop.drafts`
+    expected:     (B,) how many of them that draft expects to be accepted
+    """
+
+    beam: np.ndarray
+    scores: np.ndarray
+    drawn: Drawn | None
+    draft: np.ndarray
+    expected: np.ndarray
+
+
+DRAFTS_CHANCE = 2**32 - 1  # the key's number for drafts: those below it are the new tokens'
+
+
 class Loop:
     """The texts, their cache, and the steps that both take."""
 
@@ -56,6 +78,11 @@ class Loop:
         if stop is None:
             stop = model.tokenizer.stop if model.tokenizer else ()
         self.stop, self.over = frozenset(stop), np.zeros(len(prompts), bool)
+        self.drafts = draft.drafts if isinstance(draft, SurerDraft) else (draft,)
+        budget.begin([type(each).__name__ for each in self.drafts])
+        if hasattr(draft, "begin"):
+            chance = jax.random.key(0) if key is None else key  # None: greedy, which chance is not
+            draft.begin(jax.random.fold_in(chance, DRAFTS_CHANCE))
 
     @property
     def lengths(self) -> np.ndarray:
@@ -70,7 +97,8 @@ class Loop:
 
     def step(self) -> tuple[list[list[int]], Step]:
         """Draft, pack, verify, accept."""
-        beam, scores, drawn, expected = self._draft()
+        candidates = self._draft()
+        beam, scores = candidates.beam, candidates.scores
         began, lengths = time.perf_counter(), candidate_lengths(scores)
         packed = pack(beam, lengths)
         nodes = np.diagonal(packed.attention_mask, axis1=1, axis2=2).sum(axis=1)
@@ -86,8 +114,9 @@ class Loop:
         counts, select, paths = np.zeros_like(nodes), np.zeros((len(beam), size), int), []
         for b, path in enumerate(packed.unpack_map):
             judge = lambda m, c, further, b=b, path=path: own(b, path[m, c])  # noqa: E731
-            if drawn is not None and self.sampling.temperature > 0:
-                judge = self.sampling.rejecting(logits, b, index[b, 0], beam[b], drawn, path)
+            if candidates.drawn is not None and self.sampling.temperature > 0:
+                drawn = beam[b], candidates.drawn, path
+                judge = self.sampling.rejecting(logits, b, index[b, 0], *drawn)
             decide = lambda *at, judge=judge: agreed(judge(*at))  # noqa: E731
             m, counts[b], tokens = descend(beam[b], lengths[b], decide)
             select[b, : counts[b]] = path[m, : counts[b]]
@@ -100,33 +129,60 @@ class Loop:
         tokens = self._take(paths, self._seen(packed, nodes, logits, states))
         self.budget.took(size, time.perf_counter() - began)
         accepted, depth = np.maximum(counts - 1, 0), np.maximum(lengths.max(axis=1) - 1, 0)
-        self.budget.came_out(float(expected), int(accepted.sum()))
+        for i, record in enumerate(self.budget.records):
+            its = candidates.draft == i
+            record.came_out(float(candidates.expected[its].sum()), int(accepted[its].sum()))
         found = (tuple(x.tolist()) for x in (nodes, unpacked, depth, accepted))
         return tokens, Step(size, *found, tuple(map(len, tokens)))
 
-    def _draft(self) -> tuple[np.ndarray, np.ndarray, Drawn | None, float]:
-        """(beam, scores, what it was drawn from, how many are expected to be accepted): candidates
-        below each text's last token, as far as there is room."""
-        batch, drawn, expected = len(self.texts), None, 0.0
-        beam, scores = np.zeros((batch, 0, 0), int), np.zeros((batch, 0, 0))
-        if agreed(self.budget.drafts()):
-            began = time.perf_counter()
-            found = self.draft.propose(self.budget.most - 1)
-            self.budget.took(0, time.perf_counter() - began)
-            beam, scores = proposed(found, self.model.config.vocabulary)
-            if len(beam) != batch:
-                raise ValueError(f"draft: expected candidates for {batch} texts, got {len(beam)}")
-            if isinstance(found, Drawn):  # leaving out some would change how they are distributed
-                drawn = found
-            else:
-                ranks, chances = ranked(beam, scores)
-                chances[self.over] = 0
-                n = self.budget.choose(chances)
-                scores, expected = np.where(ranks < n, scores, -np.inf), chances[:, :n].sum()
+    def _draft(self) -> Candidates:
+        """Candidates below each text's last token, as far as there is room."""
+        batch, drawn = len(self.texts), None
+        found = {}
+        for i in range(len(self.drafts)):
+            if agreed(self.budget.asks(i)):
+                found[i] = self._ask(i)
+        if len(self.drafts) == 1 and found:
+            drawn = found[0][2]
+        draft, expected = np.zeros(batch, int), np.zeros(batch)
+        if not found:
+            beam, scores = np.zeros((batch, 0, 0), np.int32), np.zeros((batch, 0, 0))
+        elif drawn is not None:  # leaving out some would change how they are distributed
+            beam, scores = drawn.beam, np.asarray(drawn.scores, np.float64)
+        else:
+            beam, scores, draft, expected = self._best(found)
         certain = np.array([text[-1] for text in self.texts])
         beam, scores = agreed_arrays(*after_certain(beam, scores, certain))
         room = np.where(self.over, 0, self.end - self.lengths)[:, None, None]
-        return beam, np.where(np.arange(beam.shape[2]) < room, scores, -np.inf), drawn, expected
+        scores = np.where(np.arange(beam.shape[2]) < room, scores, -np.inf)
+        return Candidates(beam, scores, drawn, draft, expected)
+
+    def _ask(self, i: int) -> tuple[np.ndarray, np.ndarray, Drawn | None]:
+        """What draft i proposes, checked, and how long it took."""
+        began, draft = time.perf_counter(), self.drafts[i]
+        texts, vocabulary = len(self.texts), self.model.config.vocabulary
+        found = ask(draft, self.budget.most - 1, vocabulary, texts)
+        self.budget.drafted(time.perf_counter() - began, i)
+        if found[2] is not None and self.sampling.temperature > 0 and not hasattr(draft, "begin"):
+            raise TypeError(
+                f"draft: {type(draft).__name__} draws at random, but has no method begin(key) to "
+                f"take its chance from: over keys, the text would not be the model's"
+            )
+        return found
+
+    def _best(self, found) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """(beam, scores, draft, expected), as in `Candidates`, of what the budget chooses."""
+        going, asked = ~self.over, list(found)
+        ranks, chances = zip(*(ranked(*found[i][:2]) for i in asked), strict=True)
+        which = np.zeros(len(self.texts), int)
+        which[going], nodes = self.budget.choose([x[going] for x in chances], asked)
+        kept = [
+            (beam, np.where(rank < nodes, scores, -np.inf))
+            for (beam, scores, _), rank in zip(found.values(), ranks, strict=True)
+        ]
+        expected = np.stack([x[:, :nodes].sum(axis=1) for x in chances])
+        expected = np.where(going, expected[which, np.arange(len(which))], 0.0)
+        return *of_each(kept, which), np.array(asked)[which], expected
 
     def _call(self, packed: PackedBeam, nodes: np.ndarray):
         """(logits (b, l, vocabulary), the nodes' keys, or None where they are committed, and the

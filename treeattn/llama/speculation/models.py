@@ -6,9 +6,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Key
 
+from treeattn.idea.arrays import Array
 from treeattn.llama import inputs
 from treeattn.llama.model import Llama
+from treeattn.llama.speculation.accept import generator
 from treeattn.llama.speculation.candidates import Drawn, Seen, Texts, padded
 from treeattn.trees.beam import pack, unpack
 from treeattn.trees.draft import grow
@@ -54,13 +57,11 @@ class _Reader:
         room = max(len(text) for text in texts)
         known = old is not None and len(old) == len(texts)
         if not known or any(t[: len(o)] != o for t, o in zip(texts, old, strict=True)):
-            # Capacities are powers of two, so that few of them are compiled.
-            capacity = max(256, 1 << (2 * room - 1).bit_length())
-            self._cache = self.model.new_cache(len(texts), capacity)
+            self._cache = self.model.new_cache(len(texts), _roomy(room))
             self._logits, self._cache = self.model.prefill(texts, self._cache)
             return self._logits
-        if room > self._cache.capacity:
-            self._cache = self.model.grow(self._cache, 2 * self._cache.capacity)
+        if room + 1 > self._cache.capacity:  # for the texts, and a candidate after the longest
+            self._cache = self.model.grow(self._cache, _roomy(room))
         new = [text[len(o) :] for text, o in zip(texts, old, strict=True)]
         counts = np.array([len(n) for n in new], np.int32)
         if counts.any():
@@ -79,6 +80,11 @@ class _Reader:
         positions = np.array([len(text) for text in self._read], np.int32)[:, None] + offsets
         logits, _ = self.model.extend(tokens, self._cache, positions=positions, mask=mask)
         return unpack(logits, unpack_map[:, :, -1:])[:, :, 0]
+
+
+def _roomy(tokens: int) -> int:
+    """A capacity for texts so long that are to grow: powers of two, so that few are compiled."""
+    return max(256, 1 << (2 * tokens - 1).bit_length())
 
 
 def _few(n: int) -> int:
@@ -116,12 +122,13 @@ class DrawnDraft(_Reader):
     temperature: of the draft's distributions
     replacement: draw whole candidates independently; widths is then (M, 1, 1, …)
 
-    Which tree is drawn depends on the budget only, never on what is drawn.
+    Which tree is drawn depends on the budget only, never on what is drawn. All chance comes from
+    the key of `begin`, which `generate` calls with one made of its own.
     """
 
     def __init__(
         self, model: Llama, *, widths: tuple[int, ...] = (3, 1, 1), temperature: float = 1.0,
-        replacement: bool = False, seed: int = 0,
+        replacement: bool = False,
     ):  # fmt: skip
         super().__init__(model)
         if not widths or min(widths) < 1 or (replacement and any(w > 1 for w in widths[1:])):
@@ -130,9 +137,15 @@ class DrawnDraft(_Reader):
         if not temperature > 0:
             raise ValueError(f"temperature: expected more than 0, got {temperature}")
         self.widths, self.temperature, self.replacement = tuple(widths), temperature, replacement
-        self._random = np.random.default_rng(seed)
+        self._random = None
+
+    def begin(self, key: Key[Array, ""]) -> None:
+        """From now on, draw what this key draws."""
+        self._random = generator(key)
 
     def propose(self, budget: int) -> Drawn:
+        if self._random is None:
+            raise ValueError("draft: call begin(key) before propose: it draws at random")
         beam = np.zeros((len(self._texts), 1, 0), np.int32)
         scores, distributions = np.zeros(beam.shape), np.zeros((*beam.shape, self.vocabulary))
         for width in self._widths(budget):

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Float, Int, Integer
+from jaxtyping import Float, Int, Integer, Key
 
 from treeattn.idea.arrays import Array
 from treeattn.llama.model import Llama
-from treeattn.llama.speculation.candidates import Seen, Texts, proposed, ranked
+from treeattn.llama.speculation.budget import surest
+from treeattn.llama.speculation.candidates import Seen, Texts, ask, of_each, ranked
 
 PACKAGED = Path(__file__).parent / "recurrent.safetensors"
 FORMAT = "treeattn recurrent drafter, version 1"
@@ -215,25 +216,29 @@ class RecurrentDraft:
 
 
 class SurerDraft:
-    """Of several drafts, for each text and step, the one that expects more tokens accepted."""
+    """Of several drafts, for each text and step, the one that expects more tokens accepted.
+
+    In `generate` each of them is timed, trusted and paused by itself (`Budget`): a slow draft that
+    fails does not silence a free one.
+    """
 
     def __init__(self, *drafts):
+        if not drafts:
+            raise ValueError("drafts: expected at least one, got none")
         self.drafts = drafts
         self.likely = max(getattr(draft, "likely", 0) for draft in drafts)
         self.states = any(getattr(draft, "states", False) for draft in drafts)
+
+    def begin(self, key: Key[Array, ""]) -> None:
+        for i, draft in enumerate(self.drafts):
+            if hasattr(draft, "begin"):
+                draft.begin(jax.random.fold_in(key, i))
 
     def observe(self, texts: Texts, seen: Seen | None = None) -> None:
         for draft in self.drafts:
             draft.observe(texts, seen)
 
     def propose(self, budget: int):
-        found = [proposed(draft.propose(budget), None) for draft in self.drafts]
-        gains = [ranked(*each)[1][:, :budget].sum(axis=1) for each in found]
-        rows, width = np.max([beam.shape[1:] for beam, _ in found], axis=0)
-        beams = np.zeros((len(found), len(gains[0]), rows, width), np.int32)
-        scores = np.full(beams.shape, -np.inf)
-        for i, (beam, log) in enumerate(found):
-            beams[i, :, : beam.shape[1], : beam.shape[2]] = beam
-            scores[i, :, : beam.shape[1], : beam.shape[2]] = log
-        surest = np.argmax(gains, axis=0), np.arange(len(gains[0]))
-        return beams[surest], scores[surest]
+        found = [ask(draft, budget)[:2] for draft in self.drafts]
+        which, _ = surest([ranked(*each)[1] for each in found], budget)
+        return of_each(found, which)
