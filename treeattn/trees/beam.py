@@ -79,11 +79,12 @@ def packed_token_indices(
     """
     encoding = prefix_encoding(beam, lengths)
     xp = namespace(encoding)
-    batch, rows, width = encoding.shape
-    own = encoding == xp.arange(rows)[:, None]  # what a candidate adds
-    place = xp.arange(rows * width, dtype=xp.int32)
-    found = xp.sort(xp.where(own.reshape(batch, rows * width), place, rows * width), axis=1)
-    indices = xp.where(found < rows * width, found, -1)
+    rows, width = encoding.shape[1:]
+    nowhere = rows * width
+    added = _rows_joined(encoding == xp.arange(rows)[:, None])  # (B, M·C): by its own candidate
+    place = xp.arange(nowhere, dtype=xp.int32)
+    found = xp.sort(xp.where(added, place, nowhere), axis=1)  # the places of nodes come first
+    indices = xp.where(found < nowhere, found, -1)
     if isinstance(indices, jax.core.Tracer):
         return indices
     return indices[:, : int((indices >= 0).sum(axis=1).max(initial=0))]
@@ -130,7 +131,7 @@ def pack(
     if isinstance(packed.packed_beam, jax.core.Tracer):
         return packed
     nodes = np.diagonal(packed.attention_mask, axis1=1, axis2=2).sum(axis=1)
-    return _cut(packed, int(nodes.max(initial=0)))
+    return _first_nodes(packed, int(nodes.max(initial=0)))
 
 
 def unpack(
@@ -168,8 +169,10 @@ def _common_prefix(xp, beam, lengths):
     width = beam.shape[2]
     column = xp.arange(width, dtype=xp.int32)
     differ = beam[:, :, None] != beam[:, None]  # (B, M, M, C)
-    common = xp.min(xp.where(differ, column, width), axis=-1, initial=width)
-    return xp.minimum(common, xp.minimum(lengths[:, :, None], lengths[:, None]))
+    first_difference = xp.where(differ, column, width)
+    common = xp.min(first_difference, axis=-1, initial=width)
+    shorter = xp.minimum(lengths[:, :, None], lengths[:, None])
+    return xp.minimum(common, shorter)
 
 
 def _encode(xp, common, width):
@@ -181,17 +184,23 @@ def _encode(xp, common, width):
 
 
 def _pack(xp, beam, lengths, pad_token):
-    batch, rows, width = beam.shape
-    row, column = (xp.arange(n, dtype=xp.int32) for n in (rows, width))
+    """`pack` of checked arguments, in numpy or jax.numpy (xp): the same steps in both.
+
+    beam (B, M, C), lengths (B, M) int32. A candidate's last node is numbered `end` − 1, and its
+    first position would have the number `start`. For [[1, 2, 3], [1, 4, 5]]: the second candidate
+    borrows one token and adds two, so end = [3, 5] and start = [0, 2]. Its tokens 4 and 5 are nodes
+    2 + 1 and 2 + 2; its token 1 belongs to the first candidate, and is node 0 + 0.
+
+    In NumPy L is the largest number of nodes in the batch; in jax.numpy, M·C.
+    """
+    rows, width = beam.shape[1:]
+    row = xp.arange(rows, dtype=xp.int32)
     common = _common_prefix(xp, beam, lengths)
-    # A candidate adds what it shares with no earlier one: a suffix, numbered contiguously.
-    borrowed = xp.max(xp.where(row < row[:, None], common, 0), axis=2, initial=0)
+    shared_with_earlier = xp.where(row < row[:, None], common, 0)
+    borrowed = xp.max(shared_with_earlier, axis=2, initial=0)  # (B, M)
     end = xp.cumulative_sum(lengths - borrowed, axis=1, dtype=xp.int32)
-    start = end - lengths  # the number that position 0 would have, were it the candidate's own
-    encoding = _encode(xp, common, width)
-    numbers = xp.take_along_axis(start, encoding.reshape(batch, rows * width), axis=1)
-    unpack_map = numbers.reshape(beam.shape) + column
-    unpack_map = xp.where(column < lengths[..., None], unpack_map, 0)
+    start = end - lengths
+    unpack_map = _node_numbers(xp, common, lengths, start, width)
 
     # The other way round: the candidate that adds node i is the number of those that end before.
     size = rows * width if xp is jnp else int(end.max(initial=0))
@@ -200,35 +209,60 @@ def _pack(xp, beam, lengths, pad_token):
     real = owner < rows
     owner = xp.minimum(owner, rows - 1)
     offsets = xp.where(real, node - xp.take_along_axis(start, owner, axis=1), 0)
-    indices = owner * width + offsets
-    tokens = beam.reshape(batch, rows * width)
-    tokens = xp.take_along_axis(tokens, indices, axis=1)
+    in_beam = owner * width + offsets  # where each node's token stands in the beam, row by row
+    tokens = xp.take_along_axis(_rows_joined(beam), in_beam, axis=1)
     tokens = xp.where(real, tokens, xp.asarray(pad_token, dtype=beam.dtype))
-    return PackedBeam(tokens, _mask(xp, common, owner, offsets, real), offsets, unpack_map)
+    mask = _mask(xp, common, owner, offsets, real)
+    return PackedBeam(tokens, mask, offsets, unpack_map)
+
+
+def _node_numbers(xp, common, lengths, start, width):
+    """(B, M, C): the node of each candidate's token c; 0 beyond its length.
+
+    The candidate that owns a prefix has numbered it: its `start`, plus the position.
+    """
+    encoding = _encode(xp, common, width)
+    owners_start = xp.take_along_axis(start, _rows_joined(encoding), axis=1)
+    column = xp.arange(width, dtype=xp.int32)
+    numbers = owners_start.reshape(encoding.shape) + column
+    return xp.where(column < lengths[..., None], numbers, 0)
+
+
+def _rows_joined(table):
+    """(B, M, C) as (B, M·C), row after row."""
+    batch, rows, width = table.shape
+    return table.reshape(batch, rows * width)
 
 
 def _mask(xp, common, owner, offsets, real):
-    """(B, L, L): j is on the path of the candidate that adds i, and not below i."""
+    """(B, L, L) bool: node j is on the path of the candidate that adds node i, and not below i.
+
+    common (B, M, M) as `_common_prefix` gives it; of each node (B, L): the candidate that adds it
+    (owner), its position in that (offsets), and whether it is a node at all (real).
+    """
     shared = xp.take_along_axis(common, owner[:, None], axis=2)  # (B, M, L)
     through = (shared > offsets[:, None]) & real[:, None]  # candidate m runs through node j
-    below = offsets[:, None] > xp.where(real, offsets, -1)[:, :, None]
+    deepest = xp.where(real, offsets, -1)  # a pad sees nothing
+    below = offsets[:, None] > deepest[:, :, None]
     if xp is np:
-        return through[np.arange(len(owner))[:, None], owner] & ~below
-    return _look_up(through, owner) & ~below
+        on_the_path = through[np.arange(len(owner))[:, None], owner]
+    else:
+        on_the_path = _look_up(through, owner)
+    return on_the_path & ~below
 
 
 def _look_up(table, row):
-    """table[b, row[b, i], j] of bools (B, M, L), as (B, L, L).
+    """(B, L, L): table[b, row[b, i], j] of bools, the table (B, M, L), row (B, L).
 
     XLA takes ten times longer to gather rows than to ask for a bit: so column j becomes a set
-    of rows, the bits of ⌈M / 32⌉ words.
+    of rows, the bits of ⌈M / 32⌉ words. With 40 rows, row 35 is bit 3 of the second word.
     """
     rows = table.shape[1]
     member = jnp.zeros((), jnp.uint32)
     for first in range(0, rows, 32):
         bit = jnp.arange(min(32, rows - first), dtype=jnp.uint32)
-        word = table[:, first : first + 32].astype(jnp.uint32) << bit[:, None]
-        word = jnp.sum(word, axis=1, dtype=jnp.uint32)
+        bits = table[:, first : first + 32].astype(jnp.uint32) << bit[:, None]
+        word = jnp.sum(bits, axis=1, dtype=jnp.uint32)
         # A row of another word wraps round to a shift beyond 31, which leaves no bit.
         shift = row.astype(jnp.uint32) - jnp.uint32(first)
         member = member | (word[:, None] >> shift[:, :, None])
@@ -239,7 +273,8 @@ _pack_jit = jax.jit(partial(_pack, jnp), static_argnames="pad_token")
 
 
 @partial(jax.jit, static_argnames="size")
-def _cut(packed: PackedBeam, size: int) -> PackedBeam:
+def _first_nodes(packed: PackedBeam, size: int) -> PackedBeam:
+    """The first `size` of L nodes, where those beyond are pads."""
     tokens, mask, offsets, unpack_map = packed
     return PackedBeam(tokens[:, :size], mask[:, :size, :size], offsets[:, :size], unpack_map)
 
@@ -251,10 +286,16 @@ def check_pad_token(pad_token: int, dtype) -> int:
 
 
 def bounded(name: str, x: Array, least: int, most, expected: str) -> Array:
-    """The integers `x` as int32: clipped if traced, else a ValueError unless least ≤ x ≤ most."""
+    """The integers `x` as int32: clipped if traced, else a ValueError unless least ≤ x ≤ most.
+
+    most: a number, or an array that broadcasts with x; expected: what the error says it is.
+    """
     if isinstance(x, jax.core.Tracer):
-        fit = max(np.iinfo(x.dtype).min, -(2**31)), min(np.iinfo(x.dtype).max, 2**31 - 1)
-        return jnp.clip(x, *(np.clip(y, *fit).astype(x.dtype) for y in (least, most))).astype("i4")
+        lowest = max(np.iinfo(x.dtype).min, -(2**31))
+        highest = min(np.iinfo(x.dtype).max, 2**31 - 1)
+        low = np.clip(least, lowest, highest).astype(x.dtype)
+        high = np.clip(most, lowest, highest).astype(x.dtype)
+        return jnp.clip(x, low, high).astype(jnp.int32)
     came = np.asarray(x)
     wrong = (came < least) | (came > most)
     if wrong.any():

@@ -42,24 +42,11 @@ def choice_tree(
     check_integers(candidates=candidates)
     check_rank(3, "(batch, heads, k)", candidates=candidates)
     batch, heads, top = candidates.shape
-    try:
-        paths = [tuple(map(operator.index, path)) for path in choices]
-    except TypeError as error:
-        raise TypeError(f"choices: expected paths of integers, as (0, 1): {error}") from None
-    paths.sort(key=lambda path: (len(path), path))
+    paths = _checked_choices(choices, heads, top)
     number = {path: i for i, path in enumerate(paths)}
-    if len(number) < len(paths):
-        raise ValueError("choices: expected each path once, got one twice")
-    for path in paths:
-        if not 1 <= len(path) <= heads or not all(0 <= r < top for r in path):
-            raise ValueError(
-                f"choices: expected paths of 1 to {heads} ranks below {top}, as candidates has "
-                f"heads and tokens, got {path}"
-            )
-        if len(path) > 1 and path[:-1] not in number:
-            raise ValueError(f"choices: {path} has no parent, since {path[:-1]} is missing")
-    ends = np.array([(len(path) - 1, path[-1]) for path in paths], int).reshape(-1, 2)
-    tokens = candidates[:, ends[:, 0], ends[:, 1]]
+    head = np.array([len(path) - 1 for path in paths], int)
+    rank = np.array([path[-1] for path in paths], int)
+    tokens = candidates[:, head, rank]
     parents = np.array([number.get(path[:-1], -1) for path in paths], np.int32)
     if root is not None:
         root = as_array("root", root)
@@ -70,6 +57,29 @@ def choice_tree(
         parents = np.concatenate([[-1], parents + 1]).astype(np.int32)
     sizes = np.full(batch, len(parents), np.int32)
     return TokenTree(tokens, np.tile(parents, (batch, 1)), sizes)
+
+
+def _checked_choices(
+    choices: Sequence[Sequence[int]], heads: int, top: int
+) -> list[tuple[int, ...]]:
+    """The choices, shortest first and then in order, or the error that says what is wrong."""
+    try:
+        paths = [tuple(map(operator.index, path)) for path in choices]
+    except TypeError as error:
+        raise TypeError(f"choices: expected paths of integers, as (0, 1): {error}") from None
+    paths.sort(key=lambda path: (len(path), path))
+    known = set(paths)
+    if len(known) < len(paths):
+        raise ValueError("choices: expected each path once, got one twice")
+    for path in paths:
+        if not 1 <= len(path) <= heads or not all(0 <= r < top for r in path):
+            raise ValueError(
+                f"choices: expected paths of 1 to {heads} ranks below {top}, as candidates has "
+                f"heads and tokens, got {path}"
+            )
+        if len(path) > 1 and path[:-1] not in known:
+            raise ValueError(f"choices: {path} has no parent, since {path[:-1]} is missing")
+    return paths
 
 
 LogProbs = Callable[[np.ndarray], Array]
@@ -91,7 +101,8 @@ def beam_search(
     width = integer("width", width, 1)
     length = integer("length", length, 1)
     batch = integer("batch", batch, 1)
-    return grow(_of_all(log_probs, width), length, width, batch)[1:]
+    _, paths, scores = search(_likeliest_of(log_probs, width), length, width, batch)
+    return paths, scores
 
 
 def expand_tree(
@@ -116,7 +127,8 @@ def expand_tree(
     width = integer("width", width, 1)
     budget = integer("budget", budget, 1)
     batch = integer("batch", batch, 1)
-    (tokens, parents, _, scores), *_ = grow(_of_all(log_probs, width), depth, width, batch)
+    looked_at, _, _ = search(_likeliest_of(log_probs, width), depth, width, batch)
+    tokens, parents, _, scores = looked_at
     tree, order = most_probable(tokens, parents, scores, budget)
     return tree, np.take_along_axis(scores, order, axis=1)
 
@@ -124,50 +136,65 @@ def expand_tree(
 def most_probable(tokens, parents, scores, budget: int) -> tuple[TokenTree, np.ndarray]:
     """(tree, order): the `budget` most probable nodes, and which (B, L') they were, best first.
 
-    All (B, L); scores are those of the paths to the nodes, −∞ at what is left out.
+    tokens, parents, scores: (B, L); scores are those of the paths to the nodes, −∞ at what is left
+    out. With scores [−1, −3, −2], parents [−1, 0, 0] and a budget of 2, the order is [0, 2], and
+    the tree's parents are [−1, 0].
     """
     order = np.argsort(-scores, axis=1, kind="stable")[:, :budget]
-    number = np.zeros_like(parents)
-    np.put_along_axis(number, order, np.arange(order.shape[1], dtype=number.dtype)[None], axis=1)
-    tokens, parents, scores = (np.take_along_axis(x, order, 1) for x in (tokens, parents, scores))
-    real = scores > -np.inf
+    number = np.zeros_like(parents)  # a kept node's number in the new tree
+    new = np.arange(order.shape[1], dtype=number.dtype)
+    np.put_along_axis(number, order, new[None], axis=1)
+
+    tokens = np.take_along_axis(tokens, order, axis=1)
+    parents = np.take_along_axis(parents, order, axis=1)
+    real = np.take_along_axis(scores, order, axis=1) > -np.inf
     up = np.take_along_axis(number, np.maximum(parents, 0), axis=1)
     parents = np.where((parents >= 0) & real, up, -1)
-    sizes = real.sum(axis=1)
-    return TokenTree(*(x.astype(np.int32) for x in (tokens, parents, sizes))), order
+    tree = TokenTree(
+        tokens.astype(np.int32), parents.astype(np.int32), real.sum(axis=1).astype(np.int32)
+    )
+    return tree, order
 
 
-def grow(likeliest: Callable, length: int, width: int, batch: int):
-    """((tokens, parents, log, scores), paths, path_scores) of a beam search.
+def search(likeliest: Callable, length: int, width: int, batch: int):
+    """(looked_at, paths, path_scores) of a beam search.
 
-    likeliest: called as `LogProbs` is, it returns each path's likeliest next tokens (B, n, k), and
-               their log-probabilities
-    The first four, (B, L), are the tree of all that was looked at: a node's own log-probability,
-    and its path's. The paths (B, n, length) are the `width` best, path_scores (B, n) theirs.
+    likeliest: called with (B, n, d) paths, as `LogProbs` is, it returns each path's k likeliest
+               next tokens (B, n, k), and their log-probabilities (B, n, k)
+
+    looked_at, the tree of all that was looked at, is (tokens, parents, log, scores), (B, L) each: a
+    node's own log-probability, and its path's. The paths (B, n, length) are the `width` best,
+    path_scores (B, n) theirs.
+
+    With width 2 and k = 2: the first step looks at 2 tokens and keeps both, each later one looks at
+    4 and keeps 2, so that after three steps L = 2 + 4 + 4.
     """
-    nodes = []
-    frontier = np.full((batch, 1), -1)
-    count = 0
+    nodes = []  # of each step, (B, n·k): tokens, parents, log, scores
+    frontier = np.full((batch, 1), -1)  # the nodes that the paths end in
+    count = 0  # nodes so far
     paths = np.zeros((batch, 1, 0), np.int32)
-    score = np.zeros((batch, 1))
+    path_scores = np.zeros((batch, 1))
     for _ in range(length):
         tokens, log = likeliest(paths)
         parents = np.repeat(frontier, tokens.shape[2], axis=1)
-        each = tokens, parents, log, score[..., None] + log
-        nodes.append([x.reshape(batch, -1) for x in each])
-        tokens, *_, scores = nodes[-1]
-        kept = np.argsort(-scores, axis=1, kind="stable")[:, :width]
+        scores = path_scores[..., None] + log
+        step = [x.reshape(batch, -1) for x in (tokens, parents, log, scores)]
+        nodes.append(step)
+        tokens, _, _, scores = step
+
+        kept = np.argsort(-scores, axis=1, kind="stable")[:, :width]  # (B, n') of the n·k
         before = np.take_along_axis(paths, kept[..., None] // log.shape[2], axis=1)
-        after = np.take_along_axis(tokens, kept, axis=1)[..., None]
-        paths = np.concatenate([before, after], axis=-1).astype(np.int32)
-        score = np.take_along_axis(scores, kept, axis=1)
+        last = np.take_along_axis(tokens, kept, axis=1)[..., None]
+        paths = np.concatenate([before, last], axis=-1).astype(np.int32)
+        path_scores = np.take_along_axis(scores, kept, axis=1)
         frontier = count + kept
-        count = count + scores.shape[1]
-    return [np.concatenate(x, axis=1) for x in zip(*nodes, strict=True)], paths, score
+        count += scores.shape[1]
+    looked_at = [np.concatenate(x, axis=1) for x in zip(*nodes, strict=True)]
+    return looked_at, paths, path_scores
 
 
-def _of_all(log_probs: LogProbs, width: int) -> Callable:
-    """What `grow` calls, of a draft that gives the log-probabilities of all tokens."""
+def _likeliest_of(log_probs: LogProbs, width: int) -> Callable:
+    """What `search` calls, of a draft that gives the log-probabilities of all tokens."""
 
     def likeliest(paths):
         log = _checked_log_probs(log_probs(paths), paths)

@@ -56,7 +56,7 @@ def depths(parents: Integer[Array, "*batch nodes"]) -> Int[Array, "*batch nodes"
     xp, parents = _checked_parents(parents)
     depth = (parents >= 0).astype(xp.int32)
     for up in _ever_higher(xp, parents):
-        depth = depth + xp.where(up >= 0, _of(xp, depth, up), 0)
+        depth = depth + xp.where(up >= 0, _at(xp, depth, up), 0)
     return depth
 
 
@@ -90,7 +90,8 @@ def leaf_paths(
     real = np.arange(nodes) < sizes[:, None]
     depth = np.where(real, depths(parents), -1)
     inner = np.zeros((batch, nodes + 1), bool)  # the last column collects the roots' −1
-    np.put_along_axis(inner, np.where(real, parents, -1) % (nodes + 1), True, axis=1)
+    parent_or_last = np.where(real, parents, -1) % (nodes + 1)
+    np.put_along_axis(inner, parent_or_last, True, axis=1)
     leaf = real & ~inner[:, :nodes]
     rows = int(leaf.sum(axis=1).max(initial=0))
     order = np.argsort(~leaf, axis=1, kind="stable")[:, :rows]
@@ -100,7 +101,7 @@ def leaf_paths(
     for column in reversed(range(paths.shape[2])):
         here = lengths > column
         paths[..., column] = np.where(here, node, -1)
-        node = np.where(here, _of(np, parents, node), node)
+        node = np.where(here, _at(np, parents, node), node)
     return paths.astype(np.int32), lengths.astype(np.int32)
 
 
@@ -113,7 +114,8 @@ def beam_from_tree(
     """
     tokens, parents, sizes = _checked_tree(tree)
     paths, lengths = leaf_paths(parents, sizes)
-    return namespace(tokens).where(paths >= 0, unpack(tokens, np.maximum(paths, 0)), 0), lengths
+    beam = unpack(tokens, np.maximum(paths, 0))
+    return namespace(tokens).where(paths >= 0, beam, 0), lengths
 
 
 def pack_tree(tree: TokenTree, *, pad_token: int = 0) -> PackedBeam:
@@ -134,7 +136,8 @@ def pack_tree(tree: TokenTree, *, pad_token: int = 0) -> PackedBeam:
     mask = ancestor_mask(parents) & real[:, :, None] & real[:, None]
     offsets = np.where(real, depths(parents), 0)
     tokens = xp.where(real, tokens, xp.asarray(pad_token, dtype=tokens.dtype))
-    return PackedBeam(tokens, *(xp.asarray(x) for x in (mask, offsets, np.maximum(paths, 0))))
+    unpack_map = np.maximum(paths, 0)
+    return PackedBeam(tokens, xp.asarray(mask), xp.asarray(offsets), xp.asarray(unpack_map))
 
 
 def _ever_higher(xp, parents):
@@ -142,10 +145,10 @@ def _ever_higher(xp, parents):
     up = parents
     for _ in range(max(parents.shape[-1] - 1, 0).bit_length()):
         yield up
-        up = xp.where(up >= 0, _of(xp, up, up), -1)
+        up = xp.where(up >= 0, _at(xp, up, up), -1)
 
 
-def _of(xp, x, node):
+def _at(xp, x, node):
     """x of those nodes, (..., L); of node 0 where the number is −1."""
     return xp.take_along_axis(x, xp.maximum(node, 0), axis=-1)
 

@@ -14,7 +14,7 @@ from treeattn.llama.model import Llama
 from treeattn.llama.speculation.accept import generator
 from treeattn.llama.speculation.candidates import Drawn, Seen, Texts, padded
 from treeattn.trees.beam import pack, unpack
-from treeattn.trees.draft import grow
+from treeattn.trees.draft import search
 from treeattn.trees.token_tree import TokenTree
 
 
@@ -110,7 +110,7 @@ class LlamaDraft(_Reader):
             values, ids = _log_likeliest(self._after(paths), self.width)
             return np.asarray(ids), np.minimum(np.asarray(values, np.float64), 0)
 
-        (tokens, parents, scores, _), *_ = grow(likeliest, self.depth, self.width, batch)
+        (tokens, parents, scores, _), *_ = search(likeliest, self.depth, self.width, batch)
         sizes = np.full(batch, tokens.shape[1], np.int32)
         return TokenTree(tokens.astype(np.int32), parents.astype(np.int32), sizes), scores
 
