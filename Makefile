@@ -7,7 +7,8 @@
 # make lab          JupyterLab on the notebooks
 # make site         the notebooks as stored, API and more as pages under build/site, in .venv-site
 # make gpu          on a machine with a CUDA JAX: are the kernels right, and how fast? No .venv:
-#                   PYTHON=... says which Python has that JAX. gpu-smoke: the same, small, here
+#                   PYTHON=... says which Python has that JAX, RESULTS=... a folder for what it
+#                   finds, TIMES=... how many times as long it may take. gpu-smoke: small, here
 # Each sets up its environment first when that is missing, or older than what it is made from.
 
 # The first Python that is new enough; say `make PYTHON=...` to choose another.
@@ -80,7 +81,8 @@ steppers: $(STAMP)
 
 gpu: export JAX_PLATFORMS :=
 gpu:
-	$(PYTHON) benchmarks/gpu.py
+	$(PYTHON) benchmarks/gpu.py $(if $(RESULTS),--results '$(RESULTS)') \
+		$(if $(TIMES),--times $(TIMES))
 
 gpu-smoke: $(STAMP)
 	$(BIN)/python benchmarks/gpu.py --smoke --results build/gpu

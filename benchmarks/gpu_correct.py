@@ -1,7 +1,9 @@
 """Whether each implementation is right on the device at hand: dense attention in float64, on the
 host, is what each is compared with."""
 
+import concurrent.futures
 import functools
+import os
 from collections.abc import Iterator
 
 import jax
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import treeattn
+from treeattn.kernel import flash
 from treeattn.kernel.attend import device_platform, resolve
 from treeattn.kernel.inputs import check_inputs
 
@@ -30,13 +33,16 @@ ALLOWED = {"float32": 1e-5, "bfloat16": 1e-4, "float16": 2e-5, "float64": 1e-12}
 ROUNDED = {"bfloat16": 1e-2, "float16": 2e-3}
 
 
-def dense(q, k, v, mask=None, kv_lengths=None):
+def dense(q, k, v, mask=None, bias=None, kv_lengths=None, scale=None, causal=False):
     """(out, lse) in float64 NumPy; layouts as in `treeattn.attend`."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    group, n = q.shape[2] // k.shape[2], k.shape[1]
+    group, l, n = q.shape[2] // k.shape[2], q.shape[1], k.shape[1]
     k, v = (np.repeat(x, group, axis=2) for x in (k, v))
-    s = np.einsum("blhd,bnhd->bhln", q, k, optimize=True) * q.shape[-1] ** -0.5
-    seen = np.ones(s.shape, bool) if mask is None else np.broadcast_to(mask, s.shape)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    s = np.einsum("blhd,bnhd->bhln", q, k, optimize=True) * scale
+    s = s if bias is None else s + np.asarray(bias, np.float64)
+    seen = np.tri(l, n, dtype=bool) if causal else np.ones((l, n), bool)
+    seen = seen[None, None] if mask is None else seen & np.asarray(mask)
     if kv_lengths is not None:
         seen = seen & (np.arange(n) < np.asarray(kv_lengths)[:, None])[:, None, None]
     s = np.where(seen, s, -np.inf)
@@ -60,10 +66,11 @@ def draw(shape, dtype):
 
 
 def difference(found, expected) -> float:
-    """The largest, where both are finite; ∞ if they are not where the same is."""
+    """The largest, where both are finite; ∞ if one is −∞ or NaN where the other is not."""
     found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
-    if not np.array_equal(np.isneginf(found), np.isneginf(expected)) or np.isnan(found).any():
-        return float("inf")
+    for where in (np.isneginf, np.isnan):
+        if not np.array_equal(where(found), where(expected)):
+            return float("inf")
     finite = np.isfinite(expected)
     return float(np.abs(found[finite] - expected[finite]).max(initial=0))
 
@@ -73,30 +80,61 @@ def verdict(what: str, error: float, allowed: float, **about) -> dict:
             "ok": bool(error <= allowed)}  # fmt: skip
 
 
+def one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+
+
+def why_not(name: str, arrays, **options) -> str | None:
+    """Why an implementation cannot take these arguments here; None if it can."""
+    try:
+        resolve(name, check_inputs(*arrays, **options), device_platform(jax.devices()[0]))
+        if name == "flash":
+            flash.load()
+    except (ImportError, ValueError) as error:
+        return one_line(error)
+    return None
+
+
 def correct(smoke: bool) -> Iterator[dict]:
+    """What decides comes first: the kernel in bfloat16, what is hard, all devices."""
+    from gpu_hard import hard  # it stands on this module
+
     jax.config.update("jax_default_matmul_precision", "highest")
-    for name in ("pallas", "flash", "blockwise"):
-        skipped = ("float16", "bfloat16") if smoke or name == "blockwise" else ("float16",)
-        for dtype in ("bfloat16", "float32") if smoke else ("bfloat16", "float32", "float16"):
-            for what, shape in (SMALL if smoke else SHAPES).items():
-                if smoke and (name, what) == ("blockwise", "odd sizes"):
+    yield from implementation("pallas", ("bfloat16",), smoke)
+    yield from hard(smoke)
+    yield from devices(smoke)
+    yield from implementation("pallas", ("float32",) if smoke else ("float32", "float16"), smoke)
+    for name in ("flash", "blockwise"):
+        halves = ("bfloat16",) if smoke else ("bfloat16", "float16")
+        yield from implementation(name, ("float32", *halves), smoke)
+
+
+def implementation(name: str, dtypes, smoke: bool) -> Iterator[dict]:
+    """All shapes in those dtypes; programs are compiled side by side."""
+    (q, k, v), _ = draw(SMALL["decode"], "bfloat16")
+    if why := why_not(name, (q, k, v)):
+        yield {"what": "not run", "implementation": name, "why not": why}
+        return
+    skipped = ("float16", "bfloat16") if smoke or name == "blockwise" else ("float16",)
+    cases = []
+    for dtype in dtypes:
+        for what, shape in (SMALL if smoke else SHAPES).items():
+            if smoke and (name, what) == ("blockwise", "odd sizes"):
+                continue
+            arrays, variants = draw(shape, dtype)
+            for variant, options in variants.items():
+                if variant and dtype in skipped:  # compiling each takes seconds
                     continue
-                arrays, variants = draw(shape, dtype)
-                for variant, options in variants.items():
-                    if variant and dtype in skipped:  # compiling each takes seconds
-                        continue
-                    about = {"implementation": name, "dtype": dtype, "with": variant}
-                    yield from compare(what, arrays, options, about)
-        if name == "pallas":
-            yield from devices(smoke)
+                about = {"implementation": name, "dtype": dtype, "with": variant}
+                if why_not(name, arrays, **options) is None:
+                    cases.append((what, arrays, options, about))
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for rows in pool.map(lambda case: list(compare(*case)), cases):
+            yield from rows
 
 
 def compare(what: str, arrays, options, about: dict) -> Iterator[dict]:
     name, dtype = about["implementation"], about["dtype"]
-    try:
-        resolve(name, check_inputs(*arrays, **options), device_platform(jax.devices()[0]))
-    except ValueError:
-        return  # it does not take them, and says so
     f = jax.jit(functools.partial(treeattn.attend, implementation=name))
     try:
         found = treeattn.finalize(f(*arrays, **options))
@@ -105,7 +143,7 @@ def compare(what: str, arrays, options, about: dict) -> Iterator[dict]:
         if dtype == "float32" and not options and what in SMALL:
             yield verdict(what, slope_error(arrays, name), 1e-3, **about | {"with": "gradient"})
     except Exception as error:  # a kernel that does not compile here: the others go on
-        yield {"what": what, **about, "error": " ".join(str(error).split())[:200], "ok": False}
+        yield {"what": what, **about, "error": one_line(error), "ok": False}
 
 
 def slope_error(arrays, name: str) -> float:

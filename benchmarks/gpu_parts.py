@@ -21,7 +21,7 @@ MISSING = stand_ins.install()
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from gpu_correct import METHODS, correct  # noqa: E402
+from gpu_correct import METHODS, correct, one_line, why_not  # noqa: E402
 from gpu_llama import large, packaged, room, verify  # noqa: E402
 
 import treeattn  # noqa: E402
@@ -31,6 +31,7 @@ from treeattn.kernel import pallas as pallas_kernel  # noqa: E402
 from treeattn.kernel.inputs import check_inputs  # noqa: E402
 
 BATCH, HEADS, DIM = 1, 32, 128
+IN_CACHE = 1 << 28  # bytes: no GPU's L2 holds a quarter of them
 
 
 def seconds(f, *arguments, calls: int = 10, rounds: int = 5) -> float:
@@ -39,7 +40,8 @@ def seconds(f, *arguments, calls: int = 10, rounds: int = 5) -> float:
     times = []
     for _ in range(rounds):
         began = time.perf_counter()
-        done = [f(*arguments) for _ in range(calls)]
+        for _ in range(calls):
+            done = f(*arguments)  # one result at a time is alive
         jax.block_until_ready(done)
         times.append((time.perf_counter() - began) / calls)
         if sum(times) * calls > 2:
@@ -48,38 +50,82 @@ def seconds(f, *arguments, calls: int = 10, rounds: int = 5) -> float:
 
 
 def repeated(f, times: int):
-    """A program that calls f(q, …) so often, each call with a query that waits for the last.
+    """A program that calls f(q, k, v) with each pair of `pairs`, so often, one after another.
 
-    What it takes to start a program, longer than many a kernel, is then shared by all.
+    Each call has a query that waits for the last. What it takes to start a program, longer than
+    many a kernel, is shared by all; and a pair has left the GPU's L2 when its turn comes again.
     """
 
-    def run(q, *rest):
-        return jax.lax.fori_loop(0, times, lambda _, q: q + 0 * f(q, *rest), q)
+    def run(q, pairs):
+        def once(_, q):
+            for k, v in pairs:
+                q = q + 0 * f(q, k, v)
+            return q
+
+        return jax.lax.fori_loop(0, times, once, q)
 
     return jax.jit(run)
 
 
-def copy_bandwidth(smoke: bool) -> float:
-    """Bytes per second of a program that reads an array and writes one: both count."""
-    n = 1 << (22 if smoke else 29)
-    x = jnp.ones(n, jnp.float32)
-    return 2 * x.nbytes / seconds(jax.jit(lambda x: x + 1), x)
+def call_seconds(f, q, pairs, *, calls: int, smoke: bool) -> float:
+    """Of one of about so many calls in a program."""
+    times = 1 if smoke else -(-calls // len(pairs))
+    run = repeated(f, times)
+    return seconds(run, q, pairs, calls=1 if smoke else 2) / (times * len(pairs))
+
+
+def random_pairs(shape, dtype, most: int) -> list[tuple]:
+    """Keys and values, each array its own; so many pairs, at most, as the L2 cannot hold."""
+    size = 2 * np.prod(shape) * jnp.dtype(dtype).itemsize
+    count = int(max(1, min(most, -(-IN_CACHE // size), 0.6 * room() // size)))
+    draw = jax.jit(lambda key: jax.random.normal(key, shape, dtype))
+    keys = jax.random.split(jax.random.key(0), 2 * count)
+    return [(draw(keys[2 * i]), draw(keys[2 * i + 1])) for i in range(count)]
+
+
+def bandwidths(smoke: bool) -> dict[str, float]:
+    """Bytes per second: of a program that writes an array over (what it reads counts, too), and of
+    one that only reads, as a kernel over a cache does nearly."""
+    n = 1 << 18 if smoke else min(1 << 28, int(room() / 40))
+    x = jax.random.normal(jax.random.key(0), (n,), jnp.float32)
+    calls = 10
+    read = x.nbytes / seconds(jax.jit(jnp.max), x, calls=calls)
+    add, times = jax.jit(lambda x: x + 1, donate_argnums=0), []
+    for _ in range(5):
+        x = jax.block_until_ready(add(x))
+        began = time.perf_counter()
+        for _ in range(calls):
+            x = add(x)
+        jax.block_until_ready(x)
+        times.append((time.perf_counter() - began) / calls)
+    return {"copy": 2 * x.nbytes / min(times), "read": read}
 
 
 def device(smoke: bool) -> Iterator[dict]:
     first = jax.devices()[0]
-    flash = kernel.importlib.util.find_spec("flash_attn_jax") is not None
     yield {
         "device": first.device_kind if first.platform != "cpu" else "cpu",
+        "compute capability": str(getattr(first, "compute_capability", "none")),
         "platform": first.platform,
         "devices": len(jax.devices()),
         "jax": jax.__version__,
         "python": sys.version.split()[0],
         "memory GB": room() / 1e9,
-        "flash-attn-jax": flash,
+        "cannot run": cannot_run(),
         "stood in for": MISSING,
     }
-    yield {"what": "copy", "GB/s": copy_bandwidth(smoke) / 1e9}
+    for what, speed in bandwidths(smoke).items():
+        yield {"what": what, "GB/s": speed / 1e9}
+
+
+def cannot_run() -> dict[str, str]:
+    """What this device, this JAX, or what is installed rules out, and why."""
+    example = cluster_example()
+    hopper = None if example.on_hopper() else "it needs a Hopper GPU, of compute capability 9.0"
+    q, k = np.zeros((1, 1, HEADS, DIM), jnp.bfloat16), np.zeros((1, 64, 8, DIM), jnp.bfloat16)
+    found = {name: why_not(name, (q, k, k)) for name in kernel.KERNELS}
+    found["cluster"] = example.missing() or hopper
+    return {name: why for name, why in found.items() if why is not None}
 
 
 # One query over a long cache.
@@ -89,41 +135,58 @@ def cudnn(q, k, v):
     return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
 
 
+def jax_gqa(q, k, v):
+    """JAX's own split-K kernel in Pallas, of the same releases."""
+    from jax.experimental.pallas.ops.gpu import decode_attention
+
+    splits = min(64, max(1, k.shape[1] // 256))
+    out = decode_attention.gqa(q[:, 0], k, v, sm_scale=DIM**-0.5, k_splits=splits, block_k=64)
+    return out[:, None]
+
+
+KERNELS = {
+    name: functools.partial(treeattn.attention, implementation=name)
+    for name in ("pallas", "flash", "blockwise")
+} | {"cuDNN": cudnn, "JAX's gqa": jax_gqa}
+# dtype, key heads, kernels: what decides first, and what takes long to compile last
+LOCAL = (
+    ("bfloat16", 8, ("pallas",)),
+    ("float32", 8, ("pallas",)),
+    ("bfloat16", 8, ("cuDNN", "JAX's gqa", "flash")),
+    ("bfloat16", 32, ("pallas", "cuDNN", "flash")),
+    ("bfloat16", 8, ("blockwise",)),
+    ("float32", 8, ("blockwise",)),
+)
+
+
 def local(smoke: bool) -> Iterator[dict]:
-    limit = copy_bandwidth(smoke)
+    ceiling = bandwidths(smoke)["read"]
     sizes = [256, 512] if smoke else [2**i for i in range(12, 21, 2)]
-    names = {
-        name: functools.partial(treeattn.attention, implementation=name)
-        for name in ("pallas", "flash", "blockwise")
-    } | {"cuDNN": cudnn}
     stopped: dict[tuple, str] = {}
-    for dtype in ("bfloat16", "float32"):
-        for kv_heads in (8,) if smoke or dtype == "float32" else (8, 32):
-            for n in sizes:
-                shape = BATCH, n, kv_heads, DIM
-                size = 2 * np.prod(shape) * jnp.dtype(dtype).itemsize
-                if size > 0.6 * room():
-                    yield {"what": "local", "keys": n, "why not": "the cache does not fit"}
-                    continue
-                q = jnp.ones((BATCH, 1, HEADS, DIM), dtype)
-                k = jax.random.normal(jax.random.key(0), shape, dtype)
-                for name, f in names.items():
-                    case = {"what": "local", "implementation": name, "dtype": dtype, "keys": n}
-                    case |= {"heads": f"{HEADS}/{kv_heads}"}
-                    if (name, dtype) not in stopped:
-                        try:
-                            times = 1 if name == "blockwise" or smoke else 8
-                            run = repeated(f, times)
-                            t = seconds(run, q, k, k, calls=1 if smoke else 2) / times
-                            case |= {"µs": 1e6 * t, "share": size / t / limit}
-                        except Exception as error:  # whatever a kernel says, the rest goes on
-                            stopped[name, dtype] = one_line(error)
-                    why = stopped.get((name, dtype))
-                    yield case | ({"why not": why} if why else {})
-
-
-def one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    for dtype, kv_heads, names in LOCAL:
+        if smoke and kv_heads > 8:
+            continue
+        q = jnp.ones((BATCH, 1, HEADS, DIM), dtype)
+        for n in sizes:
+            shape = BATCH, n, kv_heads, DIM
+            size = 2 * np.prod(shape) * jnp.dtype(dtype).itemsize
+            about = {"what": "local", "dtype": dtype, "keys": n, "heads": f"{HEADS}/{kv_heads}"}
+            if size > 0.6 * room():
+                yield about | {"why not": "the cache does not fit"}
+                continue
+            pairs = random_pairs(shape, dtype, 2 if smoke or names == ("blockwise",) else 16)
+            for name in names:
+                case = about | {"implementation": name}
+                if (name, dtype) not in stopped:
+                    try:
+                        calls = 2 if name == "blockwise" else 16
+                        t = call_seconds(KERNELS[name], q, pairs, calls=calls, smoke=smoke)
+                        case |= {"pairs": len(pairs), "µs": 1e6 * t, "share": size / t / ceiling}
+                    except Exception as error:  # whatever a kernel says, the rest goes on
+                        stopped[name, dtype] = one_line(error)
+                why = stopped.get((name, dtype))
+                yield case | ({"why not": why} if why else {})
+            del pairs
 
 
 # The same in one kernel, which merges within clusters of thread blocks.
@@ -131,10 +194,7 @@ def one_line(error: Exception) -> str:
 
 def cluster(smoke: bool) -> Iterator[dict]:
     """The example's kernel, the split-K kernel with its merge, and that merge alone."""
-    path = Path(__file__).parent.parent / "examples" / "cluster_merge.py"
-    spec = importlib.util.spec_from_file_location("cluster_merge", path)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = cluster_example()
     why = example.missing()
     if not why and not smoke and not example.on_hopper():
         why = f"only Hopper GPUs run it, and this is {jax.devices()[0].device_kind}"
@@ -166,6 +226,15 @@ def cluster(smoke: bool) -> Iterator[dict]:
     yield {"what": "merge alone", "states": splits, "µs": 1e6 * t / (1 if smoke else 100)}
 
 
+def cluster_example():
+    """The module examples/cluster_merge.py."""
+    path = Path(__file__).parent.parent / "examples" / "cluster_merge.py"
+    spec = importlib.util.spec_from_file_location("cluster_merge", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    return example
+
+
 def chained(merge, times: int):
     """A program of so many merges of `states`, each after the last."""
 
@@ -187,30 +256,31 @@ def tree(smoke: bool) -> Iterator[dict]:
     p = len(jax.devices())
     mesh = treeattn.kv_mesh()
     along = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "kv"))
-    name = "blockwise" if smoke else kernel.resolve(None, *_example()).implementation
+    name = "blockwise" if smoke else default_implementation()
+    q = jnp.ones((BATCH, 1, HEADS, DIM), jnp.bfloat16)
     for n in (512,) if smoke else (2**14, 2**16, 2**18):
-        q = jnp.ones((BATCH, 1, HEADS, DIM), jnp.bfloat16)
-        k = jax.random.normal(jax.random.key(0), (BATCH, n, 8, DIM), q.dtype)
-        alone = jax.jit(functools.partial(treeattn.attention, implementation=name))
-        t = seconds(alone, q, k, k)
+        pairs = random_pairs((BATCH, n, 8, DIM), q.dtype, 2 if smoke else 4)
+        alone = functools.partial(treeattn.attention, implementation=name)
+        t = call_seconds(alone, q, pairs, calls=8, smoke=smoke)
         yield {"what": "alone", "keys a device": n, "implementation": name, "µs": 1e6 * t}
-        whole = jax.device_put(jnp.tile(k, (1, p, 1, 1)), along)
+        spread = jax.jit(lambda x: jnp.tile(x, (1, p, 1, 1)), out_shardings=along)
+        pairs = [tuple(map(spread, pair)) for pair in pairs]
         for method in METHODS if p > 1 and not smoke else METHODS[:1]:
-            decode = jax.jit(
-                functools.partial(
-                    treeattn.tree_decode, mesh=mesh, axis="kv", method=method, implementation=name
-                )
+            decode = functools.partial(
+                treeattn.tree_decode, mesh=mesh, axis="kv", method=method, implementation=name
             )
-            merged = seconds(decode, q, whole, whole)
+            merged = call_seconds(decode, q, pairs, calls=8, smoke=smoke)
             yield {
                 "what": "tree", "keys a device": n, "devices": p, "method": method,
                 "µs": 1e6 * merged, "overhead": merged / t - 1,
             }  # fmt: skip
+        del pairs
 
 
-def _example():
+def default_implementation() -> str:
     q, k = np.zeros((1, 1, HEADS, DIM), jnp.bfloat16), np.zeros((1, 64, 8, DIM), jnp.bfloat16)
-    return check_inputs(q, k, k), kernel.device_platform(jax.devices()[0])
+    platform = kernel.device_platform(jax.devices()[0])
+    return kernel.resolve(None, check_inputs(q, k, k), platform).implementation
 
 
 PARTS = {

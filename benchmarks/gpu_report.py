@@ -12,6 +12,14 @@ def line(row: dict) -> str:
     return ", ".join(f"{name} {value}" for name, value in row.items() if value != "")
 
 
+def headline(about: dict) -> str:
+    """What the results are of, and what cannot run there."""
+    said = f"{about['device']}, compute capability {about['compute capability']}, "
+    said += f"JAX {about['jax']}, Python {about['python']}."
+    reasons = [f"{name} ({why})" for name, why in about["cannot run"].items()]
+    return f"{said} Not run: {'; '.join(reasons)}." if reasons else f"{said} All can run."
+
+
 def table(rows: list[dict]) -> list[str]:
     """Markdown: a column for each field that any row has."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
@@ -27,15 +35,19 @@ def report(path: Path) -> str:
     parts = results["parts"]
     about = next((row for row in parts["device"]["rows"] if "device" in row), {"device": "unknown"})
     lines = [f"# {about['device']}, {results['date']}", ""]
+    lines += [headline(about), ""] if "jax" in about else []
+    cut = [name for name, part in parts.items() if part["status"] != "done"]
+    lines += [f"Incomplete: {', '.join(cut)}.", ""] if cut else []
     if results["smoke"]:
         lines += ["A rehearsal with small sizes: its times say nothing.", ""]
     for name, part in parts.items():
         lines += [f"## {name}", "", f"{part['status']}, {part.get('seconds', 0)} s.", ""]
         rows = part["rows"]
         if name == "correct":
-            wrong = [row for row in rows if not row["ok"]]
-            lines += [f"{len(rows) - len(wrong)} of {len(rows)} agree with float64.", ""]
-            rows = wrong
+            run = [row for row in rows if "ok" in row]
+            right = [row for row in run if row["ok"]]
+            lines += [f"{len(right)} of {len(run)} agree with float64.", ""]
+            rows = [row for row in rows if row not in right]  # what is wrong, or was not run
         for what in dict.fromkeys(row.get("what", "") for row in rows):
             lines += [*table([row for row in rows if row.get("what", "") == what]), ""]
     if importlib.util.find_spec("matplotlib") is None:
@@ -57,7 +69,7 @@ def figure(parts: dict, device: str):
     rows = [row for row in rows if row["dtype"] == "bfloat16" and row["heads"].endswith("/8")]
     lines(left, rows, "implementation", "keys", "share")
     left.axhline(1, color="grey", linewidth=0.8)
-    left.set(title=f"One query on {device}", xlabel="keys", ylabel="share of copy bandwidth")
+    left.set(title=f"One query on {device}", xlabel="keys", ylabel="share of read bandwidth")
     rows = [
         row
         for name in ("packaged", "large")

@@ -2,7 +2,7 @@
 
     python examples/cluster_merge.py
 
-An experiment for Hopper GPUs (H100, H200), for JAX 0.12 or newer. Each thread block of a cluster
+An experiment for Hopper GPUs (H100, H200), for JAX 0.11.2 or newer. Each thread block of a cluster
 attends to a share of the keys and leaves its state in its shared memory. Then the states merge
 along a binary tree: in round r, block i reads the state of block i + 2ʳ where it lies, through what
 NVIDIA calls distributed shared memory. Only the cluster's one state goes to global memory, where
@@ -41,7 +41,7 @@ def missing() -> str | None:
     """What this JAX lacks; None if it lacks nothing."""
     if hasattr(plgpu, "cluster_ref") and hasattr(plgpu, "InterpretGPUParams"):
         return None
-    return f"the cluster's kernel needs JAX 0.12 or newer, and this is {jax.__version__}"
+    return f"the cluster's kernel needs JAX 0.11.2 or newer, and this is {jax.__version__}"
 
 
 def on_hopper() -> bool:
@@ -213,9 +213,9 @@ def _write(refs, state):
 def interpreted():
     """What is called and compiled within runs in Pallas's interpreter, which looks for races.
 
-    JAX 0.12's interpreter has clusters and their barriers, but refuses `cluster_ref`. It keeps
-    the buffers of all blocks side by side, by a key that says whose it is: so here a reference to
-    another block's is looked up by the key with that block's number.
+    The interpreter of JAX 0.11.2 and 0.12 has clusters and their barriers, but refuses
+    `cluster_ref`. It keeps the buffers of all blocks side by side, by a key that says whose it is:
+    so here a reference to another block's is looked up by the key with that block's number.
     """
     from jax._src.pallas.mosaic_gpu.core import ClusterRefTransform
     from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret
