@@ -139,14 +139,15 @@ CASES: dict[str, Callable[[bool], dict]] = {
     "the largest float16": functools.partial(extremes, dtype="float16"),
     "offsets of 64 bits": large_offsets,
 }
+REHEARSED = "NaN in a query", "NaN in a value", "NaN beyond the lengths"  # of two programs
 
 
 def hard(smoke: bool) -> Iterator[dict]:
     """A row for each case: right, wrong, or why it was not run."""
     why = why_not("pallas", draw(smoke))
-    for name, case in CASES.items():
+    for name in REHEARSED if smoke else CASES:
         try:
-            row = {"why not": why} if why else case(smoke)
+            row = {"why not": why} if why else CASES[name](smoke)
         except Exception as error:  # the other cases go on
             row = {"error": one_line(error), "ok": False}
         yield {**row, "what": "hard", "with": name}
