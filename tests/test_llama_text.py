@@ -16,6 +16,7 @@ import pytest
 import tokenizers
 
 from treeattn import Llama
+from treeattn.__main__ import arguments
 from treeattn.llama.gguf_tokenizer import from_gguf
 from treeattn.llama.text import chat, nucleus, sample, stream, stream_text
 from treeattn.llama.tokenizer import Tokenizer, from_directory
@@ -303,6 +304,50 @@ def test_the_command_line_drafts():
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "12345, 12345"
     assert re.search(r"\d tokens/s, \d\.\d\d tokens a step", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_the_command_line_explains_itself_on_any_terminal(encoding, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    done = command("-h")
+    assert done.returncode == 0, done.stderr
+    assert "--attention" in done.stdout and '"Repeat this text: ..."' in done.stdout
+    assert "?" not in done.stdout.replace("of France?", "")
+
+
+def test_the_command_line_prints_what_the_terminal_can():
+    code = """
+import sys, treeattn.__main__ as program
+program.run = lambda args: print("caf\u00e9 \u65e5")
+sys.argv = ["treeattn", "Hi"]
+sys.exit(program.main())
+"""
+    environment = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment)
+    assert done.returncode == 0 and done.stdout.decode("latin-1").strip() == "café ?", done.stderr
+
+
+def test_the_command_line_ends_quietly_when_nobody_reads_on():
+    code = """
+import sys, treeattn.__main__ as program
+program.run = lambda args: [print("x" * 1000, flush=True) for _ in range(1000)]
+sys.argv = ["treeattn", "Hi"]
+sys.exit(program.main())
+"""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as running:
+        assert running.stdout.readline().strip() == b"x" * 1000
+        running.stdout.close()
+        assert running.stderr.read() == b""
+    assert running.returncode == 1
+
+
+@pytest.mark.parametrize("seed", ["100000000000000000000", "-1", "4294967296", "1.5", "x"])
+def test_seeds_that_are_none(seed, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["treeattn", "Hi", "--seed", seed])
+    with pytest.raises(SystemExit):
+        arguments()
+    assert f"argument --seed: invalid seed value: {seed!r}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,19 @@
 
 python -m treeattn "What is the capital of France?"
 python -m treeattn "What is the capital of France?" --devices 8 --attention tree
-python -m treeattn "Repeat this text: …" --draft suffix
+python -m treeattn "Repeat this text: ..." --draft suffix
 python -m treeattn "Once upon a time" --plain --model path/to/checkpoint --temperature 0.8
 """
 
 import argparse
+import os
 import sys
 import time
 
 import jax
 
 from treeattn.devices.mesh import kv_mesh, simulate_devices
+from treeattn.idea.arrays import integer
 from treeattn.llama.model import Llama
 from treeattn.llama.parallel import FOR_PROMPTS, TO_CACHE
 from treeattn.llama.speculation import DRAFTS, speculate_text
@@ -36,10 +38,15 @@ def arguments() -> argparse.Namespace:
     add("--tokens", type=int, default=128, help="at most so many new ones (128)")
     add("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     add("--top-p", type=float, default=1.0)
-    add("--seed", type=int, default=0)
+    add("--seed", type=seed, default=0, help="of what is drawn, 0 ... 2**32 - 1 (0)")
     add("--plain", action="store_true", help="continue the prompt, rather than answer it")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="the checkpoint's if not given")
     return parser.parse_args()
+
+
+def seed(text: str) -> int:
+    """The number in a text, if it is the seed of a key of its own: JAX's keys have 32 bits."""
+    return integer("seed", int(text), 0, 2**32 - 1)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -83,9 +90,16 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
+    sys.stdout.reconfigure(errors="replace")  # the terminal may lack letters that an answer has
     try:
-        run(arguments())
-    except (ValueError, FileNotFoundError, RuntimeError) as error:
+        try:
+            run(arguments())
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads the answer, as `head` does, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush
+        return 1
+    except (TypeError, ValueError, FileNotFoundError, RuntimeError) as error:
         print(f"python -m treeattn: {error}", file=sys.stderr)
         return 1
     return 0

@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--context", type=int, required=True, help="keys of each sequence")
     parser.add_argument("--batch", type=int, default=1, help="sequences (default 1)")
     args = parser.parse_args(arguments)
+    sys.stdout.reconfigure(errors="replace")  # a terminal may lack "×"
     try:
         topology = preset(args.topology)
         p = args.nodes * topology.node_size if args.devices is None else args.devices
