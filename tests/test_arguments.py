@@ -12,6 +12,7 @@ from treeattn import Llama, pack, pack_tree
 from treeattn.cost.formulas import Workload, v_ring, v_tree
 from treeattn.cost.topology import Level
 from treeattn.llama import inputs
+from treeattn.llama.cache import new_cache as new_cache_of
 from treeattn.llama.text import sample, stream
 from treeattn.trees.draft import beam_search, expand_tree
 
@@ -82,7 +83,13 @@ def new_cache(model, options):
 
 
 def grow(model, options):
-    model.grow(model.new_cache(1, 8), **options)
+    model.grow(**{"cache": model.new_cache(1, 8), "capacity": 8} | options)
+
+
+def commit(model, options):
+    cache = model.new_cache(1, 8)
+    new = tuple([(np.zeros((1, 2, 2, 8), np.float32),) * 2] * 2)
+    model.commit(**{"cache": cache, "new": new} | options)
 
 
 def step(model, options):
@@ -157,18 +164,24 @@ def levels(_, options):
     Level(**{"name": "x", "size": 8, "latency": 1e-6, "bandwidth": 1e9} | options)
 
 
+OTHERS = new_cache_of(3, 1, 8, 2, 8, jnp.float32, None)  # of a model with three layers
+NO_CACHE = (None, 3, (), ((), (), [0]), OTHERS)
 TOKENS = ([[96]], [[-1]], [1], [[0.5]], [["a"]], None, [[1], [1, 2]], [[True]])
 POSITIVE = (*NO_INTEGER, 0, -1)
 CALLS = [
     *takes(new_cache, batch=POSITIVE, capacity=POSITIVE),
-    *takes(grow, capacity=(*POSITIVE, 7)),
+    *takes(grow, capacity=(*POSITIVE, 7), cache=NO_CACHE),
+    *takes(step, cache=NO_CACHE),
+    *takes(prefill, cache=NO_CACHE),
+    *takes(commit, cache=NO_CACHE, new=(None, 3, (), [], ((np.zeros((2, 1, 2, 8)),) * 2,) * 2)),
+    *takes(commit, counts=([3], [-1], 1, [0.5]), select=([0], [[2]], [[0.5]], "a")),
     *takes(step, tokens=TOKENS, counts=([2], [-1], 1, [0.5], "a", [[1]])),
     *takes(step, positions=([1], [[0.5]], "a"), mask=([[[1]]], True, np.ones((1, 2, 2), bool))),
     *takes(prefill, prompts=(5, None, [[]], [1], [[96]], [[1] * 9]), chunk=POSITIVE),
     *takes(layer_qkv, layer=(*NO_INTEGER, -1, 2)),
     *takes(logits, tokens=TOKENS),
     *takes(load, mesh=NO_MESH, dtype=NO_DTYPE, attention=("trees", [1], {}, None, 3)),
-    *takes(load, prefill_with=("tree", [1], 3)),
+    *takes(load, prefill_with=("tree", [1], 3), shard_weights=("no", 1, None)),
     *takes(on, mesh=NO_MESH),
     *takes(using, attention=("trees", [1], 3), prefill_with=("tree", {}, 3)),
     *takes(
@@ -179,6 +192,7 @@ CALLS = [
     *takes(packs, beam=(None, 3, "a", BEAM[0], BEAM + 0.5), pad_token=(*NO_INTEGER, 2**70)),
     *takes(packs, lengths=([[1, 9]], [[1, -1]], [1, 1], "a", [[0.5, 1]])),
     *takes(packs_tree, tree=(None, 3, [1], ([[1]],)), pad_token=(*NO_INTEGER, 2**70)),
+    *takes(searches, log_probs=(None, 3, lambda paths: None, lambda paths: np.zeros((1, 2)))),
     *takes(searches, width=POSITIVE, length=POSITIVE, batch=POSITIVE),
     *takes(expands, depth=POSITIVE, width=POSITIVE, budget=POSITIVE, batch=POSITIVE),
     *takes(works, context=POSITIVE, batch=POSITIVE, heads=POSITIVE, layers=POSITIVE),

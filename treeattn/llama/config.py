@@ -133,7 +133,8 @@ def rotary_scaling(fields: dict) -> LinearScaling | Llama3Scaling | None:
 
     Raises a ValueError for unknown kinds, and for fields that are missing or no numbers above 0.
     """
-    kind = fields.get("rope_type") or fields.get("type") or "default"
+    kinds = (fields.get("rope_type"), fields.get("type"), "default")
+    kind = next(kind for kind in kinds if kind is not None)
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise ValueError(f"rope scaling: expected one of {tuple(SCALINGS)}, got {kind!r:.40}")
     if kind == "default":

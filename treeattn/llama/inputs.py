@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from treeattn.idea.arrays import Array, as_array, integer
-from treeattn.llama.cache import Cache
+from treeattn.llama.cache import Cache, NewEntries
+from treeattn.llama.config import Config
 
 # A text's token ids, and those of several texts: lists of whole numbers, or arrays.
 Prompt = Sequence[SupportsIndex] | Array
@@ -113,6 +114,27 @@ def check_prompts(
         integers("prompts", prompt, (None,), "ids", vocabulary - 1)
     check_room(cache, lengths, "prompts")
     return prompts, lengths
+
+
+def check_cache(cache: Cache, config: Config) -> None:
+    """Raise a TypeError or ValueError unless `cache` is one of a model so configured."""
+    if not isinstance(cache, Cache):
+        raise TypeError(f"cache: expected a Cache, as new_cache makes it, got {cache!r:.40}")
+    came = len(cache.k), *cache.k[0].shape[2:]
+    expected = config.layers, config.kv_heads, config.head_dim
+    if came != expected:
+        shape = "layers, key heads and a head_dim of"
+        raise ValueError(f"cache: expected {shape} {expected}, as the model has, got {came}")
+
+
+def check_entries(new: NewEntries, cache: Cache) -> None:
+    """Raise a TypeError unless `new` is what `extend` returned for such a cache."""
+    if not isinstance(new, tuple) or len(new) != len(cache.k):
+        kind = f"a tuple of {len(cache.k)} layers, as extend returns it"
+        raise TypeError(f"new: expected {kind}, got {type(new).__name__} {new!r:.40}")
+    batch = new[0][0].shape[0]
+    if batch != len(cache.lengths):
+        raise ValueError(f"new: the cache has {len(cache.lengths)} texts, got those of {batch}")
 
 
 def check_counts(counts, most: int, cache: Cache) -> Array:

@@ -53,6 +53,8 @@ class Llama:
     def __post_init__(self):
         inputs.check_mesh(self.mesh)
         inputs.check_hashable(attention=self.attention, prefill_with=self.prefill_with)
+        if not isinstance(self.shard_weights, bool):
+            raise TypeError(f"shard_weights: expected True or False, got {self.shard_weights!r}")
         if self.shard_weights and self.mesh is None:
             raise ValueError("shard_weights: expected a mesh to shard them over, got none")
         parallel.for_prompts(self.prefill_with, self.mesh)
@@ -143,6 +145,7 @@ class Llama:
 
     def grow(self, cache: Cache, capacity: int) -> Cache:
         """The same texts in a larger cache. Every new capacity compiles a step anew."""
+        inputs.check_cache(cache, self.config)
         return caches.grow(cache, capacity, self.mesh)
 
     def extend(
@@ -168,6 +171,8 @@ class Llama:
     def states(self, tokens, cache: Cache, *, positions=None, mask=None):
         """`extend` up to the last layer's output (b, l, width); `read_out` makes logits of it."""
         tokens = self._tokens(tokens)
+        inputs.check_cache(cache, self.config)
+        positions, mask = inputs.check_new(tokens, cache, positions, mask)
         if mask is None:
             inputs.check_room(cache, tokens.shape[1])
         else:
@@ -189,6 +194,8 @@ class Llama:
 
         Raises ValueError for counts, indices or a number of texts that do not fit.
         """
+        inputs.check_cache(cache, self.config)
+        inputs.check_entries(new, cache)
         batch, most = new[0][0].shape[:2]
         if select is not None:
             select = inputs.integers("select", select, (batch, None), "indices", most - 1)
@@ -213,6 +220,7 @@ class Llama:
         Raises ValueError, before any work, for arguments that do not fit, or no room.
         """
         tokens = self._tokens(tokens)
+        inputs.check_cache(cache, self.config)
         if last and not tokens.shape[1]:
             raise ValueError(f"last: expected at least one token, got tokens {tokens.shape}")
         counts = inputs.check_counts(counts, tokens.shape[1], cache)
@@ -236,6 +244,7 @@ class Llama:
         Raises ValueError, before any work, for an empty prompt, ids outside the vocabulary,
         prompts that the cache has no room for, and a chunk of less than 1.
         """
+        inputs.check_cache(cache, self.config)
         prompts, lengths = inputs.check_prompts(prompts, cache, self.config.vocabulary)
         chunk = integer("chunk", chunk, 1)
         attention, longest = parallel.for_prompts(self.prefill_with, self.mesh), int(lengths.max())

@@ -49,6 +49,7 @@ class Tokenizer:
         Raises ValueError for half a character: a surrogate, as Python has for bytes that are no
         UTF-8.
         """
+        _text("text", text)
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -72,6 +73,8 @@ class Tokenizer:
             raise ValueError("this checkpoint has no chat template (or none named default)")
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
+        if not isinstance(messages, list | tuple):
+            raise TypeError(f"messages: expected a text or a list, got {messages!r:.40}")
         for message in messages:
             if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
                 expected = 'dicts with "role" and "content"'

@@ -196,6 +196,9 @@ def search(likeliest: Callable, length: int, width: int, batch: int):
 def _likeliest_of(log_probs: LogProbs, width: int) -> Callable:
     """What `search` calls, of a draft that gives the log-probabilities of all tokens."""
 
+    if not callable(log_probs):
+        raise TypeError(f"log_probs: expected a function of partial paths, got {log_probs!r:.40}")
+
     def likeliest(paths):
         log = _checked_log_probs(log_probs(paths), paths)
         best = np.argsort(-log, axis=-1, kind="stable")[..., :width]
