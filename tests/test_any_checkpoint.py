@@ -109,6 +109,7 @@ def test_wrong_fields_of_a_configuration_are_named(folder, name):
         refuses(folder.changed(name, value), alias.get(name, name), *words)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 @pytest.mark.parametrize("name", NUMBERS)
 def test_extreme_numbers_of_a_configuration(folder, name):
     for value in (5e-324, 1e-38, 1e300):
@@ -294,6 +295,7 @@ def test_wrong_types_in_a_file_itself(tmp_path):
         refuses(path, "llama.attention.key_length: expected an integer")
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("value", [0.0, np.nan, np.inf])
 def test_wrong_rotary_factors(tmp_path, value, monkeypatch):
     monkeypatch.setattr(

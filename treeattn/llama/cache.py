@@ -187,8 +187,10 @@ def fill(cached, new, mesh: Mesh):
 def grow(cache: Cache, capacity: int, mesh: Mesh | None) -> Cache:
     """The same texts in a cache of at least `capacity` tokens. No token changes its device."""
     p = shards_of(mesh)
-    least = cache.capacity - p + 1  # what is rounded up to the capacity of now
-    added = -(-integer("capacity", capacity, least) // p) - cache.capacity // p
+    capacity = integer("capacity", capacity, 1)
+    added = -(-capacity // p) - cache.capacity // p
+    if added < 0:
+        raise ValueError(f"capacity: expected at least the {cache.capacity} of now, got {capacity}")
     return Cache(*_padded((cache.k, cache.v), added, mesh), cache.lengths)
 
 
