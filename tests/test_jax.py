@@ -47,6 +47,7 @@ np.testing.assert_allclose(found, (one * many).sum(axis=2), rtol=1e-4)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [SQUARED_LENGTHS, MANY_AXES], ids=["sums", "axes"])
 def test_the_installed_jax_computes_what_is_written(program):
     """In a process of its own, which may crash, with all that XLA does by default."""

@@ -140,6 +140,24 @@ def test_large_messages_move_what_a_ring_moves():
     assert 15 * 2**30 / seconds == pytest.approx(48e9, rel=0.01)
 
 
+def test_sharding_a_small_models_weights_costs_more_than_it_saves():
+    """Notebook 08: on eight H100s, five collectives in each of SmolLM2's layers instead of two."""
+    two = [("allreduce", 36), ("allreduce", 2_340)]
+    sums = [("allreduce", 2_304)] * 2
+    five = [("all-gather", 480), ("allreduce", 64), ("reduce-scatter", 4_160), *sums]
+    ends = [("allreduce", 2_304), ("all-gather", 24_576)]
+    saved = 446e6 / H100.memory_bandwidth
+    more = []
+    for corner in CORNERS.values():
+        whole, dealt, once = (
+            sum(collective_seconds(kind, 8, size, corner(DGX)) for kind, size in found)
+            for found in (two, five, ends)
+        )
+        more.append(30 * (dealt - whole) + once)
+    assert min(more) > 3 * saved
+    assert [min(more), max(more)] == pytest.approx([0.53e-3, 2.15e-3], rel=0.02)
+
+
 OBSERVED = json.loads((Path(__file__).parent / "data" / "observed_collectives.json").read_text())
 
 
