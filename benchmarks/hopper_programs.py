@@ -25,25 +25,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import cluster_merge  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
+from described_gpus import h100s  # noqa: E402
 
 import treeattn  # noqa: E402
-
-# As NVIDIA's data sheet and cudaGetDeviceProperties describe it.
-H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472 core_count: 132 fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 3350000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
-  device_memory_size: 84942979072 registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  runtime_version: "13.0.0" driver_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
-}
-platform_name: "CUDA" device_description_str: "NVIDIA H100 80GB HBM3"
-dnn_version_info { major: 9 minor: 1 patch: 1 }
-"""
 
 
 def compiled(f, device, n: int, h: int = 32, h_kv: int = 8, d: int = 128):
@@ -74,11 +58,9 @@ def main() -> None:
         print(why)
         return
     try:
-        topology = topologies.get_topology_desc(
-            "h100", "cuda", target_config=H100, topology="1x1x1"
-        )
-    except NotImplementedError:
-        print("JAX's plugin for CUDA is not installed:", __doc__.splitlines()[2].strip())
+        (device,) = h100s(1)
+    except NotImplementedError as missing:
+        print(missing)
         return
     split = functools.partial(treeattn.attend, implementation="pallas")
     two = functools.partial(cluster_merge.cluster_attend, clusters=2)
@@ -87,7 +69,7 @@ def main() -> None:
     print("| | kernels | of them after the keys' | kB of states |\n|---|---|---|---|")
     for n in (4096, 65536):
         for name, f in fs.items():
-            print(row(f"{name}, {n:,} keys", compiled(f, topology.devices[0], n)), flush=True)
+            print(row(f"{name}, {n:,} keys", compiled(f, device, n)), flush=True)
     said = sorted(Path(DUMP).glob("*.ptxas"))[0].read_text("utf-8")
     print("\nptxas, for sm_90a:", ", ".join(re.findall(r"\d+ registers|\d+ bytes spill \w+", said)))
     reads = sorted(Path(DUMP).glob("*.ptx"))[0].read_text("utf-8").count("ld.shared::cluster")

@@ -103,13 +103,13 @@ def test_simulated_devices_are_what_was_asked_for():
 
 @pytest.mark.parametrize("n", [0, -3])
 def test_simulating_no_devices_is_refused(n):
-    with pytest.raises(ValueError, match="n: expected at least 1 device"):
+    with pytest.raises(ValueError, match="n: expected an integer of at least 1, got"):
         treeattn.simulate_devices(n)
 
 
 @pytest.mark.parametrize("n", [2.0, "8", True, None])
 def test_simulating_other_than_a_number_is_refused(n, unchecked):
-    with pytest.raises(TypeError, match="n: expected a number of devices"):
+    with pytest.raises(TypeError, match="n: expected an integer"):
         treeattn.simulate_devices(n)
 
 
@@ -122,12 +122,40 @@ def test_meshes():
     assert list(mesh.devices[0]) == devices[:3]  # neighbours share a node
 
 
-@pytest.mark.parametrize("nodes", [0, 4, -1])
-def test_devices_that_do_not_fill_the_nodes_are_refused(nodes):
-    with pytest.raises(ValueError, match="6 devices cannot be divided"):
-        treeattn.kv_mesh(jax.devices()[:6], nodes=nodes)
+def test_meshes_with_rows_and_heads_before_the_keys():
+    devices = jax.devices()[:8]
+    mesh = treeattn.kv_mesh(devices, heads=2, batch=2)
+    assert list(mesh.shape.items()) == [("batch", 2), ("heads", 2), ("kv", 2)]
+    mesh = treeattn.kv_mesh(devices, heads=4, nodes=1)
+    assert list(mesh.shape.items()) == [("heads", 4), ("node", 1), ("device", 2)]
+    assert list(mesh.devices[1].flat) == devices[2:4]  # neighbours share the keys
 
 
-def test_a_mesh_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="devices: expected at least one"):
-        treeattn.kv_mesh([])
+@pytest.mark.parametrize(
+    ("error", "message", "options"),
+    [
+        (ValueError, "nodes: 6 devices cannot be divided over 4 nodes", {"nodes": 4}),
+        (ValueError, "nodes: expected an integer of at least 1, got 0", {"nodes": 0}),
+        (TypeError, "nodes: expected an integer of at least 1, got 2.0", {"nodes": 2.0}),
+        (ValueError, "heads: 3 devices cannot be divided over 2 heads", {"batch": 2, "heads": 2}),
+        (TypeError, "batch: expected an integer", {"batch": "2"}),
+        (TypeError, "devices: expected jax.devices", {"devices": [1, 2]}),
+        (ValueError, "devices: expected at least one", {"devices": []}),
+    ],
+)
+def test_what_makes_no_mesh_is_refused(error, message, options, unchecked):
+    with pytest.raises(error, match=message):
+        treeattn.kv_mesh(**{"devices": jax.devices()[:6]} | options)
+
+
+def test_exceptions_end_as_before_when_initialize_fails(monkeypatch):
+    before = sys.excepthook
+    for error in (jax.errors.JaxRuntimeError("nobody"), ValueError("no address")):
+
+        def fail(*_, error=error, **__):
+            raise error
+
+        monkeypatch.setattr(jax.distributed, "initialize", fail)
+        with pytest.raises((RuntimeError, ValueError)):
+            treeattn.initialize("localhost:1", 2, 0)
+        assert sys.excepthook is before

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Integer
 
 from treeattn.devices.merge import (
@@ -21,10 +22,9 @@ from treeattn.devices.merge import (
     check_method,
     gather_heads,
     merge_across,
-    pack_state,
     scatter_by_nodes,
-    unpack_state,
 )
+from treeattn.devices.message import as_one, check_wire, pack_state, unpack_state
 from treeattn.devices.shards import (
     Layout,
     check_call,
@@ -35,25 +35,36 @@ from treeattn.devices.shards import (
     own_lengths,
     pass_on,
 )
-from treeattn.idea.arrays import Array
+from treeattn.idea.arrays import Array, integer
 from treeattn.idea.state import AttentionState, finalize, merge
 from treeattn.kernel.attend import attend_in_blocks, attend_inputs, pad_axis
 from treeattn.kernel.inputs import Inputs
 
 
 def tree(
-    inputs: Inputs, axes: tuple[str, ...], *, method: str = "allreduce", block: int | None = None
+    inputs: Inputs,
+    axes: tuple[str, ...],
+    *,
+    method: str = "allreduce",
+    block: int | None = None,
+    wire: DTypeLike | None = None,
 ) -> AttentionState:
     """Tree Attention: every device attends to its shard, and the states merge across the mesh.
 
-    By "reduce_scatter" and "all_to_all" each device gets the state of its share of the heads.
+    inputs: q (b, l, h, d), the same on all devices of the axes, and a shard of k and v (b, t, …)
+    Fields (b, l, h) and (b, l, h, dv), the same on all; by "reduce_scatter" and "all_to_all" each
+    device gets the state of its share of the heads, ⌈h/p⌉ of them.
     """
     own = attend_inputs(inputs) if block is None else attend_in_blocks(inputs, block)
-    return merge_across(own, axes, method=method)
+    return merge_across(own, axes, method=method, wire=wire)
 
 
 def ring(inputs: Inputs, axes: tuple[str, ...]) -> AttentionState:
-    """Ring Attention: every shard visits every device. The devices agree up to rounding."""
+    """Ring Attention: every shard visits every device. The devices agree up to rounding.
+
+    inputs: q (b, l, h, d), the same on all devices of the axes, and a shard of k and v (b, t, …)
+    Fields (b, l, h) and (b, l, h, dv), of all keys, on every device.
+    """
     p, shard = jax.lax.axis_size(axes), ("k", "v", "mask", "bias", "lengths")
 
     def visit(carry, _):
@@ -67,7 +78,11 @@ def ring(inputs: Inputs, axes: tuple[str, ...]) -> AttentionState:
 
 
 def pass_q(inputs: Inputs, axes: tuple[str, ...]) -> AttentionState:
-    """A ring that moves shares of the queries, and their states, past shards that stay."""
+    """A ring that moves shares of the queries, and their states, past shards that stay.
+
+    inputs: q (b, l, h, d), the same on all devices of the axes, and a shard of k and v (b, t, …)
+    Fields (b, l, h) and (b, l, h, dv), of all keys, the same on all. On the way ⌈l/p⌉ queries.
+    """
     p, rank = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
     (b, l), t = inputs.q.shape[:2], inputs.k.shape[1]
     share = -(-l // p)  # queries a device sends off
@@ -115,6 +130,7 @@ def tree_decode(
     return_lse: bool = False,
     scatter: bool = False,
     block: int | None = None,
+    wire: DTypeLike | None = None,
     batch_axis: str | tuple[str, ...] | None = None,
     head_axis: str | tuple[str, ...] | None = None,
 ):
@@ -147,11 +163,12 @@ def tree_decode(
     scatter when asked to, a block that does not make such a tree, and whatever `attend` refuses.
     """
     check_method(method)
+    check_wire(wire)
     if scatter and method in WHOLE:
         can = (*SCATTERED, "hierarchical")
         raise ValueError(f"scatter: expected one of the methods {can}, got {method!r}")
     return _decode(
-        method, q, k, v, return_lse, mesh, axis, scatter=scatter, block=block,
+        method, q, k, v, return_lse, mesh, axis, scatter=scatter, block=block, wire=wire,
         kv_lengths=kv_lengths, mask=mask, bias=bias, scale=scale, implementation=implementation,
         batch_axis=batch_axis, head_axis=head_axis,
     )  # fmt: skip
@@ -215,18 +232,37 @@ def pass_q_decode(
     )  # fmt: skip
 
 
-def _decode(name: str, q, k, v, return_lse: bool, mesh, axis, scatter=False, block=None, **options):
+def _decode(
+    name: str,
+    q,
+    k,
+    v,
+    return_lse: bool,
+    mesh,
+    axis,
+    scatter=False,
+    block=None,
+    wire=None,
+    **options,
+):
     inputs, layout = check_call(q, k, v, mesh, axis, **options)
     if block is not None:
-        _check_block(block, name, inputs.k.shape[1], count_devices(mesh, layout.axes))
-    out, lse = _decode_jit(inputs, name=name, scatter=scatter, block=block, layout=layout)
+        n, p = inputs.k.shape[1], count_devices(mesh, layout.axes)
+        _check_block(integer("block", block), name, n, p, wire)
+    wire = wire if wire is None else jnp.dtype(wire)
+    how = {"name": name, "scatter": scatter, "block": block, "wire": wire}
+    out, lse = _decode_jit(inputs, **how, layout=layout)
     return (out, lse) if return_lse else out
 
 
-def _check_block(block: int, method: str, n: int, p: int) -> None:
+def _check_block(block: int, method: str, n: int, p: int, wire) -> None:
     """Raise a ValueError unless blocks of a cache of n keys are the leaves of one binary tree."""
     if method not in ("gather", "butterfly", "all_to_all"):
         raise ValueError(f"block: method {method!r} has no order of its own to keep")
+    if wire is not None:
+        raise ValueError(
+            f"wire: what {jnp.dtype(wire)} rounds depends on the devices, which block is against"
+        )
     blocks, rest = divmod(n, p * block) if block > 0 else (0, n)
     if rest or blocks.bit_count() != 1 or p.bit_count() != 1:
         raise ValueError(
@@ -235,22 +271,23 @@ def _check_block(block: int, method: str, n: int, p: int) -> None:
         )
 
 
-@functools.partial(jax.jit, static_argnames=("name", "scatter", "block", "layout"))
-def _decode_jit(inputs: Inputs, *, name: str, scatter: bool, block: int | None, layout: Layout):
+@functools.partial(jax.jit, static_argnames=("name", "scatter", "block", "wire", "layout"))
+def _decode_jit(inputs: Inputs, *, name: str, scatter: bool, block, wire, layout: Layout):
     axes = layout.axes
     by_nodes = scatter and name == "hierarchical"
+    options = {"block": block, "wire": wire} if name in METHODS else {}
 
     def body(rank, inputs):
         inputs = own_lengths(inputs, rank)
         if by_nodes:
-            state = scatter_by_nodes(attend_inputs(inputs), axes)
+            state = scatter_by_nodes(attend_inputs(inputs), axes, wire)
         else:
-            options = {} if block is None else {"block": block}
             state = ON_DEVICE[name](inputs, axes, **options)
         out, lse = finalize(state)
         out = out.astype(inputs.q.dtype)
         if name in SCATTERED and not scatter:
-            return gather_heads((out, lse), axes, inputs.q.shape[2], axis=2)
+            heads = functools.partial(gather_heads, axes=axes, heads=inputs.q.shape[2], axis=2)
+            return as_one(heads, out, lse)
         return out, lse
 
     inputs, specs = deal(inputs, layout)

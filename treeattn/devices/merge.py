@@ -6,14 +6,25 @@ along the heads, and then a device needs only its own share of the heads: "reduc
 "all_to_all" end there, with half of the bytes or fewer.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
+from treeattn.devices.message import check_wire, travel
 from treeattn.idea.arrays import Array
-from treeattn.idea.state import AttentionState, finalize, from_output, merge, reduce_tree, rescale
+from treeattn.idea.state import (
+    AttentionState,
+    check_state,
+    finalize,
+    from_output,
+    merge,
+    reduce_tree,
+    rescale,
+)
 
 Axes = tuple[str, ...]
 
@@ -27,7 +38,9 @@ def merge_across(
 ) -> AttentionState:
     """Inside `shard_map`: the merge of all devices' states along the axis.
 
-    On every device, all of it:
+    state: each device's own, (..., h) and numerator (..., h, dv), of the same shape on all.
+
+    On every device, all of it, in the same shape:
 
     method: "allreduce":    Algorithm 3 (v2): one Allreduce for the pivot, two for the sums.
             "butterfly":    recursive doubling. Each of log₂ p rounds swaps one packed state with
@@ -51,43 +64,62 @@ def merge_across(
     trees over them, innermost first; the others' shares are numbered along all of them.
 
     wire:   the dtype in which numerators travel, as the output n / d, so that they fit; None for
-            the state's own. A message is rounded once in "gather" and "all_to_all", at every
-            round of a butterfly, and where sums travel, every partial sum is.
+            the state's own. With it, a state is its output and, exactly, its lse:
 
-    Raises ValueError for another method, and a wire that is no floating-point dtype.
+            butterfly, gather, all_to_all   (..., h, dv) in the wire's dtype and the bits of lse
+                                            beside them, as one array of integers: as many
+                                            collectives as without, of dv + 2 numbers of 16 bits
+                                            a head instead of dv + 2 of 32
+            allreduce, reduce_scatter       two collectives: a gather of lse (..., h), from which
+                                            every device has the whole sum and so its weight in
+                                            it, and the sum of weighted outputs (..., h, dv) in
+                                            the wire's dtype
+            hierarchical                    those of its parts: 2, 2 and 1
+
+            A message is rounded once in "gather" and "all_to_all", at every round of a
+            butterfly, and where sums travel, every partial sum is. Gradients travel so, too: the
+            outputs' in the wire's dtype, those of lse in a message of their own.
+
+    JAX can tell by itself that a result is the same on all devices for "allreduce" without wire
+    alone. Where `out_specs` say so of another method's, call `shard_map` with check_vma=False.
+
+    Raises ValueError for another method, and a wire that is no floating-point dtype of 16 bits or
+    more; TypeError for what is no state.
     """
+    check_state(state=state)
     check_method(method)
-    if wire is not None and not jnp.issubdtype(wire, jnp.floating):
-        raise ValueError(f"wire: expected a floating-point dtype or None, got {wire!r}")
+    check_wire(wire)
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     if method in SCATTERED:
         return SCATTERED[method](state, axes, wire)
     if method == "hierarchical":
         share = scatter_by_nodes(state, axes, wire, whole_nodes=False)
-        return gather_heads(share, axes[-1:], state.max.shape[-1])
+        heads = functools.partial(gather_heads, axes=axes[-1:], heads=state.max.shape[-1])
+        return travel(functools.partial(heads, axis=state.max.ndim - 1), share, wire)
     for axis in reversed(axes):
         state = WHOLE[method](state, axis, wire)
     return state
 
 
 def _allreduce(state: AttentionState, axis: str | Axes, wire) -> AttentionState:
-    m = lax.pmax(lax.stop_gradient(state.max), axis)
-    _, d, n = rescale(state, m)
+    """Fields (..., h) and (..., h, dv) in and out, the same on all devices of the axis."""
     if wire is None:
+        m = lax.pmax(lax.stop_gradient(state.max), axis)
+        _, d, n = rescale(state, m)
         return AttentionState(m, lax.psum(d, axis), lax.psum(n, axis))
-    d = lax.psum(d, axis)
-    return AttentionState(m, d, _unshrunk(lax.psum(_shrunk(n, d, wire), axis), d))
+    (m, d, _), share = _weighted(state, axis, wire)
+    return AttentionState(m, d, lax.psum(share, axis).astype(d.dtype) * d[..., None])
 
 
 def _butterfly(state: AttentionState, axis: str, wire) -> AttentionState:
+    """Fields (..., h) and (..., h, dv) in and out, the same on all devices of the axis."""
     p, rank = lax.axis_size(axis), lax.axis_index(axis)
     core = 1 << (p.bit_length() - 1)  # the largest power of two that p holds
     extra = p - core
 
     def swap(state, pairs):  # (its own as the others get it, what arrives; no keys if nothing)
-        message = to_message(state, wire)
-        arrived = jax.tree.map(lambda x: lax.ppermute(x, axis, pairs), message)
-        return from_message(message, wire), from_message(arrived, wire)
+        send = functools.partial(lax.ppermute, axis_name=axis, perm=pairs)
+        return travel(lambda x: x, state, wire), travel(send, state, wire)
 
     if extra:  # the devices beyond the core hand their states in …
         own, arrived = swap(state, [(core + i, i) for i in range(extra)])
@@ -104,36 +136,38 @@ def _butterfly(state: AttentionState, axis: str, wire) -> AttentionState:
 
 
 def _gather(state: AttentionState, axis: str, wire) -> AttentionState:
-    gathered = jax.tree.map(lambda x: lax.all_gather(x, axis), to_message(state, wire))
-    return reduce_tree(from_message(gathered, wire))
+    """Fields (..., h) and (..., h, dv) in and out; between, (p, ..., h) and (p, ..., h, dv)."""
+    return reduce_tree(travel(lambda x: lax.all_gather(x, axis), state, wire))
 
 
 def _reduce_scatter(state: AttentionState, axes: Axes, wire) -> AttentionState:
+    """Fields (..., h) and (..., h, dv) in, (..., ⌈h/p⌉) and (..., ⌈h/p⌉, dv) out."""
     state = pad_heads(state, axes)
-    m = lax.pmax(lax.stop_gradient(state.max), axes)
-    _, d, n = rescale(state, m)
+    heads = state.max.ndim - 1
+    if state.max.shape[heads] == 0:
+        return state
 
-    def scatter(x, axis):
-        return lax.psum_scatter(x, axes, scatter_dimension=axis, tiled=True)
+    def scatter(x):
+        return lax.psum_scatter(x, axes, scatter_dimension=heads, tiled=True)
 
-    heads = m.ndim - 1
     if wire is None:
-        sums = scatter(jnp.concatenate([n, d[..., None]], axis=-1), heads)
+        m = lax.pmax(lax.stop_gradient(state.max), axes)
+        _, d, n = rescale(state, m)
+        sums = scatter(jnp.concatenate([n, d[..., None]], axis=-1))
         return AttentionState(own_heads(m, axes), sums[..., -1], sums[..., :-1])
-    d = lax.psum(d, axes)
-    own = own_heads(d, axes)
-    n = _unshrunk(scatter(_shrunk(n, d, wire), heads), own)
-    return AttentionState(own_heads(m, axes), own, n)
+    total, share = _weighted(state, axes, wire)
+    m, d = (own_heads(x, axes) for x in total[:2])
+    return AttentionState(m, d, scatter(share).astype(d.dtype) * d[..., None])
 
 
 def _all_to_all(state: AttentionState, axes: Axes, wire) -> AttentionState:
+    """Fields (..., h) and (..., h, dv) in, (..., ⌈h/p⌉) and (..., ⌈h/p⌉, dv) out."""
     heads = state.max.ndim - 1
-    message = to_message(pad_heads(state, axes), wire)
 
     def exchange(x):  # (…, h, …) -> (p, …, h / p, …)
         return lax.all_to_all(x[None], axes, split_axis=heads + 1, concat_axis=0, tiled=True)
 
-    return reduce_tree(from_message(jax.tree.map(exchange, message), wire))
+    return reduce_tree(travel(exchange, pad_heads(state, axes), wire))
 
 
 def scatter_by_nodes(
@@ -187,46 +221,30 @@ def gather_heads(share, axes: Axes, heads: int, axis: int | None = None):
     """
     axis = share.max.ndim - 1 if axis is None else axis
 
+    if heads == 0:  # XLA gathers no arrays of no elements
+        return share
+
     def gather(x):
         whole = lax.all_gather(x, axes, axis=axis, tiled=True)
         return lax.slice_in_dim(whole, 0, heads, axis=axis)
 
     if isinstance(share, AttentionState):  # in one message
-        return unpack_state(gather(pack_state(share)))
+        return travel(gather, share, None)
     return jax.tree.map(gather, share)
 
 
-def pack_state(state: AttentionState) -> Float[Array, "... packed"]:
-    """The three fields as one array, so that one message carries them: numerator, d, m."""
-    m, d, n = state
-    return jnp.concatenate([n, d[..., None], m[..., None]], axis=-1)
+def _weighted(state: AttentionState, axes: str | Axes, wire):
+    """(the merge of everybody's states without values, this device's share of the output).
 
-
-def unpack_state(packed: Float[Array, "... packed"]) -> AttentionState:
-    """The inverse of `pack_state`."""
-    return AttentionState(packed[..., -1], packed[..., -2], packed[..., :-2])
-
-
-def to_message(state: AttentionState, wire: DTypeLike | None):
-    """What carries a state: one packed array, or the output in 16 bits and its lse in 32."""
-    if wire is None:
-        return pack_state(state)
+    The share is (..., h, dv) in the wire's dtype: its numerator by everybody's denominator.
+    """
     out, lse = finalize(state)
-    return out.astype(wire), lse
-
-
-def from_message(message, wire: DTypeLike | None) -> AttentionState:
-    """The inverse of `to_message`, but for rounding."""
-    return unpack_state(message) if wire is None else from_output(*message)
-
-
-def _shrunk(n, d, wire):
-    """A share of the output: numerators by everybody's denominator, in the wire's dtype."""
-    return (n / jnp.where(d == 0, 1, d)[..., None]).astype(wire)
-
-
-def _unshrunk(out, d):
-    return out.astype(d.dtype) * d[..., None]
+    everybody = lax.all_gather(lse, axes)
+    without_values = jnp.zeros((*everybody.shape, 0), everybody.dtype)
+    total = reduce_tree(from_output(without_values, everybody))
+    n = rescale(from_output(out, lse), total.max).numerator
+    d = jnp.where(total.denominator == 0, 1, total.denominator)
+    return total, (n / d[..., None]).astype(wire)
 
 
 def _where(condition, a: AttentionState, b: AttentionState) -> AttentionState:

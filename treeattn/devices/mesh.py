@@ -8,6 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from treeattn.idea.arrays import integer
+
 
 def simulate_devices(n: int) -> None:
     """Let JAX see `n` devices on this machine's CPU. Call it before JAX does any work.
@@ -18,12 +20,9 @@ def simulate_devices(n: int) -> None:
     Raises RuntimeError when JAX has already started with another number of devices, or on
     another platform, since the number cannot change afterwards.
     """
-    if isinstance(n, bool) or not isinstance(n, int | np.integer):
-        raise TypeError(f"n: expected a number of devices, got {n!r}")
-    if n < 1:
-        raise ValueError(f"n: expected at least 1 device, got {n}")
+    n = integer("n", n, 1)
     try:
-        jax.config.update("jax_num_cpu_devices", int(n))
+        jax.config.update("jax_num_cpu_devices", n)
     except RuntimeError:  # JAX has started: right only if it has what was asked for
         came = jax.devices()
         if len(came) != n or came[0].platform != "cpu":
@@ -36,23 +35,41 @@ def simulate_devices(n: int) -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-def kv_mesh(devices: Sequence | None = None, *, nodes: int | None = None) -> Mesh:
+def kv_mesh(
+    devices: Sequence | None = None,
+    *,
+    nodes: int | None = None,
+    heads: int | None = None,
+    batch: int | None = None,
+) -> Mesh:
     """A mesh to shard a key-value cache over.
 
     devices: the devices, in order; all of `jax.devices()` when None.
     nodes:   None for one axis, "kv"; a number for two, ("node", "device"), with the devices
              divided evenly over the nodes, neighbours on the same node.
+    heads:   a number for an axis "heads" before these, of that size: each of its devices has its
+             own heads, of queries and keys (`tree_decode`'s head_axis).
+    batch:   a number for an axis "batch" before all others: each has its own rows (batch_axis).
 
-    Raises ValueError when there are no devices, or when they do not fill the nodes.
+    Raises TypeError for what are no devices or whole numbers; ValueError when there are no
+    devices, or when they do not fill the axes.
     """
     devices = np.asarray(jax.devices() if devices is None else devices, dtype=object).ravel()
     if devices.size == 0:
         raise ValueError("devices: expected at least one device, got none")
-    if nodes is None:
-        return Mesh(devices, ("kv",))
-    if nodes < 1 or devices.size % nodes:
-        raise ValueError(f"nodes: {devices.size} devices cannot be divided over {nodes} nodes")
-    return Mesh(devices.reshape(nodes, -1), ("node", "device"))
+    for device in devices:
+        if not isinstance(device, jax.Device):
+            raise TypeError(f"devices: expected jax.devices() or some of them, got {device!r}")
+    sizes = {"batch": batch, "heads": heads, "nodes": nodes}
+    sizes = {name: integer(name, n, 1) for name, n in sizes.items() if n is not None}
+    rest = devices.size
+    for name, n in sizes.items():
+        if rest % n:
+            raise ValueError(f"{name}: {rest} devices cannot be divided over {n} {name}")
+        rest //= n
+    names = [*sizes, "device"] if nodes is not None else [*sizes, "kv"]
+    names = tuple("node" if name == "nodes" else name for name in names)
+    return Mesh(devices.reshape(*sizes.values(), rest), names)
 
 
 def initialize(
@@ -79,8 +96,9 @@ def initialize(
     that would wait for the others; the others then find out within the heartbeat's time, or
     at the next collective, and end as well.
 
-    Raises RuntimeError when not all processes arrive in time.
+    Raises RuntimeError when not all processes arrive in time. Exceptions then end as before.
     """
+    before = sys.excepthook
     sys.excepthook = _end_at_once
     try:
         jax.distributed.initialize(
@@ -88,7 +106,10 @@ def initialize(
             heartbeat_timeout_seconds=heartbeat_timeout_seconds,
             initialization_timeout=initialization_timeout,
         )  # fmt: skip
-    except jax.errors.JaxRuntimeError as error:
+    except BaseException as error:
+        sys.excepthook = before
+        if not isinstance(error, jax.errors.JaxRuntimeError):
+            raise
         raise RuntimeError(
             f"initialize: process {process_id} of {num_processes} did not find the others at "
             f"{coordinator_address} within {initialization_timeout} seconds"

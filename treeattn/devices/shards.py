@@ -79,7 +79,8 @@ def check_call(
     layout = lay_out(inputs, mesh, mesh_axes(mesh, axis), batch_axis, head_axis)
     platform = device_platform(mesh.devices.flat[0]) if isinstance(mesh, Mesh) else None
     # Along axes that are left to XLA the batch may be sharded: no device has its rows in turn.
-    inputs = resolve(implementation, inputs.replace(by_row=not layout.left), platform)
+    inputs = inputs.replace(by_row=not layout.left and inputs.q.shape[0] > 0)
+    inputs = resolve(implementation, inputs, platform)
     if layout.left and inputs.implementation != "blockwise":
         warnings.warn(
             f"Nobody can tell, while JAX traces, whether rows or heads lie along {layout.left}; a "

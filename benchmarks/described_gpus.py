@@ -1,0 +1,41 @@
+"""GPUs to compile for without one: described to XLA, as its own tools do it.
+
+    pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc   # of jax's version; no driver
+
+XLA then compiles for them as for present ones, NVIDIA's assembler included.
+"""
+
+import os
+
+import jax
+from jax.experimental import topologies
+
+# As NVIDIA's data sheet and cudaGetDeviceProperties describe it.
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3350000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 84942979072 registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  runtime_version: "13.0.0" driver_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
+}
+platform_name: "CUDA" device_description_str: "NVIDIA H100 80GB HBM3"
+dnn_version_info { major: 9 minor: 1 patch: 1 }
+"""
+MISSING = "JAX's plugin for CUDA is not installed:" + __doc__.split("\n")[2].partition("#")[0]
+
+
+def h100s(n: int) -> list[jax.Device]:
+    """So many H100s of one machine. Raises NotImplementedError, with what to install, without the
+    compiler for them."""
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    try:
+        topology = topologies.get_topology_desc(
+            "h100", "cuda", target_config=H100, topology=f"1x1x{n}"
+        )
+    except NotImplementedError:
+        raise NotImplementedError(MISSING) from None
+    return topology.devices
