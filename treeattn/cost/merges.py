@@ -22,6 +22,7 @@ Sources: vLLM `vllm/v1/attention/ops/common.py` and `dcp_alltoall.py`; SGLang
 queries, so that none are gathered. All of them keep an output in 16 bits and lse in 32.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from treeattn.cost.formulas import Number, Workload, numel_state
@@ -123,14 +124,14 @@ def traffic(messages: list[Message], p: int, topology: Topology) -> Traffic:
     total = Traffic()
     for kind, size, times in messages:
         launches = collective_launches(kind, p)
-        empty = collective_seconds(kind, p, 0, topology)
-        once = (
-            launches,
-            collective_rounds(kind, p, g),
-            launches * size,
-            collective_sent_bytes(kind, p, size, g),
-            empty,
-            collective_seconds(kind, p, size, topology) - empty,
+        latency = collective_seconds(kind, p, 0, topology)
+        once = Traffic(
+            collectives=launches,
+            rounds=collective_rounds(kind, p, g),
+            operand_bytes=launches * size,
+            sent_bytes=collective_sent_bytes(kind, p, size, g),
+            latency=latency,
+            volume=collective_seconds(kind, p, size, topology) - latency,
         )
         total = Traffic(*(a + times * b for a, b in zip(total, once, strict=True)))
     return total
@@ -152,11 +153,10 @@ def merge_in_pieces(merge: str, w: Workload, p: int, topology: Topology, pieces:
     """
     if w.kv_heads % pieces:
         raise ValueError(f"pieces: expected a divisor of {w.kv_heads} key heads, got {pieces}")
-    part = Workload(
-        w.context, w.batch, w.heads // pieces, w.kv_heads // pieces, w.head_dim, w.queries, w.dtype
-    )
+    part = replace(w, heads=w.heads // pieces, kv_heads=w.kv_heads // pieces, layers=1)
     attend = attend_seconds(part, w.chunk(p), w.queries, topology.device) + topology.launch
-    send = traffic(merge_messages(merge, part, p, gather_queries=False), p, topology).seconds
+    messages = merge_messages(merge, part, p, gather_queries=False)
+    send = traffic(messages, p, topology).seconds
     return attend + (pieces - 1) * max(attend, send) + send
 
 

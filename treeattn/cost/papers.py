@@ -133,12 +133,8 @@ def script_seconds(
     keys = context / p
     queries = keys * model.heads * model.head_dim * 2  # bytes of a chunk, a head for every query
     cached = queries * model.kv_heads / model.heads  # … a head for every key head
-    flops, memory = (machine.utilisation * x for x in (device.flops, device.memory_bandwidth))
-    send = 2 * (queries if repeated else cached) / machine.bandwidth
-
-    chunk = 4 * keys * keys * model.heads * model.head_dim / flops  # all queries, all keys
-    prefill = chunk / 2 + (p - 1) * np.maximum(chunk, 2 * queries / machine.bandwidth)
-    prefill = model.layers * prefill + 2 * model.weights * keys / flops
+    memory = machine.utilisation * device.memory_bandwidth
+    prefill = _prefill_seconds(setting, keys, queries, machine)
 
     # Read and written: rotary of queries 5 chunks and of keys 10; repeat_kv reads and writes
     # keys and values; the last rank's append; attending reads both.
@@ -146,11 +142,26 @@ def script_seconds(
     # contiguous() of both; padding of both, by way of float32 (2 + 4 bytes, then 4 + 2 an element).
     more = 4 * queries + 12 * queries
     tree = model.layers * layer / memory + 2 * model.weights / memory
-    ring = tree + model.layers * (
-        more / memory + (p - 1) * np.maximum(send, 2 * queries / memory) + machine.ring_step
-    )
+    send = 2 * (queries if repeated else cached) / machine.bandwidth
+    visit = np.maximum(send, 2 * queries / memory)  # of another rank's chunk
+    ring = tree + model.layers * (more / memory + (p - 1) * visit + machine.ring_step)
     fixed = prefill + (1 + PASSES) * model.layers * machine.overhead
     return fixed + PASSES * tree, fixed + PASSES * ring
+
+
+def _prefill_seconds(
+    setting: ScriptSetting, keys: float, queries: float, machine: ScriptMachine
+) -> float | np.ndarray:
+    """Seconds of the script's prefill, on the last of p ranks, with `keys` tokens each.
+
+    queries: bytes of a chunk's queries, or of its keys with a head for every query head
+    """
+    model, device, p = setting
+    flops = machine.utilisation * device.flops
+    chunk = 4 * keys * keys * model.heads * model.head_dim / flops  # all queries, all keys
+    send = 2 * queries / machine.bandwidth
+    attending = chunk / 2 + (p - 1) * np.maximum(chunk, send)
+    return model.layers * attending + 2 * model.weights * keys / flops
 
 
 def least_seconds(setting: ScriptSetting, context: int) -> float:
@@ -158,9 +169,8 @@ def least_seconds(setting: ScriptSetting, context: int) -> float:
     model, device, p = setting
     keys = context / p
     pairs = keys * keys * (p - 0.5)
-    return (
-        4 * model.layers * pairs * model.heads * model.head_dim + 2 * model.weights * keys
-    ) / device.flops
+    attending = 4 * model.layers * pairs * model.heads * model.head_dim
+    return (attending + 2 * model.weights * keys) / device.flops
 
 
 def fit_machine(
@@ -177,33 +187,42 @@ def fit_machine(
     """
     if 2 * len(rows) < 3 + ring_step:
         raise ValueError(f"rows: expected at least 2 to fit, got {len(rows)}")
-    found = np.array([[row.tree.mean, row.ring.mean] for row in rows])
-    unit = ScriptMachine(1e9, 0.5, 1.0, 1.0)
-    columns = [unit._replace(ring_step=0.0)] + [unit._replace(overhead=0.0)] * ring_step
-    base = _predict(rows, setting, unit._replace(overhead=0.0, ring_step=0.0), repeated)
-    columns = [(_predict(rows, setting, x, repeated) - base) / found for x in columns]
+    printed = np.array([[row.tree.mean, row.ring.mean] for row in rows])
+
+    # What a second of each overhead adds to each printed time, relative to it.
+    without = ScriptMachine(bandwidth=1e9, utilisation=0.5, overhead=0.0, ring_step=0.0)
+    with_one = [without._replace(overhead=1.0)]
+    if ring_step:
+        with_one.append(without._replace(ring_step=1.0))
+    base = _predict(rows, setting, without, repeated)
+    columns = [(_predict(rows, setting, x, repeated) - base) / printed for x in with_one]
+
+    # What is left for them to explain, at each point of the grid.
     utilisation = np.linspace(0.1, 1.0, 46)[:, None]
     bandwidth = np.geomspace(2e9, 600e9, 300)
-    base = _predict(rows, setting, ScriptMachine(bandwidth, utilisation, 0.0), repeated)
-    left = (1 - base / found[..., None, None]).reshape(found.size, -1)
-    error, extra = _not_negative(columns, left)
+    predicted = _predict(rows, setting, ScriptMachine(bandwidth, utilisation, 0.0), repeated)
+    left = 1 - predicted / printed[..., None, None]
+    error, overheads = _not_negative(columns, left.reshape(printed.size, -1))
     best = int(np.argmin(error))
-    i, j = np.unravel_index(best, base.shape[2:])
-    return ScriptMachine(float(bandwidth[j]), float(utilisation[i, 0]), *map(float, extra[:, best]))
+    i, j = np.unravel_index(best, predicted.shape[2:])
+    return ScriptMachine(
+        float(bandwidth[j]), float(utilisation[i, 0]), *map(float, overheads[:, best])
+    )
 
 
 def _predict(rows, setting, machine, repeated) -> np.ndarray:
     """(rows, 2, …): what the script takes by tree and by ring, on a machine or a grid of them."""
-    found = [script_seconds(setting, r.context, machine, repeated=repeated) for r in rows]
-    return np.array(np.broadcast_arrays(*[x for pair in found for x in pair])).reshape(
-        len(rows), 2, *np.broadcast(*found[0]).shape
-    )
+    pairs = [script_seconds(setting, row.context, machine, repeated=repeated) for row in rows]
+    grid = np.broadcast(*pairs[0]).shape
+    times = [np.broadcast_to(seconds, grid) for pair in pairs for seconds in pair]
+    return np.reshape(times, (len(rows), 2, *grid))
 
 
 def _not_negative(columns: list[np.ndarray], targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Least squares of targets (n, m) with coefficients of at least 0: errors (m,), (columns, m).
+    """(errors (m,), coefficients (columns, m)): least squares of targets (n, m), none below 0.
 
-    The best of all choices of columns whose own least squares are not negative.
+    columns: each with n numbers. The best of all choices of columns whose own least squares are
+    not negative.
     """
     a = np.stack([x.ravel() for x in columns], axis=1)
     best = (targets**2).sum(axis=0)
@@ -222,6 +241,10 @@ def _not_negative(columns: list[np.ndarray], targets: np.ndarray) -> tuple[np.nd
 def common_seconds(
     w: Workload, p: int, topology: Topology, speedup: Number, tree: str = "tree"
 ) -> float:
-    """Seconds c for which (ring + c) / (tree + c) is the measured speedup."""
-    ring, tree = (decode_cost(s, w, p, topology).seconds for s in ("ring", tree))
-    return (ring - speedup * tree) / (speedup - 1)
+    """Seconds c for which (ring + c) / (tree + c) is the measured speedup.
+
+    tree: which of `STRATEGIES` stands for the tree
+    """
+    ring_seconds = decode_cost("ring", w, p, topology).seconds
+    tree_seconds = decode_cost(tree, w, p, topology).seconds
+    return (ring_seconds - speedup * tree_seconds) / (speedup - 1)

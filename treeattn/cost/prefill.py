@@ -19,45 +19,78 @@ def prefill_seconds(
 
     Raises ValueError for another strategy, and for Ulysses on more devices than query heads.
     """
-    new = w.queries
-    d = w.dtype_bytes
-    pairs = new * (w.context - new) + new * (new + 1 if causal else 2 * new) / 2
-    compute = max(
-        4 * w.batch * pairs * w.d / p / topology.device.flops,
-        attend_seconds(w, w.chunk(p), 0, topology.device),
-    )
-    chunk = numel_kv(w, p) // 2 * d
-    share = w.batch * -(-new // p)
+    if strategy not in PREFILLS:
+        raise ValueError(
+            f"strategy: expected ring, kv-gather, ulysses or tree for a prefill, got {strategy!r}"
+        )
+    compute = _compute_seconds(w, p, topology, causal)
     if p == 1:
         return compute + topology.launch, 0.0
-    if strategy == "ring":
-        send = traffic([Message("ring", chunk, 2)], p, topology).seconds
-        step = compute / p + topology.launch
-        return step + (p - 1) * max(step, send / (p - 1)), send
-    if strategy == "kv-gather":
-        send = traffic([Message("all-gather", chunk, 2)], p, topology).seconds
-        return compute + topology.launch + send, send
-    if strategy == "ulysses":
-        if p > w.heads:
-            raise ValueError(f"strategy: ulysses needs a query head a device, got {w.heads} heads")
-        keys = w.batch * w.context * max(w.kv_heads, p) * w.head_dim * d / p
-        back_and_forth = Message("all-to-all", share * w.d * d, 2)
-        send = traffic([back_and_forth, Message("all-to-all", keys, 2)], p, topology).seconds
-        return compute + topology.launch + send, send
-    if strategy == "tree":
-        pieces = min(8, max(1, new))
-        rows = w.batch * new / pieces * w.heads * state_bytes(w)  # one number for each query head
-        send = traffic(
-            [
-                Message("all-gather", share * w.d * d / pieces),
-                Message("allreduce", rows),
-                Message("reduce-scatter", rows * (w.head_dim + 1)),
-            ],
-            p,
-            topology,
-        ).seconds
-        step = compute / pieces + topology.launch
-        return step + (pieces - 1) * max(step, send) + send, pieces * send
-    raise ValueError(
-        f"strategy: expected ring, kv-gather, ulysses or tree for a prefill, got {strategy!r}"
-    )
+    return PREFILLS[strategy](w, p, topology, compute)
+
+
+def _compute_seconds(w: Workload, p: int, topology: Topology, causal: bool) -> float:
+    """Seconds of a device's share of one layer: products, or reading its keys if that is longer."""
+    new = w.queries
+    old = w.context - new
+    pairs_of_new = new * (new + 1) / 2 if causal else new * new
+    pairs = new * old + pairs_of_new
+    multiplying = 4 * w.batch * pairs * w.d / p / topology.device.flops
+    reading = attend_seconds(w, w.chunk(p), 0, topology.device)
+    return max(multiplying, reading)
+
+
+def _keys_bytes(w: Workload, p: int) -> int:
+    """Bytes of a device's keys, and as many of its values."""
+    return numel_kv(w, p) // 2 * w.dtype_bytes
+
+
+def _queries_bytes(w: Workload, p: int) -> int:
+    """Bytes of the new tokens' queries that one of p devices has."""
+    new_here = -(-w.queries // p)
+    return w.batch * new_here * w.d * w.dtype_bytes
+
+
+# Each of these: (workload, p, topology, seconds of computing) -> (seconds, seconds of sending).
+
+
+def _ring(w: Workload, p: int, topology: Topology, compute: float) -> tuple[float, float]:
+    messages = [Message("ring", _keys_bytes(w, p), 2)]
+    send = traffic(messages, p, topology).seconds
+    step = compute / p + topology.launch
+    return step + (p - 1) * max(step, send / (p - 1)), send
+
+
+def _kv_gather(w: Workload, p: int, topology: Topology, compute: float) -> tuple[float, float]:
+    messages = [Message("all-gather", _keys_bytes(w, p), 2)]
+    send = traffic(messages, p, topology).seconds
+    return compute + topology.launch + send, send
+
+
+def _ulysses(w: Workload, p: int, topology: Topology, compute: float) -> tuple[float, float]:
+    if p > w.heads:
+        raise ValueError(f"strategy: ulysses needs a query head a device, got {w.heads} heads")
+    heads_sent = max(w.kv_heads, p)  # a key head goes to every device that needs it
+    keys = w.batch * w.context * heads_sent * w.head_dim * w.dtype_bytes / p
+    messages = [
+        Message("all-to-all", _queries_bytes(w, p), 2),  # queries there, outputs back
+        Message("all-to-all", keys, 2),  # keys, and values
+    ]
+    send = traffic(messages, p, topology).seconds
+    return compute + topology.launch + send, send
+
+
+def _tree(w: Workload, p: int, topology: Topology, compute: float) -> tuple[float, float]:
+    pieces = min(8, max(1, w.queries))
+    rows = w.batch * w.queries / pieces * w.heads * state_bytes(w)  # a number for each query head
+    messages = [
+        Message("all-gather", _queries_bytes(w, p) / pieces),
+        Message("allreduce", rows),
+        Message("reduce-scatter", rows * (w.head_dim + 1)),
+    ]
+    send = traffic(messages, p, topology).seconds
+    step = compute / pieces + topology.launch
+    return step + (pieces - 1) * max(step, send) + send, pieces * send
+
+
+PREFILLS = {"ring": _ring, "kv-gather": _kv_gather, "ulysses": _ulysses, "tree": _tree}

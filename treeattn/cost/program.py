@@ -69,9 +69,15 @@ class Collective(NamedTuple):
         p = self.devices
         if p == 0:
             raise ValueError(f"sent_bytes: the program does not say how many run the {self.kind}")
-        shares = {"all-reduce": 2 * (p - 1), "reduce-scatter": p - 1, "all-to-all": p - 1}
-        shares |= {"ragged-all-to-all": p - 1, "all-gather": p * (p - 1)}
-        return self.count * -(-shares.get(self.kind, p) * self.operand_bytes // p)
+        shares = {  # of the operand, in p-ths
+            "all-reduce": 2 * (p - 1),
+            "reduce-scatter": p - 1,
+            "all-to-all": p - 1,
+            "ragged-all-to-all": p - 1,
+            "all-gather": p * (p - 1),
+        }
+        bytes_times_p = shares.get(self.kind, p) * self.operand_bytes
+        return self.count * -(-bytes_times_p // p)
 
 
 class Memory(NamedTuple):
@@ -203,31 +209,33 @@ def _parse(text: str) -> tuple[dict[str, _Computation], str]:
 
 
 def _walk(name: str, computations: dict[str, _Computation]) -> list[Collective]:
-    """The collectives of one run of the computation `name`."""
+    """The collectives of one run of the computation `name`, with those that it calls."""
     inside = computations[name]
     found = []
-    for this in inside.values():
-        kind = this.opcode.removesuffix("-start")
-        if this.opcode.endswith(("-update", "-done")):
+    for instruction in inside.values():
+        kind = instruction.opcode.removesuffix("-start")
+        if instruction.opcode.endswith(("-update", "-done")):
             continue  # counted where it starts
         if kind in COLLECTIVE_KINDS:
-            found.append(_collective(kind, this, inside))
-        elif this.opcode == "while":
-            parts = this.called("condition", "body")
+            found.append(_collective(kind, instruction, inside))
+        elif instruction.opcode == "while":
+            parts = instruction.called("condition", "body")
             looped = [c for part in parts for c in _walk(part, computations)]
             if looped:  # a loop that sends nothing may run as often as it likes
-                trips = _trip_count(this)
+                trips = _trip_count(instruction)
                 found += [c._replace(count=c.count * trips) for c in looped]
-        elif this.opcode == "conditional":
-            branches = this.called("branch_computations", "true_computation", "false_computation")
-            found += max((_walk(b, computations) for b in branches), key=total_bytes)
+        elif instruction.opcode == "conditional":
+            names = ("branch_computations", "true_computation", "false_computation")
+            branches = [_walk(branch, computations) for branch in instruction.called(*names)]
+            found += max(branches, key=total_bytes)
         else:
-            for callee in this.called("calls", "to_apply", "called_computations"):
+            for callee in instruction.called("calls", "to_apply", "called_computations"):
                 found += _walk(callee, computations)
     return found
 
 
 def _trip_count(loop: _Instruction) -> int:
+    """How often a while loop runs, as XLA noted when it compiled it; else a ValueError."""
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.rest)
     if known is None:
         raise ValueError(
@@ -237,16 +245,22 @@ def _trip_count(loop: _Instruction) -> int:
     return int(known[1])
 
 
-def _collective(kind: str, this: _Instruction, inside: _Computation) -> Collective:
-    names = re.findall(r"[\w.\-]+", this.rest.partition(")")[0])
+def _collective(kind: str, instruction: _Instruction, inside: _Computation) -> Collective:
+    """The instruction, one of the computation `inside`, which has its operands' shapes."""
+    names = re.findall(r"[\w.\-]+", instruction.rest.partition(")")[0])
     operands = [shape for name in names for shape in _shapes(inside[name].type)]
-    results = _shapes(this.type)
-    if this.opcode.endswith("-start") and kind != "all-reduce":
+    results = _shapes(instruction.type)
+    if instruction.opcode.endswith("-start") and kind != "all-reduce":
         # The type of these is (operands, results, context …).
         results = results[len(operands) : 2 * len(operands)]
-    sizes = (sum(map(_shape_bytes, shapes)) for shapes in (operands, results))
-    largest_first = tuple(sorted(operands, key=_shape_bytes, reverse=True))
-    return Collective(kind, 1, *sizes, largest_first, _devices(this.rest))
+    return Collective(
+        kind=kind,
+        count=1,
+        operand_bytes=sum(map(_shape_bytes, operands)),
+        result_bytes=sum(map(_shape_bytes, results)),
+        shapes=tuple(sorted(operands, key=_shape_bytes, reverse=True)),
+        devices=_devices(instruction.rest),
+    )
 
 
 def _shapes(type_: str) -> list[str]:

@@ -64,6 +64,11 @@ class Plan(NamedTuple):
         return text + ("" if self.split_weights else ", weights everywhere")
 
     @property
+    def group(self) -> int:
+        """Devices that share a sequence's work."""
+        return self.heads * self.sequence
+
+    @property
     def family(self) -> str:
         """What it splits: "batch", "heads", "sequence", "heads + sequence", … or "one device"."""
         shares = {"batch": self.batch, "heads": self.heads, "sequence": self.sequence}
@@ -95,46 +100,62 @@ def step_cost(
 
     The devices of a sequence are neighbours, then those of the heads, then those of the batch.
     """
-    b = -(-batch // plan.batch)
-    group = plan.heads * plan.sequence
     w = Workload(
         context,
-        b,
-        max(1, model.heads // plan.heads),
-        max(1, model.kv_heads // plan.heads),
-        model.head_dim,
+        batch=-(-batch // plan.batch),
+        heads=max(1, model.heads // plan.heads),
+        kv_heads=max(1, model.kv_heads // plan.heads),
+        head_dim=model.head_dim,
         dtype=dtype,
     )
-    share = group if plan.split_weights else 1
-    # Helix projects all queries of its heads on every device: nothing to gather, more to read.
-    own = plan.heads if plan.merge == "helix" else share
-    held = model.layers * (model.layer[0] / own + model.layer[1] / share)
-    held = DTYPE_BYTES[dtype] * (held + model.vocabulary * model.width / share)
-    memory = topology.device.memory_bandwidth
-    flops = topology.device.flops
-    weights = max(held / memory, 2 * b * held / DTYPE_BYTES[dtype] / flops)
-
-    messages = []
-    if plan.merge:
-        messages = merge_messages(plan.merge, w, plan.sequence, gather_queries=False)
-        if plan.split_weights and plan.merge != "helix":
-            size = b * w.d * w.dtype_bytes / plan.sequence
-            messages = [Message("all-gather", size), *messages]
-    merge = traffic(messages, plan.sequence, topology).seconds
-    projections = 0.0
-    if plan.split_weights and group > 1:
-        size = b * model.width * w.dtype_bytes
-        projections = 2 * kernel_allreduce(group, size, topology)
-    cache = model.layers * numel_kv(w, plan.sequence) * w.dtype_bytes
+    weights = _weights_held(model, plan)
+    weights_bytes = weights * DTYPE_BYTES[dtype]
+    reading = weights_bytes / topology.device.memory_bandwidth
+    multiplying = 2 * w.batch * weights / topology.device.flops
     attend = attend_seconds(w, w.chunk(plan.sequence), 1, topology.device)
+    merge = traffic(_merge_messages(plan, w), plan.sequence, topology).seconds
+    projections = _projections_seconds(model, plan, w, topology)
+    cache_bytes = model.layers * numel_kv(w, plan.sequence) * w.dtype_bytes
+    held = weights_bytes + cache_bytes
     return Step(
         plan,
-        weights,
-        *(model.layers * x for x in (attend, merge, projections)),
-        model.layers * (KERNELS + 1) * topology.launch,
-        held + cache,
-        held + cache <= topology.device.memory_bytes,
+        weights=max(reading, multiplying),
+        attend=model.layers * attend,
+        merge=model.layers * merge,
+        projections=model.layers * projections,
+        launches=model.layers * (KERNELS + 1) * topology.launch,
+        memory_bytes=held,
+        fits=held <= topology.device.memory_bytes,
     )
+
+
+def _weights_held(model: Model, plan: Plan) -> float:
+    """How many of the model's weights a device has, and reads at each step."""
+    share = plan.group if plan.split_weights else 1
+    # Helix projects all queries of its heads on every device: nothing to gather, more to read.
+    projected_share = plan.heads if plan.merge == "helix" else share
+    projected, rest = model.layer
+    layers = model.layers * (projected / projected_share + rest / share)
+    return layers + model.vocabulary * model.width / share
+
+
+def _merge_messages(plan: Plan, w: Workload) -> list[Message]:
+    """What a layer's merge sends, the queries of split projections first."""
+    if not plan.merge:
+        return []
+    messages = merge_messages(plan.merge, w, plan.sequence, gather_queries=False)
+    if plan.split_weights and plan.merge != "helix":
+        queries = w.batch * w.d * w.dtype_bytes / plan.sequence
+        messages = [Message("all-gather", queries), *messages]
+    return messages
+
+
+def _projections_seconds(model: Model, plan: Plan, w: Workload, topology: Topology) -> float:
+    """Seconds of a layer's two Allreduces, after the output's and the feed-forward's weights."""
+    if not plan.split_weights or plan.group == 1:
+        return 0.0
+    message_bytes = w.batch * model.width * w.dtype_bytes
+    return 2 * kernel_allreduce(plan.group, message_bytes, topology)
 
 
 def kernel_allreduce(p: int, message_bytes: Number, topology: Topology) -> float:

@@ -66,7 +66,8 @@ def memory_bytes(strategy: str, w: Workload, p: int) -> int:
 
     A ring and the trees as v1 eq. 29 and 30 (v2 8 and 9), the others in their manner.
     """
-    chunk, whole = (numel_kv(w, n) * w.dtype_bytes for n in (p, 1))
+    chunk = numel_kv(w, p) * w.dtype_bytes
+    whole = numel_kv(w, 1) * w.dtype_bytes
     state = numel_state(w) * state_bytes(w)
     query = w.batch * w.queries * w.d * w.dtype_bytes
     working = {
@@ -106,6 +107,15 @@ def decode_cost(
         send = sent.seconds / (p - 1)  # … of which p − 1 are sent
         seconds = step + (p - 1) * max(step, send)
 
-    counts = (w.layers * x for x in sent[:4])
-    times = (w.layers * x for x in (compute, sent.latency, sent.volume, seconds))
-    return Cost(strategy, *counts, memory_bytes(strategy, w, p), *times)
+    return Cost(
+        strategy,
+        collectives=w.layers * sent.collectives,
+        rounds=w.layers * sent.rounds,
+        operand_bytes=w.layers * sent.operand_bytes,
+        sent_bytes=w.layers * sent.sent_bytes,
+        memory_bytes=memory_bytes(strategy, w, p),
+        compute_seconds=w.layers * compute,
+        latency_seconds=w.layers * sent.latency,
+        volume_seconds=w.layers * sent.volume,
+        seconds=w.layers * seconds,
+    )

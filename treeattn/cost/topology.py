@@ -137,22 +137,22 @@ class Topology:
         share of their bandwidth that is data. spread: whether the collective runs as several rings
         or trees at once, each leaving the node by another link, so that one has them all.
         """
-        ports = [1] + [x.links or self.node_size if spread else 1 for x in self.levels[1:]]
-        found = []
-        for x in self.protocols:
-            if x.algorithm != algorithm:
-                continue
-            hops = [x.alone if p <= self.node_size else x.near, x.far]
-            levels = tuple(
-                replace(
-                    level,
-                    latency=hops[min(i, 1)],
-                    bandwidth=level.bandwidth * x.shares[min(i, 1)] * ports[i],
-                )
-                for i, level in enumerate(self.levels)
-            )
-            found.append(replace(self, levels=levels, launch=x.launch, protocols=()))
-        return found or [replace(self, protocols=())]
+        chosen = [x for x in self.protocols if x.algorithm == algorithm]
+        if not chosen:
+            return [replace(self, protocols=())]
+        return [self._as_moved_by(x, p, spread) for x in chosen]
+
+    def _as_moved_by(self, protocol: Protocol, p: int, spread: bool) -> "Topology":
+        """`by_protocol` for one protocol."""
+        inside, *outside = self.levels
+        near = protocol.alone if p <= self.node_size else protocol.near
+        near_share, far_share = protocol.shares
+        levels = [replace(inside, latency=near, bandwidth=inside.bandwidth * near_share)]
+        for level in outside:
+            ports = (level.links or self.node_size) if spread else 1
+            bandwidth = level.bandwidth * far_share * ports
+            levels.append(replace(level, latency=protocol.far, bandwidth=bandwidth))
+        return replace(self, levels=tuple(levels), launch=protocol.launch, protocols=())
 
     def scaled(self, latency: Number = 1.0, bandwidth: Number = 1.0) -> "Topology":
         """This topology with all launches and latencies, and all links' bandwidths, scaled."""
@@ -160,9 +160,14 @@ class Topology:
             replace(x, latency=latency * x.latency, bandwidth=bandwidth * x.bandwidth)
             for x in self.levels
         )
-        times = ("launch", "alone", "near", "far")
         protocols = tuple(
-            replace(x, **{name: latency * getattr(x, name) for name in times})
+            replace(
+                x,
+                launch=latency * x.launch,
+                alone=latency * x.alone,
+                near=latency * x.near,
+                far=latency * x.far,
+            )
             for x in self.protocols
         )
         launch = latency * self.launch
@@ -207,10 +212,19 @@ H100, H200, MI300X, RTX4090, TPU_V5P = DEVICES.values()
 
 def _protocols(table: str, far: Number | None = None) -> tuple[Protocol, ...]:
     """The protocols of a library's table, in seconds; `far` replaces their hops between nodes."""
-    return tuple(
-        Protocol(*names, 1e-6 * launch, 1e-6 * alone, 1e-6 * near, far or 1e-6 * between, tuple(x))
-        for *names, launch, alone, near, between, x in DATA["protocols"][table]
-    )
+    found = []
+    for name, algorithm, launch, alone, near, between, shares in DATA["protocols"][table]:
+        protocol = Protocol(
+            name,
+            algorithm,
+            launch=1e-6 * launch,
+            alone=1e-6 * alone,
+            near=1e-6 * near,
+            far=far or 1e-6 * between,
+            shares=tuple(shares),
+        )
+        found.append(protocol)
+    return tuple(found)
 
 
 def _topology(name: str, device: str, levels: list[str], launch: Number, **more) -> Topology:
