@@ -109,6 +109,7 @@ def test_wrong_fields_of_a_configuration_are_named(folder, name):
         refuses(folder.changed(name, value), alias.get(name, name), *words)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 @pytest.mark.parametrize("name", NUMBERS)
 def test_extreme_numbers_of_a_configuration(folder, name):
@@ -123,6 +124,7 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.data())
 def test_any_value_of_any_field_of_a_configuration(folder, data):
