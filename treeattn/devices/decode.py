@@ -138,10 +138,22 @@ def tree_decode(
 
     Layouts, mask, bias, kv_lengths and scale are those of `attend`, and implementation is, too.
     The keys are dealt to the devices in contiguous shards; kv_len need not divide by their
-    number, and may be smaller. A cache that is already sharded so stays where it is; where the
-    batch is sharded along another axis of the mesh, it stays so, too.
-    axis names one axis of the mesh, or several, outermost first; method is `merge_across`'s.
-    A program is compiled for each number given as scale; an array's value is not compiled in.
+    number, and may be smaller. A cache that is already sharded so stays where it is.
+    axis names one axis of the mesh, or several in any order, outermost first; method is
+    `merge_across`'s, and so is wire, the dtype in which numerators travel.
+    A program is compiled for each number given as scale, an array's as well; one that is traced,
+    inside `jax.jit`, is an argument of the program.
+
+    batch_axis, head_axis: the mesh's axes, one or several each, along which rows are sharded, and
+             heads: query and key heads alike, so that each device has the queries that read its
+             keys. Rows and key heads must divide by the devices along them. Nothing crosses
+             these axes, and the result stays sharded along them. None: as k, v or q lie, where
+             that can be seen: outside of `jax.jit` and other transformations, and along Explicit
+             axes; () for none. Where it cannot be seen, axes that are not named here are left to
+             XLA. It splits the plain implementation as the arrays lie, though "gather",
+             "reduce_scatter", "all_to_all" and pass-Q then send states along them, too; a GPU's
+             kernel it cannot split, and **gathers the whole cache along them**, with a warning:
+             name them there. In a `shard_map` over some of them these are split already.
 
     scatter: "reduce_scatter", "all_to_all" and "hierarchical" can leave each device with its share
              of the heads, as a projection that is sharded along them wants it. The result is then
@@ -159,8 +171,10 @@ def tree_decode(
     logarithm of the sum of exponentials, in float32 or wider. Both are the same on every device,
     unless scattered.
 
-    Raises ValueError for an axis that the mesh lacks, an unknown method, a method that does not
-    scatter when asked to, a block that does not make such a tree, and whatever `attend` refuses.
+    Raises ValueError for an axis that the mesh lacks or that `shard_map` has made manual, rows or
+    heads that do not divide, an unknown method or wire, a method that does not scatter when asked
+    to, a block that does not make such a tree, another mesh than that of `jax.set_mesh`, and
+    whatever `attend` refuses.
     """
     check_method(method)
     check_wire(wire)
@@ -192,7 +206,8 @@ def ring_decode(
 ):
     """Ring Attention for decoding: every shard of the cache visits every device.
 
-    (Liu et al. 2023; v1 §6.3.) Arguments, result and errors as `tree_decode`, without method. In
+    (Liu et al. 2023; v1 §6.3.) Arguments, result and errors as `tree_decode`, without those that
+    are about merging. In
     each of p − 1 steps a device sends the shard it holds to its neighbour: 2·b·t·d_kv·(p − 1)
     elements from each device (v1 eq. 31–32 counts p steps; the last would bring the shards home).
     """
@@ -220,7 +235,7 @@ def pass_q_decode(
 ):
     """A ring that moves the queries and their states ("pass-Q"); the cache stays where it is.
 
-    Arguments, result and errors as `tree_decode`, without method. The queries are dealt to the
+    Arguments, result and errors as `ring_decode`. The queries are dealt to the
     devices along q_len; each share, with the state it has gathered, visits every device and
     comes home: p steps of b·⌈l/p⌉·h·(d + dv + 2) elements from each device, whatever the
     context, and a gather of the states. A single query is on one device only; the other shares

@@ -47,6 +47,8 @@ def ring_attention(
     Every device keeps its queries and sees all shards of the cache pass. With `causal`, query
     i sees keys 0 … i, and a device skips the shards that lie after its queries. The result is
     sharded along its length. Without `causal`, q may be of another length than k.
+    batch_axis and head_axis are `tree_decode`'s, and as important where nobody can see how the
+    arrays lie.
 
     Raises ValueError for a causal q whose length is not k's, an axis that the mesh lacks, and
     whatever `attend` refuses.
@@ -75,7 +77,8 @@ def ulysses_attention(
 
     Each device attends over the whole sequence for h / p heads (Jacobs et al. 2023, DeepSpeed
     Ulysses). When p does not divide the key heads, they are repeated just as often as needed.
-    Same arguments and result as `ring_attention`.
+    Same arguments and result as `ring_attention`; with head_axis, h and p are those of one of its
+    devices.
 
     Raises ValueError when p does not divide the query heads, and as `ring_attention` does.
     """
@@ -113,6 +116,7 @@ def _prefill(inputs: Inputs, *, on_device, layout: Layout):
 
 
 def _ring(inputs: Inputs, rank, axes):
+    """A shard of `out` (b, ⌈l/p⌉, h, dv), from those of q (b, ⌈l/p⌉, h, d), k and v (b, t, …)."""
     p, skip = jax.lax.axis_size(axes), no_keys(inputs)
 
     def whole(shard, owner):
@@ -141,6 +145,7 @@ def _ring(inputs: Inputs, rank, axes):
 
 
 def _ulysses(inputs: Inputs, rank, axes):
+    """As `_ring`; in between, all queries and keys of h/p heads, (b, p·⌈l/p⌉, h/p, d)."""
     exchange = functools.partial(jax.lax.all_to_all, axis_name=axes, tiled=True)
     q, k, v = (exchange(x, split_axis=2, concat_axis=1) for x in (inputs.q, inputs.k, inputs.v))
     out = finalize(attend_inputs(inputs.replace(q=q, k=k, v=v)))[0]

@@ -1,0 +1,63 @@
+"""What the programs for eight H100s send, where JAX's compiler for them is installed: no GPU."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from treeattn.cost.program import collectives, count, sent_bytes, total_bytes
+
+SCRIPTS = Path(__file__).parent.parent / "benchmarks"
+sys.path.insert(0, str(SCRIPTS))
+spec = importlib.util.spec_from_file_location("gpu_programs", SCRIPTS / "gpu_programs.py")
+script = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(script)
+sys.path.remove(str(SCRIPTS))
+
+
+@pytest.fixture(scope="module")
+def devices():
+    try:
+        return script.h100s(8)
+    except NotImplementedError as missing:
+        pytest.skip(str(missing))
+
+
+P, L, H, H_KV, D = 4, 1, script.HEADS, script.KV_HEADS, script.HEAD_DIM
+# A device's own rows and heads, halved along one of the two: rows times heads are the same.
+STATE, PIVOT = (4 * script.ROWS * L * H // 2 * n for n in (D + 2, 1))
+SHARD = 2 * 2 * script.ROWS * H_KV // 2 * D  # bytes of one key and its value
+FEW = STATE + 2 * script.ROWS * L * H // 2 * D  # a share of one query and its state
+
+SENDS = {  # collectives, bytes put in
+    "allreduce": (2, STATE),  # XLA joins the two sums
+    "butterfly": (2, 2 * STATE),
+    "gather": (1, STATE),
+    "reduce_scatter, scattered": (2, STATE),
+    "all_to_all, scattered": (1, STATE),
+    "allreduce, 16 bits": (2, STATE // 2),
+    "all_to_all, scattered, 16 bits": (1, STATE // 2),
+    "hierarchical": (3, STATE + STATE // P),
+    "ring": (2 * (P - 1), (P - 1) * SHARD * script.KEYS // P),
+    "pass-Q": (P + 1, P * FEW + STATE),  # XLA joins a step's four
+    "ring prefill": (P - 1, (P - 1) * SHARD * script.TEXT // P),
+}
+
+
+@pytest.mark.parametrize("layout", script.LAYOUTS)
+@pytest.mark.parametrize("name", SENDS)
+def test_nothing_crosses_the_axis_of_rows_or_heads(name, layout, devices):
+    found = collectives(script.compiled(name, script.LAYOUTS[layout], devices))
+    assert (count(found), total_bytes(found)) == SENDS[name]
+    assert all(c.devices == P for c in found if "permute" not in c.kind)
+    if name == "allreduce":
+        assert sent_bytes(found) == 24_960  # not 134,276,096: K and V of the other rows
+
+
+def test_what_nobody_can_see_is_gathered(devices):
+    """Without batch_axis, inside jit: the warning says so."""
+    layout = script.LAYOUTS["rows over 2, keys over 4"]
+    with pytest.warns(UserWarning, match="gathered"):
+        program = script.compiled("allreduce", layout, devices, named=False)
+    assert sent_bytes(collectives(program)) > 134_217_728
