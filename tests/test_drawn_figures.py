@@ -94,7 +94,7 @@ def test_the_cheat_sheets_bytes_are_those_of_the_compiled_programs():
     q = jax.ShapeDtypeStruct((1, 1, 16, 128), jnp.float32, sharding=whole)
     k = jax.ShapeDtypeStruct((1, 64, 4, 128), jnp.float32, sharding=along)
     shard = 2 * 8 * 4 * 128 * 4
-    for method, (_, sent) in cheat_sheet.sent_bytes(8, 16, 128, cache=shard).items():
+    for method, (_, sent) in cheat_sheet.sent_by_method(8, 16, 128, cache=shard).items():
         options = {"method": method, "scatter": method in cheat_sheet.ENDS}
         decode, options = (ring_decode, {}) if method == "ring" else (tree_decode, options)
         decode = functools.partial(decode, mesh=mesh, axis="kv", **options)

@@ -76,14 +76,21 @@ class Report(NamedTuple):
 
 @np.errstate(all="ignore")
 def merge(parts) -> tuple[np.ndarray, np.ndarray]:
-    """(out, lse) of all keys from those of disjoint sets of them, in float64."""
-    out, lse = (np.stack([np.asarray(part[i], np.float64) for part in parts]) for i in (0, 1))
+    """(out, lse) of all keys from those of disjoint sets of them, in float64.
+
+    parts: pairs of out (b, l, h, d) and lse (b, l, h), of any dtype
+    """
+    out = np.stack([np.asarray(part[0], np.float64) for part in parts])
+    lse = np.stack([np.asarray(part[1], np.float64) for part in parts])
     lse = np.where(np.isposinf(lse), -np.inf, lse)
+    no_keys = np.isneginf(lse)
+    out = np.where(no_keys[..., None], 0, out)
     m = lse.max(axis=0)
     w = np.exp(lse - np.where(np.isneginf(m), 0, m))
     d = w.sum(axis=0)
-    n = (np.where(np.isneginf(lse)[..., None], 0, out) * w[..., None]).sum(axis=0)
-    return n / np.where(d == 0, 1, d)[..., None], m + np.log(np.where(d == 0, 1, d))
+    n = (out * w[..., None]).sum(axis=0)
+    divisor = np.where(d == 0, 1, d)
+    return n / divisor[..., None], m + np.log(divisor)
 
 
 def attend(
@@ -104,21 +111,31 @@ def attend(
     sinks (h,): the score of one more key for every query, whose value is 0.
     query_positions (l,), key_positions (n,): queries see the keys up to their own position.
     """
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    k, v = (np.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    q = np.asarray(q, np.float64)
+    k = _for_each_query_head(np.asarray(k, np.float64), q)
+    v = _for_each_query_head(np.asarray(v, np.float64), q)
     b, l, h, d = q.shape
     n = k.shape[1]
     seen = np.ones((b, 1, l, n), bool) if mask is None else np.asarray(mask)
     if kv_lengths is not None:
-        seen = seen & (np.arange(n) < np.asarray(kv_lengths)[:, None, None, None])
+        lengths = np.asarray(kv_lengths)[:, None, None, None]
+        seen = seen & (np.arange(n) < lengths)
     if query_positions is not None:
         seen = seen & (np.asarray(key_positions) <= np.asarray(query_positions)[:, None])
-    s = np.einsum("blhd,bnhd->bhln", q, k) * (d**-0.5 if scale is None else scale)
-    s = np.where(seen, s, -np.inf).transpose(3, 0, 2, 1)
-    parts = [(np.broadcast_to(v[:, None, i], (b, l, h, v.shape[-1])), s[i]) for i in range(n)]
+    if scale is None:
+        scale = d**-0.5
+    s = np.einsum("blhd,bnhd->bhln", q, k) * scale
+    s = np.where(seen, s, -np.inf).transpose(3, 0, 2, 1)  # (n, b, l, h)
+    shape = (b, l, h, v.shape[-1])
+    parts = [(np.broadcast_to(v[:, None, i], shape), s[i]) for i in range(n)]
     if sinks is not None:
-        parts.append((np.zeros_like(parts[0][0]), np.broadcast_to(sinks, (b, l, h))))
+        parts.append((np.zeros(shape), np.broadcast_to(sinks, (b, l, h))))
     return merge(parts)
+
+
+def _for_each_query_head(x: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """Keys or values (b, n, h_kv, d) as (b, n, h, d): each head as often as q's heads read it."""
+    return np.repeat(x, q.shape[2] // x.shape[2], axis=2)
 
 
 def bfloat16(x) -> np.ndarray:
@@ -129,6 +146,7 @@ def bfloat16(x) -> np.ndarray:
 
 
 def rounded(x, dtype: str) -> np.ndarray:
+    """`x` rounded to a dtype by its name."""
     return bfloat16(x) if dtype == "bfloat16" else np.asarray(x).astype(dtype)
 
 
@@ -137,9 +155,12 @@ def merge_cases(dtype: str = "float32") -> list[Case]:
     rng = np.random.default_rng(0)
 
     def shards(p, shape=(2, 3, 4), mean=8.0, empty=(), below=-np.inf, stale=0.0):
+        """p pairs (out, lse); no keys in the shards `empty`, and wherever lse is below `below`."""
         outs = 1 + rng.normal(size=(p, *shape, 4)) / 2
-        lses = rng.normal(mean, 2, (p, *shape)).astype("float64" if "64" in dtype else "float32")
-        none = np.isin(np.arange(p), empty)[:, None, None, None] | (lses < below)
+        lses = rng.normal(mean, 2, (p, *shape))
+        lses = lses.astype("float64" if dtype == "float64" else "float32")
+        is_empty = np.isin(np.arange(p), empty)[:, None, None, None]
+        none = is_empty | (lses < below)
         outs = np.where(none[..., None], stale, outs)
         lses = np.where(none, -np.inf, lses)
         return list(zip(rounded(outs, dtype), lses, strict=True))
@@ -171,11 +192,14 @@ def kernel_cases(dtype: str = "float32") -> list[Case]:
     rng = np.random.default_rng(1)
 
     def qkv(b=2, l=3, h=4, h_kv=4, n=40, size=1.0):
-        q, *kv = (rng.normal(size=(b, m, g, 16)) for m, g in ((l, h), (n, h_kv), (n, h_kv)))
-        return [rounded(x, dtype) for x in (q * size, *kv)]
+        q = rng.normal(size=(b, l, h, 16))
+        k = rng.normal(size=(b, n, h_kv, 16))
+        v = rng.normal(size=(b, n, h_kv, 16))
+        return [rounded(x, dtype) for x in (q * size, k, v)]
 
     stale = qkv()
-    stale[1][1, 7:] = stale[2][1, 7:] = np.nan
+    for keys_or_values in stale[1:]:
+        keys_or_values[1, 7:] = np.nan
     mask = rng.random((2, 1, 3, 40)) < 0.5
     mask[1, 0, 2] = False
     causal = {"query_positions": np.arange(37, 40), "key_positions": np.arange(40)}
@@ -191,36 +215,34 @@ def kernel_cases(dtype: str = "float32") -> list[Case]:
         "one stripe of four": (qkv(n=10), causal | {"key_positions": np.arange(1, 40, 4)}, None),
         "sinks": (qkv(), {"sinks": np.array([0.0, 2.0, 4.0, 5.0])}, None),
     }
-    return [
-        Case(
-            name,
-            (q, k, v),
-            options,
-            *attend(q, k, v, **options),
-            np.repeat(v, q.shape[2] // v.shape[2], axis=2).mean(1, keepdims=True),
-            infinite,
-        )
-        for name, ((q, k, v), options, infinite) in cases.items()
-    ]
+    found = []
+    for name, ((q, k, v), options, infinite) in cases.items():
+        out, lse = attend(q, k, v, **options)
+        uniform = _for_each_query_head(v, q).mean(1, keepdims=True)
+        found.append(Case(name, (q, k, v), options, out, lse, uniform, infinite))
+    return found
 
 
 def wrong_merges(parts) -> Iterator:
     """What known mistakes make of the parts: (fingerprint, (out, lse)) of each."""
     out, lse = merge(parts)
     total = sum(x[1] for x in parts)
-    base_2 = merge([(o, l * np.log(2)) for o, l in parts])
-    for answer in ((out, lse / np.log(2)), base_2, (base_2[0], base_2[1] / np.log(2))):
-        yield "log base 2", answer
-    for answer in (out, sum(o * np.exp(l - total)[..., None] for o, l in parts)):
-        yield "lse + block_lse", (answer, total)
+    yield "log base 2", (out, lse / np.log(2))
+    off, off_lse = merge([(o, l * np.log(2)) for o, l in parts])
+    yield "log base 2", (off, off_lse)
+    yield "log base 2", (off, off_lse / np.log(2))
+    yield "lse + block_lse", (out, total)
+    yield "lse + block_lse", (sum(o * np.exp(l - total)[..., None] for o, l in parts), total)
     for dtype in ("bfloat16", "float16"):
         off, off_lse = merge([(o, rounded(l, dtype)) for o, l in parts])
         for answer in (off_lse, lse, rounded(off_lse, dtype)):
             yield f"lse in {dtype}", (off, answer)
-    w = [np.exp(x[1] - np.where(np.isinf(lse), 0, lse)) for x in parts]
-    for turn in (lambda x: x.swapaxes(1, 2)[..., None], lambda x: x, lambda x: x.swapaxes(1, 2)):
+    finite_lse = np.where(np.isinf(lse), 0, lse)
+    weights = [np.exp(part[1] - finite_lse) for part in parts]
+    turned = [w.swapaxes(1, 2) for w in weights]
+    for wrong in ([w[..., None] for w in turned], weights, turned):
         try:
-            off = sum(part[0] * turn(x) for part, x in zip(parts, w, strict=True))
+            off = sum(part[0] * w for part, w in zip(parts, wrong, strict=True))
         except ValueError:  # these shapes do not even broadcast
             continue
         for answer in (lse, lse.swapaxes(1, 2)):
@@ -237,7 +259,8 @@ def wrong_kernels(q, k, v, *, sinks=None, **options) -> Iterator:
         yield "sinks ignored", without
         yield "sinks ignored", (out, without[1])
         for p in range(2, 65):  # shards
-            yield "sinks once a shard", merge([without, (0 * out, lse * 0 + sinks + np.log(p))])
+            p_sinks = (0 * out, lse * 0 + sinks + np.log(p))
+            yield "sinks once a shard", merge([without, p_sinks])
     if "query_positions" in options:
         position = options["query_positions"][:, None]
         l = q.shape[1]
@@ -272,12 +295,14 @@ def check_kernel(kernel: Callable, *, dtype: str = "float32", tolerance=None) ->
 
 @np.errstate(all="ignore")
 def _check(function, cases: list[Case], mistakes, dtype: str, tolerance) -> Report:
-    tolerances = tolerance or TOLERANCES[dtype], 1e-10 if dtype == "float64" else 2e-5
+    """Ask the function all cases; mistakes: `wrong_merges` or `wrong_kernels`."""
+    of_lse = 1e-10 if dtype == "float64" else 2e-5
+    tolerances = (tolerance or TOLERANCES[dtype], of_lse)
     results = []
     for case in cases:
         try:
             answer = function(*case.arguments, **case.options)
-            out, lse = (np.asarray(x).astype(np.float64) for x in answer)
+            out, lse = [np.asarray(x).astype(np.float64) for x in answer]
         except NotImplementedError as error:
             results.append(Result(case.name, "skipped", (), str(error)))
         except Exception as error:
@@ -288,7 +313,8 @@ def _check(function, cases: list[Case], mistakes, dtype: str, tolerance) -> Repo
 
 
 def _judge(case: Case, answer, mistakes, tolerances) -> Result:
-    expected = case.out, case.lse
+    """Passed, or failed with the mistakes that would have given this answer (out, lse)."""
+    expected = (case.out, case.lse)
     if _close(answer, expected, tolerances):
         return Result(case.name, "passed")
     wrong = mistakes(*case.arguments, **case.options)
@@ -297,14 +323,20 @@ def _judge(case: Case, answer, mistakes, tolerances) -> Result:
         for name, would_be in wrong
         if _close(answer, would_be, tolerances) and not np.isnan(would_be[0]).any()
     ]
-    shapes = [x.shape for x in answer], [x.shape for x in expected]
-    if shapes[0] != shapes[1]:
-        detail = "shapes {}, expected {}".format(*shapes)
+    shapes = [x.shape for x in answer]
+    expected_shapes = [x.shape for x in expected]
+    if shapes != expected_shapes:
+        detail = f"shapes {shapes}, expected {expected_shapes}"
     else:
         found = found or list(_signs(case, *answer, tolerances))
-        errors = (np.abs(x - y)[np.isfinite(y)] for x, y in zip(answer, expected, strict=True))
-        detail = "off by {:.1e} (out), {:.1e} (lse)".format(*(x.max(initial=0) for x in errors))
+        of_out = _largest_error(answer[0], case.out)
+        of_lse = _largest_error(answer[1], case.lse)
+        detail = f"off by {of_out:.1e} (out), {of_lse:.1e} (lse)"
     return Result(case.name, "failed", tuple(dict.fromkeys(found)), detail)
+
+
+def _largest_error(x: np.ndarray, expected: np.ndarray) -> float:
+    return np.abs(x - expected)[np.isfinite(expected)].max(initial=0)
 
 
 def _close(answer, expected, tolerances) -> bool:
@@ -330,8 +362,10 @@ def _signs(case: Case, out, lse, tolerances) -> Iterator[str]:
     lse = lse[~none]
     expected = (case.out[~none], case.lse[~none])
     error = np.abs(lse / expected[1] - 1).max(initial=0)
-    if not (np.isfinite(out).all() and np.isfinite(lse).all() and out.any()) and lse.size:
-        yield from [case.infinite] if case.infinite else []
+    finite = np.isfinite(out).all() and np.isfinite(lse).all()
+    if lse.size and not (finite and out.any()):
+        if case.infinite:
+            yield case.infinite
     elif _close((out, lse), expected, tolerances):
         return
     elif error <= 0.1 and np.array_equal(lse, bfloat16(lse)):

@@ -37,7 +37,7 @@ LOGARITHM = (
 )
 
 
-def sent_bytes(p: int, heads: int, head_dim: int, cache: int) -> dict[str, tuple[str, float]]:
+def sent_by_method(p: int, heads: int, head_dim: int, cache: int) -> dict[str, tuple[str, float]]:
     """Method -> (formula, bytes) that each of p devices sends for one query; float32.
 
     cache: bytes of a device's keys and values.
@@ -102,7 +102,7 @@ def cheat_sheet() -> Figure:
     for x, text in zip(columns, header, strict=True):
         ax.text(x, 51.4, text, va="center", fontsize=9.5, color=INK, fontweight="bold")
     ax.plot([1.2, 84.8], [53, 53], color=GREY, lw=0.8)
-    rows = sent_bytes(8, 16, 128, cache=(1 << 19) // 8 * 4 * 128 * 2 * 4)
+    rows = sent_by_method(8, 16, 128, cache=(1 << 19) // 8 * 4 * 128 * 2 * 4)
     for i, (method, (formula, count)) in enumerate(rows.items()):
         color = ORANGE if method == "ring" else BLUE
         y = 55 + 2.85 * i
