@@ -312,6 +312,16 @@ def test_the_kernel_multiplies_by_tensor_cores_whatever_jax_is_set_to():
     assert program.count("Precision.DEFAULT") >= 12 and "HIGHEST" not in program
 
 
+def test_what_the_parts_of_a_factor_leave_out():
+    """As `_dot` says: of a product of float32, and of a weight that multiplies bfloat16."""
+    x = np.random.default_rng(0).normal(size=10_000).astype(np.float32)
+    high, low = (np.asarray(part, np.float64) for part in pallas._parts(x, jnp.float32))
+    assert np.all(high + low == x)
+    assert 0.9 * 2**-10 < np.max(np.abs(low / x)) <= 2**-10
+    high, low = (np.asarray(part, np.float64) for part in pallas._parts(x, jnp.bfloat16))
+    assert 0.2 * 2**-15 < np.max(np.abs((high + low) / x - 1)) <= 2**-15
+
+
 def test_the_backward_pass_has_one_call_of_the_kernel():
     f = jax.grad(lambda q, k, v: jnp.sum(attention(q, k, v, implementation="pallas")))
     text = lowered(f, *shapes("float32"), context=on_cuda()[1])
