@@ -149,11 +149,6 @@ def collectives_table(found: Iterable[Collective]) -> str:
     return columns([*rows, ("all", *numbers, "")])
 
 
-# The names that these had.
-count = count_collectives
-table = collectives_table
-
-
 def _text(program: jax.stages.Lowered | jax.stages.Compiled | str) -> str:
     if isinstance(program, str):
         return program

@@ -8,7 +8,7 @@ from matplotlib.colors import BoundaryNorm, ListedColormap
 from treeattn.cost.formulas import Workload
 from treeattn.cost.merges import MERGES, SCATTERING, merge_seconds
 from treeattn.cost.prefill import prefill_seconds
-from treeattn.cost.sharding import MODELS, advise
+from treeattn.cost.sharding import MODELS, Model, advise
 from treeattn.cost.topology import CORNERS
 from treeattn.figures.canvas import styled
 from treeattn.figures.cost import DGX
@@ -73,6 +73,16 @@ FAMILIES = {
 LETTERS = dict(zip(FAMILIES, ("H", "HS", "S", "BH", "BS", "BHS", "B"), strict=True))
 
 
+def best_family(model: Model, batch: int, context: int, p: int) -> tuple[str | None, bool]:
+    """(the family of the fastest plan, None where nothing fits; whether all constants agree)."""
+    best = {
+        name: advise(model, batch, context, p, corner(DGX))[0] for name, corner in CORNERS.items()
+    }
+    usual = best["NCCL 2.28"]
+    families = {step.plan.family for step in best.values()}
+    return usual.plan.family if usual.fits else None, len(families) == 1
+
+
 @styled
 def decision_map():
     """Which family of plans is fastest, by keys and devices; dots where the constants decide."""
@@ -88,17 +98,11 @@ def decision_map():
         grid = np.full((len(devices), len(contexts)), len(FAMILIES))
         for i, p in enumerate(devices):
             for j, context in enumerate(contexts):
-                best = {
-                    name: advise(model, batch, context, p, corner(DGX))[0]
-                    for name, corner in CORNERS.items()
-                }
-                if not best["NCCL 2.28"].fits:
+                family, sure = best_family(model, batch, context, p)
+                if family is None:
                     continue
-                found = {name: step.plan.family for name, step in best.items()}
-                grid[i, j] = list(FAMILIES).index(found["NCCL 2.28"])
-                text = LETTERS[found["NCCL 2.28"]]
-                if len(set(found.values())) > 1:
-                    text += " ?"
+                grid[i, j] = list(FAMILIES).index(family)
+                text = LETTERS[family] + ("" if sure else " ?")
                 axes.text(j, i, text, ha="center", va="center", fontsize=8, color=INK)
         axes.imshow(grid, cmap=colours, norm=norm, aspect="auto", origin="lower", alpha=0.45)
         heads = f"{model.kv_heads} key head{'s' if model.kv_heads > 1 else ''}"

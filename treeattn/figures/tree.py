@@ -6,6 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from treeattn.cost.schedules import schedule
 from treeattn.figures.canvas import styled
 from treeattn.figures.style import (
     BLUE,
@@ -76,13 +77,19 @@ def _device(ax, x, y, i) -> None:
 
 
 def butterfly_pairs(p: int) -> list[tuple[str, list[tuple[int, int]]]]:
-    """The rounds of `merge_across(method="butterfly")`: (what happens, pairs (from, to))."""
-    core = 1 << (p.bit_length() - 1)
-    folds = [(core + i, i) for i in range(p - core)]
-    rounds = [("hand in", folds)] if folds else []
-    for k in range(core.bit_length() - 1):
-        rounds.append((f"swap over {1 << k}", [(i, i ^ (1 << k)) for i in range(core)]))
-    return rounds + ([("hand back", [(b, a) for a, b in folds])] if folds else [])
+    """The rounds of `merge_across(method="butterfly")`: (what happens, pairs (from, to)).
+
+    Devices beyond the largest power of two hand in their states first, and get the result last.
+    """
+    swaps = p.bit_length() - 1
+    names = [f"swap over {1 << k}" for k in range(swaps)]
+    if p > 1 << swaps:
+        names = ["hand in", *names, "hand back"]
+    rounds = []
+    for name, round_ in zip(names, schedule("butterfly", p, 1), strict=True):
+        pairs = zip(round_.source.tolist(), round_.target.tolist(), strict=True)
+        rounds.append((name, list(pairs)))
+    return rounds
 
 
 @styled
