@@ -18,7 +18,7 @@ from described_gpus import h100s
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import treeattn
-from treeattn.cost.program import collectives, count, sent_bytes, total_bytes
+from treeattn.cost.program import collectives, count_collectives, sent_bytes, total_bytes
 
 ROWS, HEADS, KV_HEADS, HEAD_DIM = 4, 16, 8, 128
 KEYS = 65536  # of a decoding step
@@ -81,7 +81,7 @@ def row(layout: str, name: str, program) -> str:
     for c in found:
         kinds[c.kind] = kinds.get(c.kind, 0) + c.count
     kinds = ", ".join(f"{n} {kind}" for kind, n in kinds.items())
-    numbers = f"{count(found)} | {total_bytes(found):,} | {sent_bytes(found):,}"
+    numbers = f"{count_collectives(found)} | {total_bytes(found):,} | {sent_bytes(found):,}"
     return f"| {layout} | {name} | {numbers} | {kinds} |"
 
 

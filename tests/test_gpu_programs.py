@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from treeattn.cost.program import collectives, count, sent_bytes, total_bytes
+from treeattn.cost.program import collectives, count_collectives, sent_bytes, total_bytes
 
 SCRIPTS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(SCRIPTS))
@@ -49,7 +49,7 @@ SENDS = {  # collectives, bytes put in
 @pytest.mark.parametrize("name", SENDS)
 def test_nothing_crosses_the_axis_of_rows_or_heads(name, layout, devices):
     found = collectives(script.compiled(name, script.LAYOUTS[layout], devices))
-    assert (count(found), total_bytes(found)) == SENDS[name]
+    assert (count_collectives(found), total_bytes(found)) == SENDS[name]
     assert all(c.devices == P for c in found if "permute" not in c.kind)
     if name == "allreduce":
         assert sent_bytes(found) == 24_960  # not 134,276,096: K and V of the other rows

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from oracles import dense_attention, dense_gradients, dense_weights
 
 import treeattn
-from treeattn.cost.program import collectives, count, total_bytes
+from treeattn.cost.program import collectives, count_collectives, total_bytes
 from treeattn.devices.merge import METHODS, merge_across
 from treeattn.devices.shards import check_call
 
@@ -158,7 +158,7 @@ def test_decoding_on_any_mesh(where, name, kind, seed):
         expected = sends_by_nodes(sizes, **own)
     else:
         expected = sends(name, sizes, **own)
-    assert (count(found), total_bytes(found)) == expected
+    assert (count_collectives(found), total_bytes(found)) == expected
 
 
 @settings(max_examples=4, phases=ONCE)
@@ -183,7 +183,7 @@ def test_prefill_on_any_mesh(where, name, causal, seed):
         expected = 4, 8 * b * t * d * (2 * h_kv * p + 2 * repeated)
     else:
         expected = 2 * (p - 1), 2 * (p - 1) * 8 * b * t * h_kv * d
-    assert (count(found), total_bytes(found)) == expected
+    assert (count_collectives(found), total_bytes(found)) == expected
 
 
 @pytest.mark.parametrize("name", ["reduce_scatter", "butterfly", "pass_q"])
@@ -314,7 +314,7 @@ def test_a_wire_of_16_bits_costs_no_more_messages(method):
     x = [jax.ShapeDtypeStruct((1, 1, 8, *y), jnp.float32) for y in ((), (), (16,))]
     found = collectives(jax.jit(f).trace(*x).lower(lowering_platforms=("cuda",)))
     number, lanes = WIRED[method]
-    assert (count(found), total_bytes(found)) == (number, 2 * 8 * lanes(16))
+    assert (count_collectives(found), total_bytes(found)) == (number, 2 * 8 * lanes(16))
 
 
 @pytest.mark.parametrize("name", [*DECODERS, *CAUSAL])
