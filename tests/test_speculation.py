@@ -676,6 +676,18 @@ def test_a_slow_draft_that_fails_pauses():
     assert budget.asks() and budget.records[0].trust == 1 and budget.records[0].cost == 0.5
 
 
+def test_the_less_a_draft_costs_the_shorter_it_pauses():
+    longest = []
+    for cost in (0.01, 0.05, 0.5, 5.0):
+        budget, asked = measured(4, {1: 1.0, 4: 2.0}, cost), []
+        for i in range(200):
+            if budget.asks():
+                asked.append(i)
+                chosen(budget, np.zeros((1, 3)))
+        longest.append(int(np.diff(asked).max()) - 1)
+    assert longest == [0, 2, 25, 32]
+
+
 def test_a_slow_draft_that_fails_does_not_silence_a_free_one():
     """And the other way round: each pauses for itself."""
     budget, drafted = measured(16, STEPS, 0.001, 0.5), [0, 0]

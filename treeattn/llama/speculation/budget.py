@@ -44,9 +44,9 @@ class Record:
         """It was worth its time."""
         self._pause = 1
 
-    def rest(self) -> None:
-        """It was not: it pauses, for twice as long each time, up to 32 steps."""
-        self._waiting = self._pause
+    def rest(self, longest: int) -> None:
+        """It was not: it pauses, for twice as long each time, up to `longest` steps."""
+        self._waiting = min(self._pause, longest)
         self._pause = min(2 * self._pause, 32)
 
 
@@ -60,8 +60,9 @@ class Budget:
 
     Steps are padded to one of `sizes`, each of which compiles once. Where drafts fail, the best
     size is 1, a plain step; a draft that costs time and is not worth it then pauses for 1, 2, 4, …
-    up to 32 steps. Where there are several (`SurerDraft`), each has a cost, a trust and pauses of
-    its own. What is drawn at random (`Drawn`) may not be cut, nor left out: it is verified whole.
+    up to 32 steps, fewer the less it costs: what takes 2 % of a step never does. Where there are
+    several (`SurerDraft`), each has a cost, a trust and pauses of its own. What is drawn at random
+    (`Drawn`) may not be cut, nor left out: it is verified whole.
 
     Keep a Budget for several calls of `generate`, and it keeps the times that it has measured; it
     trusts each draft anew, and none pauses at the beginning of a text.
@@ -111,8 +112,8 @@ class Budget:
                 without = surest(others, self.most - 1)[1]
                 if self.rate(found, record.cost) > self.rate(without, 0.0):
                     record.paid()
-                elif record.cost > 0.02 * self.seconds(1):
-                    record.rest()
+                else:  # no longer than until asking in vain takes a fiftieth of the time
+                    record.rest(int(min(record.cost / self.seconds(1) / 0.02, 32)))
         return which, nodes
 
     def nodes(self, chances: np.ndarray, cost: float) -> int:
