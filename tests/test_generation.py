@@ -24,6 +24,7 @@ from treeattn.llama.speculation import (
 )
 from treeattn.llama.text import stream
 
+pytestmark = pytest.mark.slow
 SMALL = Path(__file__).parent / "data" / "llamas" / "llama3"
 
 
