@@ -392,3 +392,24 @@ def test_vmap_and_the_gradient_under_it(method):
     np.testing.assert_allclose(value.sum(), total, rtol=1e-12)
     for x, y in zip(got, expected, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-12)
+
+
+def test_a_tree_of_trees_travels_in_16_bits_too():
+    """Its parts: a node's scatter (2), the nodes' Allreduce (2) and the gather (1) of one call."""
+    mesh = AbstractMesh((2, 2), ("node", "device"), axis_types=(AxisType.Auto,) * 2)
+    q = jax.ShapeDtypeStruct((1, 1, 8, 16), jnp.float32)
+    f = functools.partial(
+        treeattn.tree_decode, mesh=mesh, axis=mesh.axis_names, method="hierarchical",
+        implementation="blockwise", wire=jnp.bfloat16,
+    )  # fmt: skip
+    found = collectives(jax.jit(f).trace(q, q, q).lower(lowering_platforms=("cuda",)))
+    head = 2 * (16 + 2)  # bytes of a head: its output and its lse
+    assert (count(found), total_bytes(found)) == (5, head * (8 + 4 + 4))
+
+
+@pytest.mark.parametrize("method", ["allreduce", "gather"])
+def test_decoding_with_16_bits_on_the_wire(method):
+    mesh, (q, k, v) = treeattn.kv_mesh(jax.devices()[:2]), arrays(0, 1, 2, 6, 4, 2)
+    decode = functools.partial(treeattn.tree_decode, mesh=mesh, axis="kv", method=method)
+    error = np.abs(decode(q, k, v, wire=jnp.bfloat16) - dense_attention(q, k, v)).max()
+    assert 0 < error < 2**-6 * np.abs(v).max()
