@@ -404,7 +404,7 @@ def test_a_tree_of_trees_travels_in_16_bits_too():
     )  # fmt: skip
     found = collectives(jax.jit(f).trace(q, q, q).lower(lowering_platforms=("cuda",)))
     head = 2 * (16 + 2)  # bytes of a head: its output and its lse
-    assert (count(found), total_bytes(found)) == (5, head * (8 + 4 + 4))
+    assert (count_collectives(found), total_bytes(found)) == (5, head * (8 + 4 + 4))
 
 
 @pytest.mark.parametrize("method", ["allreduce", "gather"])
