@@ -57,7 +57,8 @@ def lay_out(folder: Path) -> None:
                 if alt := output.get("metadata", {}).get("image/png", {}).get("alt"):
                     cell.metadata.setdefault("mystnb", {})["image"] = {"alt": alt}
         nbformat.write(notebook, folder / "notebooks" / path.name)
-    shutil.copy(REPOSITORY / "notebooks" / "ledger.tsv", folder / "notebooks")
+    for name in ("ledger.tsv", "sources.tsv"):
+        shutil.copy(REPOSITORY / "notebooks" / name, folder / "notebooks")
     (folder / "ledger.md").write_text(ledger_page(), encoding="utf-8")
 
 

@@ -1,28 +1,26 @@
 """The page of the ledger: its rows as tables, each linked to the section that explains it."""
 
 import re
+from html import escape
 from itertools import groupby
 from pathlib import Path
 
 NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
 SPECIAL = str.maketrans({character: f"\\{character}" for character in "*_<$|[]"})
-NAMES = {
-    "v1": "Version 1 of the paper",
-    "v2": "Version 2 of the paper",
-    "explainer": "The explainer",
-    "note": "The softmax note",
-    "packing": "The packing document",
-}
+LANGUAGES = {"English": "en", "Vietnamese": "vi", "Chinese": "zh"}
+ID = re.compile(r"(?<![\w-])(?:2024|2025|expl|note|pack)-[A-Z]\w*(?![\w-])")
 INTRODUCTION = """# The ledger, row by row
 
-What the sources state, with a verdict, the section that explains it and the tests that hold it.
-[Notebook 10](notebooks/10_ledger.ipynb) says what the verdicts mean, counts them and runs some of
-the checks; the rows are a file, `notebooks/ledger.tsv`. A row is linked as `ledger.html#v1-e30`.
+What the sources state, in their own words, with a verdict, the section that explains it and the
+tests that hold it. [Notebook 10](notebooks/10_ledger.ipynb) says what the verdicts mean, counts
+them and runs some of the checks; the rows are a file, `notebooks/ledger.tsv`. A row's id is a link
+to it.
 """
 
 
-def read() -> list[dict[str, str]]:
-    header, *lines = (NOTEBOOKS / "ledger.tsv").read_text(encoding="utf-8").splitlines()
+def read(name: str = "ledger.tsv") -> list[dict[str, str]]:
+    """A table of the folder notebooks, a dictionary for each row."""
+    header, *lines = (NOTEBOOKS / name).read_text(encoding="utf-8").splitlines()
     return [dict(zip(header.split("\t"), line.split("\t"), strict=True)) for line in lines]
 
 
@@ -34,22 +32,83 @@ def link(place: str) -> str:
     return f"[{number}, {heading.translate(SPECIAL)}](notebooks/{path.name}#{slug})"
 
 
-def line(row: dict[str, str]) -> str:
-    tests = [x.strip().removeprefix("tests/") for x in row["test"].split(";") if x.strip()]
-    places = [x.strip() for x in row["notebook"].split(";") if x.strip()]
+def literal(text: str) -> str:
+    """Text that neither Markdown nor HTML reads anything into, such as a formula's source."""
+    return re.sub(r"[^\w\s]|_", lambda found: f"&#{ord(found[0])};", text)
+
+
+def with_links(text: str, ids: set[str]) -> str:
+    """Markdown of a note: the ids of rows in it lead to those rows."""
+
+    def to_row(found: re.Match) -> str:
+        id = found[0]
+        return f'<a href="#{id.lower()}">{id}</a>' if id in ids else id
+
+    return ID.sub(to_row, text.translate(SPECIAL))
+
+
+def parts(text: str) -> list[str]:
+    return [x.strip() for x in text.split(";") if x.strip()]
+
+
+def line(row: dict[str, str], ids: set[str], language: str) -> str:
+    """A row of a table, in Markdown."""
+    id, verdict = row["id"], row["verdict"]
+    facts = f'data-source="{escape(row["source"])}" data-verdict="{escape(verdict)}"'
+    tests = [f"`{test.removeprefix('tests/')}`" for test in parts(row["test"])]
+    twins = with_links(", ".join(parts(row["twin"])), ids)
+    note = " ".join(filter(None, (with_links(row["note"], ids), twins and f"(As {twins}.)")))
     cells = (
-        f'<a id="{row["id"].lower()}"></a>{row["item"].translate(SPECIAL)}',
-        row["says"].translate(SPECIAL),
-        f"**{row['verdict']}** {row['note'].translate(SPECIAL)}".strip(),
-        "<br>".join([*map(link, places), *(f"`{test}`" for test in tests)]),
+        f'<a id="{id.lower()}" class="row" href="#{id.lower()}" {facts}>{id}</a>'
+        f"<br>{row['item'].translate(SPECIAL)}",
+        f'{row["says"].translate(SPECIAL)}<br><q lang="{language}">{literal(row["quote"])}</q>',
+        f"**{verdict}** {note}".strip(),
+        "<br>".join([*map(link, parts(row["notebook"])), *tests]),
     )
     return "| " + " | ".join(cells) + " |"
 
 
+def choice(name: str, label: str, options: list[str]) -> str:
+    items = "".join(f"<option>{escape(option)}</option>" for option in options)
+    select = f'<select name="{name}"><option value="">all</option>{items}</select>'
+    return f"<label>{label} {select}</label>"
+
+
+def filters(rows: list[dict[str, str]]) -> str:
+    """The form that static/ledger.js shows and listens to. Without scripts every row is there."""
+
+    def all_of(values) -> list[str]:
+        return list(dict.fromkeys(values))
+
+    notebooks = sorted({place.partition(": ")[0] for r in rows for place in parts(r["notebook"])})
+    return "\n".join(
+        (
+            '<form id="ledger-filters" hidden>',
+            '<label>Find whole words <input type="search" name="find" autocomplete="off"></label>',
+            choice("source", "Source", all_of(row["source"] for row in rows)),
+            choice("verdict", "Verdict", all_of(row["verdict"] for row in rows)),
+            choice("notebook", "Notebook", notebooks),
+            '<button type="reset">All rows</button> <output aria-live="polite"></output>',
+            "</form>",
+            '<script src="_static/ledger.js" defer></script>',
+        )
+    )
+
+
 def ledger_page() -> str:
-    """All rows, a table for each source."""
-    parts = [INTRODUCTION]
-    for source, rows in groupby(read(), lambda row: row["source"]):
-        head = "| where | what it says | verdict | shown and tested in |\n|---|---|---|---|"
-        parts.append(f"## {NAMES[source]}\n\n{head}\n" + "\n".join(map(line, rows)) + "\n")
-    return "\n".join(parts)
+    """All rows, a table for each source, below the filters."""
+    rows = read()
+    ids = {row["id"] for row in rows}
+    sources = {source["source"]: source for source in read("sources.tsv")}
+    pieces = [INTRODUCTION, filters(rows) + "\n"]
+    for name, these in groupby(rows, lambda row: row["source"]):
+        source = sources[name]
+        language = LANGUAGES[source["language"].partition(",")[0]]
+        title = source["name"].removeprefix("the ").capitalize()
+        about = f"{source['what']} Read in: {source['language']}.".translate(SPECIAL)
+        if source["link"]:
+            about += f" [{source['name']}]({source['link']})"
+        head = "| row | what it says | verdict | shown and tested in |\n|---|---|---|---|"
+        body = "\n".join(line(row, ids, language) for row in these)
+        pieces.append(f"## {title}\n\n{about}\n\n{head}\n{body}\n")
+    return "\n".join(pieces)

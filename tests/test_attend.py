@@ -304,6 +304,24 @@ def test_memory_does_not_grow_with_the_keys(dtype, batch, queries, optimized):
 
 
 @pytest.mark.slow
+def test_memory_of_all_queries_is_linear_and_plainly_quadratic(optimized):
+    """v1 §3, v2 §2 and §3: with a query for every key the plain form holds all scores."""
+
+    def plain(q, k, v):
+        weights = jax.nn.softmax(jnp.einsum("blhd,bnhd->bhln", q, k) / 8)
+        return jnp.einsum("bhln,bnhd->blhd", weights, v)
+
+    def temporary(f, n):
+        x = jax.ShapeDtypeStruct((1, n, 4, 64), "float32")
+        return memory(jax.jit(f).lower(x, x, x).compile()).temporary_bytes
+
+    n = 4 * BLOCK
+    for f, times in ((attention, 2), (plain, 4)):
+        assert temporary(f, 2 * n) / temporary(f, n) == pytest.approx(times, rel=0.1)
+    assert temporary(plain, n) >= 4 * 4 * n * n > 2 * temporary(attention, n)
+
+
+@pytest.mark.slow
 def test_memory_of_the_gradient(optimized):
     def temporary(n):
         q, k = (jax.ShapeDtypeStruct((1, m, 4, 64), "float32") for m in (1, n))

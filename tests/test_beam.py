@@ -386,6 +386,13 @@ def test_a_later_column_never_has_fewer_nodes():
         assert (np.diff(count) >= 0).all() and count.max() == 3
 
 
+def test_a_beam_need_not_repeat_anything():
+    """The document calls it unavoidable. Candidates that differ at once share no prefix."""
+    for beam, nodes in (([[[1, 2, 3], [2, 2, 3]]], 6), ([[[1, 2, 3], [1, 2, 3]]], 3)):
+        packed = pack(np.array(beam))
+        assert np.diagonal(packed.attention_mask, axis1=1, axis2=2).sum() == nodes
+
+
 def test_plain_indexing_mixes_up_the_batch():
     """The document's `packed_beam[unpack_map] == beam`: right without a batch, and no error."""
     packed = pack(np.concatenate([MARS, MARS[:, ::-1] + 10]))

@@ -27,7 +27,13 @@ from treeattn.cost.formulas import (
 )
 from treeattn.cost.merges import merge_in_pieces, merge_messages, traffic
 from treeattn.cost.prefill import prefill_seconds
-from treeattn.cost.program import collectives, count_collectives, memory, total_bytes
+from treeattn.cost.program import (
+    collectives,
+    count_collectives,
+    memory,
+    sent_bytes,
+    total_bytes,
+)
 from treeattn.cost.roofline import attend_seconds, step_seconds
 from treeattn.cost.sharding import MODELS, Plan, advise, step_cost
 from treeattn.cost.strategies import (
@@ -158,6 +164,18 @@ def test_reference_counts():
     ring = collectives(compiled("ring", PAPERS, 8))
     assert [(c.kind, c.count) for c in ring] == [("collective-permute", 7)] * 2
     assert total_bytes(ring) == 469_762_048 == 4 * 7 * numel_kv(PAPERS, 8)
+    # Of both what a device sends; of an Allreduce that is more than it puts in.
+    assert sent_bytes(allreduce) == 14_560 and sent_bytes(ring) == 469_762_048
+    assert round(sent_bytes(ring) / sent_bytes(allreduce)) == 32_264
+
+
+def test_partially_reduced_objects_are_less_to_send_and_to_hold():
+    """v1 and v2 §7: an Allreduce of states, beside a gather of all states and one of all keys."""
+    programs = [compiled(s, PAPERS, 8) for s in ("tree-joined", "gather", "kv-gather")]
+    sent = [sent_bytes(collectives(program)) for program in programs]
+    assert sent[:2] == [14_560, 58_240] and sent[2] == 7 * 4 * numel_kv(PAPERS, 8)
+    held = [memory(program).total_bytes for program in programs]
+    assert held[0] < 1.01 * held[1] and 7 * held[0] < held[2]
 
 
 @pytest.mark.parametrize("strategy", ["ring", "tree-joined", "butterfly"])
@@ -281,16 +299,24 @@ def test_on_one_device_there_is_little_to_save():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_no_ring_decodes_one_token_faster(name):
-    """Not even over a link of 1 ms and 1 TB/s: it has more rounds, and more bytes."""
+    """v1 and v2 §5.3, of Allreduces. A butterfly wins even over a link of 1 ms and 1 TB/s.
+
+    There three Allreduces, which wait for three times as many messages, do not.
+    """
     topology = preset(name)
     links = replace(topology.levels[0], latency=1e-3, bandwidth=1e12)
     slow = replace(topology, levels=(links, *topology.levels[1:]), protocols=())
-    for there in (topology, slow):
-        for p in (2, 8, 64):
-            ring, tree = (
-                decode_cost(s, Workload(640_000), p, there).seconds for s in ("ring", "butterfly")
-            )
-            assert ring > tree
+    w = Workload(640_000)
+    for p in (2, 8, 64):
+        ring = decode_cost("ring", w, p, topology).seconds
+        for allreduce in ("tree", "tree-joined", "butterfly"):
+            assert ring > 10 * decode_cost(allreduce, w, p, topology).seconds
+        ring, butterfly = (decode_cost(s, w, p, slow).seconds for s in ("ring", "butterfly"))
+        assert ring > 2 * butterfly
+    if name == "dgx-h100":
+        times = [decode_cost(s, w, 8, slow).seconds for s in ("tree", "ring", "butterfly")]
+        assert times[0] / times[1] == pytest.approx(2.1, abs=0.05)
+        assert times[1] / times[2] == pytest.approx(6.3, abs=0.05)
 
 
 def merge_bytes(merge, w, p, **keywords):
@@ -328,7 +354,8 @@ def test_pieces_of_a_merge_save_little_and_cost_launches():
     assert merge_in_pieces("tree", w, 8, DGX, 16) > 2 * whole
     # With bytes enough, pieces hide them: 4,096 sequences on 100 Gb/s Ethernet.
     many, slow = Workload(8_000, batch=4096), preset("ethernet")
-    assert merge_in_pieces("tree", many, 16, slow, 4) < merge_in_pieces("tree", many, 16, slow, 1)
+    one, four = (merge_in_pieces("tree", many, 16, slow, pieces) for pieces in (1, 4))
+    assert four / one == pytest.approx(0.75, abs=0.03)
     with pytest.raises(ValueError, match="pieces: expected a divisor of 16 key heads, got 3"):
         merge_in_pieces("tree", w, 8, DGX, 3)
 

@@ -492,6 +492,15 @@ def test_presets_are_what_they_are_named_for():
     assert 2 * nvlink.bandwidth == 900e9  # 900 GB/s, both directions together
     assert infiniband.bandwidth * 8 == 400e9  # 400 Gb/s
     assert dgx.node_size * infiniband.bandwidth * 8 == 3.2e12  # "3.2 Tbps node injection"
+    # v2 §6's other machines, by their vendors' sheets: memory, operations; links in a direction.
+    for name, memory, flops, size, links in (
+        ("mi300x", 5.3e12, 1307e12, 8, (64e9, 50e9)),
+        ("rtx4090", 1.008e12, 165e12, 2, (31.5e9, 1.25e9)),
+    ):
+        there = preset(name)
+        assert (there.device.memory_bandwidth, there.device.flops) == (memory, flops)
+        assert tuple(level.bandwidth for level in there.levels) == links
+        assert there.node_size == size
     for name, topology in PRESETS.items():
         assert topology.name == name
         assert topology.capacity >= 1024

@@ -1,16 +1,29 @@
 """What the papers print, run as it is printed: equations and algorithms, slips and listings."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import sympy as sp
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracles import dense_attention
 
-from treeattn import attend, attention_from_energy, causal_energy, energy, finalize, kv_mesh
+from treeattn import (
+    attend,
+    attention_from_energy,
+    causal_energy,
+    energy,
+    finalize,
+    kv_mesh,
+    merge,
+    merge_across,
+    tree_decode,
+)
+from treeattn.cost.program import collectives, total_bytes
 
 close = functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-12)
 
@@ -105,7 +118,16 @@ def test_log_sum_exp_and_maximum_are_associative():
     assert sp.simplify(lse(T, lse(R, S)) - lse(lse(T, R), S)) == 0
     mean = functools.partial(lse, parts=2)
     assert sp.simplify(mean(T, mean(R, S)) - mean(mean(T, R), S)) != 0
-    assert sp.Max(T, sp.Max(R, S)) == sp.Max(sp.Max(T, R), S)
+    # A maximum only compares: three numbers stand in one of 13 orders, ties included.
+    triples = itertools.product(range(3), repeat=3)
+    orders = {tuple(sorted(set(x)).index(a) for a in x) for x in triples}
+    assert len(orders) == 13
+
+    def associative(f):
+        return all(f(t, f(r, s)) == f(f(t, r), s) for r, s, t in orders)
+
+    assert associative(lambda x, y: x if x > y else y) and associative(np.maximum)
+    assert not associative(lambda x, y: (x + y) / 2)
 
 
 # Algorithms 1 and 2, over a list of shards
@@ -142,6 +164,9 @@ def test_algorithms_1_and_2(p):
     held = functools.partial(algorithm_1, hold=jax.lax.stop_gradient)
     close(slope(lambda zeta: held(zeta, q, shards)[0]), weights @ v)
     close(slope(lambda zeta: sum(algorithm_1(zeta, q, shards))), weights @ v)
+    # Table I's m, the maximum of q·k without the source, is a constant of that kind.
+    tables = functools.partial(algorithm_1, hold=lambda _: jnp.max(k @ q))
+    close(slope(lambda zeta: tables(zeta, q, shards)[0]), weights @ v)
     # Algorithm 2 needs that O, and is too small by e^m with the energy itself.
     close(algorithm_2(q, shards, m, O), weights @ v)
     close(algorithm_2(q, shards, m, O + m), weights @ v * np.exp(-m))
@@ -233,10 +258,75 @@ def test_the_listings_call_of_the_kernel(flash):
 
 
 def test_the_ring_of_the_footnote_is_there(flash):
-    """v1, footnote 1: flash_attn_jax has a ring attention."""
-    import flash_attn_jax.ring_attention as ring
+    """v1, footnote 1: flash_attn_jax's ring attends to a chunk by FlashAttention 2 in each step.
 
-    assert "ppermute" in open(ring.__file__, encoding="utf-8").read()
+    The package itself calls it no more, and it calls the kernel by an option that has become two.
+    """
+    from flash_attn_jax.flash_fwd import flash_mha_fwd
+    from flash_attn_jax.ring_attention import ring_fwd
+
+    def kernel(q, k, v, window_size, **options):
+        left, right = window_size
+        return flash_mha_fwd(q, k, v, window_size_left=left, window_size_right=right, **options)
+
+    def lowered(mha_fwd):
+        ring = functools.partial(ring_fwd, axis_name="kv", axis_size=4, mha_fwd=mha_fwd)
+        specs = {"in_specs": P(None, "kv"), "out_specs": (P(None, "kv"), P(None, None, "kv"))}
+        mesh = AbstractMesh((4,), ("kv",))
+        x = jax.ShapeDtypeStruct((1, 4 * 128, 2, 64), jnp.float16)
+        run = jax.jit(jax.shard_map(ring, mesh=mesh, **specs, check_vma=False))
+        return run.trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+
+    text = lowered(kernel)
+    (call,) = [line for line in text.splitlines() if "custom_call @flash_mha_fwd(" in line]
+    assert call.count("tensor<1x128x2x64xf16>") == 4  # q, k, v and the output: one device's
+    sends = [line for line in text.splitlines() if "collective_permute" in line]
+    assert sum("tensor<1x128x2x64xf16>" in line for line in sends) == 2  # keys, and values
+    with pytest.raises(TypeError, match="unexpected keyword argument 'window_size'"):
+        lowered(flash_mha_fwd)
+
+
+def test_the_query_has_to_reach_every_device():
+    """v1 and v2 §6.2: in a tree, b·d numbers. In a ring all keys come to who has the query."""
+    b, n, h, d, p = 2, 64, 8, 16, 4
+    mesh = kv_mesh(jax.devices()[:p])
+
+    def gathered(spec):
+        def array(length, spec):
+            sharding = NamedSharding(mesh, spec)
+            return jax.ShapeDtypeStruct((b, length, h, d), jnp.float32, sharding=sharding)
+
+        cache = array(n, P(None, "kv"))
+        run = jax.jit(functools.partial(tree_decode, mesh=mesh, axis="kv"))
+        found = collectives(run.lower(array(1, spec), cache, cache).compile())
+        return total_bytes(found, "all-gather")
+
+    assert gathered(P(None, None, "kv")) == 4 * b * h * d // p  # what each puts in of its heads
+    assert gathered(P()) == 0
+
+    def mine(x):  # a device's share of the heads
+        first = jax.lax.axis_index("kv") * (h // p)
+        return jax.lax.dynamic_slice_in_dim(x, first, h // p, axis=2)
+
+    def tree(q, k, v):
+        others = jnp.arange(h) // (h // p) != jax.lax.axis_index("kv")
+        state = attend(jnp.where(others[:, None], 0.0, q), k, v)
+        return mine(finalize(merge_across(state, "kv"))[0])
+
+    def ring(q, k, v):
+        state = None
+        for _ in range(p):
+            seen = attend(mine(q), mine(k), mine(v))
+            state = seen if state is None else merge(state, seen)
+            k, v = jax.lax.ppermute((k, v), "kv", [(i, (i + 1) % p) for i in range(p)])
+        return finalize(state)[0]
+
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(b, length, h, d)) for length in (1, n, n))
+    for method, right in ((tree, False), (ring, True)):
+        specs = {"in_specs": (P(), P(None, "kv"), P(None, "kv")), "out_specs": P(None, None, "kv")}
+        out = jax.jit(jax.shard_map(method, mesh=mesh, **specs, check_vma=False))(q, k, v)
+        assert np.allclose(out, dense_attention(q, k, v), atol=1e-12) == right
 
 
 # Other people's energies

@@ -2,10 +2,12 @@
 
 import inspect
 import re
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+from browser import Browser, chromium
 
 import treeattn
 import treeattn.llama
@@ -51,14 +53,115 @@ def test_the_ledgers_page_has_every_row(site):
     from ledger import ledger_page, line, read
 
     page, rows = ledger_page(), read()
-    for row in rows:
-        assert page.count(f'<a id="{row["id"].lower()}"></a>') == 1
-    assert line(next(row for row in rows if row["id"] == "v1-E04")) == (
-        '| <a id="v1-e04"></a>eq. 4 | '
+    ids = {row["id"] for row in rows}
+    for id in ids:
+        assert page.count(f'<a id="{id.lower()}" class="row" href="#{id.lower()}"') == 1
+    row = next(row for row in rows if row["id"] == "2024-E04")
+    assert line(row, ids, "en") == (
+        '| <a id="2024-e04" class="row" href="#2024-e04" data-source="2024 text" '
+        'data-verdict="checked">2024-E04</a><br>eq. 4 | '
         "A running denominator, d\\_i = d\\_{i−1} + s\\_i, and z = n/d."
-        " | **checked** | [01, Notation](notebooks/01_the_energy_function.ipynb#notation)<br>"
+        '<br><q lang="en">d&#95;i&#94;&#123;&#40;j&#41;&#125; &#61; '
+        "d&#95;&#123;i&#45;1&#125;&#94;&#123;&#40;j&#41;&#125; &#43; "
+        "s&#95;i&#94;&#123;&#40;j&#41;&#125; &#92;quad &#40;4&#41;</q>"
+        ' | **checked** (As <a href="#2025-e03">2025-E03</a>.)'
+        " | [01, Notation](notebooks/01_the_energy_function.ipynb#notation)<br>"
         "`test_printed.py::test_running_sums_are_attention` |"
     )
+    linked = set(re.findall(r'<a href="#([^"]+)">', page))
+    assert linked and linked <= {id.lower() for id in ids}
+
+
+def as_html(markdown: str) -> str:
+    """The page as a browser gets it, near enough: headings, tables, links and strong words."""
+    lines, table = [], False
+    for text in markdown.splitlines():
+        if text.startswith("|"):
+            cells = re.split(r" \| ", text.strip("| "))
+            lines.append("<table>" * (not table))
+            lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+            table = True
+            continue
+        lines.append("</table></section>" * table)
+        table = False
+        title = text.startswith("## ")
+        lines.append(f"<section><h2>{text[3:]}</h2>" if title else text)
+    html = "\n".join([*lines, "</table></section>" * table])
+    html = re.sub(r"\[([^\]]+)\]\(([^)]+)\)", r'<a href="\2">\1</a>', html)
+    html = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", html)
+    return f"<!doctype html><meta charset=utf-8><title>x</title>{html}"
+
+
+@pytest.mark.slow
+def test_the_ledgers_rows_are_found_and_filtered_in_a_browser(site, tmp_path):
+    """By keyboard, from a file, without a server or a network."""
+    from ledger import ledger_page, read
+
+    if chromium() is None:
+        pytest.skip("there is no Chromium")
+    (tmp_path / "_static").mkdir()
+    shutil.copy(SITE / "static" / "ledger.js", tmp_path / "_static")
+    page = tmp_path / "ledger.html"
+    page.write_text(as_html(ledger_page()), encoding="utf-8")
+    rows = read()
+    browser = Browser(tmp_path / "profile")
+
+    def shown() -> list[str]:
+        return browser.run(
+            "[...document.querySelectorAll('a.row')].filter((a) => !a.closest('tr').hidden)"
+            ".map((a) => a.textContent)"
+        )
+
+    def wanted(test) -> list[str]:
+        return [row["id"] for row in rows if test(row)]
+
+    try:
+        browser.open(page.as_uri())
+        assert shown() == wanted(lambda row: True)
+        browser.run("document.querySelector('[name=find]').focus()")
+        browser.type("saddle")  # in a note, and nowhere else
+        assert shown() == wanted(lambda row: re.search(r"\bsaddle\b", row["note"]))
+        assert len(shown()) == 2
+        hidden = "[...document.querySelectorAll('section')].filter((s) => s.hidden).length"
+        assert browser.run(hidden) == 3  # sources with no such row
+        browser.press("Escape")
+        browser.run("new Promise((done) => setTimeout(done, 50))")
+        assert len(shown()) == len(rows)
+        for words, ids in (
+            ("transfer seamlessly", {"2024-C58", "2025-C84"}),
+            ("反向传播", {"expl-C16"}),
+            ("liền mạch", {"2025-C84"}),
+            ("pack-U3", {"pack-U3"}),
+        ):
+            browser.run("document.querySelector('[name=find]').select()")
+            browser.type(words)
+            assert set(shown()) == ids, words
+        browser.press("Escape")
+        browser.run("new Promise((done) => setTimeout(done, 50))")
+        # To the next field, and the verdict by its first letters.
+        browser.press("Tab")
+        browser.press("Tab")
+        assert browser.run("document.activeElement.name") == "verdict"
+        browser.run(
+            "document.activeElement.value = 'wrong as printed';"
+            "document.activeElement.dispatchEvent(new Event('input', {bubbles: true}))"
+        )
+        wrong = wanted(lambda row: row["verdict"] == "wrong as printed")
+        assert shown() == wrong
+        said = browser.run("document.querySelector('output').textContent")
+        assert said == f"{len(wrong)} of {len(rows)} rows"
+        browser.run(
+            "document.querySelector('[name=notebook]').value = '02';"
+            "document.querySelector('[name=notebook]')"
+            ".dispatchEvent(new Event('input', {bubbles: true}))"
+        )
+        assert shown() == [id for id in wrong if id in wanted(lambda r: "02: " in r["notebook"])]
+        browser.run("location.hash = '#2024-c58'")  # a row that is hidden now
+        browser.run("new Promise((done) => setTimeout(done, 100))")
+        assert len(shown()) == len(rows)
+        assert browser.errors == []
+    finally:
+        browser.close()
 
 
 def test_a_docstring_as_restructured_text(site):

@@ -165,6 +165,22 @@ def test_every_hessian_of_gamma_is_indefinite():  # v1 eq. 26, v2 eq. 34
     assert equal(swap * up, up) and equal(swap * down, -down) and not equal(swap * down, down)
 
 
+def test_gamma_is_unbounded_and_has_no_integral(sentence):
+    """v1 eq. 26, v2 eq. 34: z = tζ leads up and down without an end, for every source but 0."""
+    squared, energy_there = sp.Symbol("squared", positive=True), sp.Symbol("F", real=True)
+    gamma = t * squared - energy_there
+    zeta = np.array([0.5, -1.0])
+    for far in (-1e6, 3.0, 1e6):
+        here = gamma.subs({squared: 1.25, energy_there: energy(zeta, *sentence, scale=1.0), t: far})
+        found = log_likelihood(zeta, far * zeta, *sentence, scale=1.0)
+        np.testing.assert_allclose(float(found), float(here))
+    assert sp.limit(gamma, t, sp.oo) == sp.oo and sp.limit(gamma, t, -sp.oo) == -sp.oo
+    # Along that line nothing can be normalized; a weight of the keys, which is bounded, can.
+    for sign in (1, -1):
+        assert sp.integrate(sp.exp(sign * gamma), (t, -sp.oo, sp.oo)) == sp.oo
+    assert sp.integrate(sp.exp(-(t**2) * squared), (t, -sp.oo, sp.oo)).is_finite
+
+
 def test_one_flow_arrives_and_spirals_where_the_variance_is_below_two():
     """Near the saddle; the two others have a direction in and a direction out."""
     c, root = sp.Symbol("c", nonnegative=True), sp.Symbol("lambda")

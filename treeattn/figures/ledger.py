@@ -11,6 +11,7 @@ VERDICTS = {
     "proved": BLUE,
     "proved for a special case": BLUE,
     "checked": GREEN,
+    "checked in part": GREEN,
     "measured here": GREEN,
     "agrees within": SKY,
     "imprecise": ORANGE,
@@ -29,7 +30,7 @@ def scorecard(rows: list[dict[str, str]]):
     counts = Counter((row["source"], row["verdict"]) for row in rows)
     sources = list(dict.fromkeys(row["source"] for row in rows))
     totals = Counter(row["source"] for row in rows)
-    figure, axes = new_figure(8.4, 1.6 + 0.62 * len(sources))
+    figure, axes = new_figure(9.0, 1.6 + 0.62 * len(sources))
     for y, source in enumerate(sources):
         axes.axhline(y, color=PALE, lw=1, zorder=0)
         for x, (verdict, colour) in enumerate(VERDICTS.items()):
