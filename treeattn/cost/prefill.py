@@ -55,6 +55,7 @@ def _queries_bytes(w: Workload, p: int) -> int:
 
 
 def _ring(w: Workload, p: int, topology: Topology, compute: float) -> tuple[float, float]:
+    """Keys go round in p − 1 steps, each while the chunk at hand is attended to."""
     messages = [Message("ring", _keys_bytes(w, p), 2)]
     send = traffic(messages, p, topology).seconds
     step = compute / p + topology.launch
@@ -62,12 +63,14 @@ def _ring(w: Workload, p: int, topology: Topology, compute: float) -> tuple[floa
 
 
 def _kv_gather(w: Workload, p: int, topology: Topology, compute: float) -> tuple[float, float]:
+    """All keys to everybody, and then attending."""
     messages = [Message("all-gather", _keys_bytes(w, p), 2)]
     send = traffic(messages, p, topology).seconds
     return compute + topology.launch + send, send
 
 
 def _ulysses(w: Workload, p: int, topology: Topology, compute: float) -> tuple[float, float]:
+    """Whole sequences of a share of the heads: four all-to-alls, and attending between them."""
     if p > w.heads:
         raise ValueError(f"strategy: ulysses needs a query head a device, got {w.heads} heads")
     heads_sent = max(w.kv_heads, p)  # a key head goes to every device that needs it
@@ -81,6 +84,7 @@ def _ulysses(w: Workload, p: int, topology: Topology, compute: float) -> tuple[f
 
 
 def _tree(w: Workload, p: int, topology: Topology, compute: float) -> tuple[float, float]:
+    """A share of the queries at a time to everybody, whose states meet while the next attend."""
     pieces = min(8, max(1, w.queries))
     rows = w.batch * w.queries / pieces * w.heads * state_bytes(w)  # a number for each query head
     messages = [

@@ -150,6 +150,7 @@ def collectives_table(found: Iterable[Collective]) -> str:
 
 
 def _text(program: jax.stages.Lowered | jax.stages.Compiled | str) -> str:
+    """The program's HLO."""
     if isinstance(program, str):
         return program
     if isinstance(program, jax.stages.Compiled):

@@ -228,6 +228,7 @@ def _protocols(table: str, far: Number | None = None) -> tuple[Protocol, ...]:
 
 
 def _topology(name: str, device: str, levels: list[str], launch: Number, **more) -> Topology:
+    """A row of the presets' topologies: levels and protocols by their names there."""
     far = more.pop("far", None)
     table = more.pop("protocols", None)
     links = tuple(Level(**DATA["levels"][level]) for level in levels)

@@ -62,21 +62,8 @@ def sent_by_method(p: int, heads: int, head_dim: int, cache: int) -> dict[str, t
 ENDS = {"reduce_scatter": "its share of the heads", "all_to_all": "its share of the heads"}
 
 
-@styled
-def cheat_sheet() -> Figure:
-    """State, identity, merge, finalize, the logarithm's base, and bytes by method, on a page."""
-    figure, ax = new_figure(8.6, 7.6)
-    ax.set(xlim=(-0.3, 86.3), ylim=(75, -0.4), xticks=[], yticks=[])
-    ax.spines[:].set_visible(False)
-    places = ((0, 0, 42, 20.5), (44, 0, 42, 20.5), (0, 22.5, 42, 14), (44, 22.5, 42, 14))
-    for (title, lines), (x, y, width, height) in zip(CARDS.items(), places, strict=True):
-        ax.add_patch(Rectangle((x, y), width, height, fc="white", ec=GREY, lw=0.8))
-        ax.add_patch(Rectangle((x, y), width, 3.8, fc=PALE, ec=GREY, lw=0.8))
-        ax.text(x + 1.2, y + 1.9, title, va="center", fontweight="bold", fontsize=10.5, color=INK)
-        for i, line in enumerate(lines):
-            ax.text(x + 1.2, y + 6 + 3.2 * i, line, va="center", fontsize=10.5, color=INK)
-    ax.text(0, 39.2, LOGARITHM, va="center", fontsize=9.5, color=INK)
-
+def _sent_table(ax) -> dict[str, tuple[str, float]]:
+    """Draw the lower half: what each of eight devices sends, by method. Returns those rows."""
     ax.add_patch(Rectangle((0, 42), 86, 32.5, fc="white", ec=GREY, lw=0.8))
     ax.add_patch(Rectangle((0, 42), 86, 3.8, fc=PALE, ec=GREY, lw=0.8))
     ax.text(
@@ -128,6 +115,25 @@ def cheat_sheet() -> Figure:
         fontsize=9,
         color=INK,
     )
+    return rows
+
+
+@styled
+def cheat_sheet() -> Figure:
+    """State, identity, merge, finalize, the logarithm's base, and bytes by method, on a page."""
+    figure, ax = new_figure(8.6, 7.6)
+    ax.set(xlim=(-0.3, 86.3), ylim=(75, -0.4), xticks=[], yticks=[])
+    ax.spines[:].set_visible(False)
+    places = ((0, 0, 42, 20.5), (44, 0, 42, 20.5), (0, 22.5, 42, 14), (44, 22.5, 42, 14))
+    for (title, lines), (x, y, width, height) in zip(CARDS.items(), places, strict=True):
+        ax.add_patch(Rectangle((x, y), width, height, fc="white", ec=GREY, lw=0.8))
+        ax.add_patch(Rectangle((x, y), width, 3.8, fc=PALE, ec=GREY, lw=0.8))
+        ax.text(x + 1.2, y + 1.9, title, va="center", fontweight="bold", fontsize=10.5, color=INK)
+        for i, line in enumerate(lines):
+            ax.text(x + 1.2, y + 6 + 3.2 * i, line, va="center", fontsize=10.5, color=INK)
+    ax.text(0, 39.2, LOGARITHM, va="center", fontsize=9.5, color=INK)
+
+    rows = _sent_table(ax)
     table = "; ".join(f"{method} {count:,.0f}" for method, (_, count) in rows.items())
     return figure.describe(
         f"""A cheat sheet. The state of a set of keys is (m, d, n): the largest score, the sum of

@@ -237,36 +237,8 @@ def extreme_pair(effective, dispersion, low=1.5, high=2.5):
     return [tuple(int(i) for i in np.unravel_index(end, here.shape)) for end in ends]
 
 
-@styled
-def spread_of_values(heads=None) -> Figure:
-    """How many keys each head of a real model attends to, and how far their values disperse."""
-    q, k, v, tokens = real_heads() if heads is None else heads
-    effective, dispersion, *_ = map(np.asarray, dispersions(q, k, v))
-    weights = jax.nn.softmax(np.einsum("lhd,lhnd->lhn", q, k) / np.sqrt(q.shape[-1]))
-    figure, _ = new_figure(7.6, 5.6)
-    figure.clear()
-    mosaic = [["all", f"{what}{head}"] for head in "AB" for what in ("weight", "|v|")]
-    axes = figure.subplot_mosaic(mosaic, width_ratios=[1, 1.2])
-    sink = np.asarray(weights[..., 0]) > 0.5
-    for group, marker, label in (
-        (sink, "v", "over half the weight on the first token"),
-        (~sink, "o", "the other heads"),
-    ):
-        axes["all"].plot(
-            effective[group],
-            dispersion[group],
-            marker,
-            ms=4,
-            mfc="none",
-            mew=0.8,
-            color=GREY if marker == "v" else BLUE,
-            label=label,
-        )
-    axes["all"].axvspan(1.5, 2.5, color=PALE, lw=0, zorder=0)
-    axes["all"].set(xscale="log", ylim=(0, 1.13), xlabel="effective keys, exp(entropy of weights)")
-    axes["all"].set(ylabel="dispersion, tr κ₂ / ⟨|v|²⟩", yticks=[0, 0.5, 1])
-    axes["all"].set_xticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
-    axes["all"].legend(fontsize=8, loc="upper left", borderpad=0)
+def _extreme_heads(axes, effective, dispersion, weights, v, tokens) -> None:
+    """Mark the two extreme heads, and draw their weights and their values' lengths by token."""
     here = np.arange(len(tokens))
     pair = extreme_pair(effective, dispersion)
     for name, at, color in zip("AB", pair, (BLUE, RED), strict=True):
@@ -301,6 +273,39 @@ def spread_of_values(heads=None) -> Figure:
         fontsize=7,
         rotation_mode="anchor",
     )
+
+
+@styled
+def spread_of_values(heads=None) -> Figure:
+    """How many keys each head of a real model attends to, and how far their values disperse."""
+    q, k, v, tokens = real_heads() if heads is None else heads
+    effective, dispersion, *_ = map(np.asarray, dispersions(q, k, v))
+    weights = jax.nn.softmax(np.einsum("lhd,lhnd->lhn", q, k) / np.sqrt(q.shape[-1]))
+    figure, _ = new_figure(7.6, 5.6)
+    figure.clear()
+    mosaic = [["all", f"{what}{head}"] for head in "AB" for what in ("weight", "|v|")]
+    axes = figure.subplot_mosaic(mosaic, width_ratios=[1, 1.2])
+    sink = np.asarray(weights[..., 0]) > 0.5
+    for group, marker, label in (
+        (sink, "v", "over half the weight on the first token"),
+        (~sink, "o", "the other heads"),
+    ):
+        axes["all"].plot(
+            effective[group],
+            dispersion[group],
+            marker,
+            ms=4,
+            mfc="none",
+            mew=0.8,
+            color=GREY if marker == "v" else BLUE,
+            label=label,
+        )
+    axes["all"].axvspan(1.5, 2.5, color=PALE, lw=0, zorder=0)
+    axes["all"].set(xscale="log", ylim=(0, 1.13), xlabel="effective keys, exp(entropy of weights)")
+    axes["all"].set(ylabel="dispersion, tr κ₂ / ⟨|v|²⟩", yticks=[0, 0.5, 1])
+    axes["all"].set_xticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
+    axes["all"].legend(fontsize=8, loc="upper left", borderpad=0)
+    _extreme_heads(axes, effective, dispersion, weights, v, tokens)
     return figure.describe(
         """Left: 270 heads by effective keys and dispersion. In the shaded band around two keys the
         heads that put over half their weight on the first token lie high, most of the others

@@ -125,8 +125,8 @@ def head_over_shards(
 def _emphasized(ax, heights, chosen) -> None:
     """Bars, of which the chosen ones are dark and hatched."""
     bars = ax.bar(range(len(heights)), heights, width=0.8, color=PALE, edgecolor=GREY, lw=0.6)
-    for bar, this in zip(bars, chosen, strict=True):
-        if this:
+    for bar, is_chosen in zip(bars, chosen, strict=True):
+        if is_chosen:
             bar.set(facecolor=BLUE, hatch="///", edgecolor="white")
 
 

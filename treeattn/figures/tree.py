@@ -135,6 +135,13 @@ def _row(ax, y: int, holds: Sequence[int], p: int) -> None:
         ax.text(i, y, str(n), ha="center", va="center", fontsize=9, color="white" if full else INK)
 
 
+def _parts(ax, left: float, y: float, count: int, held: Sequence[int], color: str) -> None:
+    """A state as a row of `count` boxes, of which the `held` ones are filled."""
+    for part in range(count):
+        fill = color if part in held else "white"
+        ax.add_patch(Rectangle((left + 0.2 * part, y), 0.19, 0.34, ec=GREY, lw=0.8, fc=fill))
+
+
 @styled
 def tree_of_trees(nodes: int = 2, devices: int = 4) -> Figure:
     """`method="hierarchical"`: which parts of the state each device holds, stage by stage."""
@@ -150,19 +157,8 @@ def tree_of_trees(nodes: int = 2, devices: int = 4) -> Figure:
             for i in range(devices):
                 left = node * (devices + 0.7) + i
                 held = range(devices) if stage in (0, 3) else (i,)
-                covers = 1 if stage == 0 else devices if stage == 1 else devices * nodes
-                for part in range(devices):
-                    full = part in held
-                    ax.add_patch(
-                        Rectangle(
-                            (left + 0.2 * part, stage),
-                            0.19,
-                            0.34,
-                            ec=GREY,
-                            lw=0.8,
-                            fc=GREEN if full and stage > 1 else SKY if full else "white",
-                        )
-                    )
+                covers = (1, devices, devices * nodes, devices * nodes)[stage]
+                _parts(ax, left, stage, devices, held, GREEN if stage > 1 else SKY)
                 ax.text(left + 0.4, stage - 0.09, f"of {covers}", ha="center", fontsize=8)
         ax.text(-0.25, stage + 0.17, name, ha="right", va="center", fontsize=9)
     width = nodes * (devices + 0.7) - 0.7

@@ -208,6 +208,7 @@ def _likeliest_of(log_probs: LogProbs, width: int) -> Callable:
 
 
 def _checked_log_probs(found: Array, paths: np.ndarray) -> np.ndarray:
+    """What a draft gave for paths (B, n, d), in float64: (B, n, V), nothing above 0."""
     found = np.asarray(found, np.float64)
     if found.ndim != 3 or found.shape[:2] != paths.shape[:2]:
         raise ValueError(
