@@ -10,9 +10,9 @@ import numpy as np
 
 from treeattn import ancestor_mask, depths, pack
 from treeattn.llama.cache import Cache
-from treeattn.llama.config import Config
-from treeattn.llama.files import packaged_model
 from treeattn.llama.model import Llama
+from treeattn.llama.reading.config import Config
+from treeattn.llama.reading.files import packaged_model
 from treeattn.llama.weights import Layer, Weights, rotary_frequencies
 
 PACKAGED = Config(

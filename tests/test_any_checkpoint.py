@@ -21,8 +21,8 @@ from test_llama_text import word_tokenizer
 from test_tokenizer import BytePairs, SentencePieces
 
 from treeattn import Llama
-from treeattn.llama import gguf_file
-from treeattn.llama.tokenizer import from_directory
+from treeattn.llama.reading import gguf_file
+from treeattn.llama.reading.tokenizer import from_directory
 
 LLAMAS = Path(__file__).parent / "data" / "llamas"
 

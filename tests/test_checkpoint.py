@@ -18,8 +18,8 @@ import safetensors.numpy
 from plain_llama import plain_logits
 
 from treeattn import Llama, kv_mesh
-from treeattn.llama.files import open_checkpoint, packaged_model
-from treeattn.llama.hugging_face import hugging_face_config
+from treeattn.llama.reading.files import open_checkpoint, packaged_model
+from treeattn.llama.reading.hugging_face import hugging_face_config
 from treeattn.llama.weights import rotary_frequencies
 
 LLAMAS = Path(__file__).parent / "data" / "llamas"

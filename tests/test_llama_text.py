@@ -17,9 +17,9 @@ import tokenizers
 
 from treeattn import Llama
 from treeattn.__main__ import arguments
-from treeattn.llama.gguf_tokenizer import from_gguf
+from treeattn.llama.reading.gguf_tokenizer import from_gguf
+from treeattn.llama.reading.tokenizer import Tokenizer, from_directory
 from treeattn.llama.text import chat, nucleus, sample, stream, stream_text
-from treeattn.llama.tokenizer import Tokenizer, from_directory
 
 pytestmark = pytest.mark.slow
 

@@ -24,9 +24,9 @@ from plain_tokenizer import (
     sentence_pieces,
 )
 
-from treeattn.llama.files import open_checkpoint, packaged_model
-from treeattn.llama.gguf_tokenizer import from_gguf
-from treeattn.llama.tokenizer import from_directory
+from treeattn.llama.reading.files import open_checkpoint, packaged_model
+from treeattn.llama.reading.gguf_tokenizer import from_gguf
+from treeattn.llama.reading.tokenizer import from_directory
 
 GOLDEN = Path(__file__).parent / "data" / "packaged_tokens.json"  # (text, ids)
 TEXTS = [text for text, _ in json.loads(GOLDEN.read_text(encoding="utf-8"))]

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from treeattn.idea.arrays import Array, as_array, integer
 from treeattn.llama.cache import Cache, NewEntries
-from treeattn.llama.config import Config
+from treeattn.llama.reading.config import Config
 
 # A text's token ids, and those of several texts: lists of whole numbers, or arrays.
 Prompt = Sequence[SupportsIndex] | Array

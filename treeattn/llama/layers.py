@@ -27,7 +27,7 @@ from treeattn.idea.arrays import Array
 from treeattn.idea.state import finalize, merge
 from treeattn.kernel.attend import attend
 from treeattn.llama.cache import ShardAttention, attend_cache, axes_of, fill, shard_lengths
-from treeattn.llama.config import Config
+from treeattn.llama.reading.config import Config
 from treeattn.llama.weights import Layer, layer_specs, together_again
 
 

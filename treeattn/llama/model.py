@@ -19,9 +19,9 @@ from treeattn.kernel.attend import CAUSAL_BLOCK, platform_of
 from treeattn.llama import cache as caches
 from treeattn.llama import inputs, layers, parallel, steps
 from treeattn.llama.cache import Cache, NewEntries, ShardAttention
-from treeattn.llama.config import Config
-from treeattn.llama.files import open_checkpoint
-from treeattn.llama.tokenizer import Tokenizer
+from treeattn.llama.reading.config import Config
+from treeattn.llama.reading.files import open_checkpoint
+from treeattn.llama.reading.tokenizer import Tokenizer
 from treeattn.llama.weights import Weights, load_weights, move_weights
 
 

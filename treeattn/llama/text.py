@@ -12,7 +12,7 @@ from jaxtyping import Float, Int, Key
 from treeattn.idea.arrays import Array, integer, number
 from treeattn.llama.inputs import Prompt, Prompts, prompt_lengths, stop_ids
 from treeattn.llama.model import Llama
-from treeattn.llama.tokenizer import Tokenizer
+from treeattn.llama.reading.tokenizer import Tokenizer
 
 
 def nucleus(logits: Float[Array, "*b n"], top_p: float | Float[Array, ""]) -> Float[Array, "*b n"]:

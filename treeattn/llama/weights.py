@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float
 
 from treeattn.idea.arrays import Array
-from treeattn.llama.checkpoint import Checkpoint
-from treeattn.llama.config import Config
+from treeattn.llama.reading.checkpoint import Checkpoint
+from treeattn.llama.reading.config import Config
 
 
 class Layer(NamedTuple):

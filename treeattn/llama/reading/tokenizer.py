@@ -8,7 +8,7 @@ from pathlib import Path
 import tokenizers
 
 from treeattn.idea.arrays import integer
-from treeattn.llama.guard import named
+from treeattn.llama.reading.guard import named
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeattn.idea.arrays import integer, number
-from treeattn.llama.checkpoint import Checkpoint
-from treeattn.llama.config import Config, rotary_scaling
-from treeattn.llama.gguf_tokenizer import from_gguf
-from treeattn.llama.guard import named
+from treeattn.llama.reading.checkpoint import Checkpoint
+from treeattn.llama.reading.config import Config, rotary_scaling
+from treeattn.llama.reading.gguf_tokenizer import from_gguf
+from treeattn.llama.reading.guard import named
 
 GGUF_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from treeattn.llama.config import Config
-from treeattn.llama.tokenizer import Tokenizer
+from treeattn.llama.reading.config import Config
+from treeattn.llama.reading.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,10 +6,10 @@ import numpy as np
 import safetensors
 
 from treeattn.idea.arrays import integer, number
-from treeattn.llama import tokenizer
-from treeattn.llama.checkpoint import Checkpoint, some
-from treeattn.llama.config import Config, boolean, rotary_scaling
-from treeattn.llama.guard import named
+from treeattn.llama.reading import tokenizer
+from treeattn.llama.reading.checkpoint import Checkpoint, some
+from treeattn.llama.reading.config import Config, boolean, rotary_scaling
+from treeattn.llama.reading.guard import named
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 NO_PICKLES = (

@@ -6,9 +6,9 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from treeattn.idea.arrays import integer
-from treeattn.llama.config import boolean
-from treeattn.llama.guard import named
-from treeattn.llama.tokenizer import Tokenizer
+from treeattn.llama.reading.config import boolean
+from treeattn.llama.reading.guard import named
+from treeattn.llama.reading.tokenizer import Tokenizer
 
 # How a text is cut before byte pairs are merged, by the name that GGUF files give it: patterns,
 # each of which cuts what the ones before it have left.

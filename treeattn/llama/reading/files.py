@@ -4,10 +4,10 @@ import importlib.util
 import os
 from pathlib import Path
 
-from treeattn.llama.checkpoint import Checkpoint
-from treeattn.llama.gguf_file import open_gguf
-from treeattn.llama.guard import named
-from treeattn.llama.hugging_face import NO_PICKLES, PICKLES, open_hugging_face
+from treeattn.llama.reading.checkpoint import Checkpoint
+from treeattn.llama.reading.gguf_file import open_gguf
+from treeattn.llama.reading.guard import named
+from treeattn.llama.reading.hugging_face import NO_PICKLES, PICKLES, open_hugging_face
 
 
 def packaged_model() -> Path:
