@@ -37,6 +37,20 @@ def _garbage_once_a_file():
     gc.freeze()  # what is left is not looked at again: nor at the end, where xdist would not wait
 
 
+# Files whose own arrays are never broadcast to a higher rank: nor may the package's be.
+SAME_RANKS = {
+    "test_attend.py",
+    "test_composition.py",
+    "test_token_tree.py",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _same_ranks(request):
+    with jax.numpy_rank_promotion("raise" if request.path.name in SAME_RANKS else "allow"):
+        yield
+
+
 @pytest.fixture
 def unchecked():
     """The package's own errors, as users see them: without the shape checks of the tests."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 from oracles import dense_attention, dense_gradients, dense_weights
 
-from treeattn import attend, attention, finalize, merge
+from treeattn import AttentionState, attend, attention, finalize, merge
 from treeattn.cost.program import memory
 from treeattn.kernel import attend as kernel
 from treeattn.kernel.attend import CAUSAL_BLOCK
@@ -229,6 +229,47 @@ def test_a_nan_is_not_lost(which, l, n):
     assert np.all(np.isnan(lse[:, 0])) == (which < 2)
 
 
+@pytest.mark.parametrize("l", [1, 5])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_nan_in_a_bias_is_not_lost(sign, l):
+    """Of either sign: 0 / 0 is a negative one on x86, and the lowest of all bit patterns."""
+    (q, k, v), _, _ = draw(0, (1, l, 2, 2, 600, 16, 8), dtype=np.float32, which=())
+    nan = np.copysign(np.float32(np.nan), sign)
+    bias = np.zeros((1, 1, 1, 600), np.float32)
+    bias[..., 3] = nan
+    rest_hidden = np.where(np.isnan(bias), nan, -np.inf)
+    for each in (bias, np.full_like(bias, nan), rest_hidden):
+        for run in (attend, jax.jit(attend)):
+            out, lse = finalize(run(q, k, v, bias=each))
+            assert np.all(np.isnan(out)) and np.all(np.isnan(lse))
+
+
+@pytest.mark.parametrize("n", [6, 600])
+@pytest.mark.parametrize("l", [1, 5])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_query_that_sees_nothing_over_bad_values(bad, l, n):
+    """Row 0 sees no key at all, row 1 all but those that hold what memory held."""
+    (q, k, v), _, _ = draw(0, (2, l, 2, 2, n, 16, 8), dtype=np.float32, which=())
+    mask = np.ones((2, 1, 1, n), bool)
+    mask[0] = mask[1, ..., 4:] = False
+    expected = dense_attention(q, k, v, mask=mask)
+    for x in (k, v):
+        x[~mask[:, 0, 0]] = bad
+    state = attend(q, k, v, mask=mask)
+    assert np.all(np.isneginf(state.max[0]))
+    assert not np.any(state.denominator[0]) and not np.any(state.numerator[0])
+    (_, (out, _)), gradients = everything(q, k, v, mask=mask)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    assert all(np.all(np.isfinite(g)) for g in gradients)
+
+
+def test_a_query_that_sees_nothing_of_what_others_see():
+    (q, k, v), _, _ = draw(0, (1, 2, 2, 2, 6, 16, 8), dtype=np.float32, which=())
+    v[:] = np.nan
+    state = attend(q, k, v, mask=np.array([False, True])[None, None, :, None])
+    assert not np.any(state.numerator[:, 0]) and np.all(np.isnan(state.numerator[:, 1]))
+
+
 def test_the_largest_exponential_is_one():
     """Relative to the maximum, and none is larger: v2's appendix F has all of them below 1."""
     rng = np.random.default_rng(0)
@@ -370,6 +411,44 @@ def test_narrow_lengths_are_widened(dtype):
     np.testing.assert_allclose(out, dense_attention(q, k, v, kv_lengths=lengths), atol=1e-12)
 
 
+def test_lengths_out_of_range():
+    """Named where they can be looked at, and clipped where they are traced."""
+    (q, k, v), _, _ = draw(0, SHAPES["many queries"], which=())
+    for wrong in ([-1, 3], [3, 1101], np.array([3, 2**33])):
+        with pytest.raises(ValueError, match="kv_lengths: expected 0 to kv_len = 1100 keys, got"):
+            attention(q, k, v, kv_lengths=np.asarray(wrong))
+    for wrong in (np.array([-5, 2**33]), np.array([-128, 127], np.int8)):
+        out = jax.jit(attention)(q, k, v, kv_lengths=wrong)
+        lengths = np.clip(wrong.astype(np.int64), 0, 1100)
+        np.testing.assert_allclose(out, dense_attention(q, k, v, kv_lengths=lengths), atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4, 2, 40, 8, 6), (0, 1, 4, 2, 700, 64, 6)], ids=str)
+def test_an_empty_batch(shape):
+    (q, k, v), options, _ = draw(0, shape)
+    for names in ((), ("kv_lengths",), tuple(options)):
+        given = {name: options[name] for name in names}
+        (_, (out, _)), gradients = everything(q, k, v, **given)
+        assert out.shape == (*q.shape[:3], v.shape[-1])
+        assert [g.shape for g in gradients] == [x.shape for x in (q, k, v)]
+
+
+@pytest.mark.filterwarnings("error")
+def test_numpys_float64_without_x64():
+    (q, k, v), options, _ = draw(0, (1, 2, 2, 2, 40, 8, 6))
+    options["kv_lengths"] = np.array([30])
+    with jax.enable_x64(False):
+        out = attention(q, k, v, **options)
+        assert out.dtype == "float32"
+        state = AttentionState(*(np.asarray(x, np.float64) for x in attend(q, k, v, **options)))
+        again, lse = finalize(merge(state, AttentionState.identity((1, 2, 2), 6)))
+        assert again.dtype == lse.dtype == "float32"
+        finalize(state)
+    expected = dense_attention(q, k, v, **options)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    np.testing.assert_allclose(again, expected, atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("queries", [1, 5])
 def test_nothing_beyond_the_lengths_matters(queries):
@@ -498,6 +577,8 @@ BAD_INPUTS = {
     "lengths list": ((Q, K, K), {"kv_lengths": [1.5, 2]}, TypeError, "kv_lengths: .*integers"),
     "no head_dim": ((Q[..., :0], K[..., :0], K), {}, ValueError, "q: expected a head_dim"),
     "NaN scale": ((Q, K, K), {"scale": float("nan")}, ValueError, "scale: .*finite.*nan"),
+    "complex scale": ((Q, K, K), {"scale": 1j}, ValueError, "scale: expected a real number"),
+    "large scale": ((Q, K, K), {"scale": 1e39}, ValueError, "scale: .*1e.39, which float32 does"),
     "scales": ((Q, K, K), {"scale": np.ones(2)}, ValueError, r"scale: .*\(2,\)"),
     "float8": (
         tuple(jnp.asarray(x, jnp.float8_e4m3fn) for x in (Q, K, K)),

@@ -172,6 +172,13 @@ def test_merge_adds_what_states_stand_for(dtype):
     check_merge_adds(dtype)
 
 
+@pytest.fixture
+def changeable(monkeypatch):
+    """`merge` without the programs that it keeps: a part of it may be replaced."""
+    monkeypatch.setattr(treeattn.idea.state, "_merge", treeattn.idea.state._merge.__wrapped__)
+
+
+@pytest.mark.usefixtures("changeable")
 def test_without_rescaling_the_sums_are_wrong(monkeypatch):
     monkeypatch.setattr(treeattn.idea.state, "rescale", lambda x, m: x._replace(max=m))
     with pytest.raises(AssertionError):
@@ -767,6 +774,7 @@ def test_rounding_depends_on_the_data(few_merges, monkeypatch):
         assert (np.median(pairs[at]) > np.median(chain[at])) is np.bool_(worse)
 
 
+@pytest.mark.usefixtures("changeable")
 def test_merges_that_do_not_rescale_leave_the_bounds(few_merges, monkeypatch):
     monkeypatch.setattr(rounding, "DTYPES", ("float32",))
     monkeypatch.setattr(treeattn.idea.state, "rescale", lambda x, m: x._replace(max=m))
@@ -776,6 +784,7 @@ def test_merges_that_do_not_rescale_leave_the_bounds(few_merges, monkeypatch):
 # ---------------------------------------------------------------- checks that can fail
 
 
+@pytest.mark.usefixtures("changeable")
 def test_without_the_guard_the_checks_fail(monkeypatch):
     monkeypatch.setattr(treeattn.idea.state, "finite", lambda x: x)
     none = AttentionState.identity((1,), 1)
@@ -826,7 +835,7 @@ STATE = AttentionState(jnp.zeros(3), jnp.ones(3), jnp.ones((3, 2)))
     ("call", "error", "words"),
     [
         (lambda: reduce_tree(STATE, arity=1), ValueError, r"arity: .*at least 2, got 1"),
-        (lambda: reduce_tree(STATE, arity=2.0), TypeError, r"arity: .*integer, got 2\.0"),
+        (lambda: reduce_tree(STATE, arity=2.0), TypeError, r"arity: .*integer.*, got 2\.0"),
         (lambda: reduce_tree(STATE, axis=1), ValueError, r"axis: .*1 axes.*got 1"),
         (lambda: reduce_chain(STATE, axis=-2), ValueError, r"axis: .*got -2"),
         (lambda: scan_states(STATE, axis="kv"), TypeError, r"axis: .*integer, got 'kv'"),
@@ -877,9 +886,27 @@ STATE = AttentionState(jnp.zeros(3), jnp.ones(3), jnp.ones((3, 2)))
             r"out: expected a floating-point",
         ),
         (lambda: AttentionState.identity((3,), 2, int), TypeError, r"dtype: .*floating-point"),
+        (
+            lambda: AttentionState.identity((3,), 2, jnp.float8_e4m3fn),
+            TypeError,
+            "dtype: .*16 bits or more",
+        ),
         (lambda: AttentionState.identity(3, 2), TypeError, "shape: expected a tuple, .* got 3"),
     ],
 )
 def test_bad_input(unchecked, call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+@pytest.mark.parametrize("function", [merge, finalize], ids=lambda f: f.__name__)
+def test_called_by_itself_it_is_one_program(function):
+    """And nested in another, none of its own: its operations are in the outer one's."""
+    state = AttentionState(np.ones(3), np.ones(3), np.ones((3, 2)))  # NumPy's arrays will do
+    states = (state, state)[: 2 if function is merge else 1]
+    result = function(*states)
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(result))
+    program = getattr(treeattn.idea.state, f"_{function.__name__}")
+    assert program._cache_size() > 0
+    inside = jax.make_jaxpr(function)(*states).eqns
+    assert f"_{function.__name__}" not in {equation.params.get("name") for equation in inside}

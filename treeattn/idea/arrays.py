@@ -26,10 +26,19 @@ def varying_like(tree, *arrays: Array | None):
 
     Inside `shard_map` a loop's carry must have the type that its body gives it. A sum over no
     elements of an array is 0 and has its type, in every release of JAX; XLA drops the addition.
+
+    Integers and booleans in the tree stay as they are: lengths and masks are no carries, and
+    must not come to depend on what a gradient is taken by.
     """
-    given = (jax.lax.stop_gradient(x) for x in arrays if x is not None)
-    zero = sum(jnp.sum(jnp.asarray(x)[None][:0].astype(jnp.int32)) for x in given)
-    return jax.tree.map(lambda x: jnp.add(x, zero.astype(x.dtype)), tree)
+    given = (jnp.asarray(x) for x in arrays if x is not None)
+    # An integer: it has no gradient.
+    zero = sum(jnp.sum(x[None][:0].astype(jnp.int32)) for x in given)
+
+    def vary(x):
+        floating = jnp.issubdtype(x.dtype, jnp.floating)
+        return jnp.add(x, zero.astype(x.dtype)) if floating else x
+
+    return jax.tree.map(vary, tree)
 
 
 def integer(name: str, x, least: int | None = None, most: int | None = None) -> int:
@@ -121,6 +130,28 @@ def _check_array(name: str, x) -> None:
         raise TypeError(f"{name}: expected an array, got {type(x).__name__}")
 
 
+def bounded(name: str, x: Array, least: int, most, expected: str) -> Array:
+    """The integers `x` as int32, from `least` to `most`, a number or an array, within int32.
+
+    Raises a ValueError, with what was expected, for an entry outside. Nobody can look at the
+    entries of a traced array, or of one that other processes hold: they are clipped.
+    """
+    hidden = isinstance(x, jax.core.Tracer)
+    if isinstance(x, jax.Array) and not hidden:
+        hidden = not (x.is_fully_addressable or x.is_fully_replicated)
+    if hidden:
+        # Before it is narrowed, and within what its own dtype can hold.
+        fit = max(np.iinfo(x.dtype).min, -(2**31)), min(np.iinfo(x.dtype).max, 2**31 - 1)
+        ends = (np.clip(end, *fit).astype(x.dtype) for end in (least, most))
+        return jnp.clip(x, *ends).astype(jnp.int32)
+    came = np.asarray(x)
+    wrong = (came < least) | (came > most)
+    if wrong.any():
+        where = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise ValueError(f"{name}: expected {expected}, got {came[where]} at {where}")
+    return x.astype(np.int32)
+
+
 def check_same_dtype(**arrays: Array) -> None:
     """Raise a TypeError that lists the dtypes when they are not all the same."""
     if len({jnp.dtype(x.dtype) for x in arrays.values()}) > 1:
@@ -135,16 +166,23 @@ def check_rank(rank: int, layout: str, **arrays: Array) -> None:
             raise ValueError(f"{name}: expected {rank} axes {layout}, got shape {x.shape}")
 
 
-def check_scale(scale, d: int) -> Array | float:
-    """`scale` as a scalar array, 1/√d where it is None. Raises a ValueError for anything but a
-    finite number, if it can be looked at."""
+def check_scale(scale, d: int, dtype) -> Array | float:
+    """`scale` as a scalar array, 1/√d where it is None.
+
+    Raises a ValueError for anything but a real number, and, if it can be looked at, for one that
+    is not finite in `dtype`, that of the scores.
+    """
     if scale is None:
         return d**-0.5
     scale = as_array("scale", scale)
-    if scale.shape != () or not jnp.issubdtype(scale.dtype, np.number):
-        raise ValueError(f"scale: expected a number, got {scale.dtype} of shape {scale.shape}")
-    if not isinstance(scale, jax.core.Tracer) and not np.isfinite(scale):
-        raise ValueError(f"scale: expected a finite number, got {scale}")
+    real = any(jnp.issubdtype(scale.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    if scale.shape != () or not real:
+        raise ValueError(f"scale: expected a real number, got {scale.dtype} of shape {scale.shape}")
+    if isinstance(scale, jax.core.Tracer):
+        return scale
+    if not abs(float(scale)) <= float(jnp.finfo(dtype).max):  # nor is a NaN
+        beyond = f", which {dtype} does not hold" if np.isfinite(float(scale)) else ""
+        raise ValueError(f"scale: expected a finite number, got {scale}{beyond}")
     return scale
 
 

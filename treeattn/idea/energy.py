@@ -19,7 +19,6 @@ finite (inside jit nobody can look), naming the argument.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Bool, Float
 
 from treeattn.idea.arrays import (
@@ -30,6 +29,7 @@ from treeattn.idea.arrays import (
     check_rank,
     check_same_dtype,
     check_scale,
+    integer,
 )
 
 Scale = float | int | Float[Array, ""] | None
@@ -114,10 +114,7 @@ def cumulant(
 
     Memory grows as n · dv**(order − 1).
     """
-    if isinstance(order, bool) or not isinstance(order, int | np.integer):
-        raise TypeError(f"order: expected an integer, got {order!r}")
-    if order < 0:
-        raise ValueError(f"order: expected 0 or more, got {order}")
+    order = integer("order", order, 0)
     mask = _check_inputs(q, k, v, mask)
 
     def derivative(zeta):
@@ -172,7 +169,7 @@ def _scores(zeta, q, k, v, scale):
     """scale · q·k_a + ζ·v_a, (..., n), of sources zeta (..., dv) and queries q (..., d)."""
     dtype = accumulation_dtype(zeta, q, k, v)
     zeta, q, k, v = (x.astype(dtype) for x in (zeta, q, k, v))
-    scale = jnp.asarray(check_scale(scale, q.shape[-1]), dtype)
+    scale = jnp.asarray(check_scale(scale, q.shape[-1], dtype), dtype)
 
     def dot(x, keys):  # keys first, so that XLA on CPU does not copy them to transpose them
         return jnp.einsum("nd,...d->...n", keys, x, precision="highest")

@@ -15,7 +15,7 @@ lse −∞, and its gradients are zeros.
 Every function here works under jit, vmap, grad and shard_map.
 """
 
-import operator
+import functools
 from typing import NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float
 
-from treeattn.idea.arrays import Array, check_floating, check_same_dtype
+from treeattn.idea.arrays import Array, check_floating, check_same_dtype, integer
 
 
 class AttentionState(NamedTuple):
@@ -43,8 +43,9 @@ class AttentionState(NamedTuple):
         shape: tuple[int, ...], value_dim: int, dtype: DTypeLike = jnp.float32
     ) -> "AttentionState":
         """The state of no keys, (−∞, 0, 0), for `shape` queries and values of `value_dim`."""
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(f"dtype: expected a floating-point dtype, got {dtype}")
+        if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize < 2:
+            expected = "a floating-point dtype of 16 bits or more"  # some of 8 bits have no −∞
+            raise TypeError(f"dtype: expected {expected}, got {dtype}")
         if not isinstance(shape, tuple):
             raise TypeError(f"shape: expected a tuple, the queries' axes, got {shape!r}")
         return AttentionState(
@@ -89,6 +90,13 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
         raise ValueError(
             f"b: expected a's numerator shape {a.numerator.shape}, got {b.numerator.shape}"
         )
+    return _merge(a, b)
+
+
+# One program where it is called by itself: some twenty operations would take a hundred times as
+# long. Inside another program it leaves no trace.
+@functools.partial(jax.jit, inline=True)
+def _merge(a: AttentionState, b: AttentionState) -> AttentionState:
     dtype = jnp.promote_types(a.max.dtype, b.max.dtype)
     a, b = (jax.tree.map(lambda x: x.astype(dtype), state) for state in (a, b))
     m, first = jnp.maximum(a.max, b.max), a.max >= b.max
@@ -115,6 +123,11 @@ def finalize(state: AttentionState) -> tuple[Float[Array, "... dv"], Float[Array
     no keys gives (0, −∞). Sums beyond the dtype's range count as its largest finite number.
     """
     check_state(state=state)
+    return _finalize(state)
+
+
+@functools.partial(jax.jit, inline=True)
+def _finalize(state: AttentionState):
     m, d, n = state
     empty = (d == 0) | (m == -jnp.inf)
     d = jnp.where(empty, 1, finite(d))
@@ -165,9 +178,7 @@ def reduce_tree(states: AttentionState, axis: int = 0, *, arity: int = 2) -> Att
 
     p states take ⌈log_arity p⌉ rounds and p − 1 merges. (Theorem 1: v1 §10, v2 App. E.)
     """
-    arity = _integer("arity", arity)
-    if arity < 2:
-        raise ValueError(f"arity: expected at least 2, got {arity}")
+    arity = integer("arity", arity, 2)
     states = _axis_first(states, axis)
     if len(states.max) == 0:
         return reduce_chain(states)
@@ -220,7 +231,7 @@ def check_state(**states: AttentionState) -> None:
 def _axis_first(states: AttentionState, axis: int) -> AttentionState:
     """The states with the batch axis `axis` (one of those of `max`) moved to the front."""
     check_state(states=states)
-    axis, rank = _integer("axis", axis), states.max.ndim
+    axis, rank = integer("axis", axis), states.max.ndim
     if not -rank <= axis < rank:
         raise ValueError(f"axis: expected one of the {rank} axes of states.max, got {axis}")
     return jax.tree.map(lambda x: jnp.moveaxis(x, axis % rank, 0), states)
@@ -229,10 +240,3 @@ def _axis_first(states: AttentionState, axis: int) -> AttentionState:
 def _slice(states: AttentionState, start: int, stop: int | None = None, step: int = 1):
     """`states[start:stop:step]` along the first axis."""
     return jax.tree.map(lambda x: jax.lax.slice_in_dim(x, start, stop, step), states)
-
-
-def _integer(name: str, x: int) -> int:
-    try:
-        return operator.index(x)
-    except TypeError:
-        raise TypeError(f"{name}: expected an integer, got {x!r}") from None

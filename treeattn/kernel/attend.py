@@ -73,7 +73,7 @@ def attend(
 
 def attention(q, k, v, **options) -> Float[Array, "b l h dv"]:
     """softmax(scale · q kᵀ) v in the queries' layout and dtype; `options` as in `attend`."""
-    return finalize(attend(q, k, v, **options))[0].astype(q.dtype)
+    return finalize(attend(q, k, v, **options))[0].astype(jnp.result_type(q))
 
 
 def attend_inputs(inputs: Inputs) -> AttentionState:

@@ -11,6 +11,7 @@ from treeattn.idea.arrays import (
     Array,
     accumulation_dtype,
     as_array,
+    bounded,
     check_broadcasts,
     check_floating,
     check_integers,
@@ -30,7 +31,7 @@ class Inputs:
     q:          (b, l, h, d); k (b, n, h_kv, d) and v (b, n, h_kv, dv), of one dtype
     mask, bias: (b, h, l, n), an axis being 1 where all share an entry; or None
     lengths:    (b,) int32 in 0 … n: only the first keys of a row count; or None
-    factor:     a scalar array; or None
+    factor:     a scalar array: a scale whose value is not compiled in; or None
     scale:      the scores are scale · factor · q·k
     causal:     whether query i sees keys 0 … i only
     implementation: the name of what runs it
@@ -38,8 +39,8 @@ class Inputs:
                 where the devices are known, and `implementation` runs it on all
     by_row:     whether rows with lengths of their own are computed one after another, so that a
                 short row does not read the blocks of a long one
-    stale:      whether values beyond the lengths may be NaN, as memory never written may; of a
-                cache that is known to hold numbers everywhere they need not be set to 0
+    stale:      whether keys and values that no query sees may be NaN or ∞, as memory never
+                written may: then they count as 0. False for a cache that begins as zeros
     """
 
     q: Any
@@ -104,19 +105,20 @@ def check_inputs(
         bias = as_array("bias", bias)
         check_floating(bias=bias)
         check_broadcasts("bias", bias, (b, h, l, n), "(batch, heads, q_len, kv_len)")
-    scale = check_scale(scale, d)
-    traced = isinstance(scale, jax.core.Tracer)  # then it is not compiled in
-    scale, factor = (1.0, scale) if traced else (float(scale), None)
+    scale = check_scale(scale, d, accumulation_dtype(q))
+    factor = None
+    if isinstance(scale, jax.Array):  # traced or not: no program for each value
+        scale, factor = 1.0, scale
+    scale = float(scale)
     return Inputs(q, k, v, mask, bias, _lengths(kv_lengths, b, n), factor, scale, causal)
 
 
 def _lengths(kv_lengths, b: int, n: int) -> Array | None:
-    """int32 in 0 … n. Widened before it is clipped: n need not fit the dtype it came in."""
+    """int32 in 0 … n, or the error that names what is wrong; clipped where they are traced."""
     if kv_lengths is None:
         return None
     kv_lengths = as_array("kv_lengths", kv_lengths)
     check_integers(kv_lengths=kv_lengths)
     if kv_lengths.shape != (b,):
         raise ValueError(f"kv_lengths: expected shape ({b},), one a row, got {kv_lengths.shape}")
-    wide = kv_lengths.astype(jnp.promote_types(kv_lengths.dtype, jnp.int32))
-    return jnp.clip(wide, 0, n).astype(jnp.int32)
+    return bounded("kv_lengths", kv_lengths, 0, n, f"0 to kv_len = {n} keys")

@@ -8,13 +8,32 @@ Here queries are (b, h_kv, group, l, d), keys and values (b, size, h_kv, ·), sc
 (b, h_kv, group, l, size), as in treeattn/kernel/blockwise.py.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
 
 BLOCK = 1024  # keys read at a time, at most
 STREAMS = 8  # terms of a sum that is written out; XLA:CPU stops fusing at 16
 EXACT = lax.Precision.HIGHEST  # else XLA would round to TensorFloat-32 on a GPU
+
+
+def may_be_partitioned(*arrays) -> bool:
+    """Whether XLA may deal the program over several devices by itself.
+
+    It does where arguments are sharded, and knows sums and maxima of its own only. Inside a program
+    nobody can see how an array lies: only that there is but one device, or that each runs the
+    program by itself, as in `shard_map`.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    sizes = zip(context.axis_sizes, context.axis_types, strict=True)
+    if not context.empty and all(n == 1 or kind == AxisType.Manual for n, kind in sizes):
+        return False
+    arrays = [x for x in arrays if isinstance(x, jax.Array)]
+    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+        return jax.device_count() > 1
+    return any(not x.is_fully_replicated for x in arrays)
 
 
 def few_queries(q, n: int) -> bool:
@@ -35,13 +54,24 @@ def read(x, first, size: int, *, row, rows: int, dtype):
     return x.astype(dtype)
 
 
-def row_max(s):
+def row_max(s, partitioned: bool):
     """max over the last axis. It may pass over a NaN, which still reaches the sums.
 
-    jnp.max hands a NaN on, and is not vectorized for it.
+    jnp.max hands a NaN on, and is not vectorized for it. A reduction of our own is, and so is the
+    maximum of integers in the floats' order: those of a negative number's bits, all but the sign
+    turned round. That takes up to a quarter longer, and may be partitioned.
     """
-    start = np.asarray(-np.inf, s.dtype)
-    return lax.reduce(s, start, lambda a, b: lax.select(a > b, a, b), (s.ndim - 1,))
+    if not partitioned:
+        start = np.asarray(-np.inf, s.dtype)
+        return lax.reduce(s, start, lambda a, b: lax.select(a > b, a, b), (s.ndim - 1,))
+    info = jnp.finfo(s.dtype)
+    integers = jnp.dtype(f"int{info.bits}")
+
+    def swap(bits):  # its own inverse
+        return bits ^ (bits >> (info.bits - 1) & np.asarray(np.iinfo(integers).max, integers))
+
+    bits = swap(lax.bitcast_convert_type(s, integers))
+    return lax.bitcast_convert_type(swap(jnp.max(bits, axis=-1)), s.dtype)
 
 
 def matrix_scores(q, k):
@@ -66,12 +96,15 @@ def matrix_sums(p, v):
 # vectorized, on all cores.
 
 
-def _sum(x, axis: int):
+def _sum(x, axis: int, partitioned: bool):
     """The sum over an axis, in the loop that computes x.
 
-    From 0.10 on, XLA:CPU hands plain sums to a library, and writes out for it what they add. It
-    does not recognize a sum whose every step is rounded to the precision that it has anyway.
+    From 0.10 on, XLA:CPU hands plain sums to a library, and writes out for it what they add, which
+    takes three times as long. It does not recognize a sum whose every step is rounded to the
+    precision that it has anyway. Nor does its partitioner.
     """
+    if partitioned:
+        return jnp.sum(x, axis=axis)
     about = jnp.finfo(x.dtype)
 
     def add(a, b):
@@ -92,11 +125,11 @@ def stream_queries(q):
     return parts
 
 
-def stream_scores(parts, k):
+def stream_scores(parts, k, partitioned: bool):
     """q·k of all queries and keys, (b, h_kv, group, l, size), as a sum of elementwise products."""
     k = k[:, :, :, None, None]
     s = sum(q * k[..., start : start + q.shape[-1]] for start, q in parts)
-    return jnp.moveaxis(_sum(s, -1), 1, -1)
+    return jnp.moveaxis(_sum(s, -1, partitioned), 1, -1)
 
 
 def _terms(d: int) -> tuple[range | tuple[int, ...], int]:
@@ -109,7 +142,7 @@ def _terms(d: int) -> tuple[range | tuple[int, ...], int]:
     return range(0, d, d // terms), d // terms
 
 
-def stream_sums(p, read):
+def stream_sums(p, read, partitioned: bool):
     """(Σ p, Σ p v), with p at most 1; read(i, n) gives values i … i + n − 1 of the block.
 
     Weights divided by BLOCK, at least their number, keep the sum in range.
@@ -123,4 +156,4 @@ def stream_sums(p, read):
         p[:, i * each : (i + 1) * each] * read(i * each, each)[:, :, :, None, None]
         for i in range(STREAMS)
     )
-    return total, _sum(n, 1) * BLOCK
+    return total, _sum(n, 1, partitioned) * BLOCK

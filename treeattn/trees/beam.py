@@ -29,7 +29,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int, Integer, Shaped
 
-from treeattn.idea.arrays import Array, as_array, check_integers, check_rank, integer, namespace
+from treeattn.idea.arrays import (
+    Array,
+    as_array,
+    bounded,
+    check_integers,
+    check_rank,
+    integer,
+    namespace,
+)
 
 
 class PackedBeam(NamedTuple):
@@ -64,7 +72,8 @@ def prefix_encoding(
     """
     xp, beam, lengths = _checked(beam, lengths)
     encoding = _encode(xp, _common_prefix(xp, beam, lengths), beam.shape[2])
-    real = xp.arange(beam.shape[2], dtype=xp.int32) < lengths[..., None]
+    column = xp.arange(beam.shape[2], dtype=xp.int32)
+    real = column[None, None] < lengths[..., None]
     return xp.where(real, encoding, -1)
 
 
@@ -81,8 +90,10 @@ def packed_token_indices(
     xp = namespace(encoding)
     rows, width = encoding.shape[1:]
     nowhere = rows * width
-    added = _rows_joined(encoding == xp.arange(rows)[:, None])  # (B, M·C): by its own candidate
-    place = xp.arange(nowhere, dtype=xp.int32)
+    added = _rows_joined(
+        encoding == xp.arange(rows)[None, :, None]
+    )  # (B, M·C): by its own candidate
+    place = xp.arange(nowhere, dtype=xp.int32)[None]
     found = xp.sort(xp.where(added, place, nowhere), axis=1)  # the places of nodes come first
     indices = xp.where(found < nowhere, found, -1)
     if isinstance(indices, jax.core.Tracer):
@@ -167,7 +178,7 @@ def unpack(
 def _common_prefix(xp, beam, lengths):
     """(B, M, M) int32: the number of leading tokens that candidates m and n share."""
     width = beam.shape[2]
-    column = xp.arange(width, dtype=xp.int32)
+    column = xp.arange(width, dtype=xp.int32)[None, None, None]
     differ = beam[:, :, None] != beam[:, None]  # (B, M, M, C)
     first_difference = xp.where(differ, column, width)
     common = xp.min(first_difference, axis=-1, initial=width)
@@ -178,8 +189,9 @@ def _common_prefix(xp, beam, lengths):
 def _encode(xp, common, width):
     """(B, M, C): the smallest row that shares row m's tokens up to c; m at its pads."""
     row = xp.arange(common.shape[1], dtype=xp.int32)
-    shared = xp.arange(width, dtype=xp.int32) < common[..., None]  # (B, M, M, C)
-    sharing = xp.where(shared, row[:, None], row[:, None, None])
+    column = xp.arange(width, dtype=xp.int32)[None, None, None]
+    shared = column < common[..., None]  # (B, M, M, C)
+    sharing = xp.where(shared, row[None, None, :, None], row[None, :, None, None])
     return xp.min(sharing, axis=2, initial=common.shape[1])
 
 
@@ -196,7 +208,7 @@ def _pack(xp, beam, lengths, pad_token):
     rows, width = beam.shape[1:]
     row = xp.arange(rows, dtype=xp.int32)
     common = _common_prefix(xp, beam, lengths)
-    shared_with_earlier = xp.where(row < row[:, None], common, 0)
+    shared_with_earlier = xp.where((row[None] < row[:, None])[None], common, 0)
     borrowed = xp.max(shared_with_earlier, axis=2, initial=0)  # (B, M)
     end = xp.cumulative_sum(lengths - borrowed, axis=1, dtype=xp.int32)
     start = end - lengths
@@ -204,8 +216,8 @@ def _pack(xp, beam, lengths, pad_token):
 
     # The other way round: the candidate that adds node i is the number of those that end before.
     size = rows * width if xp is jnp else int(end.max(initial=0))
-    node = xp.arange(size, dtype=xp.int32)
-    owner = xp.sum(node[:, None] >= end[:, None], axis=2, dtype=xp.int32)  # (B, L)
+    node = xp.arange(size, dtype=xp.int32)[None]
+    owner = xp.sum(node[..., None] >= end[:, None], axis=2, dtype=xp.int32)  # (B, L)
     real = owner < rows
     owner = xp.minimum(owner, rows - 1)
     offsets = xp.where(real, node - xp.take_along_axis(start, owner, axis=1), 0)
@@ -223,7 +235,7 @@ def _node_numbers(xp, common, lengths, start, width):
     """
     encoding = _encode(xp, common, width)
     owners_start = xp.take_along_axis(start, _rows_joined(encoding), axis=1)
-    column = xp.arange(width, dtype=xp.int32)
+    column = xp.arange(width, dtype=xp.int32)[None, None]
     numbers = owners_start.reshape(encoding.shape) + column
     return xp.where(column < lengths[..., None], numbers, 0)
 
@@ -261,7 +273,7 @@ def _look_up(table, row):
     member = jnp.zeros((), jnp.uint32)
     for first in range(0, rows, 32):
         bit = jnp.arange(min(32, rows - first), dtype=jnp.uint32)
-        bits = table[:, first : first + 32].astype(jnp.uint32) << bit[:, None]
+        bits = table[:, first : first + 32].astype(jnp.uint32) << bit[None, :, None]
         word = jnp.sum(bits, axis=1, dtype=jnp.uint32)
         # A row of another word wraps round to a shift beyond 31, which leaves no bit.
         shift = row.astype(jnp.uint32) - jnp.uint32(first)
@@ -283,25 +295,6 @@ def check_pad_token(pad_token: int, dtype) -> int:
     """`pad_token` as an int. Raises a TypeError or ValueError unless it is one of that dtype's."""
     kind = np.iinfo(dtype)
     return integer(f"pad_token ({kind.dtype} like the tokens)", pad_token, kind.min, kind.max)
-
-
-def bounded(name: str, x: Array, least: int, most, expected: str) -> Array:
-    """The integers `x` as int32: clipped if traced, else a ValueError unless least ≤ x ≤ most.
-
-    most: a number, or an array that broadcasts with x; expected: what the error says it is.
-    """
-    if isinstance(x, jax.core.Tracer):
-        lowest = max(np.iinfo(x.dtype).min, -(2**31))
-        highest = min(np.iinfo(x.dtype).max, 2**31 - 1)
-        low = np.clip(least, lowest, highest).astype(x.dtype)
-        high = np.clip(most, lowest, highest).astype(x.dtype)
-        return jnp.clip(x, low, high).astype(jnp.int32)
-    came = np.asarray(x)
-    wrong = (came < least) | (came > most)
-    if wrong.any():
-        where = tuple(int(i) for i in np.argwhere(wrong)[0])
-        raise ValueError(f"{name}: expected {expected}, got {came[where]} at {where}")
-    return x.astype(np.int32)
 
 
 def _checked(beam, lengths):

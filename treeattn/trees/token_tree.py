@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int, Integer
 
-from treeattn.idea.arrays import Array, as_array, check_integers, check_rank, namespace
-from treeattn.trees.beam import PackedBeam, bounded, check_pad_token, pack, unpack
+from treeattn.idea.arrays import Array, as_array, bounded, check_integers, check_rank, namespace
+from treeattn.trees.beam import PackedBeam, check_pad_token, pack, unpack
 
 
 class TokenTree(NamedTuple):
@@ -160,7 +160,7 @@ def _checked_parents(parents):
     if parents.ndim == 0:
         raise ValueError("parents: expected axes (..., L), got a scalar")
     expected = "−1 (a root) or an earlier node, so that there is no cycle"
-    before = np.arange(parents.shape[-1]) - 1
+    before = np.broadcast_to(np.arange(parents.shape[-1]) - 1, parents.shape)
     return namespace(parents), bounded("parents", parents, -1, before, expected)
 
 

@@ -1,0 +1,225 @@
+"""What JAX's users compose first: transformations and layouts, of every function, each against
+dense attention in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from oracles import dense_attention, dense_gradients
+
+import treeattn
+from treeattn.devices.merge import METHODS
+
+ROWS, BATCH, QUERIES, HEADS, KV_HEADS, DIM, VALUE_DIM = 3, 2, 2, 2, 2, 4, 3
+KEYS = 5  # an odd number: shards are ragged
+
+
+def merged(q, k, v, *, kv_lengths):
+    """Attention to the first two keys, merged with that to the others."""
+    first = treeattn.attend(q, k[:, :2], v[:, :2], kv_lengths=jnp.minimum(kv_lengths, 2))
+    rest = treeattn.attend(q, k[:, 2:], v[:, 2:], kv_lengths=jnp.maximum(kv_lengths - 2, 0))
+    return treeattn.finalize(treeattn.merge(rest, first))[0]
+
+
+LOCAL = {
+    "attention": treeattn.attention,
+    "attend": lambda *x, **options: treeattn.finalize(treeattn.attend(*x, **options))[0],
+    "merge": merged,
+}
+PREFILL = {
+    "ring_attention": treeattn.ring_attention,
+    "ulysses_attention": treeattn.ulysses_attention,
+}
+OVER_MESH = {method: functools.partial(treeattn.tree_decode, method=method) for method in METHODS}
+OVER_MESH |= {"ring_decode": treeattn.ring_decode, "pass_q_decode": treeattn.pass_q_decode}
+OVER_MESH |= PREFILL
+ALL = [*LOCAL, *OVER_MESH]
+
+
+def make_mesh(kind=AxisType.Auto, **sizes):
+    devices = jax.devices()[: np.prod([*sizes.values()])]
+    kinds = (kind,) * len(sizes)
+    return jax.make_mesh((*sizes.values(),), (*sizes,), axis_types=kinds, devices=devices)
+
+
+def function(name, mesh):
+    """(q, k, v, lengths) -> out."""
+    if name in LOCAL:
+        return lambda q, k, v, lengths: LOCAL[name](q, k, v, kv_lengths=lengths)
+    call = functools.partial(OVER_MESH[name], mesh=mesh, axis="kv")
+    if name in PREFILL:
+        return lambda q, k, v, lengths: call(q, k, v)
+    return lambda q, k, v, lengths: call(q, k, v, kv_lengths=lengths)
+
+
+def draw(name, *rows, keys=KEYS):
+    """(q, k, v, lengths), each with `rows` before its own axes, and weights for the output."""
+    rng = np.random.default_rng(0)
+    queries = keys if name in PREFILL else QUERIES
+    q = rng.normal(size=(*rows, BATCH, queries, HEADS, DIM))
+    k = rng.normal(size=(*rows, BATCH, keys, KV_HEADS, DIM))
+    v = rng.normal(size=(*rows, BATCH, keys, KV_HEADS, VALUE_DIM))
+    lengths = rng.integers(0, keys + 1, (*rows, BATCH)).astype(np.int32)
+    return (q, k, v, lengths), rng.normal(size=(*q.shape[:-1], VALUE_DIM))
+
+
+def options(name, arguments):
+    """What the dense oracle is told: prefill is causal, everything else has lengths."""
+    n = arguments[1].shape[1]
+    if name in PREFILL:
+        return {"mask": np.tri(n, dtype=bool)[None, None]}
+    return {"kv_lengths": arguments[3]}
+
+
+def check_values(name, out, arguments):
+    expected = dense_attention(*arguments[:3], **options(name, arguments))
+    np.testing.assert_allclose(out, expected, atol=1e-12)
+
+
+def check_gradients(name, gradients, arguments, w):
+    expected = dense_gradients(*arguments[:3], w, **options(name, arguments))
+    for got, dense in zip(gradients, expected, strict=False):
+        np.testing.assert_allclose(got, dense, atol=1e-11)
+
+
+def loss_of(f):
+    """(Σ w·out, out), to be differentiated in q, k and v."""
+
+    def loss(q, k, v, lengths, w):
+        out = f(q, k, v, lengths)
+        return jnp.sum(w * out), out
+
+    return loss
+
+
+def grad_of_vmap(f):
+    return jax.value_and_grad(loss_of(jax.vmap(f)), (0, 1, 2), has_aux=True)
+
+
+def vmap_of_grad(f):
+    return jax.vmap(jax.value_and_grad(loss_of(f), (0, 1, 2), has_aux=True))
+
+
+@pytest.mark.parametrize("transform", [grad_of_vmap, vmap_of_grad], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", ALL)
+def test_batched_and_differentiated(name, transform):
+    arguments, w = draw(name, ROWS)
+    run = jax.jit(transform(function(name, make_mesh(kv=2))))
+    (_, out), gradients = run(*arguments, w)
+    for i in range(ROWS):
+        row = [x[i] for x in arguments]
+        check_values(name, out[i], row)
+        check_gradients(name, [g[i] for g in gradients], row, w[i])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_forward_mode(name):
+    """The whole Jacobian in the queries, and its product with weights."""
+    arguments, w = draw(name)
+    jacobian = jax.jit(jax.jacfwd(function(name, make_mesh(kv=2))))(*arguments)
+    gradient = np.tensordot(w, jacobian, axes=w.ndim)
+    check_gradients(name, [gradient], arguments, w)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_within_another_shard_map(name):
+    """The rows lie along "data", which is manual already where the keys are dealt along "kv"."""
+    mesh = make_mesh(data=2, kv=2)
+    arguments, _ = draw(name)
+    rows = P("data")
+    run = jax.shard_map(
+        function(name, mesh),
+        mesh=mesh,
+        in_specs=rows,
+        out_specs=rows,
+        axis_names={"data"},
+        check_vma=False,
+    )
+    check_values(name, jax.jit(run)(*arguments), arguments)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("name", ALL)
+def test_within_set_mesh(name, kind):
+    arguments, _ = draw(name, keys=6)
+    mesh = make_mesh(kind, kv=2)
+    with jax.set_mesh(mesh):
+        f = function(name, mesh)
+        check_values(name, f(*arguments), arguments)
+        along = P(None, "kv")
+        if name in LOCAL and kind == AxisType.Explicit:
+            along = P()  # of keys along a named axis, products and sums have to be asked for
+        k, v = jax.device_put(arguments[1:3], NamedSharding(mesh, along))
+        check_values(name, jax.jit(f)(arguments[0], k, v, arguments[3]), arguments)
+
+
+SPECS = [P("data", "kv"), P(None, ("kv", "data")), P(None, None, None, "kv"), P(None, None, "kv")]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("name", ["attention", "merge", "allreduce", "ring_decode", *PREFILL])
+def test_sharded_arguments(name, spec):
+    """Wherever the keys lie: along their length, their rows, heads and numbers."""
+    mesh = make_mesh(data=2, kv=2)
+    (q, k, v, lengths), _ = draw(name, keys=8)
+    v = np.concatenate([v, v[..., :1]], axis=-1)  # an even number
+    arguments = q, k, v, lengths
+    k, v = jax.device_put((k, v), NamedSharding(mesh, spec))
+    f = function(name, mesh)
+    check_values(name, f(q, k, v, lengths), arguments)
+    if name in ("attention", "allreduce"):
+        check_values(name, jax.jit(f)(q, k, v, lengths), arguments)
+
+
+@pytest.mark.parametrize("queries", [1, 3], ids=["streams", "products"])
+@pytest.mark.parametrize("spec", [P(None, "kv"), P(None, None, None, "kv")], ids=str)
+def test_a_cache_that_is_sharded(spec, queries):
+    """Of a length and width for which one query's sums are written out."""
+    mesh = make_mesh(kv=2)
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(1, queries, 2, 64))
+    k, v = rng.normal(size=(2, 1, 512, 2, 64))
+    cache = jax.device_put((k, v), NamedSharding(mesh, spec))
+    expected = dense_attention(q, k, v)
+    np.testing.assert_allclose(treeattn.attention(q, *cache), expected, atol=1e-12)
+    np.testing.assert_allclose(jax.jit(treeattn.attention)(q, *cache), expected, atol=1e-12)
+    out = treeattn.tree_decode(q, *cache, mesh=mesh, axis="kv")
+    np.testing.assert_allclose(out, expected, atol=1e-12)
+
+
+BEAMS = np.random.default_rng(0).integers(0, 3, (2, 2, 4, 3))
+
+
+def check_packed(packed):
+    """For each beam the trees that NumPy's arrays give, padded to the width of a program's."""
+    for i, beam in enumerate(BEAMS):
+        expected = treeattn.pack(beam)
+        width = expected.packed_beam.shape[1]
+        np.testing.assert_array_equal(packed.packed_beam[i][:, :width], expected.packed_beam)
+        mask = packed.attention_mask[i]
+        np.testing.assert_array_equal(mask[:, :width, :width], expected.attention_mask)
+        assert mask.sum() == expected.attention_mask.sum()
+        offsets = packed.position_offsets[i][:, :width]
+        np.testing.assert_array_equal(offsets, expected.position_offsets)
+        np.testing.assert_array_equal(packed.unpack_map[i], expected.unpack_map)
+
+
+def test_pack_batched():
+    check_packed(jax.jit(jax.vmap(treeattn.pack))(BEAMS))
+
+
+def test_pack_on_many_devices():
+    mesh = make_mesh(data=2)
+    run = jax.shard_map(jax.vmap(treeattn.pack), mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    check_packed(jax.jit(run)(BEAMS))
+    with jax.set_mesh(mesh):
+        check_packed(jax.jit(jax.vmap(treeattn.pack))(BEAMS))
+    sharded = jax.device_put(BEAMS, NamedSharding(mesh, P("data")))
+    check_packed(jax.jit(jax.vmap(treeattn.pack))(sharded))
+    rows = jax.device_put(BEAMS[0], NamedSharding(mesh, P("data")))
+    for got, expected in zip(treeattn.pack(rows), treeattn.pack(BEAMS[0]), strict=True):
+        np.testing.assert_array_equal(got, expected)
