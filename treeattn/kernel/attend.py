@@ -37,8 +37,9 @@ def attend(
                 i // (h // h_kv).
     mask:       True where a query may see a key; broadcasts to (b, h, l, n).
     bias:       added to the scaled scores; broadcasts to (b, h, l, n). −∞ hides the key.
-    kv_lengths: (b,) only the first so many keys of each row count, 0 … n.
-    scale:      multiplies q·k; 1/√d when None.
+    kv_lengths: (b,) only the first so many keys of each row count, 0 … n; clipped to that where
+                they are traced.
+    scale:      multiplies q·k; 1/√d when None. A number is compiled in, a JAX array's value is not.
     causal:     query i sees keys 0 … i, of as many keys as queries.
     implementation: one of these, or None: the first whose line fits
 
@@ -61,11 +62,13 @@ def attend(
     JAX returns of it (`jax.nn.dot_product_attention`) is an lse rounded to the inputs' dtype.
 
     The state is in float32, or float64 when an input is. A score above the dtype's range
-    counts as the largest finite one. A query that sees no key has the state (−∞, 0, 0), and
-    zero gradients.
+    counts as the largest finite one, and sums saturate. A query that sees no key has the state
+    (−∞, 0, 0), and zero gradients. Keys and values that no query of their row and head sees may be
+    NaN or ∞; a NaN in one that some of them see may reach the others, too (0 · NaN).
 
     Raises TypeError for dtypes that are not floating-point or differ, ValueError for shapes
-    that do not fit, a scale that is not finite, and a kernel by name where it cannot run.
+    that do not fit, lengths out of range, a scale that is not finite, and a kernel by name where
+    it cannot run.
     """
     inputs = check_inputs(q, k, v, mask, bias, kv_lengths, scale, causal=causal)
     return attend_inputs(resolve(implementation, inputs, platform_of(q)))
