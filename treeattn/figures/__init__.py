@@ -5,6 +5,6 @@ A module a notebook, or more; each public function draws one figure and returns 
 checkout, as the notebooks do: the wheel has none of them.
 """
 
-from treeattn.extras import need
+from treeattn.extras import CHECKOUT, need
 
-need("figures", "matplotlib", "PIL", "tqdm")
+need("figures", "matplotlib", "PIL", "tqdm", install=CHECKOUT)
