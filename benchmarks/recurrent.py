@@ -31,17 +31,16 @@ import speculative
 from speculative import BUDGET, decode, table, warm_up
 
 from training.prompts import prompts
+from training.recurrent import RecurrentDraft, draft_beam
 from treeattn import Llama, pack
 from treeattn.llama import stream
 from treeattn.llama.speculation import (
-    RecurrentDraft,
+    MostExpectedDraft,
     Seen,
     SuffixDraft,
-    SurerDraft,
     candidate_lengths,
     draft_candidate_tokens,
 )
-from treeattn.llama.speculation.recurrent import draft_beam
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "recurrent.json"
@@ -150,7 +149,7 @@ def grid_beams(draft: RecurrentDraft, text, states, width: int, length: int) -> 
             certain[i : i + 32],
             width=width,
             length=length,
-            fallen=True,
+            with_pruned=True,
         )
         for i in range(0, len(certain), 32)
     ]
@@ -175,9 +174,9 @@ def counted(steps: list[tuple]) -> dict:
 DRAFTS = {
     "suffix": lambda model: SuffixDraft(),
     "recurrent, chain of 4": lambda model: RecurrentDraft(model, width=1, length=4),
-    "recurrent, beam of 8 × 5": lambda model: RecurrentDraft(model, fallen=False),
+    "recurrent, beam of 8 × 5": lambda model: RecurrentDraft(model, with_pruned=False),
     "recurrent": RecurrentDraft,
-    "surer": lambda model: SurerDraft(SuffixDraft(), RecurrentDraft(model)),
+    "surer": lambda model: MostExpectedDraft(SuffixDraft(), RecurrentDraft(model)),
 }
 
 

@@ -29,8 +29,8 @@ MATHJAX = Path(_mathjax) / "static"
 LEFT_OUT = shutil.ignore_patterns("a11y", "localization", "mathmaps", "*.mp3", "*.ogg", "*.eot")
 
 
-# A page that lies within the package, whose folder is not the site's.
-CARD = "treeattn/llama/speculation/recurrent.md"
+# A page in a folder that is not the site's.
+CARD = "training/recurrent.md"
 CARD_HERE = "recurrent_drafter.md"
 
 

@@ -14,10 +14,10 @@ from treeattn.llama.speculation import (
     Budget,
     DrawnDraft,
     LlamaDraft,
+    MostExpectedDraft,
     NGramDraft,
     RecyclingDraft,
     SuffixDraft,
-    SurerDraft,
     first_layers,
     generate,
     speculate,
@@ -94,7 +94,7 @@ DRAFTS = {
     "suffix": lambda *_: SuffixDraft(),
     "ngram": lambda *_: NGramDraft(length=5, rows=3),
     "recycling": lambda *_: RecyclingDraft(),
-    "surer": lambda *args: SurerDraft(NGramDraft(), Scribbler(*args)),
+    "surer": lambda *args: MostExpectedDraft(NGramDraft(), Scribbler(*args)),
 }
 CAPACITY = 24  # of every cache, so that few programs are compiled
 

@@ -3,6 +3,7 @@ text."""
 
 import dataclasses
 import itertools
+import sys
 from pathlib import Path
 
 import jax
@@ -12,23 +13,24 @@ import pytest
 import safetensors.numpy
 
 from training import distil, prompts
-from treeattn import Llama, kv_mesh
-from treeattn.llama.speculation import (
-    RecurrentDraft,
-    SuffixDraft,
-    SurerDraft,
-    candidate_lengths,
-    generate,
-    make_draft,
-)
-from treeattn.llama.speculation.recurrent import (
+from training.recurrent import (
     PACKAGED,
     Drafter,
+    RecurrentDraft,
     Shared,
     borrow,
     draft_beam,
     load_drafter,
     save_drafter,
+)
+from treeattn import Llama, kv_mesh
+from treeattn.llama.speculation import (
+    MostExpectedDraft,
+    SuffixDraft,
+    by_name,
+    candidate_lengths,
+    generate,
+    make_draft,
 )
 from treeattn.llama.text import stream
 
@@ -111,7 +113,7 @@ def test_beams_are_those_of_plain_numpy(width, length):
         assert [tuple(row) for row in beam[b].tolist()] == [path for path, _ in want]
         np.testing.assert_allclose(scores[b], [log for _, log in want], atol=5e-5)  # float32
     longer, more = draft_beam(
-        drafter, shared, state, certain, width=width, length=length, fallen=True
+        drafter, shared, state, certain, width=width, length=length, with_pruned=True
     )
     np.testing.assert_array_equal(longer[:, : beam.shape[1]], beam)
     for depth in range(1, length):  # the shorter ones: those of shorter searches
@@ -237,16 +239,16 @@ class Fixed:
         return self.found
 
 
-def test_the_surer_draft_of_each_text_is_taken():
+def test_the_draft_that_expects_most_is_taken_for_each_text():
     short = Fixed([[[1, 2]], [[3, 4]]], np.log([[[0.9, 0.9]], [[0.1, 0.1]]]))
     long = Fixed([[[5, 6, 7], [5, 8, 9]]] * 2, np.log(np.full((2, 2, 3), 0.4)))
-    beam, scores = SurerDraft(short, long).propose(8)
+    beam, scores = MostExpectedDraft(short, long).propose(8)
     assert candidate_lengths(scores).tolist() == [[2, 0], [3, 3]]
     assert beam[0, 0, :2].tolist() == [1, 2] and beam[1].tolist() == [[5, 6, 7], [5, 8, 9]]
 
 
 def test_two_drafts_write_the_plain_text(model, pair):
-    draft = SurerDraft(SuffixDraft(), RecurrentDraft(model, pair, width=2, length=2))
+    draft = MostExpectedDraft(SuffixDraft(), RecurrentDraft(model, pair, width=2, length=2))
     made = generate(model, PROMPTS, draft=draft, budget=8, max_new_tokens=NEW, capacity=CAPACITY)
     assert made.tokens == plain(model, max_new_tokens=NEW)
 
@@ -276,6 +278,15 @@ def test_another_model_is_refused(model, pair, tmp_path, unchecked):
     with pytest.raises(ValueError, match="vocabulary of 96 tokens, the model one of"):
         config = dataclasses.replace(model.config, vocabulary=95)
         make_draft(RecurrentDraft(model, path), dataclasses.replace(model, config=config))
+
+
+def test_without_a_checkout_the_names_say_where_the_drafter_is(model, monkeypatch, tmp_path):
+    monkeypatch.setattr(by_name, "CHECKOUT", tmp_path)
+    monkeypatch.delitem(sys.modules, by_name.TRAINED, raising=False)
+    for name in ("recurrent", "surer"):
+        with pytest.raises(ValueError, match=r"draft: 'recurrent' and 'surer' need training/rec.*"):
+            make_draft(name, model)
+    assert all(hasattr(make_draft(name, model), "propose") for name in by_name.PACKAGED_DRAFTS)
 
 
 def changed(path, **arrays):

@@ -15,7 +15,7 @@ from treeattn.llama.speculation import (
     Drawn,
     DrawnDraft,
     LlamaDraft,
-    SurerDraft,
+    MostExpectedDraft,
     accept_candidate_tokens,
     candidate_lengths,
     draft_candidate_tokens,
@@ -578,7 +578,7 @@ def test_what_draws_takes_its_chance_from_the_key(model, unchecked):
     with pytest.raises(ValueError, match=r"draft: call begin\(key\) before propose"):
         DrawnDraft(model).propose(3)
     with pytest.raises(ValueError, match="drafts: expected at least one"):
-        SurerDraft()
+        MostExpectedDraft()
 
 
 def test_bad_drafts(model, unchecked):
@@ -731,12 +731,12 @@ class Late(Oracle):
         return tree._replace(sizes=np.where(left > 10, 0, tree.sizes).astype(np.int32)), scores
 
 
-def test_the_surer_draft_takes_no_more_steps_than_the_free_one_alone(model, want, monkeypatch):
+def test_two_drafts_take_no_more_steps_than_the_free_one_alone(model, want, monkeypatch):
     monkeypatch.setattr(Budget, "seconds", lambda self, size: STEPS[size])
     prompts, texts = prompts_of(7)[:1], want[7][:1]
     steps = []
     for others in ((), (Slow(),)):
-        draft = SurerDraft(Late(prompts, texts, wrong=0), *others)
+        draft = MostExpectedDraft(Late(prompts, texts, wrong=0), *others)
         made = spoken(model, prompts, draft=draft, budget=Budget(16))
         assert made.tokens == texts
         steps.append(made.steps)

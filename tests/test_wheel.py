@@ -112,6 +112,8 @@ def test_the_whole_package_but_its_figures_is_in_the_wheel(python, tmp_path):
     )
     assert names == {name for name in here if name.parts[0] != "figures"}
     assert Path("py.typed") in names
+    assert not any(name.suffix == ".safetensors" or "recurrent" in name.stem for name in names)
+    assert not (Path(installed.strip()).parent / "training").exists()
 
 
 def test_extras_are_what_a_user_installs(python, tmp_path):

@@ -1,1 +1,1 @@
-"""How the recurrent drafter was made: `make drafter`."""
+"""The recurrent drafter, and how it was made: `make drafter`."""

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from training.recurrent import Drafter, Shared, advance, draft_beam, unit
 from treeattn import Llama
 from treeattn.llama.speculation.candidates import ranked
-from treeattn.llama.speculation.recurrent import Drafter, Shared, advance, draft_beam, unit
 
 LENGTH = 5
 

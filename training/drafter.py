@@ -25,9 +25,9 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from training import distil
+from training.recurrent import PACKAGED, Drafter, borrow, save_drafter
 from training.sample import sample, shards_of
 from treeattn import Llama
-from treeattn.llama.speculation.recurrent import PACKAGED, Drafter, borrow, save_drafter
 
 CHAIN = 4
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "recurrent.json"

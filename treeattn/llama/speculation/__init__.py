@@ -16,6 +16,7 @@ all 16, `draft_candidate_tokens` and `Draft.propose`, which are asked for candid
 
 from treeattn.llama.speculation.accept import Accepted, accept_candidate_tokens, rejection
 from treeattn.llama.speculation.budget import Budget
+from treeattn.llama.speculation.by_name import DRAFTS, make_draft
 from treeattn.llama.speculation.candidates import (
     Draft,
     Drawn,
@@ -24,17 +25,15 @@ from treeattn.llama.speculation.candidates import (
     draft_candidate_tokens,
 )
 from treeattn.llama.speculation.generation import (
-    DRAFTS,
     Generation,
     generate,
-    make_draft,
     speculate,
     speculate_text,
 )
 from treeattn.llama.speculation.lookup import NGramDraft, RecyclingDraft, SuffixDraft
 from treeattn.llama.speculation.loop import Step
 from treeattn.llama.speculation.models import DrawnDraft, LlamaDraft, first_layers
-from treeattn.llama.speculation.recurrent import RecurrentDraft, SurerDraft
+from treeattn.llama.speculation.most_expected import MostExpectedDraft
 from treeattn.llama.speculation.sampling import likeliest
 
 __all__ = [
@@ -46,13 +45,12 @@ __all__ = [
     "DrawnDraft",
     "Generation",
     "LlamaDraft",
+    "MostExpectedDraft",
     "NGramDraft",
-    "RecurrentDraft",
     "RecyclingDraft",
     "Seen",
     "Step",
     "SuffixDraft",
-    "SurerDraft",
     "accept_candidate_tokens",
     "candidate_lengths",
     "draft_candidate_tokens",

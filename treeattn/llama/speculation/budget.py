@@ -61,8 +61,8 @@ class Budget:
     Steps are padded to one of `sizes`, each of which compiles once. Where drafts fail, the best
     size is 1, a plain step; a draft that costs time and is not worth it then pauses for 1, 2, 4, …
     up to 32 steps, fewer the less it costs: what takes 2 % of a step never does. Where there are
-    several (`SurerDraft`), each has a cost, a trust and pauses of its own. What is drawn at random
-    (`Drawn`) may not be cut, nor left out: it is verified whole.
+    several (`MostExpectedDraft`), each has a cost, a trust and pauses of its own. What is drawn at
+    random (`Drawn`) may not be cut, nor left out: it is verified whole.
 
     Keep a Budget for several calls of `generate`, and it keeps the times that it has measured; it
     trusts each draft anew, and none pauses at the beginning of a text.

@@ -8,7 +8,6 @@ were never written.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from jaxtyping import Key
@@ -17,48 +16,9 @@ from treeattn.idea.arrays import Array
 from treeattn.llama import inputs
 from treeattn.llama.model import Llama
 from treeattn.llama.speculation.budget import Budget
-from treeattn.llama.speculation.lookup import NGramDraft, RecyclingDraft, SuffixDraft
+from treeattn.llama.speculation.by_name import make_draft
 from treeattn.llama.speculation.loop import Loop, Step
-from treeattn.llama.speculation.models import LlamaDraft, first_layers
-from treeattn.llama.speculation.recurrent import RecurrentDraft, SurerDraft
 from treeattn.llama.text import stream
-
-DRAFTS = {
-    "suffix": lambda model: SuffixDraft(),
-    "ngram": lambda model: NGramDraft(),
-    "recycling": lambda model: RecyclingDraft(),
-    "layers": lambda model: LlamaDraft(first_layers(model)),
-    "recurrent": RecurrentDraft,
-    "surer": lambda model: SurerDraft(SuffixDraft(), RecurrentDraft(model)),
-}
-"""Drafts that need nothing but the model that they draft for; the last two only the packaged one,
-which `RecurrentDraft`'s parameters were trained on."""
-
-
-def make_draft(draft: Any, model: Llama) -> Any:
-    """A new draft of that name; None and objects that propose and observe come back as they are.
-
-    Raises ValueError for an unknown name and a draft with another vocabulary than the model's,
-    TypeError for an object that does not propose and observe.
-    """
-    if draft is None:
-        return None
-    if isinstance(draft, str):
-        if draft not in DRAFTS:
-            raise ValueError(f"draft: expected None or one of {tuple(DRAFTS)}, got {draft!r}")
-        return DRAFTS[draft](model)
-    if not all(callable(getattr(draft, name, None)) for name in ("propose", "observe")):
-        raise TypeError(
-            f"draft: expected a name, or an object with the methods propose and observe, got "
-            f"{type(draft).__name__}"
-        )
-    vocabulary = getattr(draft, "vocabulary", model.config.vocabulary)
-    if vocabulary != model.config.vocabulary:
-        raise ValueError(
-            f"draft: it has a vocabulary of {vocabulary} tokens, the model one of "
-            f"{model.config.vocabulary}"
-        )
-    return draft
 
 
 @dataclasses.dataclass(frozen=True)

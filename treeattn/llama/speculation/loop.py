@@ -19,7 +19,7 @@ from treeattn.llama.speculation.candidates import (
     padded,
     ranked,
 )
-from treeattn.llama.speculation.recurrent import SurerDraft
+from treeattn.llama.speculation.most_expected import MostExpectedDraft
 from treeattn.llama.speculation.sampling import Sampling, likeliest_tokens
 from treeattn.trees.beam import PackedBeam, pack
 
@@ -78,7 +78,7 @@ class Loop:
         if stop is None:
             stop = model.tokenizer.stop if model.tokenizer else ()
         self.stop, self.over = frozenset(stop), np.zeros(len(prompts), bool)
-        self.drafts = draft.drafts if isinstance(draft, SurerDraft) else (draft,)
+        self.drafts = draft.drafts if isinstance(draft, MostExpectedDraft) else (draft,)
         budget.begin([type(each).__name__ for each in self.drafts])
         if hasattr(draft, "begin"):
             chance = jax.random.key(0) if key is None else key  # None: greedy, which chance is not

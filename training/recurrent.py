@@ -4,7 +4,10 @@ As ReDrafter (https://arxiv.org/abs/2403.09919): the model's state at its last t
 more of the text than any token does, and the embeddings of the tokens drafted so far make the next
 state; the model's own head reads the next token off it. Beam search over it gives candidates that
 share their beginnings, since it is surest at first. As EAGLE's (https://arxiv.org/abs/2401.15077),
-its states stand for the model's own, and are trained towards them (`training/drafter.py`).
+its states stand for the model's own, and are trained towards them (`drafter.py`).
+
+`RecurrentDraft` is an object that proposes and observes, made of the package's public parts: an
+example of a draft of your own. In a checkout, `generate(model, ids, draft="recurrent")` finds it.
 """
 
 import functools
@@ -16,12 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Float, Int, Integer, Key
+from jaxtyping import Float, Int, Integer
 
 from treeattn.idea.arrays import Array
 from treeattn.llama.model import Llama
-from treeattn.llama.speculation.budget import surest
-from treeattn.llama.speculation.candidates import Seen, Texts, ask, of_each, ranked
+from treeattn.llama.speculation.candidates import Seen, Texts
 
 PACKAGED = Path(__file__).parent / "recurrent.safetensors"
 FORMAT = "treeattn recurrent drafter, version 1"
@@ -60,7 +62,7 @@ def advance(
     return unit(x)
 
 
-@functools.partial(jax.jit, static_argnames=("width", "length", "fallen"))
+@functools.partial(jax.jit, static_argnames=("width", "length", "with_pruned"))
 def draft_beam(
     drafter: Drafter,
     shared: Shared,
@@ -69,14 +71,15 @@ def draft_beam(
     *,
     width: int,
     length: int,
-    fallen: bool = False,
+    with_pruned: bool = False,
 ) -> tuple[Int[Array, "b m c"], Float[Array, "b m c"]]:
     """(beam, scores) after each text's last token, as one program: `width` candidates of `length`
     tokens, most probable first, and the log-probability of each token after those before it.
 
     state: the model's state at the token before the last, which is `certain`: no model has read it
     There are fewer candidates where the head's tokens make fewer.
-    fallen: after them the shorter ones that the search kept at each depth (score −∞ beyond them)
+    with_pruned: after them the shorter paths that the search had kept at lesser depths and has
+    pruned since, as candidates of their own (score −∞ beyond their end)
     """
     batch, n = len(certain), len(shared.tokens)
     beam, scores = jnp.zeros((batch, 1, 0), jnp.int32), jnp.zeros((batch, 1, 0), jnp.float32)
@@ -96,7 +99,7 @@ def draft_beam(
         scores = jnp.concatenate([scores, score[..., None]], axis=-1)
         more = [(0, 0), (0, 0), (0, length - beam.shape[2])]
         depths.append((jnp.pad(beam, more), jnp.pad(scores, more, constant_values=-jnp.inf)))
-    kept = depths[::-1] if fallen else depths[-1:]
+    kept = depths[::-1] if with_pruned else depths[-1:]
     return tuple(jnp.concatenate(x, axis=1) for x in zip(*kept, strict=True))
 
 
@@ -184,7 +187,7 @@ class RecurrentDraft:
     """Beam search by a recurrent drafter, from the state that the model's last call has left.
 
     path: of the parameters; None: the packaged ones, for the packaged model. Or (Drafter, Shared)
-    width, length: of the beam; fallen: also propose what the search kept at lesser depths
+    width, length: of the beam; with_pruned: also propose what the search kept at lesser depths
     Prefill hands over no state, so the first step after it has no candidates.
 
     Raises as `load_drafter`, and ValueError for a width or length below 1.
@@ -193,14 +196,14 @@ class RecurrentDraft:
     states = True
 
     def __init__(
-        self, model: Llama, path=None, *, width: int = 8, length: int = 5, fallen: bool = True
+        self, model: Llama, path=None, *, width: int = 8, length: int = 5, with_pruned: bool = True
     ):
         if width < 1 or length < 1:
             raise ValueError(f"width, length: expected at least 1, got {width}, {length}")
         pair = isinstance(path, tuple)
         self.drafter, self.shared = path if pair else load_drafter(model, path)
         self.vocabulary = model.config.vocabulary
-        self.shape = {"width": width, "length": length, "fallen": fallen}
+        self.shape = {"width": width, "length": length, "with_pruned": with_pruned}
         self._certain, self._state = np.zeros(0, np.int32), None
 
     def observe(self, texts: Texts, seen: Seen | None = None) -> None:
@@ -213,32 +216,3 @@ class RecurrentDraft:
             return np.zeros(none, np.int32), np.zeros(none)
         found = draft_beam(self.drafter, self.shared, self._state, self._certain, **self.shape)
         return tuple(np.asarray(x) for x in found)
-
-
-class SurerDraft:
-    """Of several drafts, for each text and step, the one that expects more tokens accepted.
-
-    In `generate` each of them is timed, trusted and paused by itself (`Budget`): a slow draft that
-    fails does not silence a free one.
-    """
-
-    def __init__(self, *drafts):
-        if not drafts:
-            raise ValueError("drafts: expected at least one, got none")
-        self.drafts = drafts
-        self.likely = max(getattr(draft, "likely", 0) for draft in drafts)
-        self.states = any(getattr(draft, "states", False) for draft in drafts)
-
-    def begin(self, key: Key[Array, ""]) -> None:
-        for i, draft in enumerate(self.drafts):
-            if hasattr(draft, "begin"):
-                draft.begin(jax.random.fold_in(key, i))
-
-    def observe(self, texts: Texts, seen: Seen | None = None) -> None:
-        for draft in self.drafts:
-            draft.observe(texts, seen)
-
-    def propose(self, budget: int):
-        found = [ask(draft, budget)[:2] for draft in self.drafts]
-        which, _ = surest([ranked(*each)[1] for each in found], budget)
-        return of_each(found, which)
