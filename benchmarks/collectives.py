@@ -51,7 +51,7 @@ def measure(rank: int, processes: int, address: str) -> dict:
     from jax.sharding import PartitionSpec as P
 
     import treeattn
-    from treeattn.cost.program import collectives
+    from treeattn.cost import collectives
 
     treeattn.simulate_devices(1)
     treeattn.initialize(address, processes, rank)

@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import treeattn
-from treeattn.cost.program import collectives, memory, sent_bytes, total_bytes
+from treeattn.cost import collectives, memory, sent_bytes, total_bytes
 
 RESULTS = Path(__file__).parent / "results"
 HEADS = 16

@@ -11,9 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import treeattn
-from treeattn.kernel import flash
-from treeattn.kernel.attend import device_platform, resolve
-from treeattn.kernel.inputs import check_inputs
 
 # (batch, queries, heads, key heads, keys, head_dim, value head_dim)
 SHAPES = {
@@ -87,9 +84,7 @@ def one_line(error: Exception) -> str:
 def why_not(name: str, arrays, **options) -> str | None:
     """Why an implementation cannot take these arguments here; None if it can."""
     try:
-        resolve(name, check_inputs(*arrays, **options), device_platform(jax.devices()[0]))
-        if name == "flash":
-            flash.load()
+        treeattn.which_implementation(*arrays, implementation=name, **options)
     except (ImportError, ValueError) as error:
         return one_line(error)
     return None

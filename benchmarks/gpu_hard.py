@@ -10,7 +10,7 @@ from gpu_correct import dense, difference, one_line, verdict, why_not
 from gpu_llama import room
 
 import treeattn
-from treeattn.idea.state import reduce_tree
+from treeattn import reduce_tree
 
 attend = functools.partial(treeattn.attend, implementation="pallas")
 run = jax.jit(attend, static_argnames="causal")

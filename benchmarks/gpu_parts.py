@@ -25,10 +25,6 @@ from gpu_correct import METHODS, correct, one_line, why_not  # noqa: E402
 from gpu_llama import large, packaged, room, verify  # noqa: E402
 
 import treeattn  # noqa: E402
-from treeattn.idea.state import reduce_tree  # noqa: E402
-from treeattn.kernel import attend as kernel  # noqa: E402
-from treeattn.kernel import pallas as pallas_kernel  # noqa: E402
-from treeattn.kernel.inputs import check_inputs  # noqa: E402
 
 BATCH, HEADS, DIM = 1, 32, 128
 IN_CACHE = 1 << 28  # bytes: no GPU's L2 holds a quarter of them
@@ -123,7 +119,7 @@ def cannot_run() -> dict[str, str]:
     example = cluster_example()
     hopper = None if example.on_hopper() else "it needs a Hopper GPU, of compute capability 9.0"
     q, k = np.zeros((1, 1, HEADS, DIM), jnp.bfloat16), np.zeros((1, 64, 8, DIM), jnp.bfloat16)
-    found = {name: why_not(name, (q, k, k)) for name in kernel.KERNELS}
+    found = {name: why_not(name, (q, k, k)) for name in ("flash", "pallas")}
     found["cluster"] = example.missing() or hopper
     return {name: why for name, why in found.items() if why is not None}
 
@@ -221,7 +217,7 @@ def cluster(smoke: bool) -> Iterator[dict]:
             yield case | ({} if smoke else {"µs": 1e6 * example.seconds(f, q, k, v)})
     splits = 4 if smoke else 512 // 8  # what the split-K kernel leaves to its merge
     states = jax.tree.map(lambda x: jnp.stack([x] * splits), first)
-    merge = functools.partial(reduce_tree, arity=pallas_kernel.CHILDREN)
+    merge = functools.partial(treeattn.reduce_tree, arity=8)  # as the kernel's own merge
     t = seconds(jax.jit(chained(merge, 1 if smoke else 100)), states)
     yield {"what": "merge alone", "states": splits, "µs": 1e6 * t / (1 if smoke else 100)}
 
@@ -279,8 +275,7 @@ def tree(smoke: bool) -> Iterator[dict]:
 
 def default_implementation() -> str:
     q, k = np.zeros((1, 1, HEADS, DIM), jnp.bfloat16), np.zeros((1, 64, 8, DIM), jnp.bfloat16)
-    platform = kernel.device_platform(jax.devices()[0])
-    return kernel.resolve(None, check_inputs(q, k, k), platform).implementation
+    return treeattn.which_implementation(q, k, k)
 
 
 PARTS = {

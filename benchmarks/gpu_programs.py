@@ -18,7 +18,7 @@ from described_gpus import h100s
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import treeattn
-from treeattn.cost.program import collectives, count_collectives, sent_bytes, total_bytes
+from treeattn.cost import collectives, count_collectives, sent_bytes, total_bytes
 
 ROWS, HEADS, KV_HEADS, HEAD_DIM = 4, 16, 8, 128
 KEYS = 65536  # of a decoding step

@@ -23,8 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 import treeattn
-from treeattn import AttentionState
-from treeattn.idea.state import finite, reduce_tree
+from treeattn import AttentionState, reduce_tree
 
 try:
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -121,8 +120,8 @@ def _kernel(
         key = first(i) + plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
         s = jnp.where((key >= start + i * KEYS) & (key < stop), s, -jnp.inf)
         pivot = jnp.maximum(m, s.max(axis=1))
-        weight = jnp.exp(finite(m) - finite(pivot))
-        p = jnp.exp(s - _rows(finite(pivot), s))
+        weight = jnp.exp(_finite(m) - _finite(pivot))
+        p = jnp.exp(s - _rows(_finite(pivot), s))
         weights[0] = p.astype(v.dtype)  # p is a sum of two numbers that tensor cores multiply
         weights[1] = (p - p.astype(v.dtype).astype(p.dtype)).astype(v.dtype)
         plgpu.commit_smem()
@@ -166,10 +165,16 @@ def _everybody(together) -> None:
     plgpu.barrier_wait(together)
 
 
+def _finite(x):
+    """±∞ as the largest finite numbers: an infinite pivot is a sign, not one to compute with."""
+    largest = jnp.finfo(x.dtype).max
+    return lax.clamp(-largest, x, largest)
+
+
 def _merge(a, b):
     """`treeattn.merge`, of what a kernel can compute."""
     m = jnp.maximum(a[0], b[0])
-    x, y = (jnp.exp(finite(state[0]) - finite(m)) for state in (a, b))
+    x, y = (jnp.exp(_finite(state[0]) - _finite(m)) for state in (a, b))
     return m, a[1] * x + b[1] * y, a[2] * _rows(x, a[2]) + b[2] * _rows(y, b[2])
 
 

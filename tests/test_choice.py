@@ -13,7 +13,7 @@ from test_pallas import CALL, draw, lowered, on_cuda, shapes
 
 import treeattn
 from treeattn.kernel import attend as choice
-from treeattn.kernel import pallas
+from treeattn.kernel import flash, pallas
 from treeattn.kernel.attend import CAUSAL_BLOCK, device_platform, platform_of, resolve
 from treeattn.kernel.inputs import check_inputs
 
@@ -137,6 +137,30 @@ def test_the_best_that_can_run(monkeypatch, expected, changes, options):
     assert resolve(None, inputs, "cuda").implementation == without
     monkeypatch.setattr(pallas, "triton", None)
     assert resolve(None, inputs, "cuda").implementation == "blockwise"
+
+
+def test_which_implementation_would_run(monkeypatch):
+    """Asked of any machine; the answer "flash" means that it can be imported."""
+    loaded = []
+    monkeypatch.setattr(flash, "load", lambda: loaded.append("flash"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    which = treeattn.which_implementation
+    arrays = empty(l=4096)
+    assert which(*arrays) == "blockwise" and not loaded
+    assert which(*arrays, platform="cuda", implementation="pallas") == "pallas" and not loaded
+    assert which(*arrays, platform="cuda", causal=True) == "flash" and loaded == ["flash"]
+    with pytest.raises(ValueError, match="'flash' needs CUDA devices"):
+        which(*arrays, implementation="flash")
+    with pytest.raises(ValueError, match="bias: the flash kernel takes none"):
+        bias = np.zeros((1, 1, 1, 1), np.float32)
+        which(*arrays, implementation="flash", platform="cuda", bias=bias)
+
+    def absent():
+        raise ImportError("flash-attn-jax cannot be imported")
+
+    monkeypatch.setattr(flash, "load", absent)
+    with pytest.raises(ImportError, match="cannot be imported"):
+        which(*arrays, platform="cuda", causal=True)
 
 
 def test_what_the_compiler_chooses_by_its_platform():

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import treeattn
+from treeattn.kernel import attend, flash
 
 pytestmark = pytest.mark.slow
 
@@ -100,8 +101,8 @@ def test_what_is_not_installed_is_not_wrong(gpu, monkeypatch):
     def load():
         raise ImportError("flash-attn-jax cannot be imported")
 
-    monkeypatch.setattr(gpu_correct.flash, "load", load)
-    monkeypatch.setattr(gpu_correct, "device_platform", lambda _: "cuda")
+    monkeypatch.setattr(flash, "load", load)
+    monkeypatch.setattr(attend, "device_platform", lambda _: "cuda")
     (row,) = gpu_correct.implementation("flash", ("bfloat16", "float32"), True)
     assert row["what"] == "not run" and "cannot be imported" in row["why not"]
     assert gpu.verdict({"correct": {"status": "done", "rows": [row]}}) == 0

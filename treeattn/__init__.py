@@ -34,7 +34,7 @@ from treeattn.idea.state import (
     reduce_tree,
     scan_states,
 )
-from treeattn.kernel.attend import attend, attention
+from treeattn.kernel.attend import attend, attention, which_implementation
 from treeattn.trees.beam import PackedBeam, pack, packed_token_indices, prefix_encoding, unpack
 from treeattn.trees.draft import beam_search, choice_tree, expand_tree
 from treeattn.trees.token_tree import (
@@ -88,6 +88,7 @@ __all__ = [
     "tree_from_beam",
     "ulysses_attention",
     "unpack",
+    "which_implementation",
 ]
 
 

@@ -79,6 +79,23 @@ def attention(q, k, v, **options) -> Float[Array, "b l h dv"]:
     return finalize(attend(q, k, v, **options))[0].astype(jnp.result_type(q))
 
 
+def which_implementation(
+    q, k, v, *, implementation: str | None = None, platform: str | None = None, **options
+) -> str:
+    """The implementation with which `attend` runs these arguments: "flash", "pallas", "blockwise".
+
+    options:  as in `attend`
+    platform: where; None for the device of `q`. "cuda" asks for NVIDIA's GPUs that the kernels
+              take, from any machine: nothing runs.
+    Raises what `attend` raises, and ImportError for "flash" where it cannot be imported.
+    """
+    inputs = check_inputs(q, k, v, **options)
+    chosen = resolve(implementation, inputs, platform or platform_of(q)).implementation
+    if chosen == "flash":
+        flash.load()
+    return chosen
+
+
 def attend_inputs(inputs: Inputs) -> AttentionState:
     """`attend` for checked inputs, by the implementation that they name."""
     if inputs.elsewhere is not None:
