@@ -271,7 +271,7 @@ def test_a_query_that_sees_nothing_of_what_others_see():
 
 
 def test_the_largest_exponential_is_one():
-    """Relative to the maximum, and none is larger: v2's appendix F has all of them below 1."""
+    """Relative to the maximum, and none is larger; 2025 appendix F speaks of its exponents."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(1, n, 2, 8)) * 5 for n in (1, 9, 9))
     state = jax.jit(attend)(q, k, v)
@@ -346,7 +346,7 @@ def test_memory_does_not_grow_with_the_keys(dtype, batch, queries, optimized):
 
 @pytest.mark.slow
 def test_memory_of_all_queries_is_linear_and_plainly_quadratic(optimized):
-    """v1 §3, v2 §2 and §3: with a query for every key the plain form holds all scores."""
+    """2024 §3, 2025 §2 and §3: with a query for every key the plain form holds all scores."""
 
     def plain(q, k, v):
         weights = jax.nn.softmax(jnp.einsum("blhd,bnhd->bhln", q, k) / 8)

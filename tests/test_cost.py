@@ -55,7 +55,7 @@ def compare(w, p, topology):
 
 
 def test_the_papers_formulas_as_printed():
-    """v1 eq. 29-35 in their own symbols, for as many key heads as query heads."""
+    """2024 eq. 29-35 in their own symbols, for as many key heads as query heads."""
     b, n_h, d_h, t, p = 3, 16, 128, 4096, 8
     d = n_h * d_h
     w = Workload(t * p, batch=b, heads=n_h, head_dim=d_h)
@@ -170,7 +170,7 @@ def test_reference_counts():
 
 
 def test_partially_reduced_objects_are_less_to_send_and_to_hold():
-    """v1 and v2 §7: an Allreduce of states, beside a gather of all states and one of all keys."""
+    """2024 and 2025 §7: an Allreduce of states, beside a gather of all states and one of keys."""
     programs = [compiled(s, PAPERS, 8) for s in ("tree-joined", "gather", "kv-gather")]
     sent = [sent_bytes(collectives(program)) for program in programs]
     assert sent[:2] == [14_560, 58_240] and sent[2] == 7 * 4 * numel_kv(PAPERS, 8)
@@ -200,7 +200,7 @@ def test_compiled_memory(strategy, optimized):
 def test_the_roofline():
     """One query reads 2 b t d_kv elements and waits for memory; many wait for arithmetic."""
     w = Workload(640_000, dtype="bfloat16")
-    # 655 MB at 3.35 TB/s: 196 µs, where v1 §6.3 says O(10⁻⁵) s.
+    # 655 MB at 3.35 TB/s: 196 µs, where 2024 §6.3 says O(10⁻⁵) s.
     assert attend_seconds(w, 80_000, 1, DGX.device) == pytest.approx(195.6e-6, rel=1e-3)
     assert attend_seconds(w, 80_000, 10_000, DGX.device) == pytest.approx(
         4 * 10_000 * 80_000 * 2048 / 989e12
@@ -208,7 +208,7 @@ def test_the_roofline():
 
 
 def test_moving_a_chunk_takes_milliseconds():
-    """v1 §6.3's O(10⁻³) s to move the same chunk: 1.46 ms over NVLink, 13.1 ms over InfiniBand."""
+    """2024 §6.3's O(10⁻³) s to move that chunk: 1.46 ms over NVLink, 13.1 ms over InfiniBand."""
     chunk = 2 * numel_kv(Workload(640_000), 8)
     nvlink, infiniband = (x.latency + chunk / x.bandwidth for x in DGX.levels)
     assert nvlink == pytest.approx(1.46e-3, rel=5e-3)
@@ -272,7 +272,7 @@ def test_memory_of_many_layers():
 
 
 def test_a_tree_holds_less_without_a_condition():
-    """v1 §6.2's 2·b·n_h ≤ 2·b·t·d is 1 ≤ t·d_h; how much less depends on the keys a device."""
+    """2024 §6.2's 2·b·n_h ≤ 2·b·t·d is 1 ≤ t·d_h; how much less depends on the keys a device."""
     for d_h in (1, 64, 128):
         for t in (1, 2, 1000):
             w = Workload(2 * t, heads=16, head_dim=d_h)
@@ -284,13 +284,13 @@ def test_a_tree_holds_less_without_a_condition():
 
 
 def test_v_ring_does_not_depend_on_the_devices():
-    """v1 eq. 31 is 2·b·N·d, whatever p; what one step moves, by all devices."""
+    """2024 eq. 31 is 2·b·N·d, whatever p; what one step moves, by all devices."""
     w = Workload(640_000, batch=3)
     assert {v_ring(w, p) for p in (2, 8, 64, 128)} == {2 * 3 * 640_000 * 2048}
 
 
 def test_on_one_device_there_is_little_to_save():
-    """v1 §7: the states of 132 multiprocessors, written to memory and read, beside the keys."""
+    """2024 §7: the states of 132 multiprocessors, written to memory and read, beside the keys."""
     w = Workload(640_000)
     states = 2 * 132 * 4 * numel_state(w) / DGX.device.memory_bandwidth
     keys = attend_seconds(w, 80_000, 1, DGX.device)
@@ -299,7 +299,7 @@ def test_on_one_device_there_is_little_to_save():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_no_ring_decodes_one_token_faster(name):
-    """v1 and v2 §5.3, of Allreduces. A butterfly wins even over a link of 1 ms and 1 TB/s.
+    """2024 and 2025 §5.3, of Allreduces. A butterfly wins even over a link of 1 ms and 1 TB/s.
 
     There three Allreduces, which wait for three times as many messages, do not.
     """
@@ -408,7 +408,7 @@ def test_a_rings_step_against_a_state_is_as_many_orders_as_the_chunk_is_long():
 
 
 def test_a_ring_loses_less_on_a_torus():
-    """v2 §6.4, of TPU pods: 1,200 times a tree's time on 64 chips, 2,600 on as many H100s."""
+    """2025 §6.4, of TPU pods: 1,200 times a tree's time on 64 chips, 2,600 on as many H100s."""
     block = Workload(5_120_000)
     for name, times in (("tpu-v5p", 1200), ("dgx-h100", 2600)):
         ring, tree = (decode_cost(s, block, 64, preset(name)).seconds for s in ("ring", "tree"))

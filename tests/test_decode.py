@@ -330,7 +330,7 @@ def test_allreduce_sends_equation_34(batch):
 
 
 def energy_of_algorithm_1(zeta, q, k, v):
-    """F(ζ) over the mesh, with this device's k (t, d) and v (t, dv): v1 Algorithm 1."""
+    """F(ζ) over the mesh, with this device's k (t, d) and v (t, dv): 2024 Algorithm 1."""
     r = k @ q * q.size**-0.5 + v @ zeta
     m = jax.lax.pmax(jax.lax.stop_gradient(r.max()), "kv")
     return m + jnp.log(jax.lax.psum(jnp.exp(r - m).sum(), "kv"))
@@ -347,7 +347,7 @@ def energy_of_energies(zeta, q, k, v):
 @pytest.mark.parametrize("energy", [energy_of_algorithm_1, energy_of_energies])
 def test_the_gradient_of_an_energy_over_the_mesh(energy, p):
     """By `jax.grad` inside `shard_map`: attention, for Algorithm 2's one further reduction, of dv
-    numbers. With the energy's own two, that is eq. 34 (v2: 13) for a head."""
+    numbers. With the energy's own two, that is eq. 34 (2025: 13) for a head."""
     rng = np.random.default_rng(p)
     q, k, v = (jnp.asarray(rng.normal(size=shape)) for shape in ((8,), (64, 8), (64, 6)))
     inputs = jnp.zeros(6), q, k, v
@@ -389,7 +389,7 @@ STATE, PIVOT = 4 * 16 * (128 + 2), 4 * 16  # bytes of a state of 16 heads of 128
 
 
 def sent_within(p: int, operand: int) -> int:
-    """By an Allreduce of p devices, at least (v1 eq. 33, v2 eq. 12)."""
+    """By an Allreduce of p devices, at least (2024 eq. 33, 2025 eq. 12)."""
     return 2 * operand * (p - 1) // p
 
 
@@ -475,7 +475,7 @@ def test_butterfly_needs_two_more_rounds_for_other_numbers(p):
 
 def test_a_sharded_cache_stays_where_it_is(optimized):
     """Nothing as large as a shard is sent or copied: argument and temporary memory together
-    stay within a tenth of what v1 eq. 30 says must be held."""
+    stay within a tenth of what 2024 eq. 30 says must be held."""
     kv_len, p, width = 32768, 8, 16 * 128
     t = kv_len // p
     eq_30 = 4 * (2 * t * width + 2 * width + 2 * 16)
@@ -484,7 +484,7 @@ def test_a_sharded_cache_stays_where_it_is(optimized):
 
 
 def test_the_output_is_allocated_too():
-    """v1 §6.2 counts none for the tree: b·d elements, as many as the numerator's."""
+    """2024 §6.2 counts none for the tree: b·d elements, as many as the numerator's."""
     assert memory(compiled(8, 32768)).output_bytes == 4 * 16 * 128
 
 

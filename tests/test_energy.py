@@ -323,7 +323,7 @@ def test_the_gradient_costs_a_constant_factor():
 
 
 def test_all_queries_cost_quadratically():
-    """v1 §1 and §3: four times the operations for twice the tokens; twice for one query."""
+    """2024 §1 and §3: four times the operations for twice the tokens; twice for one query."""
     for f, times in ((causal_energy, 4), (lambda z, q, k, v: energy(z[0], q[0], k, v), 2)):
         small, large = (flops(f, *[(n, 64)] * 4) for n in (512, 1024))
         assert large / small == pytest.approx(times, rel=0.02)

@@ -310,8 +310,7 @@ def test_every_id_is_a_rows():
 def test_the_paper_is_linked_where_it_says_what_is_cited():
     """Never arXiv's second version, which has neither Llama nor MI300X; texts by their names."""
     links = {mark: source["link"] for mark, source in sources().items() if source["link"]}
-    for name in ("10_ledger.ipynb", "ledger.tsv", "sources.tsv"):
-        text = texts()[name]
+    for name, text in texts().items():
         found = re.findall(
             r"(?:\[([^\]]+)\]\()?(https?://arxiv\.org/\w+/2408\.04093(?:v\d)?)", text
         )
@@ -321,6 +320,15 @@ def test_the_paper_is_linked_where_it_says_what_is_cited():
             if name == "sources.tsv":
                 wanted = set(links.values())
             assert link in wanted, (name, words, link)
+
+
+def test_nobody_calls_the_texts_by_arxivs_numbers():
+    """As "v1 eq. 21" or "v2-C30", which would be another document's."""
+    place = r"(?:eq\.|equation|§|Algorithm|Theorem|Figure|Table|[Aa]ppendix|App\.|section|Listing)"
+    old = re.compile(rf"(?<![\w./-])v[12](?:'s|,)?\s+{place}|(?<![\w.])v[12]-[A-Z]+\d")
+    for name, text in texts().items():
+        assert old.search(text) is None, (name, old.search(text)[0])
+    assert old.search("as in v1 eq. 21") and old.search("v2-C30") and not old.search("arXiv v4")
 
 
 # ------------------------------------------------------------------------------------ the tests
@@ -334,7 +342,7 @@ def unconditional_skip(mark: ast.expr) -> bool:
 
 @cache
 def collected(file: str) -> set[str]:
-    """The tests of a file that pytest collects, and that nothing skips whatever the machine."""
+    """The tests of a file that pytest collects, and that no decorator skips on every machine."""
     path = HERE.parent / file
     if not (path.is_file() and path.name.startswith("test_")):
         return set()

@@ -385,7 +385,7 @@ def test_hundreds_of_devices():
 
 
 def test_trees_and_nodes_beat_a_flat_ring():
-    """v1 §5.3: an Allreduce of a state on 16 nodes of 8: a ring, NCCL's tree, nodes first."""
+    """2024 §5.3: an Allreduce of a state on 16 nodes of 8: a ring, NCCL's tree, nodes first."""
     kinds = ("ring-allreduce", "tree-allreduce", "hierarchical-allreduce")
     times = [1e6 * collective_seconds(kind, 128, 8320, DGX) for kind in kinds]
     assert times == pytest.approx([315, 55, 30], rel=0.02)
@@ -486,13 +486,13 @@ def test_bad_input():
 
 
 def test_presets_are_what_they_are_named_for():
-    """The numbers of the data sheets that the sources print as well (v1 §6)."""
+    """The numbers of the data sheets that the sources print as well (2024 §6)."""
     dgx = preset("dgx-h100")
     nvlink, infiniband = dgx.levels
     assert 2 * nvlink.bandwidth == 900e9  # 900 GB/s, both directions together
     assert infiniband.bandwidth * 8 == 400e9  # 400 Gb/s
     assert dgx.node_size * infiniband.bandwidth * 8 == 3.2e12  # "3.2 Tbps node injection"
-    # v2 §6's other machines, by their vendors' sheets: memory, operations; links in a direction.
+    # 2025 §6's other machines, by their vendors' sheets: memory, operations; links in a direction.
     for name, memory, flops, size, links in (
         ("mi300x", 5.3e12, 1307e12, 8, (64e9, 50e9)),
         ("rtx4090", 1.008e12, 165e12, 2, (31.5e9, 1.25e9)),

@@ -38,7 +38,7 @@ def off(rows, setting, machine) -> np.ndarray:
 
 
 def test_the_printed_speedups_are_the_printed_times():
-    """The ring's times are the longer ones; a ratio is printed rounded or cut. v2 §7 has 3 to 5."""
+    """The ring's times are the longer ones; a ratio is printed rounded or cut. 2025 §7: 3 to 5."""
     for rows, least, most in (
         (TABLE_1_H100, 2.4, 4.3),
         (TABLE_1_MI300X, 2.3, 3.4),
@@ -130,7 +130,7 @@ WEIGHTS = 2 * LLAMA.weights  # bytes that a step reads, on every device as in th
 
 
 def test_a_blocks_speedup_is_not_a_models():
-    """v1 and v2 §6, "transfer seamlessly": a token of Llama 3.1 8B also reads the weights."""
+    """2024 and 2025 §6, "transfer seamlessly": a token of Llama 3.1 8B also reads the weights."""
     reading = WEIGHTS / DGX.device.memory_bandwidth
     for context, block, whole in ((32_000, 10.2, 3.5), (128_000, 23.5, 8.3), (10**6, 55.4, 33.0)):
         w = Workload(context, heads=LLAMA.heads, kv_heads=LLAMA.kv_heads, layers=LLAMA.layers)
@@ -140,7 +140,7 @@ def test_a_blocks_speedup_is_not_a_models():
 
 
 def test_when_a_cache_outweighs_the_weights():
-    """v1 and v2 §1, "largely determines": attention's part of what a step of the model reads."""
+    """2024 and 2025 §1, "largely determines": attention's part of what a step reads."""
     for context, part in ((8_000, 0.07), (32_000, 0.28), (128_000, 1.12), (10**6, 8.73)):
         w = Workload(context, kv_heads=LLAMA.kv_heads, heads=LLAMA.heads, layers=LLAMA.layers)
         cache = w.dtype_bytes * w.layers * numel_kv(w, 1)
@@ -159,8 +159,8 @@ def test_the_ratios_dip_is_no_run_variance_by_the_printed_errors():
 
 
 def test_the_trees_time_becomes_flatter_and_not_flat():
-    """v2 §6.1, from 80,000 keys to 5.12 million; and its merge takes as long at any length,
-    so that reading the keys comes to dominate and not, as v2 §5.3 has it, communication, which
+    """2025 §6.1, from 80,000 keys to 5.12 million; and its merge takes as long at any length,
+    so that reading the keys comes to dominate and not, as 2025 §5.3 has it, communication, which
     does so only as the devices become more."""
     merges = []
     for p, growth in ((8, 22.3), (64, 2.36), (128, 1.57)):
@@ -185,7 +185,7 @@ def test_eight_times_is_no_asymptote():
 
 
 def test_four_mi300x_rather_than_eight():
-    """v2 §6 says 8, its §6.4 and Table 1 say 4: with 8 a link would carry more than its 48 GB/s."""
+    """2025 §6 says 8, §6.4 and Table 1 say 4: with 8 a link would carry more than its 48 GB/s."""
     four, eight = (
         fit_machine(TABLE_1_MI300X, MI300X_8B._replace(devices=p)).bandwidth for p in (4, 8)
     )
@@ -200,7 +200,7 @@ def test_common_seconds_gives_the_printed_ratio():
 
 
 def test_the_gap_widens_with_context_and_with_devices():
-    """v1 §6.1, in the model: the ring's time over the tree's grows; 3,310 where 8 is printed, and
+    """2024 §6.1, in the model: the ring's time over the tree's grows; 3,310 where 8 is printed, and
     4,175 by the two Allreduces that XLA makes of three."""
 
     def ratio(context, p, network=DGX):

@@ -38,7 +38,7 @@ def sequence(seed=0, n=5, d=4, dv=3):
 
 
 def test_running_sums_are_attention():
-    """v1 eq. 2-4 (v2: 1-3), a key at a time, without the weights of all queries and keys."""
+    """2024 eq. 2-4 (2025: 1-3), a key at a time, without the weights of all queries and keys."""
     q, k, v, _, wanted = sequence()
     for i in range(5):
         n, d = np.zeros(3), 0.0
@@ -49,7 +49,7 @@ def test_running_sums_are_attention():
 
 
 def test_equation_21_takes_the_energy_away_too_often():
-    """v1: F inside the double sum, N·d_v times; v2 eq. 30 has it once. Both at ζ = 0."""
+    """2024: F inside the double sum, N·d_v times; 2025 eq. 30 has it once. Both at ζ = 0."""
     q, k, v, _, wanted = sequence()
 
     def gamma(zeta, z, times):
@@ -69,7 +69,7 @@ def test_equation_21_takes_the_energy_away_too_often():
 
 
 def test_a_source_for_each_key_finds_what_it_receives():
-    """v1 eq. 36 (v2: 35) has ζ_a: its gradient is v_j times a column's sum of weights."""
+    """2024 eq. 36 (2025: 35) has ζ_a: its gradient is v_j times a column's sum of weights."""
     q, k, v, weights, wanted = sequence()
 
     def f_tot(zeta, of, shift):
@@ -80,13 +80,13 @@ def test_a_source_for_each_key_finds_what_it_receives():
     slopes, zero = jax.jit(jax.grad(f_tot), static_argnums=1), np.zeros((5, 3))
     close(slopes(zero, "key", np.zeros(5)), v * weights.sum(0)[:, None])
     assert not np.allclose(slopes(zero, "key", np.zeros(5)), wanted)
-    # v1 eq. 37-39 (v2: 36-38): with ζ_i, any constants m_i leave the gradient as it is.
+    # 2024 eq. 37-39 (2025: 36-38): with ζ_i, any constants m_i leave the gradient as it is.
     for shift in (np.zeros(5), np.random.default_rng(1).normal(size=5)):
         close(slopes(zero, "query", shift), wanted)
 
 
 def test_values_folded_with_the_output_projection():
-    """v1 eq. 18-20 (v2: 27-29): with one source for all heads, and W_V's inner index summed."""
+    """2024 eq. 18-20 (2025: 27-29): with one source for all heads, and W_V's inner index summed."""
     rng = np.random.default_rng(2)
     heads, n, d_h, d_emb = 2, 5, 3, 7
     x = rng.normal(size=(n, d_emb))
@@ -109,7 +109,7 @@ def test_values_folded_with_the_output_projection():
 
 
 def test_log_sum_exp_and_maximum_are_associative():
-    """v1 and v2 §5.1, the two displays without a number."""
+    """2024 and 2025 §5.1, the two displays without a number."""
     R, S, T = sp.symbols("R S T", real=True)
 
     def lse(x, y, parts=1):
@@ -177,7 +177,7 @@ def test_algorithms_1_and_2(p):
 
 @pytest.mark.parametrize(("dtype", "keys"), [("float16", 18), ("bfloat16", 88), ("float32", 88)])
 def test_the_maximum_of_exponentials_underflows(dtype, keys):
-    """v1 Algorithm 3, steps 4-7, on two chunks of zero scores: n e^-m = 0 from so many keys on."""
+    """2024 Algorithm 3, steps 4-7, two chunks of zero scores: n e^-m = 0 from so many keys on."""
 
     def run(t):  # d = e^lse = t, n = the sum of t values 1
         d = n = jnp.asarray(t, dtype)
@@ -193,7 +193,7 @@ def stand_in(q, k, v, scale):
     return out.astype(q.dtype), lse.transpose(0, 2, 1)
 
 
-def listing_v1(q, k, v, scale):
+def listing_2024(q, k, v, scale):
     res, lse = stand_in(q, k, v, scale)
     lse = lse.astype(q.dtype)
     num = res * jnp.exp(lse)
@@ -202,7 +202,7 @@ def listing_v1(q, k, v, scale):
     return num / jax.lax.psum(jnp.exp(lse - a_max), "kv")
 
 
-def listing_v2(q, k, v, scale):
+def listing_2025(q, k, v, scale):
     res, lse = stand_in(q, k, v, scale)
     a_max = jax.lax.pmax(lse, "kv")
     num = jax.lax.psum(res * jnp.exp(lse - a_max), "kv")
@@ -215,7 +215,7 @@ def over_devices(listing, scale=1.0):
     return jax.jit(jax.shard_map(body, mesh=kv_mesh(jax.devices()[:2]), **specs))
 
 
-@pytest.mark.parametrize("listing", [listing_v1, listing_v2])
+@pytest.mark.parametrize("listing", [listing_2024, listing_2025])
 def test_the_listings_want_a_batch_of_one(listing):
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(2, n, 3, 4)) for n in (1, 8, 8))
@@ -225,7 +225,7 @@ def test_the_listings_want_a_batch_of_one(listing):
     assert run(q, k, v).shape == (2, 2, 3, 4)  # without an error; right is (2, 1, 3, 4)
 
 
-@pytest.mark.parametrize(("listing", "finite"), [(listing_v1, False), (listing_v2, True)])
+@pytest.mark.parametrize(("listing", "finite"), [(listing_2024, False), (listing_2025, True)])
 def test_the_listings_in_half_precision(listing, finite):
     """e^lse overflows above lse 11.09 in float16; scores at the listings' scale of 1 are beyond."""
     rng = np.random.default_rng(0)
@@ -258,7 +258,7 @@ def test_the_listings_call_of_the_kernel(flash):
 
 
 def test_the_ring_of_the_footnote_is_there(flash):
-    """v1, footnote 1: flash_attn_jax's ring attends to a chunk by FlashAttention 2 in each step.
+    """2024, footnote 1: flash_attn_jax's ring attends to a chunk by FlashAttention 2 in each step.
 
     The package itself calls it no more, and it calls the kernel by an option that has become two.
     """
@@ -287,7 +287,7 @@ def test_the_ring_of_the_footnote_is_there(flash):
 
 
 def test_the_query_has_to_reach_every_device():
-    """v1 and v2 §6.2: in a tree, b·d numbers. In a ring all keys come to who has the query."""
+    """2024 and 2025 §6.2: in a tree, b·d numbers. In a ring all keys come to who has the query."""
     b, n, h, d, p = 2, 64, 8, 16, 4
     mesh = kv_mesh(jax.devices()[:p])
 
@@ -333,7 +333,7 @@ def test_the_query_has_to_reach_every_device():
 
 
 def test_hopfield_networks_tie_values_to_keys():
-    """v1 §2: an update is attention with v = k, and a gradient step; free values have no energy."""
+    """2024 §2: an update is attention with v = k, a gradient step; free values have no energy."""
     rng = np.random.default_rng(3)
     q, patterns, beta = rng.normal(size=4), rng.normal(size=(9, 4)), 4.0
 
@@ -349,7 +349,7 @@ def test_hopfield_networks_tie_values_to_keys():
 
 
 def test_the_gradient_in_the_input_is_a_modified_attention():
-    """v1 §2 on Hoover et al.: how a token attends, and how it is attended to."""
+    """2024 §2 on Hoover et al.: how a token attends, and how it is attended to."""
     rng = np.random.default_rng(4)
     W_Q, W_K, x = *rng.normal(size=(2, 4, 4)), rng.normal(size=(6, 4))
 
@@ -366,7 +366,7 @@ def test_the_gradient_in_the_input_is_a_modified_attention():
 
 
 def test_attention_is_a_posterior_mean_under_one_prior():
-    """v1 §2 on Singh & Buckley: the query a noisy key, long keys favoured; not a uniform prior."""
+    """2024 §2, Singh & Buckley: the query a noisy key, long keys favoured; not a uniform prior."""
     rng = np.random.default_rng(5)
     q, k, v = rng.normal(size=4), rng.normal(size=(9, 4)), rng.normal(size=(9, 3))
     variance = 2.0  # 1 / scale

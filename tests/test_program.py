@@ -266,7 +266,7 @@ def test_table():
 
 
 def test_sent_bytes_are_what_an_algorithm_in_numpy_sends():
-    """A ring's algorithms, device by device: nobody can send less in all (v1 eq. 33)."""
+    """A ring's algorithms, device by device: nobody can send less in all (2024 eq. 33)."""
     p, n = 4, 24
     rows = np.arange(p * n, dtype=np.float32).reshape(p, n)
 

@@ -116,8 +116,9 @@ def test_a_device_holds_its_part_and_no_more(optimized):
 
 @pytest.mark.parametrize("attention", ["tree", "ring"])
 def test_what_a_step_sends(attention):
-    """With whole weights, only the attention sends: a state a layer by tree (v1 eq. 34, v2 eq. 13),
-    p − 1 shards a layer by ring (eq. 32, v2 eq. 11), each with its number of tokens."""
+    """With whole weights, only the attention sends: a state a layer by tree (2024 eq. 34,
+    2025 eq. 13), p − 1 shards a layer by ring (eq. 32, 2025 eq. 11), each with its
+    number of tokens."""
     p, capacity = 4, 64
     model = Llama.load(LLAMAS[0], dtype=np.float32, mesh=kv_mesh(jax.devices()[:p]))
     model = model.using(attention)

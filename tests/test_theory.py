@@ -50,7 +50,7 @@ def central(order):
     return sum(sp.binomial(order, i) * power for i, power in enumerate(powers))
 
 
-def test_softmax_is_the_gradient_of_log_sum_exp():  # v1 eq. 1, v2 eq. 4
+def test_softmax_is_the_gradient_of_log_sum_exp():  # 2024 eq. 1, 2025 eq. 4
     slope = sp.diff(sp.log(over_keys(sp.exp(s[a]))), s[j]).doit()
     for key, inside in ((2, True), (5, False)):
         wanted = sp.exp(s[key]) / sum(sp.exp(s[i]) for i in range(1, 4)) if inside else 0
@@ -61,13 +61,13 @@ def test_attention_is_the_gradient_at_zero_and_biased_attention_everywhere():
     assert same(mean(1), 1)
     assert same(sp.diff(F, t).subs(t, 0), mean(x[a]))
     assert not same(sp.diff(Z, t).subs(t, 0), mean(x[a]))
-    for other in (F + t**2, F + sp.cosh(t), t * mean(x[a])):  # v1 §7, "a unique energy"
+    for other in (F + t**2, F + sp.cosh(t), t * mean(x[a])):  # 2024 §7, "a unique energy"
         assert same(sp.diff(other, t).subs(t, 0), mean(x[a]))
         assert not same(sp.diff(other, t), tilted(x[a]))
     assert same(sp.diff(F, t), tilted(x[a]))
 
 
-def test_z_generates_moments_of_every_order():  # v1 eq. 10–13, v2 eq. 19–22
+def test_z_generates_moments_of_every_order():  # 2024 eq. 10–13, 2025 eq. 19–22
     m = sp.Symbol("m", integer=True, nonnegative=True)
 
     def raised(power):
@@ -82,7 +82,7 @@ def test_z_generates_moments_of_every_order():  # v1 eq. 10–13, v2 eq. 19–22
         assert same(coefficient, mean(x[a] ** order)) == (order < 2)  # no factorials: broken
 
 
-def test_its_logarithm_generates_cumulants():  # v1 eq. 14–15, v2 eq. 23–24
+def test_its_logarithm_generates_cumulants():  # 2024 eq. 14–15, 2025 eq. 23–24
     kappa = {order: sp.diff(F, t, order).subs(t, 0) for order in (2, 3, 4)}
     for order in (2, 3):
         assert same(kappa[order], central(order))
@@ -113,7 +113,7 @@ def causal(source):
     return sp.Sum(sp.log(sp.Sum(sp.exp(s[i, a] + source * x[a]), (a, 1, i))), (i, 1, N))
 
 
-def test_causal_attention_is_the_gradient_of_f_tot():  # v1 eq. 16–17, v2 eq. 25–26
+def test_causal_attention_is_the_gradient_of_f_tot():  # 2024 eq. 16–17, 2025 eq. 25–26
     row = sp.diff(causal(tau[i]), tau[j]).doit().args[0][0]  # 1 ≤ j ≤ N
     terms = sp.exp(s[j, a])
     assert same(row.subs(tau[j], 0), sp.Sum(terms * x[a], (a, 1, j)) / sp.Sum(terms, (a, 1, j)))
@@ -125,10 +125,10 @@ def test_causal_attention_is_the_gradient_of_f_tot():  # v1 eq. 16–17, v2 eq. 
         return f.subs({x[k]: k for k in (1, 2, 3)})
 
     assert second_of_three(causal(tau[i])) == sp.Rational(3, 2)
-    assert second_of_three(causal(tau[a])) == sp.Rational(5, 3)  # v1 eq. 36: its own misprint
+    assert second_of_three(causal(tau[a])) == sp.Rational(5, 3)  # 2024 eq. 36: its own misprint
 
 
-def test_heads_add_up_for_a_shared_source_only():  # v1 eq. 18–20, v2 eq. 27–29
+def test_heads_add_up_for_a_shared_source_only():  # 2024 eq. 18–20, 2025 eq. 27–29
     def block(source):
         return sp.Sum(sp.log(over_keys(sp.exp(s[h, a] + source * x[h, a]))), (h, 1, H))
 
@@ -143,7 +143,7 @@ def test_heads_add_up_for_a_shared_source_only():  # v1 eq. 18–20, v2 eq. 27�
 # Γ
 
 
-def test_every_hessian_of_gamma_is_indefinite():  # v1 eq. 26, v2 eq. 34
+def test_every_hessian_of_gamma_is_indefinite():  # 2024 eq. 26, 2025 eq. 34
     """[[−C, I], [I, 0]] is congruent to [[0, I], [I, 0]], for covariances C of any size."""
     d = sp.Symbol("d", integer=True, positive=True)
     M, I, O = sp.MatrixSymbol("M", d, n), sp.Identity(d), sp.ZeroMatrix(d, d)
@@ -166,7 +166,7 @@ def test_every_hessian_of_gamma_is_indefinite():  # v1 eq. 26, v2 eq. 34
 
 
 def test_gamma_is_unbounded_and_has_no_integral(sentence):
-    """v1 eq. 26, v2 eq. 34: z = tζ leads up and down without an end, for every source but 0."""
+    """2024 eq. 26, 2025 eq. 34: z = tζ leads up and down without an end, for every source but 0."""
     squared, energy_there = sp.Symbol("squared", positive=True), sp.Symbol("F", real=True)
     gamma = t * squared - energy_there
     zeta = np.array([0.5, -1.0])
@@ -202,7 +202,7 @@ def test_gibbs_inequality():
     assert not vanishes(term - w[a] * sp.log(w[a] / p[a]))
 
 
-def test_the_energy_is_a_variational_free_energy():  # v1 §7
+def test_the_energy_is_a_variational_free_energy():  # 2024 §7
     """Σ w (s + t x) − Σ w log w = F(t) − KL(w‖P_t), for F = log Z and for no other number."""
     assert sp.exp(F) == Z
     kl = w[a] * (sp.log(w[a]) - (s[a] + t * x[a] - F))

@@ -4,7 +4,7 @@ Everything public is here, under one name: `from treeattn.cost import collective
 
 - `program`: the collectives and the memory of a compiled program, as they are
 - `work`: operations of a program, and merges along its longest path
-- `formulas`: what is attended to (`Workload`), and the papers' formulas (v1 eq. 29-35, v2 8-14)
+- `formulas`: what is attended to (`Workload`), and the papers' formulas (2024 eq. 29-35, 2025 8-14)
 - `topology`: devices, links, protocols, and presets with their sources
 - `schedules`: collectives as algorithms, round by round; `network`: how long they take, simulated
 - `roofline`: reading against multiplying, on one device

@@ -5,7 +5,7 @@ symbols are theirs: batch b, chunk t = N/p, head dimension d_h, n_h query heads 
 They assume as many key heads as query heads; here the keys' and values' width is
 d_kv = d_h n_kv, which is d in their case. Where p does not divide N, t is the longest chunk's.
 
-v1's eq. 29-35 are v2's eq. 8-14.
+The 2024 text's eq. 29-35 are the 2025 text's eq. 8-14.
 """
 
 from dataclasses import dataclass, fields
@@ -78,7 +78,9 @@ class Workload:
 
 
 def mem_ring(w: Workload, p: int) -> int:
-    """Mem_ring = 4 b t d_kv + 2 b d: peak elements on a device in a ring. (v1 eq. 29, v2 eq. 8.)
+    """Mem_ring = 4 b t d_kv + 2 b d: peak elements on a device in a ring.
+
+    (2024 eq. 29, 2025 eq. 8.)
 
     Its own keys and values, those that are coming in, the queries and the output.
     """
@@ -86,7 +88,9 @@ def mem_ring(w: Workload, p: int) -> int:
 
 
 def mem_tree(w: Workload, p: int) -> int:
-    """Mem_tree = 2 b t d_kv + 2 b d + 2 b n_h: peak elements on a device. (v1 eq. 30, v2 eq. 9.)
+    """Mem_tree = 2 b t d_kv + 2 b d + 2 b n_h: peak elements on a device.
+
+    (2024 eq. 30, 2025 eq. 9.)
 
     Its own keys and values, the queries and the state (numerator, denominator, max).
     """
@@ -94,7 +98,9 @@ def mem_tree(w: Workload, p: int) -> int:
 
 
 def v_ring(w: Workload, p: int) -> int:
-    """V_ring = 2 b t d_kv p: elements that *all* devices send in *one* step. (v1 eq. 31, v2 10.)
+    """V_ring = 2 b t d_kv p: elements that *all* devices send in *one* step.
+
+    (2024 eq. 31, 2025 eq. 10.)
 
     A whole round of the ring is p − 1 such steps, in which each device sends
     (p − 1) `numel_kv`. The papers set this sum over the devices beside `v_tree`, which is one
@@ -104,12 +110,12 @@ def v_ring(w: Workload, p: int) -> int:
 
 
 def numel_kv(w: Workload, p: int) -> int:
-    """numel(k, v) = 2 b t d_kv: elements of one chunk. (v1 eq. 32, v2 eq. 11.)"""
+    """numel(k, v) = 2 b t d_kv: elements of one chunk. (2024 eq. 32, 2025 eq. 11.)"""
     return 2 * w.batch * w.chunk(p) * w.d_kv
 
 
 def v_allreduce(numel: Number, p: int) -> float:
-    """V_Allreduce = 2 (p − 1)/p numel: elements that each device sends. (v1 eq. 33, v2 eq. 12.)
+    """V_Allreduce = 2 (p − 1)/p numel: elements that each device sends. (2024 eq. 33, 2025 eq. 12.)
 
     What a ring Allreduce sends, the least that any can. Other algorithms send more in fewer
     rounds.
@@ -119,10 +125,13 @@ def v_allreduce(numel: Number, p: int) -> float:
 
 
 def numel_state(w: Workload) -> int:
-    """numel(n, d, m) = b d + 2 b n_h: elements of a state. (v1 eq. 34, v2 eq. 13.)"""
+    """numel(n, d, m) = b d + 2 b n_h: elements of a state. (2024 eq. 34, 2025 eq. 13.)"""
     return w.batch * w.queries * (w.d + 2 * w.heads)
 
 
 def v_tree(w: Workload, p: int) -> float:
-    """V_Tree = 2 (p − 1)/p (b d + 2 b n_h): elements that each device sends. (v1 eq. 35, v2 14.)"""
+    """V_Tree = 2 (p − 1)/p (b d + 2 b n_h): elements that each device sends.
+
+    (2024 eq. 35, 2025 eq. 14.)
+    """
     return v_allreduce(numel_state(w), p)

@@ -211,7 +211,8 @@ def collective_rounds(kind: str, p: int, g: int = 1) -> int:
 def collective_sent_bytes(kind: str, p: int, message_bytes: Number, g: int = 1) -> Number:
     """Bytes that the device that sends most puts on its links; of one of `CHOICES`, in its ring.
 
-    A ring's Allreduce sends the least that any can (v1 eq. 33, v2 eq. 12), but for in-switch ones.
+    A ring's Allreduce sends the least that any can (2024 eq. 33, 2025 eq. 12), but
+    for in-switch ones.
     """
     return _counts(kind, p, g)[1] * message_bytes
 

@@ -1,8 +1,8 @@
 """What the papers print of their measurements, and what their own scripts would take.
 
 Of Figures 2, 3 and 4 the sources give captions and a few values in the text: those are all there
-is. Figure 3 was measured with two JAX scripts, Tables 1 and 2 with a PyTorch one, all in
-github.com/Zyphra/tree_attention.
+is. github.com/Zyphra/tree_attention has two JAX scripts of Figure 3's shape, and a PyTorch one of
+that of Tables 1 and 2, with which they were probably measured.
 
 `script_seconds` goes through `benchmark_generation.py` and `llama_flash_sp.py` and adds up what a
 run of either method computes, reads and sends:
@@ -30,12 +30,12 @@ from treeattn.cost.sharding import MODELS, Model
 from treeattn.cost.strategies import decode_cost
 from treeattn.cost.topology import H100, MI300X, RTX4090, Device, Topology
 
-# v1 §6.1, Figure 3: "close ×8 speedups when we use 128 GPUs on a sequence length of 5.12M".
+# 2024 §6.1, Figure 3: "close ×8 speedups when we use 128 GPUs on a sequence length of 5.12M".
 FIGURE_3_DEVICES = 128
 FIGURE_3_CONTEXT = 5_120_000
 FIGURE_3_SPEEDUP = 8
 
-# v1 §6.2, Figure 4, two RTX 4090s: the gap between the methods' peaks, by hidden size, in bytes.
+# 2024 §6.2, Figure 4, two RTX 4090s: the gap between the methods' peaks, by hidden size, in bytes.
 FIGURE_4_GAP_BYTES = {2048: 524e6, 4096: 1040e6}
 
 PASSES = 9  # after the prefill
@@ -72,20 +72,20 @@ def _row(context, tree, tree_error, ring, ring_error, speedup) -> TableRow:
     return TableRow(context, Measured(tree, tree_error), Measured(ring, ring_error), speedup)
 
 
-# v2 Table 1: Llama 3.1 8B. "32k" is taken as 32,000, the script's own lengths being such.
+# 2025 Table 1: Llama 3.1 8B. "32k" is taken as 32,000, the script's own lengths being such.
 TABLE_1_H100 = (  # 8 × H100
     _row(32_000, 0.60, 0.15, 2.57, 0.35, 4),
     _row(64_000, 1.08, 0.10, 4.42, 0.38, 4),
     _row(128_000, 2.68, 0.28, 6.38, 0.58, 2),
     _row(256_000, 2.89, 0.62, 8.19, 1.07, 3),
 )
-TABLE_1_MI300X = (  # 4 × MI300X (v2 §6 says 8; its §6.4 and the table's head, 4)
+TABLE_1_MI300X = (  # 4 × MI300X (2025 §6 says 8; its §6.4 and the table's head, 4)
     _row(32_000, 1.05, 0.01, 3.57, 0.25, 3),
     _row(64_000, 2.36, 0.01, 7.33, 0.25, 3),
     _row(128_000, 6.43, 0.25, 16.40, 0.40, 3),
     _row(256_000, 15.30, 4.93, 35.12, 5.02, 2),
 )
-# v2 Table 2: Llama 3.2 1B on two RTX 4090s.
+# 2025 Table 2: Llama 3.2 1B on two RTX 4090s.
 TABLE_2_RTX4090 = (
     _row(8_000, 0.34, 0.05, 1.38, 0.07, 4),
     _row(16_000, 0.58, 0.07, 2.77, 0.04, 5),

@@ -61,8 +61,8 @@ class Collective(NamedTuple):
     def sent_bytes(self) -> int:
         """Bytes that one device must send over all runs, whatever the algorithm, rounded up.
 
-        Of an Allreduce every device sends 2 (p − 1)/p of what it puts in, at least (v1 eq. 33,
-        v2 eq. 12), of a reduce-scatter and an all-to-all (p − 1)/p; what it gives to an
+        Of an Allreduce every device sends 2 (p − 1)/p of what it puts in, at least (2024 eq. 33,
+        2025 eq. 12), of a reduce-scatter and an all-to-all (p − 1)/p; what it gives to an
         all-gather it sends to p − 1 others, along a ring or otherwise. Raises ValueError where
         the program does not say how many take part.
         """
@@ -89,7 +89,7 @@ class Memory(NamedTuple):
 
     @property
     def held_bytes(self) -> int:
-        """Arguments and temporaries: what the papers count (v1 eq. 29-30, v2 eq. 8-9)."""
+        """Arguments and temporaries: what the papers count (2024 eq. 29-30, 2025 eq. 8-9)."""
         return self.argument_bytes + self.temporary_bytes
 
 

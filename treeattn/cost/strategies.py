@@ -64,7 +64,7 @@ def strategy_messages(strategy: str, w: Workload, p: int) -> list[Message]:
 def memory_bytes(strategy: str, w: Workload, p: int) -> int:
     """Bytes that a device holds at its peak: the caches of all layers, and one layer's work.
 
-    A ring and the trees as v1 eq. 29 and 30 (v2 8 and 9), the others in their manner.
+    A ring and the trees as 2024 eq. 29 and 30 (2025 8 and 9), the others in their manner.
     """
     chunk = numel_kv(w, p) * w.dtype_bytes
     whole = numel_kv(w, 1) * w.dtype_bytes

@@ -206,10 +206,10 @@ def ring_decode(
 ):
     """Ring Attention for decoding: every shard of the cache visits every device.
 
-    (Liu et al. 2023; v1 §6.3.) Arguments, result and errors as `tree_decode`, without those that
+    (Liu et al. 2023; 2024 §6.3.) Arguments, result and errors as `tree_decode`, without those that
     are about merging. In
     each of p − 1 steps a device sends the shard it holds to its neighbour: 2·b·t·d_kv·(p − 1)
-    elements from each device (v1 eq. 31–32 counts p steps; the last would bring the shards home).
+    elements from each device (2024 eq. 31–32 counts p steps; the last would bring the shards home).
     """
     return _decode(
         "ring", q, k, v, return_lse, mesh, axis, kv_lengths=kv_lengths, mask=mask, bias=bias,

@@ -1,7 +1,7 @@
 """Merging across a mesh: every device's state in, the state of all their keys out.
 
-Only states travel, whose size does not depend on the length of the context. (v1 §5.2,
-Algorithm 3; v2 §5.2, Algorithm 3.) What follows is usually a projection whose rows are sharded
+Only states travel, whose size does not depend on the length of the context. (2024 §5.2,
+Algorithm 3; 2025 §5.2, Algorithm 3.) What follows is usually a projection whose rows are sharded
 along the heads, and then a device needs only its own share of the heads: "reduce_scatter" and
 "all_to_all" end there, with half of the bytes or fewer.
 """
@@ -42,7 +42,7 @@ def merge_across(
 
     On every device, all of it, in the same shape:
 
-    method: "allreduce":    Algorithm 3 (v2): one Allreduce for the pivot, two for the sums.
+    method: "allreduce":    2025 Algorithm 3: one Allreduce for the pivot, two for the sums.
             "butterfly":    recursive doubling. Each of log₂ p rounds swaps one packed state with
                             a partner and merges; two rounds more when p is no power of two.
                             Every device gets the same bits.

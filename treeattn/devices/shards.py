@@ -1,6 +1,6 @@
 """A cache dealt over the devices of a mesh, in shards: what decoding and prefill share.
 
-Shard r holds keys r·t … (r+1)·t − 1, with t = ⌈N/p⌉ (v1's t = N/p). Padding that makes the
+Shard r holds keys r·t … (r+1)·t − 1, with t = ⌈N/p⌉ (the papers' t = N/p). Padding that makes the
 last shards whole lies past every row's length, so that nobody attends to it.
 """
 

@@ -23,12 +23,12 @@ from treeattn.figures.canvas import styled
 from treeattn.figures.style import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, new_figure
 
 DGX = preset("dgx-h100")
-PAPERS_BLOCK = Workload(640_000)  # v1 §6.3: 16 heads of 128, bfloat16
+PAPERS_BLOCK = Workload(640_000)  # 2024 §6.3: 16 heads of 128, bfloat16
 
 
 @styled
 def links():
-    """Time of one message by its size, over each link: v1's Figure 2, from data sheets."""
+    """Time of one message by its size, over each link: 2024 Figure 2, from data sheets."""
     figure, axes = new_figure(7.0, 3.7)
     size = np.logspace(3, 10, 200)
     for name, level, colour, dashes in (
@@ -158,7 +158,7 @@ def referee(observed: list[dict]):
 
 @styled
 def memory_gap():
-    """v1's Figure 4: peak memory of one block on each of two devices, ring and tree."""
+    """The 2024 text's Figure 4: peak memory of one block on each of two devices, ring and tree."""
     figure, panels = new_figure(7.2, 3.2, ncols=2, sharey=True)
     contexts = np.arange(1, 9) * 16_000
     for axes, hidden in zip(panels, (2048, 4096), strict=True):
@@ -194,7 +194,7 @@ def memory_gap():
 
 @styled
 def figure_3():
-    """v1's Figure 3(a) in its own units: each method's time over the ring's at 80,000 keys."""
+    """2024 Figure 3(a) in its own units: each method's time over the ring's at 80,000 keys."""
     figure, panels = new_figure(8.4, 3.4, ncols=3, sharey=True)
     contexts = [80_000 * 2**k for k in range(7)]
     for axes, p in zip(panels, (8, 64, 128), strict=True):
@@ -236,7 +236,7 @@ TABLES = (
 
 @styled
 def tables():
-    """v2's Tables 1 and 2: both columns as printed, and as the authors' script would take."""
+    """2025 Tables 1 and 2: both columns as printed, and as the authors' script would take."""
     figure, panels = new_figure(8.6, 3.6, ncols=3)
     for axes, (name, rows, setting, fitted, step) in zip(panels, TABLES, strict=True):
         machine = fit_machine(rows[:fitted], setting, ring_step=step)

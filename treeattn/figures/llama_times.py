@@ -10,7 +10,7 @@ from treeattn.figures.canvas import styled
 from treeattn.figures.measured import measured
 from treeattn.figures.style import BLUE, GREEN, INK, ORANGE, PALE, PURPLE, new_figure
 
-# v2, Tables 1 and 2, with the markers of their points.
+# 2025 Tables 1 and 2, with the markers of their points.
 PAPER = {
     "8 × H100, Llama 3.1 8B": (TABLE_1_H100, BLUE, "o"),
     "4 × MI300X, Llama 3.1 8B": (TABLE_1_MI300X, GREEN, "^"),

@@ -27,7 +27,7 @@ def _arrow(ax, start, end, **style) -> None:
 
 @styled
 def ring_and_tree(p: int = 8) -> Figure:
-    """What travels: keys and values around a ring, or states up and down a tree (v1, Figure 1b)."""
+    """What travels: keys and values around a ring, states up and down a tree (2024 Figure 1b)."""
     figure, (ring, tree) = new_figure(7.4, 3.4, ncols=2)
     angles = np.pi / 2 - 2 * np.pi * np.arange(p) / p
     x = np.cos(angles)

@@ -2,7 +2,7 @@
 
 With a source ζ beside the query's scores,
 
-    F(ζ) = log Σ_a exp(q·k_a + ζ·v_a)                               (v1 eq. 15, v2 eq. 6, 24)
+    F(ζ) = log Σ_a exp(q·k_a + ζ·v_a)                               (2024 eq. 15, 2025 eq. 6, 24)
 
 is the cumulant generating function of the values under the attention weights: its gradient at
 ζ = 0 is attention, its Hessian there their covariance. `scale` multiplies q·k, as everywhere
@@ -44,7 +44,7 @@ def energy(
     mask: Bool[Array, " n"] | None = None,
     scale: Scale = None,
 ) -> Float[Array, ""]:
-    """F(ζ) = log Σ_a exp(scale · q·k_a + ζ·v_a) over the visible keys (v1 eq. 15, v2 eq. 6).
+    """F(ζ) = log Σ_a exp(scale · q·k_a + ζ·v_a) over the visible keys (2024 eq. 15, 2025 eq. 6).
 
     zeta:  (dv,) the source. At 0, F is the lse of the scores.
     scale: multiplies q·k; 1/√d when None.
@@ -69,7 +69,9 @@ def causal_energy(
     *,
     scale: Scale = None,
 ) -> Float[Array, ""]:
-    """F_tot = Σ_i log Σ_{a ≤ i} exp(scale · q_i·k_a + ζ_i·v_a), a scalar (v1 eq. 16, v2 eq. 25).
+    """F_tot = Σ_i log Σ_{a ≤ i} exp(scale · q_i·k_a + ζ_i·v_a), a scalar.
+
+    (2024 eq. 16, 2025 eq. 25.)
 
     zeta (n, dv) and q (n, d): a source and a query for each of the n keys. The gradient in
     zeta at 0 is causal attention, (n, dv).
@@ -90,7 +92,7 @@ def attention_from_energy(
     mask: Bool[Array, " n"] | None = None,
     scale: Scale = None,
 ) -> Float[Array, " dv"]:
-    """∇F(0), by `jax.grad`: attention, (dv,) in q's dtype (v1 eq. 5, 14; v2 eq. 5, 23).
+    """∇F(0), by `jax.grad`: attention, (dv,) in q's dtype (2024 eq. 5, 14; 2025 eq. 5, 23).
 
     0 when no key is visible.
     """
@@ -136,7 +138,7 @@ def log_likelihood(
     mask: Bool[Array, " n"] | None = None,
     scale: Scale = None,
 ) -> Float[Array, ""]:
-    """Γ(ζ, z) = z·ζ − F(ζ), one query's term of v2 eq. 30; a scalar, ∞ when no key is visible.
+    """Γ(ζ, z) = z·ζ − F(ζ), one query's term of 2025 eq. 30; a scalar, ∞ when no key is visible.
 
     It is the log-likelihood of ζ in the exponential family of the values, tilted from the
     attention weights, when the observed mean of the values is z. Its one stationary point in
@@ -150,7 +152,9 @@ def log_likelihood(
 
 
 def log_sum_exp(s: Float[Array, "... n"]) -> Float[Array, "..."]:
-    """log Σ_a exp(s_a) over the last axis, relative to the largest s (v1 eq. 1, 37; v2 eq. 4, 36).
+    """log Σ_a exp(s_a) over the last axis, relative to the largest s.
+
+    (2024 eq. 1, 37; 2025 eq. 4, 36.)
 
     −∞ scores count as no key, and no keys give −∞, with derivatives 0 at every order. The
     pivot m is a constant, added back: log Σ exp(s − m) alone, or with m differentiated only

@@ -7,7 +7,7 @@ Attention of a query over keys with scores s_a and values v_a is n / d with
 Sums over disjoint sets of keys add, so every partition of the keys, reduced in any order,
 gives the same attention. To stay in range, a state keeps both sums relative to a pivot m,
 usually the largest score seen: (m, d, n) stands for (d·eᵐ, n·eᵐ), and `merge` adds what
-two states stand for. (v1 §5.1; v2 §5.1.)
+two states stand for. (2024 §5.1; 2025 §5.1.)
 
 **No keys** is the state (−∞, 0, 0), the identity of `merge`. It finalizes to output 0 and
 lse −∞, and its gradients are zeros.
@@ -176,7 +176,7 @@ def reduce_chain(states: AttentionState, axis: int = 0) -> AttentionState:
 def reduce_tree(states: AttentionState, axis: int = 0, *, arity: int = 2) -> AttentionState:
     """Merge the states along `axis` as a tree of `arity` children a node.
 
-    p states take ⌈log_arity p⌉ rounds and p − 1 merges. (Theorem 1: v1 §10, v2 App. E.)
+    p states take ⌈log_arity p⌉ rounds and p − 1 merges. (Theorem 1: 2024 §10, 2025 App. E.)
     """
     arity = integer("arity", arity, 2)
     states = _axis_first(states, axis)

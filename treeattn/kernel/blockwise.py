@@ -1,7 +1,7 @@
 """Attention in plain JAX, a block of keys at a time.
 
-A block's scores become a state, and the states of the blocks merge (the iteration of v1
-eq. 2–4, v2 eq. 1–3, a block at a time, as in FlashAttention). The keys and values are read
+A block's scores become a state, and the states of the blocks merge (the iteration of 2024
+eq. 2–4, 2025 eq. 1–3, a block at a time, as in FlashAttention). The keys and values are read
 once, where they lie; what is held besides them does not grow with their number. How the scores
 of a block and its sums are computed, treeattn/kernel/products.py says.
 
