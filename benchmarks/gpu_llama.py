@@ -9,11 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeattn import ancestor_mask, depths, pack
-from treeattn.llama.cache import Cache
-from treeattn.llama.model import Llama
-from treeattn.llama.reading.config import Config
-from treeattn.llama.reading.files import packaged_model
-from treeattn.llama.weights import Layer, Weights, rotary_frequencies
+from treeattn.llama import (
+    Cache,
+    Config,
+    Layer,
+    Llama,
+    Weights,
+    packaged_model,
+    rotary_frequencies,
+)
 
 PACKAGED = Config(
     vocabulary=49152, width=576, layers=30, heads=9, kv_heads=3, head_dim=64, mlp_width=1536,

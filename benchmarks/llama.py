@@ -34,8 +34,7 @@ import numpy as np
 from tqdm import tqdm
 
 from treeattn import Llama, ancestor_mask, depths, kv_mesh, simulate_devices
-from treeattn.llama.cache import Cache
-from treeattn.llama.reading.files import open_checkpoint, packaged_model
+from treeattn.llama import Cache, open_checkpoint, packaged_model
 
 RESULTS = Path(__file__).parent / "results" / "llama.json"
 ROOM = 32  # tokens that a cache has room for besides its context

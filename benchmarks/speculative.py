@@ -31,7 +31,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from treeattn import Llama, beam_search, kv_mesh, pack, simulate_devices, unpack
+from treeattn import Llama, TokenTree, beam_search, kv_mesh, pack, simulate_devices, unpack
 from treeattn.llama import stream
 from treeattn.llama.speculation import (
     DRAFTS,
@@ -43,7 +43,6 @@ from treeattn.llama.speculation import (
     generate,
     speculate,
 )
-from treeattn.trees.token_tree import TokenTree
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "speculative.json"

@@ -2,7 +2,9 @@
 
 import ast
 import importlib
+import json
 import pkgutil
+import re
 import subprocess
 import sys
 import types
@@ -14,6 +16,18 @@ import pytest
 import treeattn
 
 PACKAGE = Path(treeattn.__file__).parent
+REPOSITORY = Path(__file__).parent.parent
+
+# What others may import, each as its `__all__` says, or else what has no underscore in front; of
+# figures, which belong to a checkout, every module. All else may change its name tomorrow.
+PUBLIC = (
+    "treeattn",
+    "treeattn.llama",
+    "treeattn.llama.speculation",
+    "treeattn.cost",
+    "treeattn.conformance",
+    "treeattn.figures",
+)
 
 # What each room stands on, besides itself. A name of a room stands for all that is in it.
 BELOW = {
@@ -236,3 +250,82 @@ except ImportError as error:
 """
     expected = f"{message}, not installed here: pip install {install}"
     assert run(code).strip() == expected
+
+
+def blocks(markdown: str) -> Iterator[str]:
+    """The Python code of a text in Markdown, without what a shell or IPython would run."""
+    for block in re.findall(r"^```python\n(.*?)^```", markdown, re.MULTILINE | re.DOTALL):
+        lines = block.splitlines()
+        if block.startswith(">>> "):
+            lines = [line[4:] for line in lines if line.startswith((">>> ", "... "))]
+        yield "\n".join(lines)
+
+
+def users() -> Iterator[tuple[str, str]]:
+    """(file, code) of all that stands outside of the package and uses it as a reader would."""
+    for folder in ("examples", "benchmarks", "training", "site", "notebooks"):
+        for file in sorted((REPOSITORY / folder).rglob("*.py")):
+            yield f"{folder}/{file.name}", file.read_text(encoding="utf-8")
+    for file in sorted((REPOSITORY / "notebooks").glob("*.ipynb")):
+        for cell in json.loads(file.read_text(encoding="utf-8"))["cells"]:
+            source = "".join(cell["source"])
+            for code in [source] if cell["cell_type"] == "code" else blocks(source):
+                yield file.name, code
+    for file in (*REPOSITORY.glob("*.md"), *(REPOSITORY / "site").glob("*.md")):
+        for code in blocks(file.read_text(encoding="utf-8")):
+            yield file.name, code
+
+
+def is_public(name: str) -> bool:
+    """Whether "treeattn.x.y" is a public module, one of its names, or of the figures."""
+    holder, _, last = name.rpartition(".")
+    if name in PUBLIC or f"{name}.".startswith("treeattn.figures."):
+        return True
+    if holder not in PUBLIC or last.startswith("_"):
+        return False
+    module = importlib.import_module(holder)
+    return last in getattr(module, "__all__", dir(module))
+
+
+def private(code: str) -> set[str]:
+    """What this code imports, or reaches through `treeattn.…`, and is not public."""
+    names = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            names |= {f"{node.value.id}.{node.attr}"}
+    ours = {name for name in names if name.split(".")[0] == "treeattn"}
+    return {name for name in ours if not is_public(name)}
+
+
+def test_users_import_what_is_public_only():
+    """Notebooks, the README, examples, benchmarks, training and the site."""
+    found = {(file, name) for file, code in users() for name in private(code)}
+    assert found == set()
+    files = {file for file, _ in users()}
+    assert {"README.md", "01_the_energy_function.ipynb", "examples/decode_sharded.py"} <= files
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("from treeattn.idea.state import merge", "treeattn.idea.state.merge"),
+        ("from treeattn.kernel import flash", "treeattn.kernel.flash"),
+        ("from treeattn import kernel", "treeattn.kernel"),
+        ("import treeattn.devices.merge as m", "treeattn.devices.merge"),
+        ("def f():\n    from treeattn.cost.program import memory", "treeattn.cost.program.memory"),
+        ("import treeattn\n\ntreeattn.kernel.flash.load()", "treeattn.kernel"),
+        ("from treeattn.llama import model", "treeattn.llama.model"),
+        ("from treeattn.conformance import _close", "treeattn.conformance._close"),
+        ("import treeattn\n\ntreeattn.merge", None),
+        ("from treeattn.cost import memory", None),
+        ("from treeattn.figures import energy", None),
+        ("from treeattn.figures.sent import sent_by_context", None),
+        ("from treeattn.llama import speculation", None),
+    ],
+)
+def test_what_is_public(code, found):
+    assert private(code) == ({found} - {None})

@@ -17,7 +17,7 @@ import optax
 
 from training.recurrent import Drafter, Shared, advance, draft_beam, unit
 from treeattn import Llama
-from treeattn.llama.speculation.candidates import ranked
+from treeattn.llama.speculation import ranked
 
 LENGTH = 5
 

@@ -21,9 +21,10 @@ import safetensors.numpy
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float, Int, Integer
 
-from treeattn.idea.arrays import Array
-from treeattn.llama.model import Llama
-from treeattn.llama.speculation.candidates import Seen, Texts
+from treeattn import Llama
+from treeattn.llama.speculation import Seen, Texts
+
+Array = jax.Array | np.ndarray
 
 PACKAGED = Path(__file__).parent / "recurrent.safetensors"
 FORMAT = "treeattn recurrent drafter, version 1"

@@ -11,6 +11,7 @@ goes on after them.
 
 import argparse
 import collections
+import functools
 import os
 import sys
 from pathlib import Path
@@ -23,7 +24,6 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from training.prompts import prompts
 from treeattn import AttentionState, Llama
-from treeattn.llama.layers import rms_norm
 
 TEMPERATURES = (0.0, 0.0, 0.3, 0.7, 1.0)  # a prompt's is drawn from these: greedy texts twice
 TOP = 32  # of the model's likeliest tokens, kept with their log-probabilities
@@ -78,12 +78,18 @@ def likely(logits):
     return top, log - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
 
+def last_norm(weight, epsilon: float, x):
+    """The model's RMS norm before its head, in float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon) * weight
+
+
 def sampled(model: Llama, begin: int, batch: int, seed: int):
     """Finished texts, one after the other, from prompt number `begin` on."""
     tokenizer = model.tokenizer
     rng = np.random.default_rng([seed, begin])
     queue = prompts(seed)
-    norm = jax.jit(lambda x: rms_norm(x, model.weights.norm, model.config.norm_epsilon))
+    norm = jax.jit(functools.partial(last_norm, model.weights.norm, model.config.norm_epsilon))
     template = common_beginning(tokenizer.chat("one"), tokenizer.chat("another"))
     number = begin
     cache = model.new_cache(batch, CAPACITY)

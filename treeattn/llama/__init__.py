@@ -4,7 +4,10 @@ from treeattn.extras import need
 
 need("llama", "gguf", "tokenizers", "safetensors", "jinja2", "tqdm")
 
+from treeattn.llama.cache import Cache, in_order, shard_lengths  # noqa: E402
 from treeattn.llama.model import Llama  # noqa: E402
+from treeattn.llama.reading.config import Config  # noqa: E402
+from treeattn.llama.reading.files import open_checkpoint, packaged_model  # noqa: E402
 from treeattn.llama.speculation import (  # noqa: E402
     accept_candidate_tokens,
     draft_candidate_tokens,
@@ -12,13 +15,23 @@ from treeattn.llama.speculation import (  # noqa: E402
     speculate,
 )
 from treeattn.llama.text import chat, stream, stream_text  # noqa: E402
+from treeattn.llama.weights import Layer, Weights, rotary_frequencies  # noqa: E402
 
 __all__ = [
+    "Cache",
+    "Config",
+    "Layer",
     "Llama",
+    "Weights",
     "accept_candidate_tokens",
     "chat",
     "draft_candidate_tokens",
     "generate",
+    "in_order",
+    "open_checkpoint",
+    "packaged_model",
+    "rotary_frequencies",
+    "shard_lengths",
     "speculate",
     "stream",
     "stream_text",

@@ -21,8 +21,11 @@ from treeattn.llama.speculation.candidates import (
     Draft,
     Drawn,
     Seen,
+    Texts,
     candidate_lengths,
     draft_candidate_tokens,
+    padded,
+    ranked,
 )
 from treeattn.llama.speculation.generation import (
     Generation,
@@ -51,6 +54,7 @@ __all__ = [
     "Seen",
     "Step",
     "SuffixDraft",
+    "Texts",
     "accept_candidate_tokens",
     "candidate_lengths",
     "draft_candidate_tokens",
@@ -58,6 +62,8 @@ __all__ = [
     "generate",
     "likeliest",
     "make_draft",
+    "padded",
+    "ranked",
     "rejection",
     "speculate",
     "speculate_text",
