@@ -87,6 +87,7 @@ def as_page(page: Path) -> str:
 
     text = page.read_text(encoding="utf-8").replace("# treeattn\n", "# Overview\n", 1)
     text = for_site(text.replace(f"]({CARD})", f"]({CARD_HERE})"), "")
+    text = re.sub(r"\]\(site/(\w+\.md)\)", r"](\1)", text)
     title = "" if text.startswith("# ") else f"# {page.stem.replace('_', ' ').capitalize()}\n\n"
     return title + re.sub(r"\[([^\]]+)\]\(([\w./-]+)\)", words, text)
 
