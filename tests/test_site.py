@@ -40,11 +40,14 @@ def test_broken_links_and_what_needs_a_network_are_found(site, tmp_path):
 
 
 def test_the_api_has_every_public_name_once():
-    """Those of treeattn by name; autodoc lists those of the modules that stand there whole."""
+    """Those of three modules by name, each under the first that has it; autodoc lists those of
+    the modules that stand there whole. Data has no docstring."""
     page = (SITE / "api.md").read_text("utf-8")
     entries = re.findall(r"^\.\. auto(?:class|function):: (\w+)", page, re.MULTILINE)
     assert len(entries) == len(set(entries))
-    assert set(entries) == set(treeattn.__all__) | set(treeattn.llama.__all__)
+    modules = treeattn, treeattn.llama, treeattn.llama.speculation
+    public = {name for module in modules for name in module.__all__}
+    assert set(entries) == public - {"DRAFTS", "Texts"}
     whole = re.findall(r"^\.\. automodule:: ([\w.]+)", page, re.MULTILINE)
     assert whole == ["treeattn.cost", "treeattn.conformance"]
 
