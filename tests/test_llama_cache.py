@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from treeattn import Llama, ancestor_mask, depths, kv_mesh
+from treeattn import Llama, ancestor_mask, attend, depths, kv_mesh, merge_across
 from treeattn.cost.program import memory
 from treeattn.kernel.attend import CAUSAL_BLOCK
 from treeattn.llama import cache as caches
+from treeattn.llama.attentions import CACHE_ATTENTIONS
 from treeattn.llama.layers import extend_layer
-from treeattn.llama.parallel import TO_CACHE, to_cache
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +40,7 @@ def check(logits, want):
     np.testing.assert_allclose(logits, want, atol=1e-4)
 
 
-@pytest.mark.parametrize("attention", TO_CACHE)
+@pytest.mark.parametrize("attention", CACHE_ATTENTIONS)
 def test_every_attention_agrees_with_the_full_pass(eight, dense, attention):
     model = eight.using(attention)
     logits, cache = model.prefill([TEXT[:30].tolist()], model.new_cache(1, 48))
@@ -256,7 +256,7 @@ def test_commit_without_a_selection(eight, dense):
 
 def test_an_attention_of_ones_own(eight, dense):
     def blind(q, k, v, lengths, axes):
-        state = to_cache("gather")(q, k, v, lengths, axes)
+        state = merge_across(attend(q, k, v, kv_lengths=lengths), axes, method="gather")
         return state._replace(denominator=state.denominator * 0, numerator=state.numerator * 0)
 
     cache = eight.prefill([TEXT[:20].tolist()], eight.new_cache(1, 48))[1]

@@ -12,7 +12,7 @@ from treeattn import Llama, ancestor_mask, depths, kv_mesh
 from treeattn.kernel.attend import resolve
 from treeattn.kernel.inputs import check_inputs
 from treeattn.llama import cache as caches
-from treeattn.llama import layers, steps
+from treeattn.llama import layers
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ def model():
 
 @pytest.fixture
 def at_once(monkeypatch):
-    monkeypatch.setitem(steps.AT_ONCE, "cpu", 64)
+    monkeypatch.setitem(layers.MAX_TOKENS_IN_ONE_PROGRAM, "cpu", 64)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -68,7 +68,7 @@ def some_steps(model):
 def test_few_programs_give_what_many_give(model, devices, monkeypatch):
     model = model if devices == 1 else model.on(kv_mesh(jax.devices()[:devices]))
     many, cache = some_steps(model)
-    monkeypatch.setitem(steps.AT_ONCE, "cpu", 64)
+    monkeypatch.setitem(layers.MAX_TOKENS_IN_ONE_PROGRAM, "cpu", 64)
     few, same = some_steps(model)
     for a, b in zip(jax.tree.leaves((many, cache)), jax.tree.leaves((few, same)), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
@@ -92,8 +92,11 @@ def counted(model, monkeypatch) -> dict[str, int]:
     ):  # fmt: skip
         for name in names:
             monkeypatch.setattr(module, name, counting(name, getattr(module, name)))
-    one = {f"all {name}": counting(f"all {name}", f) for name, f in steps.IN_ONE._asdict().items()}
-    monkeypatch.setattr(steps, "IN_ONE", steps.Programs(*one.values()))
+    one = {
+        f"all {name}": counting(f"all {name}", f)
+        for name, f in layers.ONE_PROGRAM._asdict().items()
+    }
+    monkeypatch.setattr(layers, "ONE_PROGRAM", layers.Programs(*one.values()))
     model.step(TEXT[:1, 6:7], cache, last=True)
     return dict(found)
 
@@ -111,9 +114,9 @@ def test_a_step_on_a_gpu_is_three_programs(model, monkeypatch):
 
 def test_which_platform_runs_how_many():
     for gpu in ("cuda", "gpu"):
-        assert steps.programs(gpu, 1) is steps.programs(gpu, 64) is steps.IN_ONE
-        assert steps.programs(gpu, 65) is steps.BY_LAYER
-    assert steps.programs("cpu", 1) is steps.BY_LAYER
+        assert layers.programs(gpu, 1) is layers.programs(gpu, 64) is layers.ONE_PROGRAM
+        assert layers.programs(gpu, 65) is layers.PROGRAM_A_LAYER
+    assert layers.programs("cpu", 1) is layers.PROGRAM_A_LAYER
 
 
 @pytest.mark.usefixtures("at_once")
@@ -129,13 +132,13 @@ def test_the_kernel_is_in_the_program_for_a_gpu(model):
     cache, static = model.new_cache(2, 64), model._static(cached=True)
 
     def step(weights, tokens, cache):
-        return steps.run(weights, tokens, cache, None, None, None, static=static, read=True,
+        return layers.run_layers(weights, tokens, cache, None, None, None, static=static, read=True,
                          out=None)  # fmt: skip
 
     text = lowered(step, model.weights, TEXT[:, :1], cache, context=on_cuda()[1])
-    layers = text.count("call @extend_layer")
+    count = text.count("call @extend_layer")
     # Towards the cache and among the new tokens: twice, in the one function that a layer is.
-    assert layers == model.config.layers and text.count(CALL) == 2
+    assert count == model.config.layers and text.count(CALL) == 2
     assert "stablehlo.while" not in text  # no row of the batch waits for another
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from treeattn import Llama, ancestor_mask, depths, kv_mesh
 from treeattn.cost.program import collectives, memory, total_bytes
+from treeattn.llama.dealt import SHARDED_AXIS
 from treeattn.llama.layers import extend_layer
-from treeattn.llama.weights import SHARDED_AXIS
 
 pytestmark = pytest.mark.slow
 
@@ -56,6 +56,15 @@ def test_logits_are_those_of_one_device(path, p, nodes, attention):
     if path == LLAMAS[0]:
         np.testing.assert_allclose(model.logits(tokens[None]), one.logits(tokens[None]), atol=1e-4)
     np.testing.assert_allclose(decode(model, tokens, 30), decode(one, tokens, 30), atol=1e-4)
+
+
+def test_layer_qkv_is_that_of_one_device():
+    """Heads that end within a device's rows of the product come together."""
+    one = Llama.load(LLAMAS[0], dtype=np.float32)
+    sharded = one.on(kv_mesh(jax.devices()[:3]), shard_weights=True)
+    tokens = np.arange(5)[None]
+    for found, expected in zip(sharded.layer_qkv(tokens, 1), one.layer_qkv(tokens, 1), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 def test_half_precision():

@@ -15,8 +15,8 @@ import jax
 
 from treeattn.devices.mesh import kv_mesh, simulate_devices
 from treeattn.idea.arrays import integer
+from treeattn.llama.attentions import CACHE_ATTENTIONS, PROMPT_ATTENTIONS
 from treeattn.llama.model import Llama
-from treeattn.llama.parallel import FOR_PROMPTS, TO_CACHE
 from treeattn.llama.speculation import DRAFTS, speculate_text
 from treeattn.llama.text import tokenizer_of
 
@@ -31,8 +31,17 @@ def arguments() -> argparse.Namespace:
     add("prompt")
     add("--model", help="a GGUF file or a Hugging Face directory (the packaged SmolLM2-135M)")
     add("--devices", type=int, help="simulate so many CPU devices; the machine's own if not given")
-    add("--attention", default="tree", choices=list(TO_CACHE), help="towards the cache (tree)")
-    add("--prefill", choices=["chunks", *FOR_PROMPTS], help="the prompt's (ring on many devices)")
+    add(
+        "--attention",
+        default="tree",
+        choices=list(CACHE_ATTENTIONS),
+        help="towards the cache (tree)",
+    )
+    add(
+        "--prefill",
+        choices=["chunks", *PROMPT_ATTENTIONS],
+        help="the prompt's (ring on many devices)",
+    )
     add("--draft", choices=list(DRAFTS), help="guess tokens, and verify several in one step (no)")
     add("--shard-weights", action="store_true", help="a part of the weights on each device, too")
     add("--tokens", type=int, default=128, help="at most so many new ones (128)")

@@ -23,7 +23,6 @@ from jaxtyping import Float, Int
 
 from treeattn.devices.shards import over_shards
 from treeattn.idea.arrays import Array, integer
-from treeattn.idea.state import AttentionState
 
 
 class Cache(NamedTuple):
@@ -50,11 +49,6 @@ class Cache(NamedTuple):
 
 # What a step's tokens bring: each layer's (k, v), (batch, l, kv_heads, head_dim).
 NewEntries = tuple[tuple[Array, Array], ...]
-
-# What each device does with the queries and its shard: q, k, v, and the (batch,) number of keys
-# that are in use, to the state of the queries after *all* devices' keys. Called inside shard_map
-# with the mesh's axis names; they are () on a single device.
-ShardAttention = Callable[[Array, Array, Array, Array, tuple[str, ...]], AttentionState]
 
 
 def axes_of(mesh: Mesh | None) -> tuple[str, ...]:
@@ -101,23 +95,6 @@ def _empty(layers: int, shape: tuple[int, ...], dtype, mesh: Mesh | None) -> Cal
         along = (NamedSharding(mesh, P(None, axes_of(mesh))),) * layers
         shardings = Cache(along, along, NamedSharding(mesh, P()))
     return jax.jit(build, out_shardings=shardings)
-
-
-def attend_cache(
-    q: Float[Array, "b l h d"],
-    k: Float[Array, "b n h_kv d"],
-    v: Float[Array, "b n h_kv d"],
-    lengths: Int[Array, " b"],
-    mesh: Mesh | None,
-    attention: ShardAttention,
-) -> AttentionState:
-    """The state of q, present on every device, after one layer's cached keys."""
-    axes, shard = axes_of(mesh), P(None, axes_of(mesh))
-
-    def body(rank, q, k, v, lengths):
-        return attention(q, k, v, shard_lengths(lengths, rank, shards_of(mesh)), axes)
-
-    return over_shards(body, mesh, axes, (P(), shard, shard, P()))(q, k, v, lengths)
 
 
 @functools.partial(jax.jit, static_argnames="mesh", donate_argnames="cached")

@@ -20,10 +20,15 @@ Prompt = Sequence[SupportsIndex] | Array
 Prompts = Sequence[Prompt] | Array
 
 
-def check_mesh(mesh: Mesh | None) -> None:
-    """Raise a TypeError unless `mesh` is one, or None."""
+def check_mesh(mesh: Mesh | None, shard_weights: bool = False) -> None:
+    """Raise a TypeError unless `mesh` is one, or None, and a ValueError where there is none to
+    shard weights over."""
     if mesh is not None and not isinstance(mesh, Mesh):
         raise TypeError(f"mesh: expected a jax.sharding.Mesh or None, got {mesh!r:.80}")
+    if not isinstance(shard_weights, bool):
+        raise TypeError(f"shard_weights: expected True or False, got {shard_weights!r}")
+    if shard_weights and mesh is None:
+        raise ValueError("shard_weights: expected a mesh to shard them over, got none")
 
 
 def check_hashable(**functions) -> None:
@@ -179,7 +184,7 @@ def check_new(tokens: Array, cache: Cache, positions, mask) -> tuple[Array | Non
 
 
 def padded(prompts: Sequence[Sequence[int]], multiple: int) -> np.ndarray:
-    """The prompts as rows (batch, n), filled up with zeros to a multiple."""
+    """The prompts as rows (batch, n) int32, filled up with zeros to a multiple."""
     longest = max(map(len, prompts))
     tokens = np.zeros((len(prompts), multiple * -(-longest // multiple)), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):

@@ -1,12 +1,14 @@
 """What a Llama computes around its attention: its layers, as compiled programs.
 
-On a CPU a step runs one program for its layers, once for each layer (`steps`): compiling takes a
-second instead of half a minute, and the memory that one layer needs is free again for the next.
-
 A layer attends to the cache and to its own new tokens separately, and merges the two states:
 nothing is written before everything is read, and the new tokens may see each other in any way that
 a mask says, a tree of candidates included. Writing is a program of its own (`cache.append`): one
 that read a cache in a loop and then wrote to it would copy all of it in between.
+
+On a CPU each layer of a step is a program of its own, the same for all: compiling takes a second
+instead of half a minute, and the memory that one layer needs is free again for the next. A GPU runs
+a layer of a decoding step in less time than the host takes to dispatch it: there few tokens go
+through all layers in one program, and another writes what they bring into the cache (`Programs`).
 """
 
 import dataclasses
@@ -18,35 +20,30 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
-from treeattn.devices.merge import own_heads, pad_heads
-from treeattn.devices.shards import over_shards
 from treeattn.idea.arrays import Array
-from treeattn.idea.state import finalize, merge
+from treeattn.idea.state import AttentionState, finalize, merge
 from treeattn.kernel.attend import attend
-from treeattn.llama.cache import ShardAttention, attend_cache, axes_of, fill, shard_lengths
+from treeattn.llama import cache as caches
+from treeattn.llama.attentions import ShardAttention, attend_cache
 from treeattn.llama.reading.config import Config
-from treeattn.llama.weights import Layer, layer_specs, together_again
+from treeattn.llama.weights import Layer, Weights
 
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """What the programs depend on besides arrays: another one compiles anew."""
+    """What the programs depend on besides arrays: another one compiles anew.
+
+    attention: towards the cache; None where there is none
+    layer:     what computes a layer: `plain_layer`, or that of weights that are dealt over a mesh
+    """
 
     config: Config
     mesh: Mesh | None
-    attention: ShardAttention | None  # towards the cache; None where there is none
+    attention: str | ShardAttention | None
     implementation: str | None
-    sharded: bool = False  # the weights, over the mesh (`weights.SHARDED_AXIS`)
-    scattered: bool = False  # what the attention returns: each device's share of the heads
-
-    def whole(self, tree):
-        """The arrays, on every device, where XLA might leave them sharded as the weights are."""
-        if not self.sharded:
-            return tree
-        return jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, P()))
+    layer: Callable
 
 
 class Rotation(NamedTuple):
@@ -69,16 +66,93 @@ def embed(
     """The first layer's input, and the rotation of its tokens, computed in float32.
 
     positions: None: those after a cached text of `lengths`, or from 0 on
-    out:       how the input lies, of an embedding that is sharded
+    out:       how the input lies on a mesh; None: as XLA has it
     """
     if positions is None:
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         positions = positions if lengths is None else lengths[:, None] + positions
     angles = positions[..., None].astype(jnp.float32) * frequencies
-    cos, sin = (f(angles).astype(embedding.dtype) for f in (jnp.cos, jnp.sin))
+    cos = jnp.cos(angles).astype(embedding.dtype)
+    sin = jnp.sin(angles).astype(embedding.dtype)
     x = embedding[tokens]
     x = x if out is None else jax.lax.with_sharding_constraint(x, out)
     return x, Rotation(cos, sin)
+
+
+def plain_layer(
+    x: Float[Array, "b l width"],
+    w: Layer,
+    rotation: Rotation,
+    mask: Bool[Array, "#b l l"] | None,
+    cached: tuple[Array, Array] | None,
+    lengths: Int[Array, " b"] | None,
+    last: Int[Array, " b"] | None,
+    static: Static,
+) -> tuple[Float[Array, "b _ width"], tuple[Array, Array]]:
+    """`extend_layer` of weights that every device has whole."""
+    config = static.config
+    q, k, v = queries_keys_values(x, w, rotation, config)
+    if last is not None:
+        x = take_token(x, last)
+        q = take_token(q, last)
+    state = attend_new(q, k, v, mask, last, static.implementation)
+    if cached is not None:
+        how = static.mesh, static.attention, static.implementation
+        state = merge(attend_cache(q, *cached, lengths, *how), state)
+    out = finalize(state)[0].astype(x.dtype)
+    return after_attention(x, w, out, config), (k, v)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def queries_keys_values(
+    x: Float[Array, "b l width"], w: Layer, rotation: Rotation, config: Config
+) -> tuple[Float[Array, "b l h d"], Float[Array, "b l h_kv d"], Float[Array, "b l h_kv d"]]:
+    """What a layer's attention gets, from the layer's input x."""
+    normed = rms_norm(x, w.attention_norm, config.norm_epsilon)
+    return split_heads(linear(normed, w.qkv, w.qkv_bias), rotation, config)
+
+
+def split_heads(
+    qkv: Float[Array, "b l qkv"], rotation: Rotation, config: Config
+) -> tuple[Float[Array, "b l h d"], Float[Array, "b l h_kv d"], Float[Array, "b l h_kv d"]]:
+    """Queries, keys and values by heads, rotary embedding included."""
+    h = config.heads
+    h_kv = config.kv_heads
+    heads = qkv.reshape(*qkv.shape[:2], h + 2 * h_kv, config.head_dim)
+    q, k, v = jnp.split(heads, [h, h + h_kv], axis=2)
+    return rotate(q, rotation), rotate(k, rotation), v
+
+
+def attend_new(q, k, v, mask, last, implementation: str | None) -> AttentionState:
+    """The state of the new tokens' queries after the new tokens: the arguments of `extend_layer`.
+
+    q: (b, l, h, d), or those of the `last` tokens alone (b, 1, h, d)
+    """
+    if last is not None:
+        return attend(q, k, v, kv_lengths=last + 1, implementation=implementation)
+    if mask is not None:  # few tokens, and not every kernel takes a mask
+        return attend(q, k, v, mask=mask[:, None])
+    return attend(q, k, v, causal=True, implementation=implementation)
+
+
+def after_attention(
+    x: Float[Array, "b l width"], w: Layer, out: Float[Array, "b l h d"], config: Config
+) -> Float[Array, "b l width"]:
+    """The layer's output, from its input x and its attention's `out`."""
+    x = x + linear(join_heads(out), w.output, w.output_bias)
+    hidden = gated(rms_norm(x, w.mlp_norm, config.norm_epsilon), w)
+    return x + linear(hidden, w.down, w.down_bias)
+
+
+def join_heads(out: Float[Array, "b l h d"]) -> Float[Array, "b l h*d"]:
+    """The heads of each token, side by side."""
+    return out.reshape(*out.shape[:2], math.prod(out.shape[2:]))
+
+
+def gated(x: Float[Array, "b l width"], w: Layer) -> Float[Array, "b l f"]:
+    """The MLP's hidden activations, silu(gate) · up."""
+    gate, up = jnp.split(linear(x, w.gate_up, w.gate_up_bias), 2, axis=-1)
+    return jax.nn.silu(gate) * up
 
 
 @functools.partial(jax.jit, static_argnames="static")
@@ -101,54 +175,7 @@ def extend_layer(
     last:   the one token of each row whose output is wanted (b, 1, width), without a mask;
             None: of all (b, l, width)
     """
-    inputs = x, w, rotation, mask, cached, lengths, last
-    if not static.sharded:
-        return _layer(None, *inputs, static=static)
-    axes, each = static.mesh.axis_names, P(None, static.mesh.axis_names)
-    on_device = functools.partial(_layer, static=static)
-    specs = P(), layer_specs(w, axes), P(), P(), each, P(), P()
-    return over_shards(on_device, static.mesh, axes, specs)(*inputs)
-
-
-def _layer(rank, x, w, rotation, mask, cached, lengths, last, *, static: Static):
-    """`extend_layer`; of sharded weights, what one device does: `w` and `cached` are its own."""
-    q, k, v = queries_keys_values(x, w, rotation, static)
-    among_new = {"causal": True, "implementation": static.implementation}
-    if last is not None:
-        x, q = take_token(x, last), take_token(q, last)
-        among_new |= {"causal": False, "kv_lengths": last + 1}
-    elif mask is not None:
-        among_new = {"mask": mask[:, None]}
-    state = attend(q, k, v, **among_new)
-    if static.scattered:
-        axes = static.mesh.axis_names
-        state = jax.tree.map(lambda y: own_heads(y, axes, 2), pad_heads(state, axes))
-    if cached is not None and static.sharded:
-        own = shard_lengths(lengths, rank, static.mesh.size)
-        state = merge(static.attention(q, *cached, own, static.mesh.axis_names), state)
-    elif cached is not None:
-        state = merge(attend_cache(q, *cached, lengths, static.mesh, static.attention), state)
-    out = finalize(state)[0].astype(x.dtype)
-    return after_attention(x, w, out, static), (k, v)
-
-
-# What sharded weights need besides: all parts of an array together, the sum of all.
-
-
-def together(x: Float[Array, "... part"], static: Static) -> Float[Array, "... all"]:
-    """All devices' parts of the last axis, where weights are sharded."""
-    if not static.sharded:
-        return x
-    return jax.lax.all_gather(x, static.mesh.axis_names, axis=x.ndim - 1, tiled=True)
-
-
-def total(x: Float[Array, "... d"], matrix, bias, static: Static) -> Float[Array, "... out"]:
-    """`linear`, where each device has its part of x and of the matrix: summed in float32."""
-    if not static.sharded:
-        return linear(x, matrix, bias)
-    wide = linear(x, matrix, dtype=jnp.promote_types(x.dtype, jnp.float32))
-    y = jax.lax.psum(wide, static.mesh.axis_names)
-    return (y if bias is None else y + bias).astype(x.dtype)
+    return static.layer(x, w, rotation, mask, cached, lengths, last, static)
 
 
 @functools.partial(
@@ -167,61 +194,33 @@ def prefill_layer(
 
     attention: a function like `ring_attention`
     """
-    if static.sharded:  # what is dealt out here is the text: a layer's weights come together
-        w = together_again(static.whole(w), static.mesh.size)
-    static = dataclasses.replace(static, sharded=False)
-    q, k, v = queries_keys_values(x, w, rotation, static)
-    axes = axes_of(static.mesh)
+    q, k, v = queries_keys_values(x, w, rotation, static.config)
+    axes = caches.axes_of(static.mesh)
     out = attention(q, k, v, mesh=static.mesh, axis=axes, implementation=static.implementation)
-    return after_attention(x, w, out, static), fill(cached, (k, v), static.mesh)
+    return after_attention(x, w, out, static.config), caches.fill(cached, (k, v), static.mesh)
 
 
-@functools.partial(jax.jit, static_argnames="static")
-def queries_keys_values(
-    x: Float[Array, "b l width"], w: Layer, rotation: Rotation, static: Static
-) -> tuple[Float[Array, "b l h d"], Float[Array, "b l h_kv d"], Float[Array, "b l h_kv d"]]:
-    """What a layer's attention gets, from the layer's input x."""
-    config, h, h_kv = static.config, static.config.heads, static.config.kv_heads
-    qkv = linear(rms_norm(x, w.attention_norm, config.norm_epsilon), w.qkv, w.qkv_bias)
-    qkv = together(qkv, static)[..., : (h + 2 * h_kv) * config.head_dim]
-    qkv = qkv.reshape(*x.shape[:2], h + 2 * h_kv, config.head_dim)
-    q, k, v = jnp.split(qkv, [h, h + h_kv], axis=2)
-    return rotate(q, rotation), rotate(k, rotation), v
-
-
-def after_attention(
-    x: Float[Array, "b l width"], w: Layer, out: Float[Array, "b l h d"], static: Static
-) -> Float[Array, "b l width"]:
-    """The layer's output, from its input x and its attention's `out`, of all heads or its own."""
-    out = out.reshape(*x.shape[:2], math.prod(out.shape[2:]))
-    if static.sharded and not static.scattered:
-        full = w.output.shape[1] * static.mesh.size
-        out = jnp.pad(out, [(0, 0), (0, 0), (0, full - out.shape[-1])])
-        out = own_heads(out, static.mesh.axis_names)
-    elif not static.sharded:  # of weights that came together
-        out = jnp.pad(out, [(0, 0), (0, 0), (0, w.output.shape[1] - out.shape[-1])])
-    x = x + total(out, w.output, w.output_bias, static)
-    h = linear(rms_norm(x, w.mlp_norm, static.config.norm_epsilon), w.gate_up, w.gate_up_bias)
-    gate, up = jnp.split(h, 2, axis=-1)
-    return x + total(jax.nn.silu(gate) * up, w.down, w.down_bias, static)
-
-
-@functools.partial(jax.jit, static_argnames="static")
+@functools.partial(jax.jit, static_argnames=("config", "out"))
 def to_logits(
     x: Float[Array, "b l width"],
     norm: Float[Array, " width"],
     head: Float[Array, "vocabulary width"],
     last: Int[Array, " b"] | None = None,
     *,
-    static: Static,
+    config: Config,
+    out: NamedSharding | None = None,
 ) -> Float[Array, "b *l vocabulary"]:
     """After each token, or (b, vocabulary) after each row's token `last`; float32, or float64 for
-    a model of float64."""
+    a model of float64.
+
+    out: how the logits lie on a mesh; None: as XLA has it
+    """
     if last is not None:
         x = take_token(x, last)[:, 0]
-    x = rms_norm(x, norm, static.config.norm_epsilon)
+    x = rms_norm(x, norm, config.norm_epsilon)
     logits = linear(x, head, dtype=jnp.promote_types(x.dtype, jnp.float32))
-    return static.whole(logits)[..., : static.config.vocabulary]
+    logits = logits if out is None else jax.lax.with_sharding_constraint(logits, out)
+    return logits[..., : config.vocabulary]  # a head that is dealt out may have rows of zeros
 
 
 def take_token(x: Float[Array, "b l ..."], last: Int[Array, " b"]) -> Float[Array, "b 1 ..."]:
@@ -262,3 +261,66 @@ def rotate(x: Float[Array, "b l h d"], rotation: Rotation) -> Float[Array, "b l 
     cos, sin = (y[:, :, None] for y in rotation)
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+# A step over all layers
+
+
+def run_layers(
+    weights: Weights, tokens, cache: caches.Cache, positions, mask, last, *, static, read: bool, out
+) -> tuple[Float[Array, "b _ width"], caches.NewEntries]:
+    """(the last layer's output, what all layers have to write), of checked arguments.
+
+    read: whether the tokens see the cache
+    last: (b,) as in `extend_layer`, for the last layer
+    out:  as in `embed`
+    """
+    x, rotation = embed(
+        tokens, weights.embedding, weights.frequencies, cache.lengths, positions, out=out
+    )
+    entries = []
+    final = len(weights.layers) - 1
+    for i, (w, cached) in enumerate(zip(weights.layers, cache.layers, strict=True)):
+        x, new = extend_layer(
+            x,
+            w,
+            rotation,
+            static=static,
+            mask=mask,
+            cached=cached if read else None,
+            lengths=cache.lengths if read else None,
+            last=last if i == final else None,
+        )
+        entries.append(new)
+    return x, tuple(entries)
+
+
+def write_entries(arrays, new: caches.NewEntries, lengths, counts, select, mesh: Mesh | None):
+    """(k, v, lengths) of a cache, of whose layers `arrays` = (k, v) are given up, and written."""
+    written = [
+        caches.append(cached, entries, lengths, counts, mesh=mesh, select=select)
+        for cached, entries in zip(zip(*arrays, strict=True), new, strict=True)
+    ]
+    return (*zip(*written, strict=True), caches.advance(lengths, counts))
+
+
+class Programs(NamedTuple):
+    """How a step runs: `run_layers` and `write_entries`, compiled as one program each, or not."""
+
+    run: Callable
+    write: Callable
+
+
+PROGRAM_A_LAYER = Programs(run_layers, write_entries)
+ONE_PROGRAM = Programs(
+    jax.jit(run_layers, static_argnames=("static", "read", "out")),
+    jax.jit(write_entries, static_argnames="mesh", donate_argnames="arrays"),
+)
+# More tokens than these keep a device busy layer by layer.
+MAX_TOKENS_IN_ONE_PROGRAM = {"cuda": 64, "gpu": 64}
+
+
+def programs(platform: str | None, tokens: int) -> Programs:
+    """Those for so many tokens of a text on devices of that platform."""
+    few = tokens <= MAX_TOKENS_IN_ONE_PROGRAM.get(platform, 0)
+    return ONE_PROGRAM if few else PROGRAM_A_LAYER

@@ -1,28 +1,28 @@
 """A Llama whose attention is a parameter, over a cache that is sharded along the text."""
 
 import dataclasses
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
-from treeattn.devices.merge import SCATTERED
 from treeattn.idea.arrays import Array, integer
-from treeattn.kernel.attend import CAUSAL_BLOCK, platform_of
+from treeattn.kernel.attend import platform_of
 from treeattn.llama import cache as caches
-from treeattn.llama import inputs, layers, parallel, steps
-from treeattn.llama.cache import Cache, NewEntries, ShardAttention
+from treeattn.llama import dealt, inputs, layers, prefill
+from treeattn.llama.attentions import ShardAttention, check_cache_attention, prompt_attention
+from treeattn.llama.cache import Cache, NewEntries
 from treeattn.llama.reading.config import Config
 from treeattn.llama.reading.files import open_checkpoint
 from treeattn.llama.reading.tokenizer import Tokenizer
-from treeattn.llama.weights import Weights, load_weights, move_weights
+from treeattn.llama.weights import Weights, load_weights, map_fields, place
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class Llama:
     """A model, on the devices of `mesh` (None: one device), and the attention it runs with.
 
     attention:      towards the cache: "tree", "ring", "pass_q", another method of `tree_decode`
-                    by its name, or a function (`treeattn.llama.cache.ShardAttention`)
+                    by its name, or a function (`treeattn.llama.attentions.ShardAttention`)
     prefill_with:   for prompts: "ring" or "ulysses" (a whole prompt at once, sharded along the
                     text), "chunks" (pieces that attend to the cache like any step), or a
                     function like `ring_attention`. None: "ring" on a mesh, else "chunks"
@@ -51,14 +51,10 @@ class Llama:
     shard_weights: bool = False
 
     def __post_init__(self):
-        inputs.check_mesh(self.mesh)
+        inputs.check_mesh(self.mesh, self.shard_weights)
         inputs.check_hashable(attention=self.attention, prefill_with=self.prefill_with)
-        if not isinstance(self.shard_weights, bool):
-            raise TypeError(f"shard_weights: expected True or False, got {self.shard_weights!r}")
-        if self.shard_weights and self.mesh is None:
-            raise ValueError("shard_weights: expected a mesh to shard them over, got none")
-        parallel.for_prompts(self.prefill_with, self.mesh)
-        parallel.to_cache(self.attention, self.implementation)
+        prompt_attention(self.prefill_with, self.mesh)
+        check_cache_attention(self.attention)
 
     def __repr__(self) -> str:
         """Everything but the weights, of which it says the dtype."""
@@ -69,13 +65,18 @@ class Llama:
 
     @staticmethod
     def load(
-        path: str | Path | None = None, *, mesh: Mesh | None = None, dtype=None,
-        shard_weights: bool = False, meanwhile=lambda first: None, **options,
-    ) -> "Llama":  # fmt: skip
+        path: str | Path | None = None,
+        *,
+        mesh: Mesh | None = None,
+        dtype=None,
+        shard_weights: bool = False,
+        meanwhile: Callable[["Llama"], None] = lambda first: None,
+        **options,
+    ) -> "Llama":
         """A GGUF file, a Hugging Face directory, or (None) the packaged SmolLM2-135M-Instruct.
 
         mesh:    the weights are copied to each of its devices; simulated ones share one copy
-        shard_weights: they are dealt over the devices instead (`weights.SHARDED_AXIS`)
+        shard_weights: they are dealt over the devices instead (`dealt.SHARDED_AXIS`)
         dtype:   of the weights and of what is computed with them; None keeps the checkpoint's
                  (float32 where it is quantized; the embedding's for what is computed)
         meanwhile: called, in a thread, with a model of the first layer, while the others are read
@@ -84,23 +85,33 @@ class Llama:
         Raises FileNotFoundError where nothing is there, ValueError for what is no readable Llama,
         TypeError for another mesh or dtype.
         """
-        inputs.check_mesh(mesh)
+        inputs.check_mesh(mesh, shard_weights)
         dtype = inputs.floating_dtype(dtype)
-        checkpoint, options = open_checkpoint(path), options | {"shard_weights": shard_weights}
+        checkpoint = open_checkpoint(path)
+        options = options | {"mesh": mesh, "shard_weights": shard_weights}
 
-        def of(weights: Weights) -> Llama:
+        def with_weights(weights: Weights) -> Llama:
             config = dataclasses.replace(checkpoint.config, layers=len(weights.layers))
-            return Llama(config, weights, checkpoint.tokenizer, mesh, **options)
+            return Llama(config, weights, checkpoint.tokenizer, **options)
 
-        return of(load_weights(checkpoint, mesh, dtype, shard_weights, lambda w: meanwhile(of(w))))
+        put = _placing(checkpoint.config, mesh, shard_weights)
+        weights = load_weights(checkpoint, put, dtype, lambda first: meanwhile(with_weights(first)))
+        return with_weights(weights)
 
     def on(self, mesh: Mesh | None, **options) -> "Llama":
         """The same model on another mesh, perhaps with other options. On a CPU whole weights stay
         where they are, shared."""
-        inputs.check_mesh(mesh)
         options.setdefault("shard_weights", self.shard_weights and mesh is not None)
-        dealt = self.mesh.size if self.shard_weights else 1
-        weights = move_weights(self.weights, self.config, mesh, options["shard_weights"], dealt)
+        inputs.check_mesh(mesh, options["shard_weights"])
+        put = _placing(self.config, mesh, options["shard_weights"])
+
+        def move(x, field: str) -> jax.Array:
+            whole = np.asarray(x)
+            if self.shard_weights:
+                whole = dealt.undealt_field(whole, field, self.config, self.mesh.size)
+            return put(whole, field)
+
+        weights = map_fields(move, self.weights, self.config.tied)
         return dataclasses.replace(self, mesh=mesh, weights=weights, **options)
 
     def using(self, attention: str | ShardAttention, **options) -> "Llama":
@@ -125,9 +136,12 @@ class Llama:
     def layers_qkv(self, token_ids: Int[Array, "b l"]) -> Iterator[tuple[Array, Array, Array]]:
         """`layer_qkv` of one layer after the other, in a single pass."""
         x, rotation = self._embed(self._tokens(token_ids))
+        static = self._static(cached=False)
         for w in self.weights.layers:
-            static = self._static(cached=False)
-            yield layers.queries_keys_values(x, w, rotation, static)
+            if self.shard_weights:
+                yield dealt.queries_keys_values(x, w, rotation, static.config, self.mesh)
+            else:
+                yield layers.queries_keys_values(x, w, rotation, static.config)
             x, _ = layers.extend_layer(x, w, rotation, static=static)
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
@@ -247,53 +261,21 @@ class Llama:
         inputs.check_cache(cache, self.config)
         prompts, lengths = inputs.check_prompts(prompts, cache, self.config.vocabulary)
         chunk = integer("chunk", chunk, 1)
-        attention, longest = parallel.for_prompts(self.prefill_with, self.mesh), int(lengths.max())
+        attention = prompt_attention(self.prefill_with, self.mesh)
         empty = not np.asarray(cache.lengths).any()
-        if attention is not None and empty:
-            result = self._prefill_at_once(prompts, lengths, cache, attention)
-            progress(int(lengths.sum()))
-            return result
-        tokens, logits = inputs.padded(prompts, max(chunk, 16)), None
-        for start in range(0, longest, chunk):
-            # The last piece is padded to a power of two: few lengths, each of which compiles.
-            size = min(chunk, max(16, 1 << (longest - start - 1).bit_length()))
-            counts = np.clip(lengths - start, 0, size)
-            piece = tokens[:, start : start + size]
-            # In a long piece the last layer computes only what is read of it. In a short one
-            # that would save less than it takes to compile.
-            last = counts - 1 if size > CAUSAL_BLOCK else None
-            x, new = self._run_layers(piece, cache, read=start > 0 or not empty, last=last)
-            cache = self._write(cache, new, counts)
-            seen = self.read_out(x, counts - 1)
-            logits = seen if logits is None else jnp.where(counts[:, None] > 0, seen, logits)
-            progress(int(counts.sum()))
-        return logits, cache
-
-    def _prefill_at_once(self, prompts, lengths, cache: Cache, attention):
-        """`prefill` of an empty cache by `attention`, like `ring_attention`."""
-        longest, p = int(lengths.max()), self.mesh.size
-        # Padded to a few lengths only, each of which compiles, that `fill` can deal out.
-        multiple = p * p if longest >= p * p else p
-        coarse = 1 << max(longest.bit_length() - 3, 0)
-        tokens = inputs.padded(prompts, multiple * -(-coarse // multiple))
-        along = NamedSharding(self.mesh, P(None, caches.axes_of(self.mesh)))
-        tokens = jax.make_array_from_callback(tokens.shape, along, lambda index: tokens[index])
-        x, rotation = self._embed(tokens, out=along)
-        static, filled = self._static(cached=False), []
-        for w, cached in zip(self.weights.layers, cache.layers, strict=True):
-            options = {"static": static, "attention": attention}
-            x, cached = layers.prefill_layer(x, w, rotation, cached, **options)
-            filled.append(cached)
-        cache = Cache(*zip(*filled, strict=True), caches.advance(cache.lengths, lengths))
-        return self.read_out(x, lengths - 1), cache
+        if attention is None or not empty:
+            return prefill.in_chunks(self, prompts, lengths, cache, chunk, progress)
+        result = prefill.at_once(self, prompts, lengths, cache, attention)
+        progress(int(lengths.sum()))
+        return result
 
     def _run_layers(self, tokens, cache, positions=None, mask=None, read=True, last=None):
-        """(the last layer's output, what all layers have to write), as by `steps.run`."""
+        """(the last layer's output, what all layers have to write), as by `layers.run_layers`."""
         positions, mask = inputs.check_new(tokens, cache, positions, mask)
-        return self._programs(tokens.shape[1]).run(
-            self.weights, tokens, cache, positions, mask, last,
-            static=self._static(cached=read), read=read, out=self._whole(),
-        )  # fmt: skip
+        static = self._static(cached=read)
+        run = self._programs(tokens.shape[1]).run
+        how = {"static": static, "read": read, "out": self._replicated_sharding()}
+        return run(self.weights, tokens, cache, positions, mask, last, **how)
 
     def _write(self, cache: Cache, new: NewEntries, counts, select=None) -> Cache:
         caches.wait_on_cpus(new, self.mesh)
@@ -301,28 +283,45 @@ class Llama:
         k, v, lengths = write((cache.k, cache.v), new, cache.lengths, counts, select, self.mesh)
         return Cache(k, v, lengths)
 
-    def _programs(self, tokens: int) -> steps.Programs:
-        return steps.programs(platform_of(self.weights.embedding), tokens)
+    def _programs(self, tokens: int) -> layers.Programs:
+        return layers.programs(platform_of(self.weights.embedding), tokens)
 
     def _static(self, cached: bool) -> layers.Static:
         """Without a cache, one program for every attention to it."""
-        config = dataclasses.replace(self.config, layers=1)  # the same programs for any depth
-        kernel, sharded = self.implementation, self.shard_weights
-        scattered = cached and sharded and self.attention in SCATTERED
-        attention = parallel.to_cache(self.attention, kernel, scattered) if cached else None
-        return layers.Static(config, self.mesh, attention, kernel, sharded, scattered)
+        return layers.Static(
+            config=self._one_layer,
+            mesh=self.mesh,
+            attention=self.attention if cached else None,
+            implementation=self.implementation,
+            layer=dealt.dealt_layer if self.shard_weights else layers.plain_layer,
+        )
+
+    @functools.cached_property
+    def _one_layer(self) -> Config:
+        """The same programs for any depth."""
+        return dataclasses.replace(self.config, layers=1)
 
     def _embed(self, tokens, lengths=None, positions=None, out=None):
-        w, out = self.weights, self._whole(out)
+        w = self.weights
+        out = self._replicated_sharding() if out is None else out
         return layers.embed(tokens, w.embedding, w.frequencies, lengths, positions, out=out)
 
-    def _whole(self, out=None):
-        return (out or NamedSharding(self.mesh, P())) if self.shard_weights else None
+    def _replicated_sharding(self) -> NamedSharding | None:
+        """How what follows from dealt weights has to lie; of whole ones XLA knows it."""
+        return NamedSharding(self.mesh, P()) if self.shard_weights else None
 
     def read_out(self, x, last=None) -> Float[Array, "b *l vocabulary"]:
         """The logits after each token's state, or (b, vocabulary) after each row's token `last`."""
         w = self.weights
-        return layers.to_logits(x, w.norm, w.head, last, static=self._static(cached=False))
+        how = {"config": self._one_layer, "out": self._replicated_sharding()}
+        return layers.to_logits(x, w.norm, w.head, last, **how)
 
     def _tokens(self, tokens) -> Array:
         return inputs.integers("tokens", tokens, (None, None), "ids", self.config.vocabulary - 1)
+
+
+def _placing(config: Config, mesh: Mesh | None, shard_weights: bool) -> Callable:
+    """What puts a weight, and its field's name, on the devices, as `load_weights` wants it."""
+    if shard_weights:
+        return functools.partial(dealt.put_dealt, config=config, mesh=mesh)
+    return lambda x, field: place(x, mesh)

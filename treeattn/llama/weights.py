@@ -8,6 +8,7 @@ Those that read the same input are one, so that a token costs four products a la
 
 import functools
 import math
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -48,29 +49,17 @@ class Weights(NamedTuple):
     frequencies: Float[Array, " half"]
 
 
-# The axis of a weight that is dealt over all devices of a mesh when weights are sharded; those not
-# named here are whole on every device. Rows of zeros fill up what the devices do not divide.
-SHARDED_AXIS = {
-    "embedding": 0,  # the vocabulary
-    "head": 0,
-    "qkv": 0,  # queries, keys and values one below the other, wherever a head ends
-    "qkv_bias": 0,
-    "output": 1,  # heads, ⌈h/p⌉ to a device, as a merge scatters them
-    "gate_up": 0,  # the MLP's width: each device's rows of the gate, then its own of "up"
-    "gate_up_bias": 0,
-    "down": 1,
-}
-
-
 def load_weights(
-    checkpoint: Checkpoint, mesh: Mesh | None, dtype=None, sharded: bool = False,
-    meanwhile=lambda first: None,
-) -> Weights:  # fmt: skip
-    """The checkpoint's weights, on every device of the mesh (None: on the default device), or
-    sharded over its devices (`SHARDED_AXIS`).
+    checkpoint: Checkpoint,
+    put: Callable[[np.ndarray, str], jax.Array],
+    dtype=None,
+    meanwhile: Callable[[Weights], None] = lambda first: None,
+) -> Weights:
+    """The checkpoint's weights, on the devices where `put` puts each.
 
     Each keeps the dtype it is stored in (quantized ones become float32) unless `dtype` is given.
     The embedding's is that of the activations, and of the cache.
+    put:       from a weight and its field's name in `Layer` or `Weights` to the array on devices
     meanwhile: called, in a thread, with the weights of a model of the first layer only
     """
     config = checkpoint.config
@@ -81,7 +70,7 @@ def load_weights(
         kept = dtype or functools.reduce(jnp.promote_types, (x.dtype for x in parts))
         joined = aligned_empty((sum(map(len, parts)), *parts[0].shape[1:]), kept)
         joined = np.concatenate(parts, out=joined, casting="unsafe")
-        return place_field(joined, field, config, mesh, sharded)
+        return put(joined, field)
 
     def layer(i: int) -> Layer:
         at = f"model.layers.{i}."
@@ -106,15 +95,14 @@ def load_weights(
     # The largest first: what reading a tensor takes for a moment is then never on top of all.
     embedding = read("embedding", "model.embed_tokens.weight")
     head = embedding if config.tied else read("head", "lm_head.weight")
-    with np.errstate(all="ignore"):  # what comes of it is looked at
-        frequencies = rotary_frequencies(config)
-        if checkpoint.rotary_factors is not None:
-            frequencies = frequencies / checkpoint.rotary_factors.astype(np.float32)
-    if not (np.abs(frequencies) < 1e28).all():  # times any position, that is a float32
-        largest = np.abs(frequencies).max()
-        raise ValueError(f"{checkpoint.path}: rotary frequencies: {largest} is no angle")
-    norm, frequencies = read("norm", "model.norm.weight"), place(frequencies, mesh)
-    first = Weights(embedding, (layer(0),), norm, head, frequencies)
+    frequencies = _checked_frequencies(checkpoint)
+    first = Weights(
+        embedding=embedding,
+        layers=(layer(0),),
+        norm=read("norm", "model.norm.weight"),
+        head=head,
+        frequencies=put(frequencies, "frequencies"),
+    )
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(meanwhile, first)
         layers = (*first.layers, *map(layer, range(1, config.layers)))
@@ -122,80 +110,30 @@ def load_weights(
     return first._replace(layers=layers)
 
 
-def field_spec(field: str, axes: tuple[str, ...]) -> PartitionSpec:
-    """How a sharded weight of that name lies over the axes."""
-    axis = SHARDED_AXIS.get(field)
-    return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, axes)
+def _checked_frequencies(checkpoint: Checkpoint) -> np.ndarray:
+    """`rotary_frequencies`, divided by the checkpoint's factors; a ValueError unless angles."""
+    with np.errstate(all="ignore"):  # what comes of it is looked at
+        frequencies = rotary_frequencies(checkpoint.config)
+        if checkpoint.rotary_factors is not None:
+            frequencies = frequencies / checkpoint.rotary_factors.astype(np.float32)
+    if not (np.abs(frequencies) < 1e28).all():  # times any position, that is a float32
+        largest = np.abs(frequencies).max()
+        raise ValueError(f"{checkpoint.path}: rotary frequencies: {largest} is no angle")
+    return frequencies
 
 
-def layer_specs(layer: Layer, axes: tuple[str, ...]) -> Layer:
-    """How each of a layer's sharded weights lies over the axes."""
-    return Layer(
-        **{f: None if x is None else field_spec(f, axes) for f, x in layer._asdict().items()}
-    )
+def map_fields(f: Callable[[jax.Array, str], jax.Array], weights: Weights, tied: bool) -> Weights:
+    """f(weight, its field's name) of each of them; of a tied head and embedding once."""
 
+    def mapped(fields) -> dict:
+        named = fields._asdict().items()
+        return {name: f(x, name) for name, x in named if x is not None and name != "layers"}
 
-def move_weights(
-    weights: Weights, config: Config, mesh: Mesh | None, sharded: bool, dealt: int
-) -> Weights:
-    """The same weights elsewhere, dealt over so many devices before (1: whole).
-
-    On a CPU, whole ones stay where they are, shared.
-    """
-
-    def moved(fields):
-        return {
-            field: None
-            if x is None
-            else place_field(np.asarray(x), field, config, mesh, sharded, dealt)
-            for field, x in fields._asdict().items()
-            if field != "layers"
-        }
-
-    layers = tuple(Layer(**moved(layer)) for layer in weights.layers)
-    elsewhere = Weights(**moved(weights), layers=layers)
-    return elsewhere._replace(head=elsewhere.embedding) if config.tied else elsewhere
-
-
-def place_field(
-    x: np.ndarray, field: str, config: Config, mesh: Mesh | None, sharded: bool, dealt: int = 1
-) -> jax.Array:
-    """A weight of that name where it belongs: whole, or cut along its `SHARDED_AXIS`.
-
-    x may be filled up for, and dealt over, another number of devices.
-    """
-    axis = SHARDED_AXIS.get(field)
-    if axis is None:
-        return place(x, mesh)
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    real = {"embedding": config.vocabulary, "head": config.vocabulary, "output": q}
-    size = real.get(field, q + 2 * kv if field.startswith("qkv") else config.mlp_width)
-    paired = field.startswith("gate_up")
-    x, axis = (halves(x, dealt), 1) if paired else (x, axis)
-    x = x.take(range(size), axis) if x.shape[axis] > size else x
-    p = mesh.size if sharded and mesh is not None else 1
-    if p > 1:
-        unit = config.head_dim if field == "output" else 1
-        widths = [(0, 0)] * x.ndim
-        widths[axis] = (0, -size % (unit * p))
-        x = np.pad(x, widths)
-    if paired:
-        x = x.reshape(2, p, -1, *x.shape[2:]).swapaxes(0, 1).reshape(-1, *x.shape[2:])
-    return place(x, mesh, field_spec(field, mesh.axis_names) if p > 1 else PartitionSpec())
-
-
-def halves(x, p: int):
-    """(2, f, …): the gate's rows and those of "up", of (2·f, …) as p devices hold them."""
-    return x.reshape(p, 2, -1, *x.shape[1:]).swapaxes(0, 1).reshape(2, -1, *x.shape[1:])
-
-
-def together_again(w: Layer, p: int) -> Layer:
-    """A layer's weights that were dealt over p devices and are whole again, in their own order."""
-    bias = w.gate_up_bias
-    return w._replace(
-        gate_up=halves(w.gate_up, p).reshape(w.gate_up.shape),
-        gate_up_bias=None if bias is None else halves(bias, p).reshape(bias.shape),
-    )
+    layers = tuple(Layer(**mapped(layer)) for layer in weights.layers)
+    if tied:
+        ours = mapped(weights._replace(head=None))
+        return Weights(**ours, head=ours["embedding"], layers=layers)
+    return Weights(**mapped(weights), layers=layers)
 
 
 def aligned_empty(shape: tuple[int, ...], dtype) -> np.ndarray:

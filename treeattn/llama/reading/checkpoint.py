@@ -38,7 +38,7 @@ class Checkpoint:
         expected = self.config.tensors()
         missing = [name for name in expected if name not in self.shapes]
         if missing:
-            raise ValueError(f"{self.path}: {some(missing)} missing from the checkpoint")
+            raise ValueError(f"{self.path}: {list_names(missing)} missing from the checkpoint")
         for name, shape in expected.items():
             if (came := self.shapes[name]) != shape:
                 wanted = f"its configuration asks for {shape}"
@@ -51,7 +51,9 @@ class Checkpoint:
         harmless = ("rotary_emb.inv_freq", "lm_head.weight", "rope_freqs.weight")
         unknown = [n for n in self.shapes if n not in expected and not n.endswith(harmless)]
         if unknown:
-            raise ValueError(f"{self.path}: {some(unknown)} not part of a Llama so configured")
+            raise ValueError(
+                f"{self.path}: {list_names(unknown)} not part of a Llama so configured"
+            )
         if self.tokenizer is not None and self.tokenizer.size > self.config.vocabulary:
             raise ValueError(
                 f"{self.path}: the tokenizer has {self.tokenizer.size} tokens, the model's "
@@ -59,7 +61,7 @@ class Checkpoint:
             )
 
 
-def some(names: list[str]) -> str:
+def list_names(names: list[str]) -> str:
     """The first of the names, and their verb, for a message."""
     listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return f"{listed} {'is' if len(names) == 1 else 'are'}"

@@ -7,7 +7,7 @@ import safetensors
 
 from treeattn.idea.arrays import integer, number
 from treeattn.llama.reading import tokenizer
-from treeattn.llama.reading.checkpoint import Checkpoint, some
+from treeattn.llama.reading.checkpoint import Checkpoint, list_names
 from treeattn.llama.reading.config import Config, boolean, rotary_scaling
 from treeattn.llama.reading.guard import named
 
@@ -51,7 +51,7 @@ def _shards(path: Path) -> list[Path]:
             files = sorted({path / name for name in names})
         missing = [f.name for f in files if not f.exists()]
         if missing:
-            raise ValueError(f"{path}: {some(missing)} missing, though the index lists it")
+            raise ValueError(f"{path}: {list_names(missing)} missing, though the index lists it")
         return files
     files = [single] if single.exists() else sorted(path.glob("*.safetensors"))
     if files:

@@ -1,0 +1,114 @@
+"""The attentions that a model can be run with: towards its cache, and for a whole prompt.
+
+Towards the cache, an attention is what each device does with the queries, which all devices have,
+and with its own shard: its result is the state after all shards. For a whole prompt at once, it is
+a function of arrays that are sharded along the text.
+"""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Float, Int
+
+from treeattn.devices.decode import ON_DEVICE
+from treeattn.devices.merge import SCATTERED, gather_heads
+from treeattn.devices.prefill import ring_attention, ulysses_attention
+from treeattn.devices.shards import over_shards
+from treeattn.idea.arrays import Array
+from treeattn.idea.state import AttentionState
+from treeattn.kernel.attend import attend_inputs, platform_of, resolve
+from treeattn.kernel.inputs import Inputs
+from treeattn.llama.cache import axes_of, shard_lengths, shards_of
+
+# What each device does with the queries and its shard: q, k, v, and the (batch,) number of keys
+# that are in use, to the state of the queries after *all* devices' keys. Called inside shard_map
+# with the mesh's axis names; they are () on a single device.
+ShardAttention = Callable[[Array, Array, Array, Array, tuple[str, ...]], AttentionState]
+
+# By name, the functions (inputs, axes) of `treeattn.devices.decode`.
+CACHE_ATTENTIONS = {"tree": ON_DEVICE["allreduce"]}
+CACHE_ATTENTIONS |= {name: f for name, f in ON_DEVICE.items() if name != "allreduce"}
+PROMPT_ATTENTIONS = {"ring": ring_attention, "ulysses": ulysses_attention}
+
+
+def check_cache_attention(attention: str | ShardAttention) -> None:
+    """Raise a ValueError unless it is a function, or the name of one."""
+    if not callable(attention) and attention not in CACHE_ATTENTIONS:
+        names = tuple(CACHE_ATTENTIONS)
+        raise ValueError(f"attention: expected one of {names}, got {attention!r}")
+
+
+def prompt_attention(prefill_with: str | Callable | None, mesh: Mesh | None) -> Callable | None:
+    """The attention of that name for a whole prompt; None: the prompt goes in chunks."""
+    names = ("chunks", *PROMPT_ATTENTIONS)
+    if not callable(prefill_with) and prefill_with not in (None, *names):
+        raise ValueError(f"prefill_with: expected one of {names}, got {prefill_with!r}")
+    if mesh is None or prefill_with == "chunks":
+        return None
+    return prefill_with if callable(prefill_with) else PROMPT_ATTENTIONS[prefill_with or "ring"]
+
+
+def attend_cache(
+    q: Float[Array, "b l h d"],
+    k: Float[Array, "b n h_kv d"],
+    v: Float[Array, "b n h_kv d"],
+    lengths: Int[Array, " b"],
+    mesh: Mesh | None,
+    attention: str | ShardAttention,
+    implementation: str | None,
+) -> AttentionState:
+    """The state of q, present on every device, after one layer's cached keys.
+
+    k, v:    the cache's, dealt over the mesh in stripes
+    lengths: how many tokens of each text they hold
+    """
+    inputs = cache_inputs(q, k, v, lengths, implementation)
+    axes = axes_of(mesh)
+    along = P(None, axes)
+    specs = inputs.replace(q=P(), k=along, v=along, lengths=P())
+
+    def body(rank, inputs):
+        return attend_shard(inputs, rank, mesh, attention)
+
+    return over_shards(body, mesh, axes, (specs,))(inputs)
+
+
+def cache_inputs(q, k, v, lengths, implementation: str | None) -> Inputs:
+    """What a layer attends to in the cache, and the kernel that will do it: decided once.
+
+    The model made these arrays itself: there is nothing to check. A cache begins as zeros: nothing
+    in it is stale.
+    """
+    inputs = Inputs(q, k, v, lengths=lengths, scale=q.shape[-1] ** -0.5, stale=False)
+    return resolve(implementation, inputs, platform_of(q))
+
+
+def attend_shard(
+    inputs: Inputs,
+    rank,
+    mesh: Mesh | None,
+    attention: str | ShardAttention,
+    *,
+    scatter: bool = False,
+) -> AttentionState:
+    """What device `rank` does: from its own shard to the state after all devices' keys.
+
+    inputs:  q (b, l, h, d), the same everywhere; this device's k and v (b, capacity / p, h_kv, d);
+             lengths (b,), which count all devices' tokens
+    scatter: whether "reduce_scatter" and "all_to_all" leave each device the state of its ⌈h/p⌉
+             heads; otherwise every device gets that of all h
+    """
+    axes = axes_of(mesh)
+    own = shard_lengths(inputs.lengths, rank, shards_of(mesh))
+    # A traced step cannot refuse to count more tokens than there is room for.
+    inputs = inputs.replace(lengths=jnp.minimum(own, inputs.k.shape[1]))
+    if callable(attention):
+        return attention(inputs.q, inputs.k, inputs.v, inputs.lengths, axes)
+    if mesh is None:
+        return attend_inputs(inputs)
+    state = CACHE_ATTENTIONS[attention](inputs, axes)
+    if attention in SCATTERED and not scatter:
+        return gather_heads(state, axes, inputs.q.shape[2])
+    return state
