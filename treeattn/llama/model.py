@@ -22,7 +22,7 @@ from treeattn.llama.cache import Cache, NewEntries
 from treeattn.llama.reading.config import Config
 from treeattn.llama.reading.files import open_checkpoint
 from treeattn.llama.reading.tokenizer import Tokenizer
-from treeattn.llama.weights import Weights, load_weights, map_fields, place
+from treeattn.llama.weights import Weights, load_weights, map_fields, put_whole
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -324,4 +324,4 @@ def _placing(config: Config, mesh: Mesh | None, shard_weights: bool) -> Callable
     """What puts a weight, and its field's name, on the devices, as `load_weights` wants it."""
     if shard_weights:
         return functools.partial(dealt.put_dealt, config=config, mesh=mesh)
-    return lambda x, field: place(x, mesh)
+    return functools.partial(put_whole, mesh=mesh)

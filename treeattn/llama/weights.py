@@ -148,6 +148,12 @@ def aligned_empty(shape: tuple[int, ...], dtype) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
+def put_whole(x: np.ndarray, field: str, mesh: Mesh | None) -> jax.Array:
+    """A weight of that name on every device of the mesh, or on the default device."""
+    del field  # all of them alike
+    return place(x, mesh)
+
+
 def place(x: np.ndarray, mesh: Mesh | None, spec=PartitionSpec()) -> jax.Array:  # noqa: B008
     """`x` on every device of the mesh, or as `spec` says, or on the default device."""
     if mesh is None:
