@@ -386,6 +386,15 @@ def test_a_later_column_never_has_fewer_nodes():
         assert (np.diff(count) >= 0).all() and count.max() == 3
 
 
+def test_the_gradient_of_unpacking_counts_who_shares_a_node():
+    """So that a loss over all candidates trains what they share as often as it is shared."""
+    beam = np.array([[[1, 2, 3], [1, 2, 4], [1, 5, 6]]])
+    packed = pack(beam)
+    out = jnp.zeros(packed.packed_beam.shape, jnp.float32)
+    gradient = jax.grad(lambda x: unpack(x, packed.unpack_map).sum())(out)
+    np.testing.assert_array_equal(gradient[0][:6], [3, 2, 1, 1, 1, 1])
+
+
 def test_a_beam_need_not_repeat_anything():
     """The document calls it unavoidable. Candidates that differ at once share no prefix."""
     for beam, nodes in (([[[1, 2, 3], [2, 2, 3]]], 6), ([[[1, 2, 3], [1, 2, 3]]], 3)):

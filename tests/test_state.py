@@ -702,6 +702,23 @@ def test_theorem_1(n, p):
     assert count_merges(reduce, scalar_states(n)) == (n - 1, n // p - 1 + math.ceil(math.log2(p)))
 
 
+@pytest.mark.parametrize(("n", "p", "steps"), [(4, 3, 2), (10, 3, 5), (7, 4, 3), (12, 5, 4)])
+def test_theorem_1_where_p_does_not_divide(n, p, steps):
+    """Never more than ⌈n/p⌉ − 1 + ⌈log₂ p⌉; fewer where chunks of ⌈n/p⌉ leave a processor idle."""
+    size = -(-n // p)
+
+    def reduce(states):
+        parts = []
+        for first in range(0, n, size):
+            chunk = [x[first : first + size] for x in states]
+            parts.append(reduce_chain(AttentionState(*chunk)))
+        return reduce_tree(jax.tree.map(lambda *x: jnp.stack(x), *parts))
+
+    merges, depth = count_merges(reduce, scalar_states(n))
+    assert (merges, depth) == (n - 1, steps)
+    assert depth <= size - 1 + math.ceil(math.log2(p))
+
+
 # ---------------------------------------------------------------- rounding
 
 
