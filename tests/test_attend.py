@@ -13,9 +13,9 @@ from oracles import dense_attention, dense_gradients, dense_weights
 
 from treeattn import AttentionState, attend, attention, finalize, merge
 from treeattn.cost.program import memory
-from treeattn.kernel import attend as kernel
-from treeattn.kernel.attend import CAUSAL_BLOCK
-from treeattn.kernel.blockwise import BLOCK
+from treeattn.kernel import causal
+from treeattn.kernel.causal import CAUSAL_BLOCK
+from treeattn.kernel.products import BLOCK
 
 # (batch, queries, heads, key heads, keys, head_dim, value head_dim)
 SHAPES = {
@@ -534,13 +534,13 @@ def test_causal_halves_values_and_gradients(length):
 
 def test_causal_halves_compute_few_hidden_scores(monkeypatch):
     seen = []
-    blockwise = kernel.attend_blockwise
+    blockwise = causal.attend_blockwise
 
     def counting(inputs):
         seen.append(inputs.q.shape[0] * inputs.q.shape[1] * inputs.k.shape[1])
         return blockwise(inputs)
 
-    monkeypatch.setattr(kernel, "attend_blockwise", counting)
+    monkeypatch.setattr(causal, "attend_blockwise", counting)
     n, block = 1024, CAUSAL_BLOCK
     q = jnp.ones((1, n, 2, 8))
     jax.make_jaxpr(functools.partial(attend, causal=True))(q, q, q)

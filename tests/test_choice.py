@@ -12,9 +12,10 @@ from oracles import dense_attention
 from test_pallas import CALL, draw, lowered, on_cuda, shapes
 
 import treeattn
-from treeattn.kernel import attend as choice
-from treeattn.kernel import flash, pallas
-from treeattn.kernel.attend import CAUSAL_BLOCK, device_platform, platform_of, resolve
+from treeattn.kernel import choice, flash, pallas
+from treeattn.kernel.attend import attend_inputs
+from treeattn.kernel.causal import CAUSAL_BLOCK
+from treeattn.kernel.choice import device_platform, platform_of, resolve
 from treeattn.kernel.inputs import check_inputs
 
 
@@ -166,7 +167,7 @@ def test_which_implementation_would_run(monkeypatch):
 def test_what_the_compiler_chooses_by_its_platform():
     def f(q, k, v):
         inputs = resolve(None, check_inputs(q, k, v), None)
-        return treeattn.finalize(choice.attend_inputs(inputs))[0]
+        return treeattn.finalize(attend_inputs(inputs))[0]
 
     (q, k, v), _ = draw(0, (1, 1, 4, 2, 60, 16, 16), (), "float32")
     np.testing.assert_allclose(jax.jit(f)(q, k, v), dense_attention(q, k, v), atol=1e-5)

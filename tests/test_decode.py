@@ -601,7 +601,7 @@ def test_flash_takes_a_traced_scale(flash):
 def test_a_cpu_mesh_on_a_host_with_gpus_does_without_flash(flash, monkeypatch):
     """Nobody says "flash": inside a mesh the compiler knows for which devices it compiles."""
     gpu = SimpleNamespace(platform="gpu", compute_capability="9.0")
-    monkeypatch.setattr(treeattn.kernel.attend, "host_device", lambda: gpu)
+    monkeypatch.setattr(treeattn.kernel.choice, "host_device", lambda: gpu)
     mesh, q = make_mesh((2,)), jnp.ones((1, 200, 4, 64), jnp.bfloat16)
     k = jnp.ones((1, 32, 2, 64), jnp.bfloat16)
     assert treeattn.tree_decode(q, k, k, mesh=mesh, axis="kv").shape == q.shape

@@ -9,7 +9,7 @@ import pytest
 
 from treeattn import Llama, ancestor_mask, attend, depths, kv_mesh, merge_across
 from treeattn.cost.program import memory
-from treeattn.kernel.attend import CAUSAL_BLOCK
+from treeattn.kernel.causal import CAUSAL_BLOCK
 from treeattn.llama import cache as caches
 from treeattn.llama.attentions import CACHE_ATTENTIONS
 from treeattn.llama.layers import extend_layer

@@ -9,7 +9,7 @@ import pytest
 from test_pallas import CALL, lowered, on_cuda
 
 from treeattn import Llama, ancestor_mask, depths, kv_mesh
-from treeattn.kernel.attend import resolve
+from treeattn.kernel.choice import resolve
 from treeattn.kernel.inputs import check_inputs
 from treeattn.llama import cache as caches
 from treeattn.llama import layers

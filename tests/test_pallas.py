@@ -16,6 +16,7 @@ from oracles import dense_attention, dense_gradients, dense_weights
 import treeattn
 from treeattn import ancestor_mask, attend, attention, finalize, from_output, kv_mesh, merge
 from treeattn.kernel import pallas
+from treeattn.kernel.tiles import split_float
 
 pytestmark = pytest.mark.slow
 
@@ -159,13 +160,13 @@ def test_nothing_past_the_lengths_is_read():
 
 def test_blocks_past_the_lengths_are_skipped(monkeypatch):
     """Counted by the blocks that the running program multiplies."""
-    seen, dot = [], pallas._dot
+    seen, dot = [], pallas.dot
 
     def counting(a, b, axis):
         jax.debug.callback(lambda: seen.append(1))
         return dot(a, b, axis)
 
-    monkeypatch.setattr(pallas, "_dot", counting)
+    monkeypatch.setattr(pallas, "dot", counting)
     (q, k, v), _ = draw(0, (2, 1, 2, 2, 2048, 64, 64), (), "float32")
     jax.block_until_ready(jax.jit(eager)(q, k, v, kv_lengths=np.array([100, 2048])))
     jax.effects_barrier()
@@ -313,12 +314,12 @@ def test_the_kernel_multiplies_by_tensor_cores_whatever_jax_is_set_to():
 
 
 def test_what_the_parts_of_a_factor_leave_out():
-    """As `_dot` says: of a product of float32, and of a weight that multiplies bfloat16."""
+    """As `dot` says: of a product of float32, and of a weight that multiplies bfloat16."""
     x = np.random.default_rng(0).normal(size=10_000).astype(np.float32)
-    high, low = (np.asarray(part, np.float64) for part in pallas._parts(x, jnp.float32))
+    high, low = (np.asarray(part, np.float64) for part in split_float(x, jnp.float32))
     assert np.all(high + low == x)
     assert 0.9 * 2**-10 < np.max(np.abs(low / x)) <= 2**-10
-    high, low = (np.asarray(part, np.float64) for part in pallas._parts(x, jnp.bfloat16))
+    high, low = (np.asarray(part, np.float64) for part in split_float(x, jnp.bfloat16))
     assert 0.2 * 2**-15 < np.max(np.abs((high + low) / x - 1)) <= 2**-15
 
 

@@ -35,9 +35,9 @@ from treeattn.devices.shards import (
     own_lengths,
     pass_on,
 )
-from treeattn.idea.arrays import Array, integer
+from treeattn.idea.arrays import Array, integer, pad_axis
 from treeattn.idea.state import AttentionState, finalize, merge
-from treeattn.kernel.attend import attend_in_blocks, attend_inputs, pad_axis
+from treeattn.kernel.attend import attend_in_blocks, attend_inputs
 from treeattn.kernel.inputs import Inputs
 
 

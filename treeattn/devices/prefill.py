@@ -23,9 +23,9 @@ from treeattn.devices.shards import (
     own_lengths,
     pass_on,
 )
-from treeattn.idea.arrays import Array
+from treeattn.idea.arrays import Array, pad_axis
 from treeattn.idea.state import finalize, merge
-from treeattn.kernel.attend import attend_inputs, pad_axis
+from treeattn.kernel.attend import attend_inputs
 from treeattn.kernel.inputs import Inputs
 
 

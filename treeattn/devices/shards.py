@@ -14,9 +14,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from treeattn.idea.arrays import varying_like
+from treeattn.idea.arrays import pad_axis, varying_like
 from treeattn.idea.state import AttentionState
-from treeattn.kernel.attend import device_platform, pad_axis, resolve
+from treeattn.kernel.choice import device_platform, resolve
 from treeattn.kernel.inputs import Inputs, check_inputs
 
 Axes = tuple[str, ...]

@@ -1,4 +1,4 @@
-"""The array type of the signatures, and the checks that every public function shares."""
+"""The array type of the signatures, the checks that every public function shares, and padding."""
 
 import math
 import numbers
@@ -7,8 +7,10 @@ import operator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
 Array = jax.Array | np.ndarray
+Scale = float | int | Float[Array, ""] | None  # None: 1/√head_dim
 
 
 def namespace(*arrays: Array):
@@ -39,6 +41,15 @@ def varying_like(tree, *arrays: Array | None):
         return jnp.add(x, zero.astype(x.dtype)) if floating else x
 
     return jax.tree.map(vary, tree)
+
+
+def pad_axis(x: Array | None, axis: int, size: int) -> Array | None:
+    """`x` with zeros (or False) at the end of `axis`, up to `size`."""
+    if x is None or x.shape[axis] == size:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, widths)
 
 
 def integer(name: str, x, least: int | None = None, most: int | None = None) -> int:

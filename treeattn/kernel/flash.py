@@ -95,8 +95,10 @@ def _variable_lengths(q, k, v, lengths, options):
     Each row is two segments: its keys, which its queries see, and its padding, which no query
     sees. The cumulative queries are 0, l, l, 2l, 2l, …, the keys 0, len₀, n, n + len₁, 2n, …
     """
-    (b, l), n = q.shape[:2], k.shape[1]
-    rows, end = jnp.arange(b, dtype=jnp.int32), jnp.array([b], jnp.int32)
+    b, l = q.shape[:2]
+    n = k.shape[1]
+    rows = jnp.arange(b, dtype=jnp.int32)
+    end = jnp.array([b], jnp.int32)
     starts_q = jnp.stack([rows * l, (rows + 1) * l], axis=1).ravel()
     starts_k = jnp.stack([rows * n, rows * n + lengths], axis=1).ravel()
     _, varlen_fwd = load()

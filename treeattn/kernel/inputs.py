@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float, Integer
 
 from treeattn.idea.arrays import (
     Array,
@@ -20,6 +21,17 @@ from treeattn.idea.arrays import (
     check_scale,
 )
 
+# The arguments of an attention, in all signatures: b rows, of l queries and n keys each; h query
+# heads, a multiple of the h_kv key heads. Query head i reads key head i // (h // h_kv). Of a mask
+# and a bias, an axis may be 1.
+Queries = Float[Array, "b l h d"]
+Keys = Float[Array, "b n h_kv d"]
+Values = Float[Array, "b n h_kv dv"]
+Mask = Bool[Array, "#b #h #l #n"]
+Bias = Float[Array, "#b #h #l #n"]
+Lengths = Integer[Array, " b"]
+Output = Float[Array, "b l h dv"]
+
 _static = functools.partial(dataclasses.field, metadata={"static": True})
 
 
@@ -31,16 +43,18 @@ class Inputs:
     q:          (b, l, h, d); k (b, n, h_kv, d) and v (b, n, h_kv, dv), of one dtype
     mask, bias: (b, h, l, n), an axis being 1 where all share an entry; or None
     lengths:    (b,) int32 in 0 … n: only the first keys of a row count; or None
-    factor:     a scalar array: a scale whose value is not compiled in; or None
-    scale:      the scores are scale · factor · q·k
+    factor:     the part of the scale that comes as an array, (), so that its value is not
+                compiled in; None where all of it is in `scale`
+    scale:      the part that is a number: the scores are scale · factor · q·k
     causal:     whether query i sees keys 0 … i only
     implementation: the name of what runs it
     elsewhere:  the name of what runs it unless the compiler finds that it compiles for CUDA; None
                 where the devices are known, and `implementation` runs it on all
     by_row:     whether rows with lengths of their own are computed one after another, so that a
-                short row does not read the blocks of a long one
-    stale:      whether keys and values that no query sees may be NaN or ∞, as memory never
-                written may: then they count as 0. False for a cache that begins as zeros
+                row of 10 keys does not read the blocks of one of 10,000
+    stale:      whether keys and values past `lengths`, or hidden from all, may be NaN or ∞, as
+                memory never written may: they are then replaced by 0. False for a cache that
+                begins as zeros
     """
 
     q: Any
@@ -72,10 +86,72 @@ class Inputs:
         return self.q.shape[:3], self.v.shape[-1], accumulation_dtype(self.q)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Grouped:
+    """The same as the loop over blocks reads it: heads grouped by the key head that they read.
+
+    q:          (b, h_kv, group, l, d), scaled, in the accumulation dtype; group is h // h_kv
+    k, v:       (b, n, h_kv, d) and (b, n, h_kv, dv), as they came
+    mask, bias: (b, h_kv, group, l, n), an axis being 1 where all share an entry; or None
+    lengths:    (b,) int32; or None
+    by_row, stale: as in `Inputs`
+    partitioned: whether XLA may deal the program over devices by itself
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    mask: Any
+    bias: Any
+    lengths: Any
+    by_row: bool = _static()
+    stale: bool = _static()
+    partitioned: bool = _static()
+
+    @property
+    def arrays(self) -> tuple[Array | None, ...]:
+        """All of the arrays."""
+        return self.q, self.k, self.v, self.mask, self.bias, self.lengths
+
+    @property
+    def hides(self) -> bool:
+        """Whether there may be a key that somebody does not see."""
+        return not (self.mask is self.bias is self.lengths is None)
+
+    def replace(self, **changes) -> "Grouped":
+        """The same with other fields."""
+        return dataclasses.replace(self, **changes)
+
+
 def check_inputs(
     q, k, v, mask=None, bias=None, kv_lengths=None, scale=None, *, causal: bool = False
 ) -> Inputs:
     """The `Inputs`, or the TypeError or ValueError that `attend` documents, naming the argument."""
+    _check_queries_and_keys(q, k, v, causal)
+    b, l, h, d = q.shape
+    n = k.shape[1]
+    layout = "(batch, heads, q_len, kv_len)"
+    if mask is not None:
+        mask = as_array("mask", mask)
+        if mask.dtype != jnp.bool_:
+            raise TypeError(f"mask: expected booleans, got dtype {mask.dtype}")
+        check_broadcasts("mask", mask, (b, h, l, n), layout)
+    if bias is not None:
+        bias = as_array("bias", bias)
+        check_floating(bias=bias)
+        check_broadcasts("bias", bias, (b, h, l, n), layout)
+    scale = check_scale(scale, d, accumulation_dtype(q))
+    factor = None
+    if isinstance(scale, jax.Array):  # traced or not: no program for each value
+        factor = scale
+        scale = 1.0
+    lengths = _check_lengths(kv_lengths, b, n)
+    return Inputs(q, k, v, mask, bias, lengths, factor, float(scale), causal)
+
+
+def _check_queries_and_keys(q, k, v, causal: bool) -> None:
+    """Raise the TypeError or ValueError that names what does not fit."""
     check_floating(q=q, k=k, v=v)
     check_same_dtype(q=q, k=k, v=v)
     check_rank(4, "(batch, length, heads, head_dim)", q=q, k=k, v=v)
@@ -96,24 +172,9 @@ def check_inputs(
         raise ValueError(f"q: expected a number of heads that k's {h_kv} heads divide, got {h}")
     if causal and l != n:
         raise ValueError(f"q: causal attention expects as many queries as keys, {n}, got {l}")
-    if mask is not None:
-        mask = as_array("mask", mask)
-        if mask.dtype != jnp.bool_:
-            raise TypeError(f"mask: expected booleans, got dtype {mask.dtype}")
-        check_broadcasts("mask", mask, (b, h, l, n), "(batch, heads, q_len, kv_len)")
-    if bias is not None:
-        bias = as_array("bias", bias)
-        check_floating(bias=bias)
-        check_broadcasts("bias", bias, (b, h, l, n), "(batch, heads, q_len, kv_len)")
-    scale = check_scale(scale, d, accumulation_dtype(q))
-    factor = None
-    if isinstance(scale, jax.Array):  # traced or not: no program for each value
-        scale, factor = 1.0, scale
-    scale = float(scale)
-    return Inputs(q, k, v, mask, bias, _lengths(kv_lengths, b, n), factor, scale, causal)
 
 
-def _lengths(kv_lengths, b: int, n: int) -> Array | None:
+def _check_lengths(kv_lengths, b: int, n: int) -> Array | None:
     """int32 in 0 … n, or the error that names what is wrong; clipped where they are traced."""
     if kv_lengths is None:
         return None

@@ -11,6 +11,7 @@ tests, and to look at it. The derivative is the blockwise form's.
 
 import functools
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,11 @@ from jax.experimental import pallas as pl
 
 from treeattn.idea.arrays import varying_like
 from treeattn.idea.state import AttentionState, finite, reduce_tree
-from treeattn.kernel.blockwise import attend_blockwise, limit, shrink
+from treeattn.kernel.blockwise import attend_blockwise
 from treeattn.kernel.inputs import Inputs
+from treeattn.kernel.masks import mask_and_clip, shown_by
+from treeattn.kernel.products import shrink
+from treeattn.kernel.tiles import SIDE, ceil, divide, dot, indices, side
 
 try:
     from jax.experimental.pallas import triton
@@ -28,7 +32,6 @@ except ImportError:  # deprecated since JAX 0.11.0
     triton = None
 
 MAX_HEAD_DIM = 256
-SIDE = 16  # of a tile, at least: what tensor cores take
 TILE = 1 << 14  # bytes of queries, and of keys: so all fits in the shared memory of any GPU
 PROGRAMS = 512  # that the keys are split over, about: four for each multiprocessor of an H100
 KEYS = 256  # for each of them, at least
@@ -57,8 +60,9 @@ def pallas_attend(inputs: Inputs) -> AttentionState:
         return attend_blockwise(inputs)
     arguments = varying_like(inputs.arrays, *inputs.arrays)
     call = functools.partial(_call, scale=inputs.scale, causal=inputs.causal)
-    cuda, default = (functools.partial(call, interpret=interpret) for interpret in (False, True))
-    states = lax.platform_dependent(*arguments, cuda=cuda, default=default)
+    compiled = functools.partial(call, interpret=False)
+    interpreted = functools.partial(call, interpret=True)
+    states = lax.platform_dependent(*arguments, cuda=compiled, default=interpreted)
     return reduce_tree(AttentionState(*varying_like(states, *inputs.arrays)), arity=CHILDREN)
 
 
@@ -68,105 +72,198 @@ pallas_attend.defvjp(
 )
 
 
+class Tiling(NamedTuple):
+    """How the work is divided.
+
+    rows:   queries a program takes, of those that read one key head
+    tiles:  programs that these queries need
+    block:  keys a program reads at a time
+    splits: parts of a head's keys, a program for each
+    """
+
+    rows: int
+    tiles: int
+    block: int
+    splits: int
+
+
+def _tile(q, v) -> Tiling:
+    """The tiling for queries (b, l, h, d) and values (b, n, h_kv, dv)."""
+    b, l, h, d = q.shape
+    n, h_kv, dv = v.shape[1:]
+    width = max(side(d), side(dv)) * q.dtype.itemsize
+    most = max(TILE // width, SIDE)
+    queries = l * h // h_kv
+    rows = min(side(queries), most)
+    tiles = pl.cdiv(queries, rows)
+    wanted = pl.cdiv(PROGRAMS, b * h_kv * tiles)
+    splits = pl.next_power_of_2(min(wanted, pl.cdiv(n, KEYS)))
+    return Tiling(rows, tiles, min(side(n), most), splits)
+
+
+def _scale_queries(q, scale):
+    """(queries, root, root · scale): q·k is (queries · k) · root · (root · scale).
+
+    The factors are (b, l, h). float16 needs no root: its products are all within float32's range.
+    """
+    one = jnp.ones(q.shape[:3], jnp.float32)
+    if q.dtype == jnp.float16:
+        return q, one, one * scale
+    shrunk, root = shrink(q.astype(jnp.float32))
+    root = root[..., 0]
+    return shrunk.astype(q.dtype), root, root * scale
+
+
 def _call(q, k, v, mask, bias, lengths, factor, *, scale: float, causal: bool, interpret: bool):
     """The states of all splits: fields (splits, b, l, h), and (splits, b, l, h, dv)."""
-    (b, l, h, d), (n, h_kv, dv) = q.shape, v.shape[1:]
-    width, queries = max(_side(d), _side(dv)) * q.dtype.itemsize, l * h // h_kv
-    rows = min(_side(queries), max(TILE // width, SIDE))
-    tiles = pl.cdiv(queries, rows)  # of one key head's queries
-    splits = pl.next_power_of_2(min(pl.cdiv(PROGRAMS, b * h_kv * tiles), pl.cdiv(n, KEYS)))
-    once = twice = jnp.ones((b, l, h), jnp.float32)
-    if q.dtype != jnp.float16:  # whose products are all within float32's range
-        small, half = shrink(q.astype(jnp.float32))
-        q, once, twice = small.astype(q.dtype), half[..., 0], half[..., 0]
-    twice = twice * scale * (1 if factor is None else factor.astype(jnp.float32))
+    b, l, h, _ = q.shape
+    n, h_kv, dv = v.shape[1:]
+    tiling = _tile(q, v)
+    scale = scale * (1 if factor is None else factor.astype(jnp.float32))
+    q, root, root_and_scale = _scale_queries(q, scale)
     lengths = None if lengths is None else lengths[:, None]
 
-    def whole(x):  # a row's, or what all rows share
-        own = 0 if x is None else int(len(x) > 1)
-        return x if x is None else pl.BlockSpec(
-            (None, *x.shape[1:]), lambda _, s, i: (i * own, *[0] * (x.ndim - 1)))  # fmt: skip
+    def row_spec(x):  # a row's, or what all rows share
+        if x is None:
+            return None
+        each = int(len(x) > 1)
+        rest = [0] * (x.ndim - 1)
+        return pl.BlockSpec((None, *x.shape[1:]), lambda _, s, i: (i * each, *rest))
 
-    def one_head(x):
+    def head_spec(x):
         return pl.BlockSpec((None, n, None, x.shape[3]), lambda j, s, i: (i, 0, j % h_kv, 0))
 
     def result(*shape):
-        spec = pl.BlockSpec((None, None, *shape), lambda _, s, i: (s, i, *[0] * len(shape)))
+        rest = [0] * len(shape)
+        spec = pl.BlockSpec((None, None, *shape), lambda _, s, i: (s, i, *rest))
         # No ShapeDtypeStruct: inside shard_map, JAX would ask it along which axes it varies.
-        return spec, SimpleNamespace(shape=(splits, b, *shape), dtype=jnp.dtype("float32"))
+        of_all = (tiling.splits, b, *shape)
+        return spec, SimpleNamespace(shape=of_all, dtype=jnp.dtype("float32"))
 
-    sizes = {"rows": rows, "block": min(_side(n), max(TILE // width, SIDE)), "splits": splits}
+    by_row = q, root, root_and_scale
+    shared = mask, bias, lengths
     out_specs, out_shape = zip(result(l, h), result(l, h), result(l, h, dv), strict=True)
+    kernel = functools.partial(
+        _kernel,
+        h_kv=h_kv,
+        causal=causal,
+        rows=tiling.rows,
+        block=tiling.block,
+        splits=tiling.splits,
+    )
     # A single row of tensor cores waits for memory; several need room instead.
-    tuned = {"num_warps": 4 if rows * _side(dv) < 1 << 13 else 8, "num_stages": 2 + (rows == SIDE)}
-    return pl.pallas_call(
-        functools.partial(_kernel, h_kv=h_kv, causal=causal, **sizes),
-        grid=(h_kv * tiles, splits, b),
-        in_specs=[*map(whole, (q, once, twice)), *map(one_head, (k, v)),
-                  *map(whole, (mask, bias, lengths))],
-        out_specs=out_specs, out_shape=out_shape, compiler_params=triton.CompilerParams(**tuned),
-        interpret=interpret, name="treeattn_split_k",
-    )(q, once, twice, k, v, mask, bias, lengths)  # fmt: skip
+    compiler_params = triton.CompilerParams(
+        num_warps=4 if tiling.rows * side(dv) < 1 << 13 else 8,
+        num_stages=3 if tiling.rows == SIDE else 2,
+    )
+    call = pl.pallas_call(
+        kernel,
+        grid=(h_kv * tiling.tiles, tiling.splits, b),
+        in_specs=[*map(row_spec, by_row), head_spec(k), head_spec(v), *map(row_spec, shared)],
+        out_specs=out_specs,
+        out_shape=out_shape,
+        compiler_params=compiler_params,
+        interpret=interpret,
+        name="treeattn_split_k",
+    )
+    return call(*by_row, k, v, *shared)
 
 
-def _kernel(q, once, twice, k, v, mask, bias, length, *out, h_kv, causal, rows, block, splits):
-    """One program: the state of a tile of queries after one split of a head's keys."""
-    (l, heads, d), (n, dv) = q.shape, v.shape
-    tile, head = _divide(pl.program_id(0), h_kv)
+def _kernel(
+    q,
+    root,
+    root_and_scale,
+    k,
+    v,
+    mask,
+    bias,
+    length,
+    *out,
+    h_kv: int,
+    causal: bool,
+    rows: int,
+    block: int,
+    splits: int,
+):
+    """One program: the state of a tile of queries after one split of a head's keys.
+
+    References to q (l, h, d) with its two factors (l, h), to k (n, d) and v (n, dv) of one head,
+    mask and bias (h, l, n), an axis being 1 where all share an entry, and length (1,). out: the
+    state's fields, (l, h), (l, h) and (l, h, dv).
+    """
+    l, heads, d = q.shape
+    n, dv = v.shape
+    tile, head = divide(pl.program_id(0), h_kv)
     group = heads // h_kv
-    query, member = _divide(tile * rows + _range(rows), group)  # past the last query is padding
-    own, real = (query, head * group + member), query < l
-    queries = _load_rows(q, own, real, d)
-    once, twice = (_load(x, own, real)[:, None] for x in (once, twice))
+    query, member = divide(tile * rows + indices(rows), group)
+    place = query, head * group + member
+    is_query = query < l  # past the last one is padding
+    queries = _load_rows(q, place, is_query, d)
+    root = _load(root, place, is_query)[:, None]
+    root_and_scale = _load(root_and_scale, place, is_query)[:, None]
 
     length = jnp.int32(n) if length is None else length[0]
-    each = _ceil(_ceil(length, block), splits) * block  # keys a split
-    start = pl.program_id(1) * each
-    stop = jnp.minimum(start + each, length)
+    keys_a_split = ceil(ceil(length, block), splits) * block
+    start = pl.program_id(1) * keys_a_split
+    stop = jnp.minimum(start + keys_a_split, length)
     if causal:
-        stop = jnp.minimum(stop, _divide(tile * rows + rows - 1, group)[0] + 1)
+        last, _ = divide(tile * rows + rows - 1, group)
+        stop = jnp.minimum(stop, last + 1)
+    # Weights divided by at least their number keep the sum of values in float32's range.
+    most = 1 if v.dtype == jnp.float16 else pl.next_power_of_2(n)
 
     def add_block(i, state):
         m, denominator, numerator = state
-        key = start + i * block + _range(block)
-        there = real[:, None] & (key < stop)[None]
-        keys, values = (_load_rows(x, (key,), key < stop, size) for x, size in ((k, d), (v, dv)))
+        key = start + i * block + indices(block)
+        is_key = key < stop
+        there = is_query[:, None] & is_key[None]
+        keys = _load_rows(k, (key,), is_key, d)
+        values = _load_rows(v, (key,), is_key, dv)
 
         def entry(x):  # of a mask or bias (heads, queries, keys); all share an axis of 1
-            at = (i * min(size - 1, 1) for i, size in zip((*own[::-1], key), x.shape, strict=True))
-            return _load(x, _grid(*at), there)
+            at = zip((*place[::-1], key), x.shape, strict=True)
+            return _load(x, _grid(*(i * min(size - 1, 1) for i, size in at)), there)
 
-        visible = there & (key[None] <= query[:, None]) if causal else there
-        visible = visible if mask is None else visible & entry(mask)
-        added = None if bias is None else entry(bias).astype(jnp.float32)
-        visible = visible if bias is None else visible & (added != -jnp.inf)
-        s = _limit(_dot(queries, keys, 1) * once * twice, visible, added)
+        visible = there
+        added = None
+        if causal:
+            visible = visible & (key[None] <= query[:, None])
+        if mask is not None:
+            visible = visible & entry(mask)
+        if bias is not None:
+            added = entry(bias).astype(jnp.float32)
+            visible = visible & shown_by(added)
+        s = _mask_and_keep_nan(dot(queries, keys, 1) * root * root_and_scale, visible, added)
         pivot = jnp.maximum(m, jnp.max(s, axis=1))
-        weight, p = jnp.exp(finite(m) - finite(pivot)), jnp.exp(s - finite(pivot)[:, None])
+        weight = jnp.exp(finite(m) - finite(pivot))
+        p = jnp.exp(s - finite(pivot)[:, None])
         denominator = denominator * weight + jnp.sum(p, axis=1)
-        return pivot, denominator, numerator * weight[:, None] + _dot(p / most, values, 0)
+        numerator = numerator * weight[:, None] + dot(p / most, values, 0)
+        return pivot, denominator, numerator
 
-    # Weights divided by at least their number keep the sum of values in float32's range.
-    most = 1 if v.dtype == jnp.float16 else pl.next_power_of_2(n)
-    m, zeros = jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros((rows, _side(dv)), jnp.float32)
-    blocks = _ceil(stop - start, block)  # none, where the split begins past the end
-    state = lax.fori_loop(jnp.int32(0), blocks, add_block, (m, jnp.zeros_like(m), zeros))
-    column = _range(_side(dv))
-    places = own, own, _grid(*own, column)
-    real = real, real, real[:, None] & (column < dv)[None]
-    results = _without_loss(*state, most)
-    for ref, at, x, written in zip(out, places, results, real, strict=True):
-        triton.store(ref.at[at], x, mask=written)
+    m = jnp.full(rows, -jnp.inf, jnp.float32)
+    numerator = jnp.zeros((rows, side(dv)), jnp.float32)
+    blocks = ceil(stop - start, block)  # none, where the split begins past the end
+    state = m, jnp.zeros_like(m), numerator
+    state = lax.fori_loop(jnp.int32(0), blocks, add_block, state)
+    m, denominator, numerator = _without_loss(*state, most)
+    column = indices(side(dv))
+    is_entry = is_query[:, None] & (column < dv)[None]
+    triton.store(out[0].at[place], m, mask=is_query)
+    triton.store(out[1].at[place], denominator, mask=is_query)
+    triton.store(out[2].at[_grid(*place, column)], numerator, mask=is_entry)
 
 
 # Triton makes instructions of max, min and clamp that drop a NaN: of a number and a NaN they give
 # the number. So in the kernel's loop the pivot is that of the other scores, while the sums are NaN.
 
 
-def _limit(s, visible, added):
-    """`limit`, after which a visible score that was NaN, or has a bias that is, is NaN still."""
-    lost = s != s if added is None else (s != s) | (added != added)
-    return jnp.where(visible & lost, jnp.nan, limit(s, visible, added))
+def _mask_and_keep_nan(s, visible, added):
+    """`mask_and_clip`; a visible score that was NaN, or has a bias that is, is NaN still."""
+    lost = s != s
+    if added is not None:
+        lost = lost | (added != added)
+    return jnp.where(visible & lost, jnp.nan, mask_and_clip(s, visible, added))
 
 
 def _without_loss(m, denominator, numerator, most):
@@ -178,32 +275,9 @@ def _without_loss(m, denominator, numerator, most):
     return m, denominator, jnp.where(denominator[:, None] == 0, 0, total)
 
 
-def _dot(a, b, axis: int):
-    """Σ over a's axis 1 and b's `axis`, as in float32, for a of float32 or of b's dtype.
-
-    Tensor cores multiply no float32, but its first bits only. So a factor is a sum of two that they
-    do multiply, and the product of the two smaller ones is left out: at most 2⁻²⁰ of the whole one,
-    on average of the order of what float32 rounds. A weight, for values in bfloat16, is off by
-    2⁻¹⁵ at most.
-    """
-    contracted, once = (((1,), (axis,)), ((), ())), lax.Precision.DEFAULT  # whatever JAX is set to
-    a, b = _parts(a, b.dtype), _parts(b, b.dtype)
-    pairs = [(x, y) for i, x in enumerate(a) for j, y in enumerate(b) if i + j < 2]
-    return sum(lax.dot_general(x, y, contracted, once, jnp.float32) for x, y in pairs)
-
-
-def _parts(x, dtype):
-    """Numbers of `dtype`, for float32 of TensorFloat-32's precision, that add up to x."""
-    if x.dtype != jnp.float32:
-        return (x,)
-    bits = jnp.int32(-1 << (16 if dtype == jnp.bfloat16 else 13))  # those of x in the first number
-    high = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & bits, x.dtype)
-    return high.astype(dtype), (x - high).astype(dtype)
-
-
 def _load_rows(x, at, there, size: int):
     """Rows of `size` elements, with zeros up to the side of a tile; zeros if not `there`."""
-    column = _range(_side(size))
+    column = indices(side(size))
     return _load(x, _grid(*at, column), there[:, None] & (column < size)[None])
 
 
@@ -214,19 +288,3 @@ def _load(x, at, there):
 def _grid(*at):
     """Indices of a tile: the last one's axis becomes its columns, the others' its rows."""
     return *(jnp.asarray(i)[:, None] for i in at[:-1]), at[-1][None]
-
-
-def _side(n: int) -> int:
-    return max(SIDE, pl.next_power_of_2(n))
-
-
-def _range(n: int):
-    return jnp.arange(n, dtype=jnp.int32)
-
-
-def _divide(x, n: int):
-    return lax.div(x, jnp.int32(n)), lax.rem(x, jnp.int32(n))
-
-
-def _ceil(x, n: int):
-    return lax.div(x + (n - 1), jnp.int32(n))

@@ -37,25 +37,31 @@ def may_be_partitioned(*arrays) -> bool:
 
 
 def few_queries(q, n: int) -> bool:
-    """Whether sums over streams serve these queries better than matrix products (measured)."""
+    """Whether sums over streams serve these queries, of n keys, better than matrix products.
+
+    Measured: up to d / 16 of them a key head do, 8 of head_dim 128, and from 512 keys on.
+    """
     _, _, group, l, d = q.shape
     return 16 * group * l <= d <= 256 and d % 8 == 0 and n >= BLOCK // 2
 
 
-def read(x, first, size: int, *, row, rows: int, dtype):
-    """(rows, size, h_kv, ·): keys first … first + size − 1 in the accumulation dtype."""
-    bits = x.dtype == jnp.bfloat16
-    if bits:  # XLA:CPU slices no bfloat16: it would widen all of x, and slice that
+def read_block(x, first, size: int, *, row, rows: int, dtype):
+    """(rows, size, h_kv, ·) of keys or values (b, n, h_kv, ·), in the accumulation dtype.
+
+    Of rows row … row + rows − 1 those of the keys first … first + size − 1.
+    """
+    as_bits = x.dtype == jnp.bfloat16
+    if as_bits:  # XLA:CPU slices no bfloat16: it would widen all of x, and slice that
         x = lax.bitcast_convert_type(x, jnp.uint16)
     start = [jnp.asarray(i, jnp.int32) for i in (row, first, 0, 0)]
     x = lax.dynamic_slice(x, start, (rows, size, *x.shape[2:]))
-    if bits:  # the upper half of a float32
+    if as_bits:  # the upper half of a float32
         x = lax.bitcast_convert_type(x.astype(jnp.uint32) << 16, jnp.float32)
     return x.astype(dtype)
 
 
 def row_max(s, partitioned: bool):
-    """max over the last axis. It may pass over a NaN, which still reaches the sums.
+    """max over the last axis: (…, size) -> (…). It may pass over a NaN, which the sums still get.
 
     jnp.max hands a NaN on, and is not vectorized for it. A reduction of our own is, and so is the
     maximum of integers in the floats' order: those of a negative number's bits, all but the sign
@@ -67,11 +73,30 @@ def row_max(s, partitioned: bool):
     info = jnp.finfo(s.dtype)
     integers = jnp.dtype(f"int{info.bits}")
 
+    all_but_the_sign = np.asarray(np.iinfo(integers).max, integers)
+
     def swap(bits):  # its own inverse
-        return bits ^ (bits >> (info.bits - 1) & np.asarray(np.iinfo(integers).max, integers))
+        negative = bits >> (info.bits - 1)  # all bits set, or none
+        return bits ^ (negative & all_but_the_sign)
 
     bits = swap(lax.bitcast_convert_type(s, integers))
     return lax.bitcast_convert_type(swap(jnp.max(bits, axis=-1)), s.dtype)
+
+
+def shrink(q, partitioned: bool = True):
+    """(q / f², f): f a power of two for each query, so that no partial sum of q·k overflows.
+
+    q is (…, d), f (…, 1). |q·k| ≤ d · max|q| · max|k|: with f² ≥ d · max|q|, the scores of q / f²
+    stay below max|k|, which is in range. They are multiplied by f twice, after which the largest
+    may be clipped.
+    """
+    largest = row_max(jnp.abs(q), partitioned)[..., None]
+    exponent = jnp.ceil(jnp.maximum(jnp.log2(largest) + jnp.log2(q.shape[-1]), 0) / 2)
+    exponent = lax.stop_gradient(exponent).astype(jnp.int32)
+    one = jnp.ones_like(largest)
+    root = jnp.ldexp(one, exponent)
+    inverse = jnp.ldexp(one, -exponent)
+    return q * inverse * inverse, root  # XLA would make q / f / f a division by f², which overflows
 
 
 def matrix_scores(q, k):
@@ -84,11 +109,14 @@ def matrix_scores(q, k):
 
 
 def matrix_sums(p, v):
-    """(Σ p, Σ p v), with p at most 1. Values divided by BLOCK, at least their number, keep the
-    sum in range."""
+    """(Σ p, Σ p v), with p at most 1: (b, h_kv, group, l) and (b, h_kv, group, l, dv).
+
+    Values divided by BLOCK, at least their number, keep the sum in range.
+    """
     ones = jnp.ones(p.shape[-1], p.dtype)
     total = jnp.einsum("bkgln,n->bkgl", p, ones, precision=EXACT)  # faster than jnp.sum
-    return total, jnp.einsum("bkgln,bnkd->bkgld", p, v / BLOCK, precision=EXACT) * BLOCK
+    weighted = jnp.einsum("bkgln,bnkd->bkgld", p, v / BLOCK, precision=EXACT) * BLOCK
+    return total, weighted
 
 
 # Few queries: XLA would transpose the keys for a matrix product, and write out the products of
@@ -114,14 +142,18 @@ def _sum(x, axis: int, partitioned: bool):
 
 
 def stream_queries(q):
-    """`q` for `stream_scores`: (start, part), a part (b, 1, h_kv, group, l, width). To be made
-    before the loop over blocks: inside, XLA makes the parts anew for every score."""
+    """`q` for `stream_scores`: (start, part), a part (b, 1, h_kv, group, l, width).
+
+    To be made before the loop over blocks: inside, XLA makes the parts anew for every score.
+    """
     starts, width = _terms(q.shape[-1])
-    parts, done = [], 0
+    parts = []
+    done = 0
     for start in starts:
-        own = jnp.arange(start, start + width) >= done
-        parts.append((start, jnp.where(own, q[:, None, ..., start : start + width], 0)))
-        done = start + width
+        end = start + width
+        not_yet = jnp.arange(start, end) >= done  # slices may overlap
+        parts.append((start, jnp.where(not_yet, q[:, None, ..., start:end], 0)))
+        done = end
     return parts
 
 
@@ -133,7 +165,10 @@ def stream_scores(parts, k, partitioned: bool):
 
 
 def _terms(d: int) -> tuple[range | tuple[int, ...], int]:
-    """(starts, width) of the slices of q and k whose products are added before they are summed."""
+    """(starts, width) of the slices of q and k whose products are added before they are summed.
+
+    For d = 128: 0, 16, 32, … 112, each of 16.
+    """
     if 24 < d <= 64:
         # LLVM unrolls sums of up to 64 products and then no longer vectorizes them. Three slices
         # that overlap make 72.
@@ -142,18 +177,17 @@ def _terms(d: int) -> tuple[range | tuple[int, ...], int]:
     return range(0, d, d // terms), d // terms
 
 
-def stream_sums(p, read, partitioned: bool):
-    """(Σ p, Σ p v), with p at most 1; read(i, n) gives values i … i + n − 1 of the block.
+def stream_sums(p, streams, partitioned: bool):
+    """(Σ p, Σ p v), with p at most 1: (b, h_kv, group, l) and (b, h_kv, group, l, dv).
 
-    Weights divided by BLOCK, at least their number, keep the sum in range.
+    streams: the block's values in STREAMS runs of neighbouring keys, (b, size / STREAMS, h_kv, dv)
+
+    Weights divided by BLOCK, at least their number, keep the sum in range. Runs, and not every
+    eighth key: where slices share an index, XLA reloads it for every element, and does not
+    vectorize.
     """
     total = jnp.sum(p, axis=-1)
-    each = p.shape[-1] // STREAMS
-    p = jnp.moveaxis(p / BLOCK, -1, 1)[..., None]
-    # One slice a stream, each a run of neighbouring keys: where slices share an index, XLA
-    # reloads it for every element, and does not vectorize.
-    n = sum(
-        p[:, i * each : (i + 1) * each] * read(i * each, each)[:, :, :, None, None]
-        for i in range(STREAMS)
-    )
-    return total, _sum(n, 1, partitioned) * BLOCK
+    weights = jnp.moveaxis(p / BLOCK, -1, 1)[..., None]
+    weights = jnp.split(weights, STREAMS, axis=1)
+    products = [w * v[:, :, :, None, None] for w, v in zip(weights, streams, strict=True)]
+    return total, _sum(sum(products), 1, partitioned) * BLOCK

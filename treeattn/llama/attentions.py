@@ -18,7 +18,8 @@ from treeattn.devices.prefill import ring_attention, ulysses_attention
 from treeattn.devices.shards import over_shards
 from treeattn.idea.arrays import Array
 from treeattn.idea.state import AttentionState
-from treeattn.kernel.attend import attend_inputs, platform_of, resolve
+from treeattn.kernel.attend import attend_inputs
+from treeattn.kernel.choice import platform_of, resolve
 from treeattn.kernel.inputs import Inputs
 from treeattn.llama.cache import axes_of, shard_lengths, shards_of
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
 from treeattn.idea.arrays import Array, integer
-from treeattn.kernel.attend import platform_of
+from treeattn.kernel.choice import platform_of
 from treeattn.llama import cache as caches
 from treeattn.llama import dealt, inputs, layers, prefill
 from treeattn.llama.attentions import ShardAttention, check_cache_attention, prompt_attention

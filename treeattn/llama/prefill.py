@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
 from treeattn.idea.arrays import Array
-from treeattn.kernel.attend import CAUSAL_BLOCK
+from treeattn.kernel.causal import CAUSAL_BLOCK
 from treeattn.llama import cache as caches
 from treeattn.llama import dealt, inputs, layers
 from treeattn.llama.cache import Cache

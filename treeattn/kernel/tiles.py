@@ -1,0 +1,59 @@
+"""What a program computes with a tile, in Triton's terms: products of tensor cores, and indices.
+
+Triton knows no arrays of other sides than powers of two, and no integers but those of a dtype.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+SIDE = 16  # of a tile, at least: what tensor cores take
+
+
+def dot(a, b, axis: int):
+    """Σ over a's axis 1 and b's `axis`, as in float32, for a of float32 or of b's dtype.
+
+    Tensor cores multiply no float32, but its first bits only. So a factor is a sum of two that they
+    do multiply, and the product of the two smaller ones is left out: at most 2⁻²⁰ of the whole one,
+    on average of the order of what float32 rounds. A weight, for values in bfloat16, is off by
+    2⁻¹⁵ at most.
+    """
+    contracted = ((1,), (axis,)), ((), ())
+    once = lax.Precision.DEFAULT  # whatever JAX is set to
+    products = [
+        lax.dot_general(x, y, contracted, once, jnp.float32)
+        for i, x in enumerate(split_float(a, b.dtype))
+        for j, y in enumerate(split_float(b, b.dtype))
+        if i + j < 2
+    ]
+    return sum(products)
+
+
+def split_float(x, dtype):
+    """Numbers of `dtype`, for float32 of TensorFloat-32's precision, that add up to x."""
+    if x.dtype != jnp.float32:
+        return (x,)
+    dropped = 16 if dtype == jnp.bfloat16 else 13  # bits of x that the first number does without
+    bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-1 << dropped)
+    high = lax.bitcast_convert_type(bits, x.dtype)
+    return high.astype(dtype), (x - high).astype(dtype)
+
+
+def side(n: int) -> int:
+    """The side of a tile that holds n."""
+    return max(SIDE, pl.next_power_of_2(n))
+
+
+def indices(n: int):
+    """0 … n − 1."""
+    return jnp.arange(n, dtype=jnp.int32)
+
+
+def divide(x, n: int):
+    """(quotient, remainder) of non-negative numbers."""
+    return lax.div(x, jnp.int32(n)), lax.rem(x, jnp.int32(n))
+
+
+def ceil(x, n: int):
+    """The quotient, rounded up."""
+    return lax.div(x + (n - 1), jnp.int32(n))
