@@ -16,8 +16,9 @@ from oracles import dense_attention, dense_gradients, dense_weights
 
 import treeattn
 from treeattn.cost.program import collectives, count_collectives, total_bytes
+from treeattn.devices.layout import lay_out
 from treeattn.devices.merge import METHODS, merge_across
-from treeattn.devices.shards import check_call
+from treeattn.kernel.inputs import check_inputs
 
 CAUSAL = {"ring_attention": treeattn.ring_attention, "ulysses": treeattn.ulysses_attention}
 DECODERS = {
@@ -223,7 +224,7 @@ def test_where_rows_and_heads_lie_is_seen():
     x = jnp.ones((2, 2, 2, 4))
 
     def layout(k, **options):
-        found = check_call(x, k, k, mesh, "kv", **options)[1]
+        found = lay_out(check_inputs(x, k, k), mesh, "kv", **options)
         return found.batch, found.heads, found.left
 
     k = place(mesh, x, "batch", "kv", "heads")

@@ -13,7 +13,8 @@ from oracles import dense_attention
 
 import treeattn
 from treeattn.cost.program import collectives, sent_bytes
-from treeattn.devices.merge import merge_across, own_heads
+from treeattn.devices.heads import own_heads
+from treeattn.devices.merge import merge_across
 from treeattn.idea.state import from_output, reduce_tree
 
 AXIS = "kv"

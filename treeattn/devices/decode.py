@@ -1,138 +1,67 @@
 """Decoding from a sharded cache: by a tree of states, and by the rings it is compared with.
 
-`tree`, `ring` and `pass_q` are what one device does, inside `shard_map`: with queries that all
-devices have, and with a shard of the keys whose lengths count its own, to the state of the queries
-after all devices' keys. The cache may be dealt in any way: in contiguous shards, as `tree_decode`
-and its like do it, or in stripes, as a Llama's is.
+A call goes straight down:
+
+    check_inputs      kernel/inputs.py      what is wrong is named
+    lay_out           devices/layout.py     along which of the mesh's axes keys, rows and heads lie
+    resolve_on_mesh   devices/layout.py     which implementation its devices run
+    deal              devices/shards.py     the cache in shards, one for each device
+    tree, ring, …     devices/on_device.py  on every device: attend to the shard, merge the states
+    finalize          idea/state.py         a state becomes the output
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Bool, Float, Integer
+from jaxtyping import Float
 
-from treeattn.devices.merge import (
-    METHODS,
-    SCATTERED,
-    WHOLE,
-    check_method,
-    gather_heads,
-    merge_across,
-    scatter_by_nodes,
+from treeattn.devices.heads import gather_heads
+from treeattn.devices.layout import Layout, count_devices, lay_out, resolve_on_mesh
+from treeattn.devices.merge import METHODS, SCATTERED, WHOLE, check_method, scatter_by_nodes
+from treeattn.devices.mesh import AnyMesh, AxisNames
+from treeattn.devices.message import check_wire, move_output
+from treeattn.devices.on_device import ON_DEVICE
+from treeattn.devices.shards import deal, over_shards, own_lengths
+from treeattn.idea.arrays import Array, Scale, integer
+from treeattn.idea.state import AttentionState, finalize
+from treeattn.kernel.attend import attend_inputs
+from treeattn.kernel.inputs import (
+    Bias,
+    Inputs,
+    Keys,
+    Lengths,
+    Mask,
+    Output,
+    Queries,
+    Values,
+    check_inputs,
 )
-from treeattn.devices.message import as_one, check_wire, pack_state, unpack_state
-from treeattn.devices.shards import (
-    Layout,
-    check_call,
-    count_devices,
-    deal,
-    no_keys,
-    over_shards,
-    own_lengths,
-    pass_on,
-)
-from treeattn.idea.arrays import Array, integer, pad_axis
-from treeattn.idea.state import AttentionState, finalize, merge
-from treeattn.kernel.attend import attend_in_blocks, attend_inputs
-from treeattn.kernel.inputs import Inputs
 
-
-def tree(
-    inputs: Inputs,
-    axes: tuple[str, ...],
-    *,
-    method: str = "allreduce",
-    block: int | None = None,
-    wire: DTypeLike | None = None,
-) -> AttentionState:
-    """Tree Attention: every device attends to its shard, and the states merge across the mesh.
-
-    inputs: q (b, l, h, d), the same on all devices of the axes, and a shard of k and v (b, t, …)
-    Fields (b, l, h) and (b, l, h, dv), the same on all; by "reduce_scatter" and "all_to_all" each
-    device gets the state of its share of the heads, ⌈h/p⌉ of them.
-    """
-    own = attend_inputs(inputs) if block is None else attend_in_blocks(inputs, block)
-    return merge_across(own, axes, method=method, wire=wire)
-
-
-def ring(inputs: Inputs, axes: tuple[str, ...]) -> AttentionState:
-    """Ring Attention: every shard visits every device. The devices agree up to rounding.
-
-    inputs: q (b, l, h, d), the same on all devices of the axes, and a shard of k and v (b, t, …)
-    Fields (b, l, h) and (b, l, h, dv), of all keys, on every device.
-    """
-    p, shard = jax.lax.axis_size(axes), ("k", "v", "mask", "bias", "lengths")
-
-    def visit(carry, _):
-        state, arrived = carry
-        leaving = pass_on(arrived, axes)  # under way while this device computes
-        return (merge(state, attend_inputs(inputs.replace(**arrived))), leaving), None
-
-    start = no_keys(inputs), {name: getattr(inputs, name) for name in shard}
-    (state, arrived), _ = jax.lax.scan(visit, start, length=p - 1)
-    return merge(state, attend_inputs(inputs.replace(**arrived)))
-
-
-def pass_q(inputs: Inputs, axes: tuple[str, ...]) -> AttentionState:
-    """A ring that moves shares of the queries, and their states, past shards that stay.
-
-    inputs: q (b, l, h, d), the same on all devices of the axes, and a shard of k and v (b, t, …)
-    Fields (b, l, h) and (b, l, h, dv), of all keys, the same on all. On the way ⌈l/p⌉ queries.
-    """
-    p, rank = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
-    (b, l), t = inputs.q.shape[:2], inputs.k.shape[1]
-    share = -(-l // p)  # queries a device sends off
-    lengths = jnp.full(b, t, jnp.int32) if inputs.lengths is None else inputs.lengths
-
-    def rows(x, axis, start):
-        return jax.lax.dynamic_slice_in_dim(pad_axis(x, axis, p * share), start, share, axis)
-
-    def visit(carry, step):
-        q, state = carry
-        start = (rank - step) % p * share  # the visiting queries' first row
-        mask, bias = (
-            x if x is None or x.shape[2] == 1 else rows(x, 2, start)
-            for x in (inputs.mask, inputs.bias)
-        )
-        seen = jnp.where(start < l, lengths, 0)  # a share of padding attends to nothing
-        here = attend_inputs(inputs.replace(q=q, mask=mask, bias=bias, lengths=seen))
-        return pass_on((q, merge(state, here)), axes), None
-
-    q = rows(inputs.q, 1, rank * share)
-    start = q, no_keys(inputs.replace(q=q))
-    (_, state), _ = jax.lax.scan(visit, start, jnp.arange(p))  # after p steps all are home
-    whole = jax.lax.all_gather(pack_state(state), axes, axis=1, tiled=True)
-    return unpack_state(whole[:, :l])
-
-
-# By name, and always the same function objects, so that nothing compiles twice.
-ON_DEVICE = {method: functools.partial(tree, method=method) for method in METHODS}
-ON_DEVICE |= {"ring": ring, "pass_q": pass_q}
+OutputAndLse = tuple[Output, Float[Array, "b l h"]]
 
 
 def tree_decode(
-    q: Float[Array, "b l h d"],
-    k: Float[Array, "b n h_kv d"],
-    v: Float[Array, "b n h_kv dv"],
+    q: Queries,
+    k: Keys,
+    v: Values,
     *,
-    mesh: Mesh | AbstractMesh,
-    axis: str | tuple[str, ...],
-    kv_lengths: Integer[Array, " b"] | None = None,
-    mask: Bool[Array, "#b #h #l #n"] | None = None,
-    bias: Float[Array, "#b #h #l #n"] | None = None,
-    scale: float | Float[Array, ""] | None = None,
+    mesh: AnyMesh,
+    axis: AxisNames,
+    kv_lengths: Lengths | None = None,
+    mask: Mask | None = None,
+    bias: Bias | None = None,
+    scale: Scale = None,
     method: str = "allreduce",
     implementation: str | None = None,
     return_lse: bool = False,
     scatter: bool = False,
     block: int | None = None,
     wire: DTypeLike | None = None,
-    batch_axis: str | tuple[str, ...] | None = None,
-    head_axis: str | tuple[str, ...] | None = None,
+    batch_axis: AxisNames | None = None,
+    head_axis: AxisNames | None = None,
 ):
     """Attention of q, present on every device, over keys and values sharded along `axis`.
 
@@ -181,57 +110,62 @@ def tree_decode(
     if scatter and method in WHOLE:
         can = (*SCATTERED, "hierarchical")
         raise ValueError(f"scatter: expected one of the methods {can}, got {method!r}")
-    return _decode(
-        method, q, k, v, return_lse, mesh, axis, scatter=scatter, block=block, wire=wire,
-        kv_lengths=kv_lengths, mask=mask, bias=bias, scale=scale, implementation=implementation,
-        batch_axis=batch_axis, head_axis=head_axis,
-    )  # fmt: skip
+    inputs = check_inputs(q, k, v, mask, bias, kv_lengths, scale)
+    layout = lay_out(inputs, mesh, axis, batch_axis, head_axis)
+    inputs = resolve_on_mesh(implementation, inputs, layout)
+    if block is not None:
+        shards = count_devices(mesh, layout.axes)
+        _check_block(integer("block", block), method, k.shape[1], shards, wire)
+    wire = None if wire is None else jnp.dtype(wire)
+    out, lse = _decode(inputs, layout, method, scatter, block, wire)
+    return (out, lse) if return_lse else out
 
 
 def ring_decode(
-    q: Float[Array, "b l h d"],
-    k: Float[Array, "b n h_kv d"],
-    v: Float[Array, "b n h_kv dv"],
+    q: Queries,
+    k: Keys,
+    v: Values,
     *,
-    mesh: Mesh | AbstractMesh,
-    axis: str | tuple[str, ...],
-    kv_lengths: Integer[Array, " b"] | None = None,
-    mask: Bool[Array, "#b #h #l #n"] | None = None,
-    bias: Float[Array, "#b #h #l #n"] | None = None,
-    scale: float | Float[Array, ""] | None = None,
+    mesh: AnyMesh,
+    axis: AxisNames,
+    kv_lengths: Lengths | None = None,
+    mask: Mask | None = None,
+    bias: Bias | None = None,
+    scale: Scale = None,
     implementation: str | None = None,
     return_lse: bool = False,
-    batch_axis: str | tuple[str, ...] | None = None,
-    head_axis: str | tuple[str, ...] | None = None,
+    batch_axis: AxisNames | None = None,
+    head_axis: AxisNames | None = None,
 ):
     """Ring Attention for decoding: every shard of the cache visits every device.
 
     (Liu et al. 2023; 2024 §6.3.) Arguments, result and errors as `tree_decode`, without those that
-    are about merging. In
-    each of p − 1 steps a device sends the shard it holds to its neighbour: 2·b·t·d_kv·(p − 1)
-    elements from each device (2024 eq. 31–32 counts p steps; the last would bring the shards home).
+    are about merging. In each of p − 1 steps a device sends the shard it holds to its neighbour:
+    2·b·t·d_kv·(p − 1) elements from each device (2024 eq. 31–32 counts p steps; the last would
+    bring the shards home).
     """
-    return _decode(
-        "ring", q, k, v, return_lse, mesh, axis, kv_lengths=kv_lengths, mask=mask, bias=bias,
-        scale=scale, implementation=implementation, batch_axis=batch_axis, head_axis=head_axis,
-    )  # fmt: skip
+    inputs = check_inputs(q, k, v, mask, bias, kv_lengths, scale)
+    layout = lay_out(inputs, mesh, axis, batch_axis, head_axis)
+    inputs = resolve_on_mesh(implementation, inputs, layout)
+    out, lse = _decode(inputs, layout, "ring")
+    return (out, lse) if return_lse else out
 
 
 def pass_q_decode(
-    q: Float[Array, "b l h d"],
-    k: Float[Array, "b n h_kv d"],
-    v: Float[Array, "b n h_kv dv"],
+    q: Queries,
+    k: Keys,
+    v: Values,
     *,
-    mesh: Mesh | AbstractMesh,
-    axis: str | tuple[str, ...],
-    kv_lengths: Integer[Array, " b"] | None = None,
-    mask: Bool[Array, "#b #h #l #n"] | None = None,
-    bias: Float[Array, "#b #h #l #n"] | None = None,
-    scale: float | Float[Array, ""] | None = None,
+    mesh: AnyMesh,
+    axis: AxisNames,
+    kv_lengths: Lengths | None = None,
+    mask: Mask | None = None,
+    bias: Bias | None = None,
+    scale: Scale = None,
     implementation: str | None = None,
     return_lse: bool = False,
-    batch_axis: str | tuple[str, ...] | None = None,
-    head_axis: str | tuple[str, ...] | None = None,
+    batch_axis: AxisNames | None = None,
+    head_axis: AxisNames | None = None,
 ):
     """A ring that moves the queries and their states ("pass-Q"); the cache stays where it is.
 
@@ -241,32 +175,10 @@ def pass_q_decode(
     context, and a gather of the states. A single query is on one device only; the other shares
     travel empty.
     """
-    return _decode(
-        "pass_q", q, k, v, return_lse, mesh, axis, kv_lengths=kv_lengths, mask=mask, bias=bias,
-        scale=scale, implementation=implementation, batch_axis=batch_axis, head_axis=head_axis,
-    )  # fmt: skip
-
-
-def _decode(
-    name: str,
-    q,
-    k,
-    v,
-    return_lse: bool,
-    mesh,
-    axis,
-    scatter=False,
-    block=None,
-    wire=None,
-    **options,
-):
-    inputs, layout = check_call(q, k, v, mesh, axis, **options)
-    if block is not None:
-        n, p = inputs.k.shape[1], count_devices(mesh, layout.axes)
-        _check_block(integer("block", block), name, n, p, wire)
-    wire = wire if wire is None else jnp.dtype(wire)
-    how = {"name": name, "scatter": scatter, "block": block, "wire": wire}
-    out, lse = _decode_jit(inputs, **how, layout=layout)
+    inputs = check_inputs(q, k, v, mask, bias, kv_lengths, scale)
+    layout = lay_out(inputs, mesh, axis, batch_axis, head_axis)
+    inputs = resolve_on_mesh(implementation, inputs, layout)
+    out, lse = _decode(inputs, layout, "pass_q")
     return (out, lse) if return_lse else out
 
 
@@ -286,23 +198,35 @@ def _check_block(block: int, method: str, n: int, p: int, wire) -> None:
         )
 
 
-@functools.partial(jax.jit, static_argnames=("name", "scatter", "block", "wire", "layout"))
-def _decode_jit(inputs: Inputs, *, name: str, scatter: bool, block, wire, layout: Layout):
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+def _decode(
+    inputs: Inputs,
+    layout: Layout,
+    name: str,
+    scatter: bool = False,
+    block: int | None = None,
+    wire: DTypeLike | None = None,
+) -> OutputAndLse:
+    """(out, lse), (b, l, h, dv) and (b, l, h), of checked inputs, by the method or ring `name`."""
     axes = layout.axes
     by_nodes = scatter and name == "hierarchical"
-    options = {"block": block, "wire": wire} if name in METHODS else {}
+    scattered = name in SCATTERED
 
-    def body(rank, inputs):
-        inputs = own_lengths(inputs, rank)
+    def state_of_all_shards(inputs) -> AttentionState:
         if by_nodes:
-            state = scatter_by_nodes(attend_inputs(inputs), axes, wire)
-        else:
-            state = ON_DEVICE[name](inputs, axes, **options)
+            return scatter_by_nodes(attend_inputs(inputs), axes, wire)
+        if name in METHODS:
+            return ON_DEVICE[name](inputs, axes, block=block, wire=wire)
+        return ON_DEVICE[name](inputs, axes)
+
+    def on_device(rank, inputs):
+        state = state_of_all_shards(own_lengths(inputs, rank))
         out, lse = finalize(state)
         out = out.astype(inputs.q.dtype)
-        if name in SCATTERED and not scatter:
-            heads = functools.partial(gather_heads, axes=axes, heads=inputs.q.shape[2], axis=2)
-            return as_one(heads, out, lse)
+        if scattered and not scatter:
+            h = inputs.q.shape[2]
+            gather = functools.partial(gather_heads, axes=axes, heads=h, axis=2)
+            return move_output(gather, out, lse)
         return out, lse
 
     inputs, specs = deal(inputs, layout)
@@ -310,4 +234,4 @@ def _decode_jit(inputs: Inputs, *, name: str, scatter: bool, block, wire, layout
     if scatter:  # each device's share is one of its own heads
         heads += axes[::-1] if by_nodes else axes
     result = P(layout.batch or None, None, heads or None)
-    return over_shards(body, layout.mesh, axes, (specs,), result, left=layout.left)(inputs)
+    return over_shards(on_device, layout.mesh, axes, (specs,), result, left=layout.left)(inputs)

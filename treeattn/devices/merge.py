@@ -8,14 +8,13 @@ along the heads, and then a device needs only its own share of the heads: "reduc
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Float
 
-from treeattn.devices.message import check_wire, travel
-from treeattn.idea.arrays import Array
+from treeattn.devices.heads import gather_heads, own_heads, pad_heads
+from treeattn.devices.mesh import Axes, AxisNames
+from treeattn.devices.message import check_wire, move_state
 from treeattn.idea.state import (
     AttentionState,
     check_state,
@@ -24,14 +23,13 @@ from treeattn.idea.state import (
     merge,
     reduce_tree,
     rescale,
+    where,
 )
-
-Axes = tuple[str, ...]
 
 
 def merge_across(
     state: AttentionState,
-    axis_name: str | Axes,
+    axis_name: AxisNames,
     *,
     method: str = "allreduce",
     wire: DTypeLike | None = None,
@@ -81,7 +79,8 @@ def merge_across(
             outputs' in the wire's dtype, those of lse in a message of their own.
 
     JAX can tell by itself that a result is the same on all devices for "allreduce" without wire
-    alone. Where `out_specs` say so of another method's, call `shard_map` with check_vma=False.
+    only. For every other method, and whenever wire is given, call `shard_map` with
+    check_vma=False if its `out_specs` say so: P() for "gather", say. JAX raises otherwise.
 
     Raises ValueError for another method, and a wire that is no floating-point dtype of 16 bits or
     more; TypeError for what is no state.
@@ -93,55 +92,71 @@ def merge_across(
     if method in SCATTERED:
         return SCATTERED[method](state, axes, wire)
     if method == "hierarchical":
-        share = scatter_by_nodes(state, axes, wire, whole_nodes=False)
-        heads = functools.partial(gather_heads, axes=axes[-1:], heads=state.max.shape[-1])
-        return travel(functools.partial(heads, axis=state.max.ndim - 1), share, wire)
+        return _hierarchical(state, axes, wire)
     for axis in reversed(axes):
         state = WHOLE[method](state, axis, wire)
     return state
 
 
-def _allreduce(state: AttentionState, axis: str | Axes, wire) -> AttentionState:
-    """Fields (..., h) and (..., h, dv) in and out, the same on all devices of the axis."""
+def _allreduce(state: AttentionState, axis: AxisNames, wire) -> AttentionState:
+    """2025 Algorithm 3: the largest pivot, then the sums of d and n relative to it.
+
+    Fields (..., h) and (..., h, dv) in and out, the same on all devices of the axis. With `wire`
+    the sum is that of weighted outputs, (..., h, dv) in the wire's dtype.
+    """
     if wire is None:
         m = lax.pmax(lax.stop_gradient(state.max), axis)
         _, d, n = rescale(state, m)
         return AttentionState(m, lax.psum(d, axis), lax.psum(n, axis))
-    (m, d, _), share = _weighted(state, axis, wire)
+    total, share = _weigh_output(state, axis, wire)
+    m, d, _ = total
     return AttentionState(m, d, lax.psum(share, axis).astype(d.dtype) * d[..., None])
 
 
 def _butterfly(state: AttentionState, axis: str, wire) -> AttentionState:
-    """Fields (..., h) and (..., h, dv) in and out, the same on all devices of the axis."""
-    p, rank = lax.axis_size(axis), lax.axis_index(axis)
+    """Recursive doubling: in round i device r swaps its state with device r XOR 2ⁱ, and merges.
+
+    Fields (..., h) and (..., h, dv) in and out, the same on all devices of the axis. Of 6 devices
+    4 are a butterfly of 2 rounds; before it, devices 4 and 5 hand theirs to 0 and 1, and get the
+    result after it.
+    """
+    p = lax.axis_size(axis)
+    rank = lax.axis_index(axis)
     core = 1 << (p.bit_length() - 1)  # the largest power of two that p holds
     extra = p - core
 
     def swap(state, pairs):  # (its own as the others get it, what arrives; no keys if nothing)
         send = functools.partial(lax.ppermute, axis_name=axis, perm=pairs)
-        return travel(lambda x: x, state, wire), travel(send, state, wire)
+        return move_state(lambda x: x, state, wire), move_state(send, state, wire)
 
-    if extra:  # the devices beyond the core hand their states in …
-        own, arrived = swap(state, [(core + i, i) for i in range(extra)])
-        state = _where(rank < extra, merge(own, arrived), state)
+    if extra:
+        sent, arrived = swap(state, [(core + i, i) for i in range(extra)])
+        state = where(rank < extra, merge(sent, arrived), state)
     bit = 1
     while bit < core:
-        own, arrived = swap(state, [(i, i ^ bit) for i in range(core)])
-        state = merge(own, arrived)  # the partner's merge(arrived, own) has the same bits
+        sent, arrived = swap(state, [(i, i ^ bit) for i in range(core)])
+        state = merge(sent, arrived)  # the partner's merge(arrived, sent) has the same bits
         bit *= 2
-    if extra:  # … and get the result back
-        own, arrived = swap(state, [(i, core + i) for i in range(extra)])
-        state = _where(rank < core, own, arrived)
+    if extra:
+        sent, arrived = swap(state, [(i, core + i) for i in range(extra)])
+        state = where(rank < core, sent, arrived)
     return state
 
 
 def _gather(state: AttentionState, axis: str, wire) -> AttentionState:
-    """Fields (..., h) and (..., h, dv) in and out; between, (p, ..., h) and (p, ..., h, dv)."""
-    return reduce_tree(travel(lambda x: lax.all_gather(x, axis), state, wire))
+    """Every device gets all p states, (p, ..., h) and (p, ..., h, dv), and merges them as a tree.
+
+    Fields (..., h) and (..., h, dv) in and out, the same on all devices of the axis.
+    """
+    states = move_state(lambda x: lax.all_gather(x, axis), state, wire)
+    return reduce_tree(states)
 
 
 def _reduce_scatter(state: AttentionState, axes: Axes, wire) -> AttentionState:
-    """Fields (..., h) and (..., h, dv) in, (..., ⌈h/p⌉) and (..., ⌈h/p⌉, dv) out."""
+    """As `_allreduce`, but each device gets the sums of its share of the heads only.
+
+    Fields (..., h) and (..., h, dv) in, (..., ⌈h/p⌉) and (..., ⌈h/p⌉, dv) out.
+    """
     state = pad_heads(state, axes)
     heads = state.max.ndim - 1
     if state.max.shape[heads] == 0:
@@ -155,19 +170,37 @@ def _reduce_scatter(state: AttentionState, axes: Axes, wire) -> AttentionState:
         _, d, n = rescale(state, m)
         sums = scatter(jnp.concatenate([n, d[..., None]], axis=-1))
         return AttentionState(own_heads(m, axes), sums[..., -1], sums[..., :-1])
-    total, share = _weighted(state, axes, wire)
-    m, d = (own_heads(x, axes) for x in total[:2])
+    total, share = _weigh_output(state, axes, wire)
+    m, d = own_heads(total.max, axes), own_heads(total.denominator, axes)
     return AttentionState(m, d, scatter(share).astype(d.dtype) * d[..., None])
 
 
 def _all_to_all(state: AttentionState, axes: Axes, wire) -> AttentionState:
-    """Fields (..., h) and (..., h, dv) in, (..., ⌈h/p⌉) and (..., ⌈h/p⌉, dv) out."""
+    """Each device gets everybody's states of its share, (p, ..., ⌈h/p⌉, ·), and merges them.
+
+    Fields (..., h) and (..., h, dv) in, (..., ⌈h/p⌉) and (..., ⌈h/p⌉, dv) out.
+    """
     heads = state.max.ndim - 1
 
     def exchange(x):  # (…, h, …) -> (p, …, h / p, …)
         return lax.all_to_all(x[None], axes, split_axis=heads + 1, concat_axis=0, tiled=True)
 
-    return reduce_tree(travel(exchange, pad_heads(state, axes), wire))
+    return reduce_tree(move_state(exchange, pad_heads(state, axes), wire))
+
+
+def _hierarchical(state: AttentionState, axes: Axes, wire) -> AttentionState:
+    """Shares of the heads within a node (the last axis), an Allreduce of each between the nodes.
+
+    Fields (..., h) and (..., h, dv) in and out, the same on all devices; in between, with g
+    devices a node, (..., ⌈h/g⌉) and (..., ⌈h/g⌉, dv).
+    """
+    share = scatter_by_nodes(state, axes, wire, whole_nodes=False)
+    h = state.max.shape[-1]
+
+    def gather(x):
+        return gather_heads(x, axes[-1:], h, axis=state.max.ndim - 1)
+
+    return move_state(gather, share, wire)
 
 
 def scatter_by_nodes(
@@ -175,14 +208,17 @@ def scatter_by_nodes(
 ) -> AttentionState:
     """Each device's share of the heads, merged within its node (the last axis) first.
 
+    Fields (..., h) and (..., h, dv) in, (..., ⌈h/p⌉) and (..., ⌈h/p⌉, dv) out.
+
     whole_nodes: whether the nodes share the heads again among them; the shares are then numbered
                  along the axes in reverse. Otherwise every node has all heads.
     """
     if whole_nodes:
         state = pad_heads(state, axes)  # at the end of all heads, not of each share
     state = _reduce_scatter(state, axes[-1:], wire)
+    between_nodes = _reduce_scatter if whole_nodes else _allreduce
     for axis in reversed(axes[:-1]):
-        state = (_reduce_scatter if whole_nodes else _allreduce)(state, (axis,), wire)
+        state = between_nodes(state, (axis,), wire)
     return state
 
 
@@ -197,46 +233,12 @@ def check_method(method: str) -> None:
         raise ValueError(f"method: expected one of {METHODS}, got {method!r}")
 
 
-def pad_heads(state: AttentionState, axes: Axes) -> AttentionState:
-    """The state with heads that saw no keys at its end, so that the devices share them evenly."""
-    added = -state.max.shape[-1] % lax.axis_size(axes)
-    if not added:
-        return state
-    shape, dv = (*state.max.shape[:-1], added), state.numerator.shape[-1]
-    more = AttentionState.identity(shape, dv, state.max.dtype)
-    heads = state.max.ndim - 1
-    return jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=heads), state, more)
-
-
-def own_heads(x: Float[Array, "..."], axes: Axes, axis: int = -1) -> Float[Array, "..."]:
-    """This device's share of an axis that is the same everywhere, the last by default."""
-    share = x.shape[axis] // lax.axis_size(axes)
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * share, share, axis)
-
-
-def gather_heads(share, axes: Axes, heads: int, axis: int | None = None):
-    """All of `heads` on every device, of arrays that are shared along their axis of heads.
-
-    axis: that axis; None for the last of a state's `max`
-    """
-    axis = share.max.ndim - 1 if axis is None else axis
-
-    if heads == 0:  # XLA gathers no arrays of no elements
-        return share
-
-    def gather(x):
-        whole = lax.all_gather(x, axes, axis=axis, tiled=True)
-        return lax.slice_in_dim(whole, 0, heads, axis=axis)
-
-    if isinstance(share, AttentionState):  # in one message
-        return travel(gather, share, None)
-    return jax.tree.map(gather, share)
-
-
-def _weighted(state: AttentionState, axes: str | Axes, wire):
+def _weigh_output(state: AttentionState, axes: AxisNames, wire):
     """(the merge of everybody's states without values, this device's share of the output).
 
-    The share is (..., h, dv) in the wire's dtype: its numerator by everybody's denominator.
+    The first has fields (..., h) and a numerator (..., h, 0). The share is (..., h, dv) in the
+    wire's dtype: this device's numerator by everybody's denominator; those of all add up to the
+    output.
     """
     out, lse = finalize(state)
     everybody = lax.all_gather(lse, axes)
@@ -245,7 +247,3 @@ def _weighted(state: AttentionState, axes: str | Axes, wire):
     n = rescale(from_output(out, lse), total.max).numerator
     d = jnp.where(total.denominator == 0, 1, total.denominator)
     return total, (n / d[..., None]).astype(wire)
-
-
-def _where(condition, a: AttentionState, b: AttentionState) -> AttentionState:
-    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)

@@ -6,9 +6,13 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from treeattn.idea.arrays import integer
+
+AnyMesh = Mesh | AbstractMesh
+Axes = tuple[str, ...]  # of a mesh, by name
+AxisNames = str | Axes  # as a caller may give them
 
 
 def simulate_devices(n: int) -> None:
@@ -60,16 +64,16 @@ def kv_mesh(
     for device in devices:
         if not isinstance(device, jax.Device):
             raise TypeError(f"devices: expected jax.devices() or some of them, got {device!r}")
-    sizes = {"batch": batch, "heads": heads, "nodes": nodes}
-    sizes = {name: integer(name, n, 1) for name, n in sizes.items() if n is not None}
+    asked = {"batch": batch, "heads": heads, "nodes": nodes}
+    sizes = {name: integer(name, n, 1) for name, n in asked.items() if n is not None}
     rest = devices.size
     for name, n in sizes.items():
         if rest % n:
             raise ValueError(f"{name}: {rest} devices cannot be divided over {n} {name}")
         rest //= n
-    names = [*sizes, "device"] if nodes is not None else [*sizes, "kv"]
-    names = tuple("node" if name == "nodes" else name for name in names)
-    return Mesh(devices.reshape(*sizes.values(), rest), names)
+    axes = ["node" if name == "nodes" else name for name in sizes]
+    axes.append("kv" if nodes is None else "device")
+    return Mesh(devices.reshape(*sizes.values(), rest), tuple(axes))
 
 
 def initialize(
@@ -102,10 +106,13 @@ def initialize(
     sys.excepthook = _end_at_once
     try:
         jax.distributed.initialize(
-            coordinator_address, num_processes, process_id, **options,
+            coordinator_address,
+            num_processes,
+            process_id,
             heartbeat_timeout_seconds=heartbeat_timeout_seconds,
             initialization_timeout=initialization_timeout,
-        )  # fmt: skip
+            **options,
+        )
     except BaseException as error:
         sys.excepthook = before
         if not isinstance(error, jax.errors.JaxRuntimeError):

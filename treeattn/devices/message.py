@@ -30,55 +30,62 @@ def check_wire(wire: DTypeLike | None) -> None:
         )
 
 
-def pack_state(state: AttentionState) -> Float[Array, "... packed"]:
-    """The three fields as one array, so that one message carries them: numerator, d, m."""
+def join_fields(state: AttentionState) -> Float[Array, "... fields"]:
+    """The three fields as one array (..., h, dv + 2), so that one message carries them: n, d, m."""
     m, d, n = state
     return jnp.concatenate([n, d[..., None], m[..., None]], axis=-1)
 
 
-def unpack_state(packed: Float[Array, "... packed"]) -> AttentionState:
-    """The inverse of `pack_state`."""
-    return AttentionState(packed[..., -1], packed[..., -2], packed[..., :-2])
+def split_fields(joined: Float[Array, "... fields"]) -> AttentionState:
+    """The inverse of `join_fields`."""
+    return AttentionState(joined[..., -1], joined[..., -2], joined[..., :-2])
 
 
-def travel(collective: Callable, state: AttentionState, wire: DTypeLike | None) -> AttentionState:
-    """The state that arrives, when `collective` moves one array (..., h, packed) that carries it.
+def move_state(
+    collective: Callable, state: AttentionState, wire: DTypeLike | None
+) -> AttentionState:
+    """The state that arrives, when `collective` moves one array (..., h, dv + 2) that carries it.
 
     wire: None to send the three fields as they are; a dtype for the output, with lse beside it
     """
     if wire is None:
-        return unpack_state(collective(pack_state(state)))
+        return split_fields(collective(join_fields(state)))
     out, lse = finalize(state)
-    return from_output(*as_one(collective, out.astype(wire), lse))
+    return from_output(*move_output(collective, out.astype(wire), lse))
 
 
-def as_one(collective: Callable, out: Float[Array, "... d"], lse: Float[Array, "..."]):
-    """(out, lse) that arrive, when `collective` moves one array (..., h, packed) of both."""
+def move_output(collective: Callable, out: Float[Array, "... d"], lse: Float[Array, "..."]):
+    """(out, lse) that arrive, when `collective` moves one array of both.
+
+    It is (..., h, dv + 1) where they are of one dtype. Else it holds 16-bit integers: for an output
+    in bfloat16 and lse in float32, (..., h, dv + 2).
+    """
     if out.dtype != lse.dtype:
-        return _as_bits(collective, out, lse)
+        return _move_bits(collective, out, lse)
     arrived = collective(jnp.concatenate([out, lse[..., None]], axis=-1))
     return arrived[..., :-1], arrived[..., -1]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _as_bits(collective: Callable, out, lse):
+def _move_bits(collective: Callable, out, lse):
     """(out, lse) after a collective that moves arrays (..., h, lanes), as the bits of one array.
 
     As integers: a float that is sent as another may lose bits on the way, where it is a NaN.
     """
-    bits = _to_lanes(out), _to_lanes(lse[..., None])
-    arrived = collective(jnp.concatenate(bits, axis=-1))
-    arrived = jnp.split(arrived, [bits[0].shape[-1]], axis=-1)
-    out, lse = (_from_lanes(x, y.dtype) for x, y in zip(arrived, (out, lse), strict=True))
-    return out, lse[..., 0]
+    out_bits = _to_lanes(out)
+    lse_bits = _to_lanes(lse[..., None])
+    arrived = collective(jnp.concatenate([out_bits, lse_bits], axis=-1))
+    out_bits, lse_bits = jnp.split(arrived, [out_bits.shape[-1]], axis=-1)
+    return _from_lanes(out_bits, out.dtype), _from_lanes(lse_bits, lse.dtype)[..., 0]
 
 
-@_as_bits.defjvp
-def _as_bits_jvp(collective, primals, tangents):
+@_move_bits.defjvp
+def _move_bits_jvp(collective, primals, tangents):
     """Bits have no derivative; a collective that moves numbers is linear in them."""
     out, lse = tangents
-    moved = collective(out), collective(lse[..., None])[..., 0]
-    return _as_bits(collective, *primals), moved
+    out = collective(out)
+    lse = collective(lse[..., None])[..., 0]
+    return _move_bits(collective, *primals), (out, lse)
 
 
 def _to_lanes(x):

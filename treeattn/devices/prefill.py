@@ -10,38 +10,30 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float
 
-from treeattn.devices.shards import (
-    Layout,
-    check_call,
-    count_devices,
-    no_keys,
-    over_shards,
-    own_lengths,
-    pass_on,
-)
-from treeattn.idea.arrays import Array, pad_axis
+from treeattn.devices.layout import Layout, count_devices, lay_out, resolve_on_mesh
+from treeattn.devices.mesh import AnyMesh, AxisNames
+from treeattn.devices.shards import no_keys, over_shards, own_lengths, pass_on
+from treeattn.idea.arrays import Scale, pad_axis
 from treeattn.idea.state import finalize, merge
 from treeattn.kernel.attend import attend_inputs
-from treeattn.kernel.inputs import Inputs
+from treeattn.kernel.inputs import Inputs, Keys, Output, Queries, Values, check_inputs
 
 
 def ring_attention(
-    q: Float[Array, "b l h d"],
-    k: Float[Array, "b n h_kv d"],
-    v: Float[Array, "b n h_kv dv"],
+    q: Queries,
+    k: Keys,
+    v: Values,
     *,
-    mesh: Mesh | AbstractMesh,
-    axis: str | tuple[str, ...],
+    mesh: AnyMesh,
+    axis: AxisNames,
     causal: bool = True,
-    scale: float | Float[Array, ""] | None = None,
+    scale: Scale = None,
     implementation: str | None = None,
-    batch_axis: str | tuple[str, ...] | None = None,
-    head_axis: str | tuple[str, ...] | None = None,
-) -> Float[Array, "b l h dv"]:
+    batch_axis: AxisNames | None = None,
+    head_axis: AxisNames | None = None,
+) -> Output:
     """Ring Attention with the queries sharded like the keys: prefill (Liu et al. 2023).
 
     Every device keeps its queries and sees all shards of the cache pass. With `causal`, query
@@ -53,26 +45,25 @@ def ring_attention(
     Raises ValueError for a causal q whose length is not k's, an axis that the mesh lacks, and
     whatever `attend` refuses.
     """
-    inputs, layout = check_call(
-        q, k, v, mesh, axis, scale=scale, causal=causal, implementation=implementation,
-        batch_axis=batch_axis, head_axis=head_axis,
-    )  # fmt: skip
-    return _prefill(inputs, on_device=_ring, layout=layout)
+    inputs = check_inputs(q, k, v, scale=scale, causal=causal)
+    layout = lay_out(inputs, mesh, axis, batch_axis, head_axis)
+    inputs = resolve_on_mesh(implementation, inputs, layout)
+    return _prefill(inputs, layout, _ring)
 
 
 def ulysses_attention(
-    q: Float[Array, "b l h d"],
-    k: Float[Array, "b n h_kv d"],
-    v: Float[Array, "b n h_kv dv"],
+    q: Queries,
+    k: Keys,
+    v: Values,
     *,
-    mesh: Mesh | AbstractMesh,
-    axis: str | tuple[str, ...],
+    mesh: AnyMesh,
+    axis: AxisNames,
     causal: bool = True,
-    scale: float | Float[Array, ""] | None = None,
+    scale: Scale = None,
     implementation: str | None = None,
-    batch_axis: str | tuple[str, ...] | None = None,
-    head_axis: str | tuple[str, ...] | None = None,
-) -> Float[Array, "b l h dv"]:
+    batch_axis: AxisNames | None = None,
+    head_axis: AxisNames | None = None,
+) -> Output:
     """Prefill by two all-to-alls: shards of the sequence become shards of the heads, and back.
 
     Each device attends over the whole sequence for h / p heads (Jacobs et al. 2023, DeepSpeed
@@ -82,71 +73,94 @@ def ulysses_attention(
 
     Raises ValueError when p does not divide the query heads, and as `ring_attention` does.
     """
-    inputs, layout = check_call(
-        q, k, v, mesh, axis, scale=scale, causal=causal, implementation=implementation,
-        batch_axis=batch_axis, head_axis=head_axis,
-    )  # fmt: skip
-    p, groups = count_devices(mesh, layout.axes), count_devices(mesh, layout.heads)
-    h, kv_heads = q.shape[2] // groups, k.shape[2] // groups  # of a device along the heads
+    inputs = check_inputs(q, k, v, scale=scale, causal=causal)
+    layout = lay_out(inputs, mesh, axis, batch_axis, head_axis)
+    inputs = resolve_on_mesh(implementation, inputs, layout)
+    p = count_devices(mesh, layout.axes)
+    groups = count_devices(mesh, layout.heads)
+    h = q.shape[2] // groups  # of a device along the heads
+    kv_heads = k.shape[2] // groups
     if h % p:
         raise ValueError(f"q: expected heads that {p} devices can share evenly, got {h}")
     repeats = p // math.gcd(p, kv_heads)
     k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
-    return _prefill(inputs.replace(k=k, v=v), on_device=_ulysses, layout=layout)
+    return _prefill(inputs.replace(k=k, v=v), layout, _ulysses)
 
 
-@functools.partial(jax.jit, static_argnames=("on_device", "layout"))
-def _prefill(inputs: Inputs, *, on_device, layout: Layout):
-    """on_device(inputs, rank, axes), with shards of the queries and the keys, to one of `out`."""
-    axes, (b, l), n = layout.axes, inputs.q.shape[:2], inputs.k.shape[1]
+@functools.partial(jax.jit, static_argnames=("layout", "attention"))
+def _prefill(inputs: Inputs, layout: Layout, attention):
+    """`out` (b, l, h, dv): queries and keys dealt along their lengths, and what each device does.
+
+    attention: (inputs, rank, axes), with shards of the queries (b, ⌈l/p⌉, h, d) and of the keys
+               (b, t, …), to a shard of `out`
+    """
+    axes = layout.axes
+    b, l = inputs.q.shape[:2]
+    n = inputs.k.shape[1]
     p = count_devices(layout.mesh, axes)
     q, k, v = (pad_axis(x, 1, p * -(-x.shape[1] // p)) for x in (inputs.q, inputs.k, inputs.v))
     # Padded keys come after all real queries, so causality hides them as well.
-    whole = inputs.causal or k.shape[1] == n
-    lengths = None if whole else jnp.full(b, n, jnp.int32)
+    hidden = inputs.causal or k.shape[1] == n
+    lengths = None if hidden else jnp.full(b, n, jnp.int32)
     inputs = inputs.replace(q=q, k=k, v=v, lengths=lengths)
     along = layout.spec(axes)
     specs = inputs.replace(q=along, k=along, v=along, lengths=layout.rows(), factor=P())
 
-    def body(rank, inputs):
-        return on_device(inputs, rank, axes)
+    def on_device(rank, inputs):
+        return attention(inputs, rank, axes)
 
-    mapped = over_shards(body, layout.mesh, axes, (specs,), along, left=layout.left)
+    mapped = over_shards(on_device, layout.mesh, axes, (specs,), along, left=layout.left)
     return mapped(inputs)[:, :l]
 
 
 def _ring(inputs: Inputs, rank, axes):
-    """A shard of `out` (b, ⌈l/p⌉, h, dv), from those of q (b, ⌈l/p⌉, h, d), k and v (b, t, …)."""
-    p, skip = jax.lax.axis_size(axes), no_keys(inputs)
+    """The keys visit the queries: in step i device r sees the shard of device r − i.
 
-    def whole(shard, owner):
-        inside = inputs.replace(k=shard[0], v=shard[1], causal=False)
-        return attend_inputs(own_lengths(inside, owner))
+    A shard of `out` (b, ⌈l/p⌉, h, dv), from those of q (b, ⌈l/p⌉, h, d), k and v (b, t, …).
+    """
+    p = jax.lax.axis_size(axes)
+    unseen = no_keys(inputs)
 
-    def diagonal(shard, owner):
-        return attend_inputs(inputs.replace(k=shard[0], v=shard[1]))
+    def state_of_whole_shard(shard, owner):
+        k, v = shard
+        return attend_inputs(own_lengths(inputs.replace(k=k, v=v, causal=False), owner))
 
-    def see(state, shard, step):
+    def state_of_diagonal(shard, owner):
+        k, v = shard
+        return attend_inputs(inputs.replace(k=k, v=v))
+
+    def state_of_nothing(shard, owner):
+        return unseen
+
+    def merge_shard(state, shard, step):
         owner = (rank - step) % p
         if not inputs.causal:
-            return merge(state, whole(shard, owner))
+            return merge(state, state_of_whole_shard(shard, owner))
         case = jnp.sign(owner - rank) + 1  # 0 earlier keys, 1 the queries' own, 2 later ones
-        branches = (whole, diagonal, lambda *_: skip)
-        return merge(state, jax.lax.switch(case, branches, shard, owner))
+        cases = state_of_whole_shard, state_of_diagonal, state_of_nothing
+        return merge(state, jax.lax.switch(case, cases, shard, owner))
 
     def visit(carry, step):
         state, shard = carry
-        arriving = pass_on(shard, axes)
-        return (see(state, shard, step), arriving), None
+        arriving = pass_on(shard, axes)  # under way while this device computes
+        return (merge_shard(state, shard, step), arriving), None
 
-    start = skip, (inputs.k, inputs.v)
+    start = unseen, (inputs.k, inputs.v)
     (state, shard), _ = jax.lax.scan(visit, start, jnp.arange(p - 1))
-    return finalize(see(state, shard, p - 1))[0].astype(inputs.q.dtype)
+    out, _ = finalize(merge_shard(state, shard, p - 1))
+    return out.astype(inputs.q.dtype)
 
 
 def _ulysses(inputs: Inputs, rank, axes):
-    """As `_ring`; in between, all queries and keys of h/p heads, (b, p·⌈l/p⌉, h/p, d)."""
+    """Shards of the text become shards of the heads, (b, p·⌈l/p⌉, h/p, d), and back.
+
+    Takes and returns what `_ring` does.
+    """
     exchange = functools.partial(jax.lax.all_to_all, axis_name=axes, tiled=True)
-    q, k, v = (exchange(x, split_axis=2, concat_axis=1) for x in (inputs.q, inputs.k, inputs.v))
-    out = finalize(attend_inputs(inputs.replace(q=q, k=k, v=v)))[0]
-    return exchange(out.astype(q.dtype), split_axis=1, concat_axis=2)
+
+    def by_heads(x):
+        return exchange(x, split_axis=2, concat_axis=1)
+
+    whole_text = inputs.replace(q=by_heads(inputs.q), k=by_heads(inputs.k), v=by_heads(inputs.v))
+    out, _ = finalize(attend_inputs(whole_text))
+    return exchange(out.astype(inputs.q.dtype), split_axis=1, concat_axis=2)

@@ -100,7 +100,7 @@ def _merge(a: AttentionState, b: AttentionState) -> AttentionState:
     dtype = jnp.promote_types(a.max.dtype, b.max.dtype)
     a, b = (jax.tree.map(lambda x: x.astype(dtype), state) for state in (a, b))
     m, first = jnp.maximum(a.max, b.max), a.max >= b.max
-    high, low = _where(first, a, b), rescale(_where(first, b, a), m)
+    high, low = where(first, a, b), rescale(where(first, b, a), m)
     # Only the lower state is multiplied by its weight. With two products, a compiler that fuses one
     # of them into the sum, as it sees fit, gives the same merge other bits in other programs. The
     # weight of the higher one is 1: what it exceeds 1 by is 0, and carries its gradient.
@@ -110,10 +110,13 @@ def _merge(a: AttentionState, b: AttentionState) -> AttentionState:
     return AttentionState(low.max, d + low.denominator, n + low.numerator)
 
 
-def _where(condition: Bool[Array, "..."], a: AttentionState, b: AttentionState) -> AttentionState:
-    """For each entry the state `a` where the condition holds, and `b` where it does not."""
-    shaped = AttentionState(condition, condition, condition[..., None])
-    return jax.tree.map(jnp.where, shaped, a, b)
+def where(condition: Bool[Array, "..."], a: AttentionState, b: AttentionState) -> AttentionState:
+    """For each query the state `a` where the condition holds, and `b` where it does not.
+
+    condition: (...,) as the states' pivots, or a scalar for all of them
+    """
+    for_values = condition[..., None] if jnp.ndim(condition) else condition
+    return jax.tree.map(jnp.where, AttentionState(condition, condition, for_values), a, b)
 
 
 def finalize(state: AttentionState) -> tuple[Float[Array, "... dv"], Float[Array, "..."]]:

@@ -12,8 +12,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
-from treeattn.devices.decode import ON_DEVICE
-from treeattn.devices.merge import SCATTERED, gather_heads
+from treeattn.devices.heads import gather_heads
+from treeattn.devices.merge import SCATTERED
+from treeattn.devices.on_device import ON_DEVICE
 from treeattn.devices.prefill import ring_attention, ulysses_attention
 from treeattn.devices.shards import over_shards
 from treeattn.idea.arrays import Array

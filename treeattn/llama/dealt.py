@@ -16,7 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
-from treeattn.devices.merge import SCATTERED, own_heads, pad_heads
+from treeattn.devices.heads import own_heads, pad_heads
+from treeattn.devices.merge import SCATTERED
 from treeattn.devices.shards import over_shards
 from treeattn.idea.arrays import Array
 from treeattn.idea.state import AttentionState, finalize, merge
