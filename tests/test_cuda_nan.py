@@ -33,7 +33,9 @@ def as_on_cuda(monkeypatch):
         return jnp.where((x < y) | (y != y), x, y)
 
     def largest(x, *, axes, **_):
-        return lax.reduce(x, np.asarray(-np.inf, x.dtype), larger, axes)
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        least = -np.inf if is_float else np.iinfo(x.dtype).min
+        return lax.reduce(x, np.asarray(least, x.dtype), larger, axes)
 
     rules = {
         lax.max_p: larger,
