@@ -19,7 +19,7 @@ def namespace(*arrays: Array):
 
 
 def accumulation_dtype(*arrays: Array) -> jnp.dtype:
-    """float64 when any of the arrays is; float32 otherwise."""
+    """float64 when any of the arrays is; float32 otherwise. What is summed is summed in it."""
     return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
 
 
@@ -64,9 +64,8 @@ def integer(name: str, x, least: int | None = None, most: int | None = None) -> 
         expected += f" of at least {least}"
     elif most is not None:
         expected += f" of at most {most}"
-    is_bool = isinstance(x, bool) or getattr(x, "dtype", None) == np.bool_
     try:
-        found = None if is_bool else operator.index(x)
+        found = None if _is_bool(x) else operator.index(x)
     except TypeError:  # a traced value's is one, too
         found = None
     if found is None:
@@ -82,8 +81,7 @@ def number(name: str, x, above: float | int | None = None) -> float:
     Raises a TypeError for anything else, and a ValueError unless it is finite and over `above`.
     """
     expected = "a finite number" if above is None else f"a finite number above {above}"
-    is_bool = isinstance(x, bool) or getattr(x, "dtype", None) == np.bool_
-    is_number = isinstance(x, numbers.Real | Array) and not is_bool
+    is_number = isinstance(x, numbers.Real | Array) and not _is_bool(x)
     try:
         found = float(x) if is_number else None
     except TypeError:  # an array of several, a traced one, a complex number
@@ -95,6 +93,10 @@ def number(name: str, x, above: float | int | None = None) -> float:
     if not math.isfinite(found) or (above is not None and found <= above):
         raise ValueError(f"{name}: expected {expected}, got {x}")
     return found
+
+
+def _is_bool(x) -> bool:
+    return isinstance(x, bool) or getattr(x, "dtype", None) == np.bool_
 
 
 def as_array(name: str, x) -> Array:
@@ -152,9 +154,11 @@ def bounded(name: str, x: Array, least: int, most, expected: str) -> Array:
         hidden = not (x.is_fully_addressable or x.is_fully_replicated)
     if hidden:
         # Before it is narrowed, and within what its own dtype can hold.
-        fit = max(np.iinfo(x.dtype).min, -(2**31)), min(np.iinfo(x.dtype).max, 2**31 - 1)
-        ends = (np.clip(end, *fit).astype(x.dtype) for end in (least, most))
-        return jnp.clip(x, *ends).astype(jnp.int32)
+        lowest = max(np.iinfo(x.dtype).min, -(2**31))
+        highest = min(np.iinfo(x.dtype).max, 2**31 - 1)
+        least = np.clip(least, lowest, highest).astype(x.dtype)
+        most = np.clip(most, lowest, highest).astype(x.dtype)
+        return jnp.clip(x, least, most).astype(jnp.int32)
     came = np.asarray(x)
     wrong = (came < least) | (came > most)
     if wrong.any():

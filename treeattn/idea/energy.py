@@ -23,6 +23,7 @@ from jaxtyping import Bool, Float
 
 from treeattn.idea.arrays import (
     Array,
+    Scale,
     accumulation_dtype,
     as_array,
     check_floating,
@@ -32,18 +33,18 @@ from treeattn.idea.arrays import (
     integer,
 )
 
-Scale = float | int | Float[Array, ""] | None
+# The arguments of one query head: n keys, of head_dim d, and values of head_dim dv.
+Source = Float[Array, " dv"]
+Query = Float[Array, " d"]
+Keys = Float[Array, "n d"]
+Values = Float[Array, "n dv"]
+Mask = Bool[Array, " n"]
+Scalar = Float[Array, ""]
 
 
 def energy(
-    zeta: Float[Array, " dv"],
-    q: Float[Array, " d"],
-    k: Float[Array, "n d"],
-    v: Float[Array, "n dv"],
-    *,
-    mask: Bool[Array, " n"] | None = None,
-    scale: Scale = None,
-) -> Float[Array, ""]:
+    zeta: Source, q: Query, k: Keys, v: Values, *, mask: Mask | None = None, scale: Scale = None
+) -> Scalar:
     """F(ζ) = log Σ_a exp(scale · q·k_a + ζ·v_a) over the visible keys (2024 eq. 15, 2025 eq. 6).
 
     zeta:  (dv,) the source. At 0, F is the lse of the scores.
@@ -55,20 +56,17 @@ def energy(
     mask = _check_inputs(q, k, v, mask)
     check_floating(zeta=zeta)
     _check_shape("zeta", zeta, (v.shape[1],), "(dv,)")
-    if mask is not None:
-        k, v = (jnp.where(mask[:, None], x, 0) for x in (k, v))
+    if mask is None:
+        return log_sum_exp(_scores(zeta, q, k, v, scale))
+    k = jnp.where(mask[:, None], k, 0)
+    v = jnp.where(mask[:, None], v, 0)
     s = _scores(zeta, q, k, v, scale)
-    return log_sum_exp(s if mask is None else jnp.where(mask, s, -jnp.inf))
+    return log_sum_exp(jnp.where(mask, s, -jnp.inf))
 
 
 def causal_energy(
-    zeta: Float[Array, "n dv"],
-    q: Float[Array, "n d"],
-    k: Float[Array, "n d"],
-    v: Float[Array, "n dv"],
-    *,
-    scale: Scale = None,
-) -> Float[Array, ""]:
+    zeta: Float[Array, "n dv"], q: Float[Array, "n d"], k: Keys, v: Values, *, scale: Scale = None
+) -> Scalar:
     """F_tot = Σ_i log Σ_{a ≤ i} exp(scale · q_i·k_a + ζ_i·v_a), a scalar.
 
     (2024 eq. 16, 2025 eq. 25.)
@@ -81,16 +79,12 @@ def causal_energy(
     _check_shape("q", q, k.shape, "a query for each key, (n, d)")
     _check_shape("zeta", zeta, v.shape, "a source for each key, (n, dv)")
     s = _scores(zeta, q, k, v, scale)
-    return jnp.sum(log_sum_exp(jnp.where(jnp.tri(len(q), dtype=bool), s, -jnp.inf)))
+    below = jnp.tri(len(q), dtype=bool)
+    return jnp.sum(log_sum_exp(jnp.where(below, s, -jnp.inf)))
 
 
 def attention_from_energy(
-    q: Float[Array, " d"],
-    k: Float[Array, "n d"],
-    v: Float[Array, "n dv"],
-    *,
-    mask: Bool[Array, " n"] | None = None,
-    scale: Scale = None,
+    q: Query, k: Keys, v: Values, *, mask: Mask | None = None, scale: Scale = None
 ) -> Float[Array, " dv"]:
     """∇F(0), by `jax.grad`: attention, (dv,) in q's dtype (2024 eq. 5, 14; 2025 eq. 5, 23).
 
@@ -100,13 +94,7 @@ def attention_from_energy(
 
 
 def cumulant(
-    order: int,
-    q: Float[Array, " d"],
-    k: Float[Array, "n d"],
-    v: Float[Array, "n dv"],
-    *,
-    mask: Bool[Array, " n"] | None = None,
-    scale: Scale = None,
+    order: int, q: Query, k: Keys, v: Values, *, mask: Mask | None = None, scale: Scale = None
 ) -> Float[Array, "..."]:
     """The derivative of F of that order at 0: `order` axes of length dv, in q's dtype.
 
@@ -129,15 +117,15 @@ def cumulant(
 
 
 def log_likelihood(
-    zeta: Float[Array, " dv"],
-    z: Float[Array, " dv"],
-    q: Float[Array, " d"],
-    k: Float[Array, "n d"],
-    v: Float[Array, "n dv"],
+    zeta: Source,
+    z: Source,
+    q: Query,
+    k: Keys,
+    v: Values,
     *,
-    mask: Bool[Array, " n"] | None = None,
+    mask: Mask | None = None,
     scale: Scale = None,
-) -> Float[Array, ""]:
+) -> Scalar:
     """Γ(ζ, z) = z·ζ − F(ζ), one query's term of 2025 eq. 30; a scalar, ∞ when no key is visible.
 
     It is the log-likelihood of ζ in the exponential family of the values, tilted from the
@@ -188,7 +176,7 @@ def _check_inputs(q, k, v, mask=None, rank: int = 1) -> Array | None:
     """The mask as an array, or the error that says what is wrong."""
     check_floating(q=q, k=k, v=v)
     check_same_dtype(q=q, k=k, v=v)
-    check_rank(rank, ("(d,)", "(n, d)")[rank - 1], q=q)
+    check_rank(rank, "(d,)" if rank == 1 else "(n, d)", q=q)
     check_rank(2, "(n, d)", k=k)
     check_rank(2, "(n, dv)", v=v)
     if q.shape[-1] == 0:

@@ -72,9 +72,9 @@ def rescale(state: AttentionState, m: Float[Array, "..."]) -> AttentionState:
     """
     m = jax.lax.stop_gradient(m)
     weight = jnp.exp(finite(state.max) - finite(m))
-    return AttentionState(
-        m, finite(state.denominator) * weight, finite(state.numerator) * weight[..., None]
-    )
+    d = finite(state.denominator) * weight
+    n = finite(state.numerator) * weight[..., None]
+    return AttentionState(m, d, n)
 
 
 def merge(a: AttentionState, b: AttentionState) -> AttentionState:
@@ -97,16 +97,21 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
 # long. Inside another program it leaves no trace.
 @functools.partial(jax.jit, inline=True)
 def _merge(a: AttentionState, b: AttentionState) -> AttentionState:
+    """The merge of two states of one shape."""
     dtype = jnp.promote_types(a.max.dtype, b.max.dtype)
     a, b = (jax.tree.map(lambda x: x.astype(dtype), state) for state in (a, b))
-    m, first = jnp.maximum(a.max, b.max), a.max >= b.max
-    high, low = where(first, a, b), rescale(where(first, b, a), m)
+    m = jnp.maximum(a.max, b.max)
+    a_is_higher = a.max >= b.max
+    high = where(a_is_higher, a, b)
+    low = rescale(where(a_is_higher, b, a), m)
     # Only the lower state is multiplied by its weight. With two products, a compiler that fuses one
     # of them into the sum, as it sees fit, gives the same merge other bits in other programs. The
     # weight of the higher one is 1: what it exceeds 1 by is 0, and carries its gradient.
     more = jnp.expm1(finite(high.max) - finite(low.max))
-    d, n = finite(high.denominator), finite(high.numerator)
-    d, n = d + d * more, n + n * more[..., None]
+    d = finite(high.denominator)
+    d = d + d * more
+    n = finite(high.numerator)
+    n = n + n * more[..., None]
     return AttentionState(low.max, d + low.denominator, n + low.numerator)
 
 
@@ -131,6 +136,7 @@ def finalize(state: AttentionState) -> tuple[Float[Array, "... dv"], Float[Array
 
 @functools.partial(jax.jit, inline=True)
 def _finalize(state: AttentionState):
+    """(out, lse) of a state of fitting fields."""
     m, d, n = state
     empty = (d == 0) | (m == -jnp.inf)
     d = jnp.where(empty, 1, finite(d))
@@ -166,14 +172,15 @@ def reduce_chain(states: AttentionState, axis: int = 0) -> AttentionState:
     """Merge the states along `axis` one after another: p − 1 merges in p − 1 rounds."""
     states = _axis_first(states, axis)
     if len(states.max) == 0:
-        shape, dv = states.max.shape[1:], states.numerator.shape[-1]
-        return AttentionState.identity(shape, dv, states.max.dtype)
+        dv = states.numerator.shape[-1]
+        return AttentionState.identity(states.max.shape[1:], dv, states.max.dtype)
     first = jax.tree.map(lambda x: x[0], states)
     # Rescaling to its own pivot changes nothing but the type: that of what merge returns.
     first = rescale(first, first.max)
     if len(states.max) == 1:  # under jax.disable_jit, a scan of nothing would be an error
         return first
-    return jax.lax.scan(lambda a, b: (merge(a, b), None), first, _slice(states, 1))[0]
+    merged, _ = jax.lax.scan(lambda a, b: (merge(a, b), None), first, _slice(states, 1))
+    return merged
 
 
 def reduce_tree(states: AttentionState, axis: int = 0, *, arity: int = 2) -> AttentionState:
@@ -193,14 +200,16 @@ def reduce_tree(states: AttentionState, axis: int = 0, *, arity: int = 2) -> Att
 def tree_round(states: AttentionState, arity: int) -> AttentionState:
     """One round of the tree: along axis 0, each `arity` neighbours become one state.
 
-    The last group may be smaller. The children of a node merge one after another.
+    Fields (p, ...) become (⌈p / arity⌉, ...). The last group may be smaller. The children of a
+    node merge one after another.
     """
     parents = _slice(states, 0, None, arity)
     for child in range(1, min(arity, len(states.max))):
         children = _slice(states, child, None, arity)
         n = len(children.max)  # the last group may lack this child
-        merged, rest = merge(_slice(parents, 0, n), children), _slice(parents, n)
-        parents = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), merged, rest)
+        merged = merge(_slice(parents, 0, n), children)
+        childless = _slice(parents, n)
+        parents = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), merged, childless)
     return parents
 
 
@@ -234,7 +243,8 @@ def check_state(**states: AttentionState) -> None:
 def _axis_first(states: AttentionState, axis: int) -> AttentionState:
     """The states with the batch axis `axis` (one of those of `max`) moved to the front."""
     check_state(states=states)
-    axis, rank = integer("axis", axis), states.max.ndim
+    axis = integer("axis", axis)
+    rank = states.max.ndim
     if not -rank <= axis < rank:
         raise ValueError(f"axis: expected one of the {rank} axes of states.max, got {axis}")
     return jax.tree.map(lambda x: jnp.moveaxis(x, axis % rank, 0), states)
