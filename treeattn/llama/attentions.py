@@ -29,7 +29,7 @@ from treeattn.llama.cache import axes_of, shard_lengths, shards_of
 # with the mesh's axis names; they are () on a single device.
 ShardAttention = Callable[[Array, Array, Array, Array, tuple[str, ...]], AttentionState]
 
-# By name, the functions (inputs, axes) of `treeattn.devices.decode`.
+# By name, the functions (inputs, axes) of `treeattn.devices.on_device`.
 CACHE_ATTENTIONS = {"tree": ON_DEVICE["allreduce"]}
 CACHE_ATTENTIONS |= {name: f for name, f in ON_DEVICE.items() if name != "allreduce"}
 PROMPT_ATTENTIONS = {"ring": ring_attention, "ulysses": ulysses_attention}
