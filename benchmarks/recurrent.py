@@ -33,7 +33,7 @@ from speculative import BUDGET, decode, table, warm_up
 from training.prompts import prompts
 from training.recurrent import RecurrentDraft, draft_beam
 from treeattn import Llama, pack
-from treeattn.llama import stream
+from treeattn.llama import generate
 from treeattn.llama.speculation import (
     MostExpectedDraft,
     Seen,
@@ -74,8 +74,7 @@ def chosen(model: Llama, quick: bool) -> list[dict]:
 def written(model: Llama, found: list[dict], tokens: int, mode: dict) -> list[list[int]]:
     """The model's text after each prompt."""
     ids = [p["ids"] for p in found]
-    rows = zip(*stream(model, ids, max_new_tokens=tokens, **mode), strict=True)
-    return [[token for token in row if token is not None] for row in rows]
+    return generate(model, ids, max_new_tokens=tokens, **mode).tokens
 
 
 def states_of(model: Llama, prompt: list[int], text: list[int]) -> np.ndarray:

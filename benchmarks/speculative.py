@@ -32,7 +32,7 @@ import numpy as np
 from tqdm import tqdm
 
 from treeattn import Llama, TokenTree, beam_search, kv_mesh, pack, simulate_devices, unpack
-from treeattn.llama import stream
+from treeattn.llama import generate, stream
 from treeattn.llama.speculation import (
     DRAFTS,
     NGramDraft,
@@ -40,8 +40,6 @@ from treeattn.llama.speculation import (
     SuffixDraft,
     candidate_lengths,
     draft_candidate_tokens,
-    generate,
-    speculate,
 )
 
 HERE = Path(__file__).parent
@@ -158,12 +156,8 @@ def counts(model: Llama, options) -> list[dict]:
     with tqdm(total=len(chosen) + total, unit="text", desc="counts") as bar:
         for p in chosen:
             bar.set_postfix_str(f"{p['name']}: plain")
-            text = [
-                t
-                for (t,) in stream(
-                    model, [p["ids"]], max_new_tokens=options.tokens, capacity=CAPACITY
-                )
-            ]
+            plain = {"max_new_tokens": options.tokens, "capacity": CAPACITY}
+            text = generate(model, p["ids"], **plain).tokens
             bar.update()
             for name, make in drafts.items():
                 if name in SLOW and p not in slow:
@@ -185,7 +179,7 @@ def counts(model: Llama, options) -> list[dict]:
 
 def decode(model: Llama, prompt: list[int], tokens: int, draft) -> tuple[float, int, list[int]]:
     """(seconds after prefill, steps, the text)."""
-    steps = speculate(model, [prompt], draft=draft, max_new_tokens=tokens, capacity=CAPACITY)
+    steps = stream(model, [prompt], draft=draft, max_new_tokens=tokens, capacity=CAPACITY)
     text = list(next(steps)[0])
     count = 0
     began = time.perf_counter()

@@ -21,7 +21,7 @@ def main() -> None:
     mesh, prompt = treeattn.kv_mesh(nodes=2), list(range(1, 38))
     model = treeattn.Llama.load(SMALL, mesh=mesh)
     ids, seen = decode(model, prompt)
-    streamed = [row[0] for row in stream(model, [prompt], max_new_tokens=3, capacity=64)]
+    streamed = [new[0] for (new,) in stream(model, [prompt], max_new_tokens=3, capacity=64)]
     options = {"max_new_tokens": 3, "capacity": 64, "budget": 4}
     drafted = treeattn.generate(model, prompt, draft="suffix", **options).tokens
     sharded = treeattn.Llama.load(

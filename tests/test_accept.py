@@ -8,12 +8,13 @@ import pytest
 
 from treeattn import pack
 from treeattn.llama.speculation import (
-    accept,
     accept_candidate_tokens,
     candidate_lengths,
+    reject,
     rejection,
 )
-from treeattn.llama.speculation.accept import KeyDice, descend, rejection_judge
+from treeattn.llama.speculation.accept import descend
+from treeattn.llama.speculation.reject import KeyDice, rejection_judge
 
 NEVER = -np.inf
 
@@ -314,7 +315,7 @@ def test_mistakes_are_seen(mistake, monkeypatch, unchecked):
     """The classic ones change the distribution by far more than the tests allow."""
     p, q = np.array([0.35, 0.25, 0.1, 0.3]), np.array([0.3, 0.1, 0.5, 0.1])
     np.testing.assert_allclose(one_node(p, q, 2, False), p, atol=1e-9)
-    monkeypatch.setattr(accept, "rejection", mistake)
+    monkeypatch.setattr(reject, "rejection", mistake)
     assert np.abs(one_node(p, q, 2, False) - p).max() > 0.01
 
 

@@ -14,7 +14,8 @@ from treeattn.cost.formulas import Workload, v_ring, v_tree
 from treeattn.cost.topology import Level
 from treeattn.llama import inputs
 from treeattn.llama.cache import new_cache as new_cache_of
-from treeattn.llama.text import sample, stream
+from treeattn.llama.sampling import sample
+from treeattn.llama.text import stream
 from treeattn.trees.draft import beam_search, expand_tree
 
 LLAMAS = Path(__file__).parent / "data" / "llamas"

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -19,7 +20,8 @@ from treeattn import Llama
 from treeattn.__main__ import arguments
 from treeattn.llama.reading.gguf_tokenizer import from_gguf
 from treeattn.llama.reading.tokenizer import Tokenizer, from_directory
-from treeattn.llama.text import chat, nucleus, sample, stream, stream_text
+from treeattn.llama.sampling import nucleus, sample
+from treeattn.llama.text import chat, generate, stream
 
 pytestmark = pytest.mark.slow
 
@@ -99,8 +101,10 @@ def greedy(model, prompt, n):
 
 def test_stream_is_greedy_decoding_of_each_prompt(small):
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8]]
-    rows = list(zip(*stream(small, prompts, max_new_tokens=6), strict=True))
-    assert [list(r) for r in rows] == [greedy(small, p, 6) for p in prompts]
+    calls = list(stream(small, prompts, max_new_tokens=6))
+    assert calls == [
+        [[a], [b]] for a, b in zip(*(greedy(small, p, 6) for p in prompts), strict=True)
+    ]
 
 
 def test_stream_stops_each_text_after_its_end_token(small):
@@ -109,18 +113,32 @@ def test_stream_stops_each_text_after_its_end_token(small):
     end = next(t for t in want[0] if t not in want[1])
     cut = want[0].index(end)
     rows = list(zip(*stream(small, prompts, max_new_tokens=6, stop=[end]), strict=True))
-    assert list(rows[0]) == want[0][: cut + 1] + [None] * (5 - cut)
-    assert list(rows[1]) == want[1]
+    assert list(rows[0]) == [[token] for token in want[0][: cut + 1]] + [[]] * (5 - cut)
+    assert list(rows[1]) == [[token] for token in want[1]]
     (alone,) = zip(*stream(small, prompts[:1], max_new_tokens=6, stop=[end]), strict=True)
-    assert list(alone) == want[0][: cut + 1]  # nothing left to do: the stream ends
+    assert alone == rows[0][: cut + 1]  # nothing left to do: the stream ends
 
 
-def test_sampling_is_reproducible(small):
+@pytest.mark.parametrize("top_p", [1.0, 0.7])
+def test_each_token_is_drawn_with_the_key_of_its_number(small, top_p):
+    """What full passes without a cache give, drawn for all prompts at once."""
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8]]
+    settings = {"temperature": 1.5, "top_p": top_p}
+
+    def by_full_passes(key):
+        texts = [list(p) for p in prompts]
+        for i in range(6):
+            padded = np.array([text + [0] * (16 - len(text)) for text in texts])
+            last = small.logits(padded)[np.arange(2), [len(text) - 1 for text in texts]]
+            drawn = sample(last, jax.random.fold_in(key, i), **settings).tolist()
+            texts = [[*text, token] for text, token in zip(texts, drawn, strict=True)]
+        return [text[len(p) :] for p, text in zip(prompts, texts, strict=True)]
+
     def run(seed):
         key = jax.random.key(seed)
-        return list(stream(small, [[1, 2, 3]], max_new_tokens=6, temperature=1.5, key=key))
+        return generate(small, prompts, max_new_tokens=6, key=key, **settings).tokens
 
-    assert run(0) == run(0) != run(1)
+    assert run(0) == run(0) == by_full_passes(jax.random.key(0)) != run(1)
 
 
 # Text
@@ -142,6 +160,7 @@ class Parrot:
 
     def __init__(self, tokenizer, ids):
         self.tokenizer, self.ids = tokenizer, ids
+        self.config = types.SimpleNamespace(vocabulary=256)
 
     def new_cache(self, batch, capacity):
         return 0
@@ -154,12 +173,14 @@ class Parrot:
 
 
 def test_text_waits_for_whole_characters(unchecked):
-    tokenizer = word_tokenizer()
+    tokenizer = word_tokenizer(chat_template="{{ messages[0].content }}")
     ids = tokenizer.encode("né €")
     parrot = Parrot(tokenizer, ids)
-    pieces = list(stream_text(parrot, [1], max_new_tokens=len(ids)))
-    assert "".join(pieces) == "né €" and "\ufffd" not in "".join(pieces)
-    assert len(ids) == 7 and pieces[:2] == ["n", "é"]
+    told = list(chat(parrot, "Hi", max_new_tokens=len(ids)))
+    assert "".join(told) == "né €" and "\ufffd" not in "".join(told)
+    assert len(ids) == 7 and told[:2] == ["n", "é"]
+    half = list(chat(Parrot(tokenizer, ids[:-1]), "Hi", max_new_tokens=len(ids) - 1))
+    assert "".join(half) == tokenizer.decode(ids[:-1]) and half[-1].endswith("\ufffd")
 
 
 def test_chat_renders_the_template(unchecked):

@@ -29,10 +29,9 @@ from treeattn.llama.speculation import (
     SuffixDraft,
     by_name,
     candidate_lengths,
-    generate,
     make_draft,
 )
-from treeattn.llama.text import stream
+from treeattn.llama.text import generate, stream
 
 pytestmark = pytest.mark.slow
 
@@ -192,8 +191,11 @@ def test_other_drafts_are_shown_no_state(model):
 
 
 def plain(model, **options):
-    rows = zip(*stream(model, PROMPTS, capacity=CAPACITY, **options), strict=True)
-    return [[token for token in row if token is not None] for row in rows]
+    texts = [[] for _ in PROMPTS]
+    for new in stream(model, PROMPTS, capacity=CAPACITY, **options):
+        for text, ids in zip(texts, new, strict=True):
+            text += ids
+    return texts
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9}])
@@ -336,7 +338,7 @@ def test_wrong_numbers_and_missing_files(model, pair, tmp_path):
 
 def texts_of(model, count: int, seed: int) -> distil.Texts:
     begins = np.random.default_rng(seed).integers(0, 96, (count, 2)).tolist()
-    rows = np.array(list(stream(model, begins, max_new_tokens=30, stop=[]))).T
+    rows = np.array(generate(model, begins, max_new_tokens=30, stop=[]).tokens)
     return distil.read(model, np.concatenate([begins, rows], axis=1), 30, top=8)
 
 
@@ -388,7 +390,7 @@ def test_the_packaged_drafter_saves_steps():
     model = Llama.load()
     prompt = model.tokenizer.chat("What is the capital of Italy?")
     options = {"max_new_tokens": 24, "capacity": 64}
-    want = [token for (token,) in stream(model, [prompt], **options)]
+    want = generate(model, prompt, **options).tokens
     made = generate(model, prompt, draft="recurrent", budget=8, **options)
     assert made.tokens == want
     assert made.tokens_a_step > 1.2

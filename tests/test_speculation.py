@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from treeattn import Llama, TokenTree, beam_from_tree, kv_mesh, pack, pack_tree, unpack
+from treeattn.llama.sampling import nucleus
 from treeattn.llama.speculation import (
     DRAFTS,
     Budget,
@@ -20,14 +21,11 @@ from treeattn.llama.speculation import (
     candidate_lengths,
     draft_candidate_tokens,
     first_layers,
-    generate,
     likeliest,
     loop,
-    sampling,
-    speculate,
-    speculate_text,
+    verify,
 )
-from treeattn.llama.text import nucleus, stream
+from treeattn.llama.text import chat, generate, stream
 
 pytestmark = pytest.mark.slow
 
@@ -53,8 +51,11 @@ CAPACITY = 90 + NEW
 
 def plain(model, prompts, **options):
     options = {"max_new_tokens": NEW, "capacity": CAPACITY} | options
-    rows = zip(*stream(model, prompts, **options), strict=True)
-    return [[token for token in row if token is not None] for row in rows]
+    texts = [[] for _ in prompts]
+    for new in stream(model, prompts, **options):
+        for text, ids in zip(texts, new, strict=True):
+            text += ids
+    return texts
 
 
 def spoken(model, prompts, **options):
@@ -240,10 +241,10 @@ def test_the_packaged_model(packaged, devices):
     made = spoken(model, [prompt], draft="suffix", budget=8, stop=[])
     assert same_up_to_ties(model, prompt, text, made.tokens[0])
     assert made.steps < NEW - 5
-    told = speculate_text(
-        model, prompt, draft="suffix", budget=8, stop=[], max_new_tokens=NEW, capacity=CAPACITY
-    )
-    assert "".join(piece for piece, _ in told) == model.tokenizer.decode(made.tokens[0])
+    question = model.tokenizer.chat("Hi")
+    options = {"max_new_tokens": 8, "capacity": CAPACITY, "draft": "suffix", "budget": 8}
+    answer = generate(model, question, **options).tokens
+    assert "".join(chat(model, "Hi", **options)) == model.tokenizer.decode(answer)
 
 
 # Sampling
@@ -351,7 +352,7 @@ def test_a_wrong_mask_or_position_is_seen(model, want, monkeypatch, change):
         def observe(self, texts, seen=None):
             self.lengths = [len(text) for text in texts]
 
-    monkeypatch.setattr(loop, "pack", changed_pack(change))
+    monkeypatch.setattr(verify, "pack", changed_pack(change))
     made = generate(model, prompts, draft=Knowing(prompts, want[7], wrong=0), **options)
     assert made.tokens != want[7]
 
@@ -359,7 +360,7 @@ def test_a_wrong_mask_or_position_is_seen(model, want, monkeypatch, change):
 def test_argmax_instead_of_sampling_is_seen(model, monkeypatch):
     prompts, options = prompts_of(10)[:3], {"temperature": 0.7, "key": jax.random.key(5)}
     monkeypatch.setattr(
-        sampling, "_draw", lambda logits, b, node, *_, cut: logits[b, node].argmax()
+        verify, "_draw_after", lambda logits, b, node, *_, cut: logits[b, node].argmax()
     )
     made = generate(
         model, prompts, draft="suffix", max_new_tokens=NEW, capacity=CAPACITY, **options
@@ -434,12 +435,12 @@ def test_prompts_come_back_as_they_came(model, want):
     assert plain_one.steps == 4 and plain_one.tokens_a_step == 1.0
 
 
-def test_speculate_streams_what_stream_does(model, want):
+def test_a_draft_makes_the_same_stream_in_fewer_calls(model, want):
     prompts = prompts_of(7)
     options = {"budget": 8, "max_new_tokens": NEW, "capacity": CAPACITY}
     for draft in (None, Oracle(prompts, want[7])):
         texts, calls = [[] for _ in prompts], 0
-        for new in speculate(model, prompts, draft=draft, **options):
+        for new in stream(model, prompts, draft=draft, **options):
             calls += 1
             for text, ids in zip(texts, new, strict=True):
                 text += ids
@@ -641,7 +642,7 @@ def test_the_budget_weighs_chances_against_costs():
         steep.records[0].came_out(2.7, 0)  # what is sure never comes true
     assert chosen(steep, sure) == ([0], 0)
     assert measured(16, {1: 1.0, 16: 4.0}).seconds(8) == pytest.approx(1 + 3 * 7 / 15)
-    assert [Budget(10).padded(n) for n in (1, 2, 4, 5, 10)] == [1, 4, 4, 8, 16]
+    assert [Budget(10).size_for(n) for n in (1, 2, 4, 5, 10)] == [1, 4, 4, 8, 16]
     fixed = Budget(5, adaptive=False)
     assert fixed.sizes == (1, 2, 4, 8) and chosen(fixed, sure) == ([0], 4)
     assert Budget(1).sizes == (1,) and not Budget(1).asks()

@@ -17,8 +17,8 @@ from treeattn.devices.mesh import kv_mesh, simulate_devices
 from treeattn.idea.arrays import integer
 from treeattn.llama.attentions import CACHE_ATTENTIONS, PROMPT_ATTENTIONS
 from treeattn.llama.model import Llama
-from treeattn.llama.speculation import DRAFTS, speculate_text
-from treeattn.llama.text import tokenizer_of
+from treeattn.llama.speculation import DRAFTS
+from treeattn.llama.text import pieces, stream, tokenizer_of
 
 
 def arguments() -> argparse.Namespace:
@@ -64,33 +64,45 @@ def run(args: argparse.Namespace) -> None:
     if args.devices is not None:
         simulate_devices(args.devices)
     mesh = kv_mesh() if len(jax.devices()) > 1 else None
-    options = {"attention": args.attention, "prefill_with": args.prefill, "dtype": args.dtype}
 
     def start(model: Llama, progress=lambda tokens: None):
+        """The prompt's ids, and the calls that continue it; nothing is computed yet."""
         tokenizer = tokenizer_of(model)
         plain = args.plain or tokenizer.chat_template is None
         ids = (tokenizer.encode if plain else tokenizer.chat)(args.prompt)
-        return ids, speculate_text(
-            model, ids, draft=args.draft, max_new_tokens=args.tokens, progress=progress,
-            temperature=args.temperature, top_p=args.top_p, key=jax.random.key(args.seed),
-        )  # fmt: skip
+        calls = stream(
+            model,
+            [ids],
+            draft=args.draft,
+            max_new_tokens=args.tokens,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            key=jax.random.key(args.seed),
+            progress=progress,
+        )
+        return ids, calls
 
     model = Llama.load(
-        args.model, mesh=mesh, shard_weights=args.shard_weights, **options,
-        meanwhile=lambda first: next(start(first)[1], None),  # compiles what prefill needs
-    )  # fmt: skip
+        args.model,
+        mesh=mesh,
+        attention=args.attention,
+        prefill_with=args.prefill,
+        dtype=args.dtype,
+        shard_weights=args.shard_weights,
+        meanwhile=lambda first: next(start(first)[1]),  # compiles what prefill needs
+    )
     began = time.perf_counter()
-    ids, pieces = start(model, lambda tokens: bar.update(tokens))
+    ids, calls = start(model, lambda tokens: bar.update(tokens))
     bar = tqdm(total=len(ids), desc="prefill", unit=" tokens", file=sys.stderr)
-    times, new = [], []
-    for piece, step in pieces:
+    times = []  # when each call was done, that of prefill first
+    for piece in pieces(model.tokenizer, calls):
         bar.close()
         times.append(time.perf_counter())
-        new += [] if step is None else step.new
         print(piece, end="", flush=True)
     print()
     devices = f"{jax.device_count()} device{'s' if mesh else ''}"
     report = f"{devices}; prompt: {len(ids)} tokens, {times[0] - began:.1f} s"
+    new = [n for step in calls.trace for n in step.new]
     if len(new) > 1:  # the first step's time is compiling, too
         report += f"; then {sum(new[1:]) / (times[len(new)] - times[1]):.1f} tokens/s"
     if args.draft and new:

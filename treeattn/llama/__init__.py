@@ -11,15 +11,14 @@ from treeattn.llama.reading.files import open_checkpoint, packaged_model  # noqa
 from treeattn.llama.speculation import (  # noqa: E402
     accept_candidate_tokens,
     draft_candidate_tokens,
-    generate,
-    speculate,
 )
-from treeattn.llama.text import chat, stream, stream_text  # noqa: E402
+from treeattn.llama.text import Generation, chat, generate, stream  # noqa: E402
 from treeattn.llama.weights import Layer, Weights, rotary_frequencies  # noqa: E402
 
 __all__ = [
     "Cache",
     "Config",
+    "Generation",
     "Layer",
     "Llama",
     "Weights",
@@ -32,7 +31,5 @@ __all__ = [
     "packaged_model",
     "rotary_frequencies",
     "shard_lengths",
-    "speculate",
     "stream",
-    "stream_text",
 ]

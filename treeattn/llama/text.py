@@ -1,66 +1,24 @@
-"""Text from a model: sampling, streaming, stopping, and chatting."""
+"""Text from a model: streaming, generating, chatting; plainly, or with the help of a draft.
 
-import functools
+All three run one loop (`treeattn.llama.speculation.loop`): plain decoding is the loop without a
+draft, whose calls of the model have one token for each text.
+"""
+
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
-from jaxtyping import Float, Int, Key
+from jaxtyping import Key
 
-from treeattn.idea.arrays import Array, integer, number
-from treeattn.llama.inputs import Prompt, Prompts, prompt_lengths, stop_ids
+from treeattn.idea.arrays import Array
+from treeattn.llama.inputs import Prompt, Prompts, prompt_lists
 from treeattn.llama.model import Llama
 from treeattn.llama.reading.tokenizer import Tokenizer
-
-
-def nucleus(logits: Float[Array, "*b n"], top_p: float | Float[Array, ""]) -> Float[Array, "*b n"]:
-    """The logits of the fewest likeliest tokens whose probabilities reach `top_p`; −∞ elsewhere."""
-    order = jnp.argsort(-logits, axis=-1)
-    p = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
-    kept = jnp.cumsum(p, axis=-1) - p < top_p  # what comes before it is not enough yet
-    ranks = jnp.argsort(order, axis=-1)
-    return jnp.where(jnp.take_along_axis(kept, ranks, axis=-1), logits, -jnp.inf)
-
-
-def tempered(logits: Float[Array, "*b n"], temperature) -> Float[Array, "*b n"]:
-    """logits / temperature, less their largest: the others may overflow to −∞, none to ∞."""
-    least = jnp.finfo(logits.dtype).tiny  # a smaller one counts as 0 on a CPU
-    largest = jnp.max(logits, axis=-1, keepdims=True)
-    return (logits - largest) / jnp.maximum(temperature, least)
-
-
-@functools.partial(jax.jit, static_argnames=("greedy", "cut"))
-def _sample(logits, key, temperature, top_p, *, greedy, cut):
-    if greedy:
-        return jnp.argmax(logits, axis=-1)
-    logits = tempered(logits, temperature)
-    return jax.random.categorical(key, nucleus(logits, top_p) if cut else logits, axis=-1)
-
-
-def sample(
-    logits: Float[Array, "b n"],
-    key: Key[Array, ""] | None = None,
-    *,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-) -> Int[Array, " b"]:
-    """A token for each row: the likeliest at temperature 0, else drawn with `key`.
-
-    Drawn from softmax(logits / temperature), cut to its `nucleus` when top_p < 1.
-    """
-    _check_sampling(key, temperature, top_p)
-    return _sample(logits, key, temperature, top_p, greedy=temperature == 0, cut=top_p < 1)
-
-
-def _check_sampling(key, temperature: float, top_p: float) -> None:
-    if not number("temperature", temperature) >= 0:
-        raise ValueError(f"temperature: expected at least 0, got {temperature}")
-    if not 0 < number("top_p", top_p) <= 1:
-        raise ValueError(f"top_p: expected more than 0, at most 1, got {top_p}")
-    if temperature > 0 and key is None:
-        raise ValueError("key: sampling at a temperature above 0 needs a jax.random.key")
+from treeattn.llama.sampling import Sampling
+from treeattn.llama.speculation.budget import Budget
+from treeattn.llama.speculation.by_name import make_draft
+from treeattn.llama.speculation.loop import Loop, Task
+from treeattn.llama.speculation.verify import Step
 
 
 def stream(
@@ -68,64 +26,122 @@ def stream(
     prompts: Prompts,
     *,
     max_new_tokens: int,
+    draft: str | object | None = None,
+    budget: int | Budget | None = None,
     temperature: float = 0.0,
     top_p: float = 1.0,
     key: Key[Array, ""] | None = None,
     stop: Sequence[int] | None = None,
     capacity: int | None = None,
     progress: Callable[[int], None] = lambda tokens: None,
-) -> Iterator[list[int | None]]:
-    """Continue the prompts (lists of token ids, of any lengths), a token of each at a time.
+) -> Iterator[list[list[int]]]:
+    """Continue the prompts (lists of token ids, of any lengths), a call of the model at a time.
 
-    Yields for each step a list with one id for each prompt, None where the text is over: after
-    an id in `stop` (by default the checkpoint's), which is yielded as well.
+    Yields for each call the new ids of each prompt, a list of lists: the first call is prefill,
+    which gives each text one token; without a draft, so does every call after it, [[5], [17]] for
+    two prompts; with one, a call may confirm several, [[5, 8, 2], [17]]. A text that is over gets
+    []. It is over after `max_new_tokens`, or after an id in `stop`, which is yielded as well. What
+    is returned has a `trace`, too: a list with a `Step` for each call after prefill, so far.
 
-    capacity: of the cache, in tokens; by default what all of this needs. A longer text than it
-              is an error, raised before any work.
-    progress: called during prefill with the number of tokens done
+    draft:       None (plain decoding), one of `speculation.DRAFTS` by name ("suffix", "ngram",
+                 "recycling", "layers", …), or an object that proposes and observes (`Draft`)
+    budget:      tokens of one call, the certain one included: a budget of 16 asks the draft for 15.
+                 None: adaptive, up to 16 (`Budget`); a number: all that is drafted, up to so many;
+                 or a Budget. What is drawn at random (`Drawn`) is verified whole
+    temperature: 0 is greedy; above it tokens are drawn with `key` (`Sampling`), each new token with
+                 a key of its own
+    top_p:       draws come from the fewest tokens whose probabilities reach this
+    stop:        ids after which a text is over; by default the checkpoint's
+    capacity:    of the cache, in tokens; by default what all of this needs
+    progress:    called during prefill with the number of tokens done
 
-    Greedy at temperature 0; else as in `sample`, with a new key from `key` at each step.
+    The text is the same for every draft: greedy, token for token; sampling, with the same key,
+    draw for draw. (Candidates that were drawn at random, `Drawn`, are accepted by rejection: then
+    the text is another, the same one for the same key, and over keys it has the same distribution.)
+    A call of 16 tokens may round otherwise than one of 1: at a near tie, within the rounding of the
+    weights' dtype, the texts may part, both being the model's.
+
+    Raises, before any work, ValueError or TypeError for a wrong argument, such as a capacity that
+    is less than the longest prompt and max_new_tokens need, or a draft of another vocabulary; later
+    for a proposal that is none (`draft_candidate_tokens`).
     """
-    _check_sampling(key, temperature, top_p)
-    max_new_tokens = integer("max_new_tokens", max_new_tokens, 1)
-    capacity = None if capacity is None else integer("capacity", capacity, 1)
-    needed = int(prompt_lengths(prompts).max()) + max_new_tokens - 1
-    if capacity is not None and needed > capacity:
-        raise ValueError(
-            f"capacity: the longest prompt and max_new_tokens need {needed}, got {capacity}"
-        )
-    stop = stop_ids(stop, model.tokenizer.stop if model.tokenizer else frozenset())
-
-    def tokens():
-        cache = model.new_cache(len(prompts), capacity or needed)
-        logits, cache = model.prefill(prompts, cache, progress=progress)
-        over = np.zeros(len(prompts), bool)
-        for i in range(max_new_tokens):
-            now = None if key is None else jax.random.fold_in(key, i)
-            ids = sample(np.asarray(logits), now, temperature=temperature, top_p=top_p)
-            ids = np.asarray(ids, np.int32)
-            if jax.process_count() > 1:  # a ring's results may differ in the last bit
-                ids = multihost_utils.broadcast_one_to_all(ids)
-            yield [None if done else int(token) for token, done in zip(ids, over, strict=True)]
-            over |= np.isin(ids, list(stop))
-            if over.all() or i == max_new_tokens - 1:
-                return
-            counts = np.where(over, 0, 1)  # a text that is over does not grow any more
-            logits, cache = model.step(ids[:, None], cache, counts=counts, last=True)
-
-    return tokens()
+    task = Task.checked(
+        model,
+        prompts,
+        sampling=Sampling(temperature, top_p, key),
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        capacity=capacity,
+        progress=progress,
+    )
+    if not isinstance(budget, Budget):
+        budget = Budget() if budget is None else Budget(budget, adaptive=False)
+    return Loop(model, task, make_draft(draft, model), budget)
 
 
-def stream_text(model: Llama, prompt: Prompt, **options) -> Iterator[str]:
-    """The text that continues one prompt, in pieces as they come; `options` as in `stream`."""
-    return filter(None, pieces(tokenizer_of(model), stream(model, [prompt], **options)))
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What `generate` returns.
+
+    tokens: the new ids, as the prompts came: a list, or a list of lists
+    steps:  model calls after prefill; trace: what happened in each of them
+    """
+
+    tokens: list[int] | list[list[int]]
+    steps: int
+    trace: tuple[Step, ...]
+
+    @property
+    def tokens_a_step(self) -> float:
+        """New tokens for each text and step, over all steps that it took part in; 1 without any."""
+        taken = sum(n > 0 for step in self.trace for n in step.new)
+        return sum(sum(step.new) for step in self.trace) / taken if taken else 1.0
 
 
-def pieces(tokenizer: Tokenizer, new: Iterable[Sequence[int]]) -> Iterator[str]:
-    """The text of the new ids, a piece each time; at the end what was half of a character."""
-    ids, shown = [], 0
-    for more in new:
-        ids += more
+def generate(
+    model: Llama, prompt_ids: Prompt | Prompts, *, max_new_tokens: int, draft=None, **options
+) -> Generation:
+    """Continue a prompt, a list of token ids, or several, a list of such lists of any lengths.
+    Arrays of them will do, too, NumPy's or JAX's.
+
+    draft, options and errors: as in `stream`, all of which is collected
+    """
+    single = _is_one_text(prompt_ids)
+    prompts = prompt_lists([prompt_ids] if single else prompt_ids)
+    calls = stream(model, prompts, max_new_tokens=max_new_tokens, draft=draft, **options)
+    tokens = [[] for _ in prompts]
+    for new in calls:
+        for text, ids in zip(tokens, new, strict=True):
+            text += ids
+    return Generation(tokens[0] if single else tokens, len(calls.trace), tuple(calls.trace))
+
+
+def _is_one_text(prompt_ids) -> bool:
+    """Whether these are token ids, and not lists of them."""
+    try:
+        return len(prompt_ids) > 0 and np.ndim(prompt_ids[0]) == 0
+    except (TypeError, KeyError, ValueError):  # `prompt_lists` says what is wrong
+        return False
+
+
+def chat(model: Llama, messages: str | list[dict[str, str]], **options) -> Iterator[str]:
+    """The model's answer, in pieces as they come.
+
+    messages: what the user says, or a list of {"role": …, "content": …} for the checkpoint's
+    template; `options`, of which max_new_tokens is needed, as in `stream`.
+    """
+    tokenizer = tokenizer_of(model)
+    calls = stream(model, [tokenizer.chat(messages)], **options)
+    return filter(None, pieces(tokenizer, calls))
+
+
+def pieces(tokenizer: Tokenizer, calls: Iterable[list[list[int]]]) -> Iterator[str]:
+    """The text of one prompt's new ids, as `stream` yields them: a piece for each call, perhaps "";
+    at the end what was half of a character."""
+    ids = []
+    shown = 0
+    for (new,) in calls:
+        ids += new
         whole = tokenizer.decode(ids)
         text = whole.rstrip("\ufffd")  # half of a character: wait for the rest
         yield text[shown:]
@@ -138,12 +154,3 @@ def tokenizer_of(model: Llama) -> Tokenizer:
     if model.tokenizer is None:
         raise ValueError("model: this checkpoint has no tokenizer")
     return model.tokenizer
-
-
-def chat(model: Llama, messages: str | list[dict[str, str]], **options) -> Iterator[str]:
-    """The model's answer, in pieces as they come.
-
-    messages: what the user says, or a list of {"role": …, "content": …} for the checkpoint's
-    template; `options` as in `stream`.
-    """
-    return stream_text(model, tokenizer_of(model).chat(messages), **options)

@@ -6,7 +6,7 @@
     verified_beam, verified_scores = (unpack(x, unpack_map) for x in likeliest(logits))
     tokens = accept_candidate_tokens(beam, scores, verified_beam, verified_scores)
 
-`generate` is these five lines in a loop, and one that commits what was accepted:
+`treeattn.llama.generate` is these five lines in a loop, and one that commits what was accepted:
 
     cache = model.commit(cache, keys, select=tokens.nodes(unpack_map), counts=tokens.counts)
 
@@ -14,7 +14,8 @@ A budget of 16 tokens a call is one certain token and 15 candidates: `generate` 
 all 16, `draft_candidate_tokens` and `Draft.propose`, which are asked for candidates, 15.
 """
 
-from treeattn.llama.speculation.accept import Accepted, accept_candidate_tokens, rejection
+from treeattn.llama.sampling import likeliest
+from treeattn.llama.speculation.accept import Accepted, accept_candidate_tokens
 from treeattn.llama.speculation.budget import Budget
 from treeattn.llama.speculation.by_name import DRAFTS, make_draft
 from treeattn.llama.speculation.candidates import (
@@ -24,20 +25,14 @@ from treeattn.llama.speculation.candidates import (
     Texts,
     candidate_lengths,
     draft_candidate_tokens,
-    padded,
+    pad_packed,
     ranked,
 )
-from treeattn.llama.speculation.generation import (
-    Generation,
-    generate,
-    speculate,
-    speculate_text,
-)
 from treeattn.llama.speculation.lookup import NGramDraft, RecyclingDraft, SuffixDraft
-from treeattn.llama.speculation.loop import Step
 from treeattn.llama.speculation.models import DrawnDraft, LlamaDraft, first_layers
 from treeattn.llama.speculation.most_expected import MostExpectedDraft
-from treeattn.llama.speculation.sampling import likeliest
+from treeattn.llama.speculation.reject import rejection
+from treeattn.llama.speculation.verify import Step
 
 __all__ = [
     "DRAFTS",
@@ -46,7 +41,6 @@ __all__ = [
     "Draft",
     "Drawn",
     "DrawnDraft",
-    "Generation",
     "LlamaDraft",
     "MostExpectedDraft",
     "NGramDraft",
@@ -59,12 +53,9 @@ __all__ = [
     "candidate_lengths",
     "draft_candidate_tokens",
     "first_layers",
-    "generate",
     "likeliest",
     "make_draft",
-    "padded",
+    "pad_packed",
     "ranked",
     "rejection",
-    "speculate",
-    "speculate_text",
 ]

@@ -8,9 +8,8 @@ Where none does, that token is the last to be had from this call.
 
 from collections.abc import Callable
 
-import jax
 import numpy as np
-from jaxtyping import Float, Int, Integer, Key
+from jaxtyping import Float, Int, Integer
 
 from treeattn.idea.arrays import Array, check_integers, integer
 from treeattn.llama.speculation.candidates import (
@@ -136,78 +135,3 @@ def descend(
         if not len(follow):
             return int(alive[0]), c + 1, tokens
         alive, c = follow, c + 1
-
-
-def generator(key: Key[Array, ""]) -> np.random.Generator:
-    """NumPy's generator with a JAX key as its seed."""
-    return np.random.default_rng(np.asarray(jax.random.key_data(key)).tolist())
-
-
-class KeyDice:
-    """Where chance comes from: as many throws from a key as anybody asks for."""
-
-    def __init__(self, key: Key[Array, ""]):
-        self._random = generator(key)
-
-    def happens(self, probability: float) -> bool:
-        return bool(self._random.random() < probability)
-
-    def pick(self, probabilities: Float[np.ndarray, " vocabulary"]) -> int:
-        up_to = np.cumsum(probabilities)
-        # Less than the sum even where that rounds: never a token of probability 0.
-        found = np.searchsorted(up_to, self._random.random() * up_to[-1], side="right")
-        return int(min(found, np.flatnonzero(probabilities)[-1]))
-
-
-def rejection_judge(beam, distributions, model, dice, replacement: bool) -> Judge:
-    """The judge that accepts drawn candidates with the right chances.
-
-    distributions: (M, C, V) what each token was drawn from
-    model:         (m, c) -> (V,) the model's probabilities after candidate m's token c
-    dice:          has happens(probability) -> bool and pick(probabilities) -> index
-    """
-
-    def judge(m, c, further):
-        p = np.asarray(model(m, c), np.float64)
-        if not len(further):
-            return dice.pick(p / p.sum())
-        draws = beam[further, c + 1]
-        q = np.asarray(distributions[further[0], c + 1], np.float64)
-        draws = draws if replacement else draws[np.sort(np.unique(draws, return_index=True)[1])]
-        chances, rest = rejection(p, q, draws, replacement)
-        for token, chance in zip(draws, chances, strict=True):
-            if dice.happens(chance):
-                return int(token)
-        return dice.pick(rest)
-
-    return judge
-
-
-def rejection(
-    p: Float[np.ndarray, " vocabulary"],
-    q: Float[np.ndarray, " vocabulary"],
-    draws: Integer[np.ndarray, " k"],
-    replacement: bool = False,
-) -> tuple[Float[np.ndarray, " k"], Float[np.ndarray, " vocabulary"]]:
-    """(chances, rest): recursive rejection sampling at one node (https://arxiv.org/abs/2402.14160).
-
-    p, q:  (V,) the model's probabilities, and those that the first of `draws` was drawn from.
-           Without replacement, the others were drawn from q without the ones before, normalized
-    Draw j, if none before was, is accepted with chances[j]; if none is, the token comes from rest.
-    That token, over all draws and throws, is distributed as p.
-
-    Where draw x is rejected, what p still lacks is max(p − q, 0). A token of probability 0 cannot
-    have been drawn from q: it is never accepted, and nothing follows from that.
-    """
-    p, q, chances = p / p.sum(), q / q.sum(), np.zeros(len(draws))
-    for j, x in enumerate(draws):
-        if not q[x] > 0:
-            continue
-        chances[j] = min(1.0, p[x] / q[x])
-        rest = np.maximum(p - q, 0)
-        if rest.sum() > 0:  # else p is q, and the draw is accepted
-            p = rest / rest.sum()
-        if not replacement:
-            q = np.where(np.arange(len(q)) == x, 0, q)
-            q = q / q.sum() if q.sum() > 0 else q
-    return chances, p

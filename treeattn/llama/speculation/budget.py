@@ -83,7 +83,7 @@ class Budget:
         for record in self.records:
             record.begin()
 
-    def padded(self, nodes: int) -> int:
+    def size_for(self, nodes: int) -> int:
         """The smallest size that holds so many nodes."""
         return next(size for size in self.sizes if size >= nodes)
 

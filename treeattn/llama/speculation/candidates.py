@@ -243,9 +243,9 @@ Continue = Callable[[Any], Iterable[tuple[int, float, Any]]]
 """What may follow a state: (token, its probability, the state after it)."""
 
 
-def grow(states: Sequence[Any], continuations: Continue, budget: int, depth: int):
+def best_first_tree(states: Sequence[Any], continuations: Continue, budget: int, depth: int):
     """(TokenTree, scores): from each text's state, the `budget` most probable paths' nodes."""
-    rows = [_grow_one(state, continuations, budget, depth) for state in states]
+    rows = [_most_probable_nodes(state, continuations, budget, depth) for state in states]
     size = max((len(row) for row in rows), default=0)
     tokens, parents = (np.full((len(rows), size), fill, np.int32) for fill in (0, -1))
     scores = np.zeros((len(rows), size))
@@ -255,7 +255,7 @@ def grow(states: Sequence[Any], continuations: Continue, budget: int, depth: int
     return TokenTree(tokens, parents, np.array([len(row) for row in rows], np.int32)), scores
 
 
-def _grow_one(state, continuations, budget, depth):
+def _most_probable_nodes(state, continuations, budget, depth):
     nodes, heap, count = [], [], 0
 
     def push(parent, path, steps, state):
@@ -275,7 +275,7 @@ def _grow_one(state, continuations, budget, depth):
     return nodes
 
 
-def padded(packed: PackedBeam, size: int) -> PackedBeam:
+def pad_packed(packed: PackedBeam, size: int) -> PackedBeam:
     """The same nodes, and padding up to `size`: a few sizes, so that few programs are compiled."""
     tokens, mask, offsets, unpack_map = packed
     more = (0, size - tokens.shape[1])

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from treeattn.llama.speculation.candidates import Seen, Texts, grow
+from treeattn.llama.speculation.candidates import Seen, Texts, best_first_tree
 
 
 class _Node:
@@ -139,7 +139,7 @@ class SuffixDraft:
                 yield token, probability, (tree, suffixes, token)
 
         states = [(tree, tree.suffixes(), None) for tree in self._trees]
-        return grow(states, continuations, budget, self.depth)
+        return best_first_tree(states, continuations, budget, self.depth)
 
 
 class NGramDraft:
@@ -214,4 +214,4 @@ class RecyclingDraft:
             after = self._after.get(token, ())
             return [(t, chance, t) for t, chance in zip(after, chances, strict=False)]
 
-        return grow(self._last, continuations, budget, self.depth)
+        return best_first_tree(self._last, continuations, budget, self.depth)

@@ -1,237 +1,207 @@
-"""The loop of speculative decoding: draft, pack, verify, accept, commit."""
+"""The loop that writes text: draft, pack, verify, accept, commit; without a draft, plain decoding.
+
+Each step drafts candidates (`drafting`), packs them into a tree below the last certain token and
+runs the model on all nodes in one call (`verify`), and accepts the longest path that the model
+itself goes (`accept`, `reject`). The keys of the accepted path are committed, on whatever
+devices their places in the cache lie; those of the others were never written.
+"""
 
 import dataclasses
 import time
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from jaxtyping import Int
 
-from treeattn.llama.speculation.accept import descend
-from treeattn.llama.speculation.candidates import (
-    Drawn,
-    Seen,
-    after_certain,
-    ask,
-    candidate_lengths,
-    of_each,
-    padded,
-    ranked,
+from treeattn.idea.arrays import integer
+from treeattn.llama.inputs import Prompts, prompt_lists, stop_ids
+from treeattn.llama.model import Llama
+from treeattn.llama.sampling import Sampling
+from treeattn.llama.speculation.accept import Judge, descend
+from treeattn.llama.speculation.agreement import agreed
+from treeattn.llama.speculation.budget import Budget
+from treeattn.llama.speculation.candidates import Seen
+from treeattn.llama.speculation.drafting import Candidates, Drafting
+from treeattn.llama.speculation.reject import judge_of_drawn
+from treeattn.llama.speculation.verify import (
+    Step,
+    Tree,
+    likeliest_tokens,
+    tree_of,
+    what_the_model_says,
 )
-from treeattn.llama.speculation.most_expected import MostExpectedDraft
-from treeattn.llama.speculation.sampling import Sampling, likeliest_tokens
-from treeattn.trees.beam import PackedBeam, pack
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One model call after prefill. Tuples have an entry for each text, 0 where it was over.
-
-    size:     tokens of the call for each text, with padding
-    nodes:    real ones, the certain token included
-    unpacked: the tokens of as many candidates as there are leaves, before packing
-    depth:    of the longest candidate; accepted: tokens that were
-    new:      tokens that the text got, the model's own included
-    """
-
-    size: int
-    nodes: tuple[int, ...]
-    unpacked: tuple[int, ...]
-    depth: tuple[int, ...]
-    accepted: tuple[int, ...]
-    new: tuple[int, ...]
-
-
-class Candidates(NamedTuple):
-    """What is verified at a step, and who proposed it.
-
-    beam, scores: (B, M, C), the certain token in the first column
-    drawn:        what the candidates were drawn from, if they were
-    draft:        (B,) whose candidates each text has, as an index into `Loop.drafts`
-    expected:     (B,) how many of them that draft expects to be accepted
-    """
-
-    beam: np.ndarray
-    scores: np.ndarray
-    drawn: Drawn | None
-    draft: np.ndarray
-    expected: np.ndarray
-
 
 DRAFTS_CHANCE = 2**32 - 1  # the key's number for drafts: those below it are the new tokens'
 
 
-class Loop:
-    """The texts, their cache, and the steps that both take."""
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is to be written: the prompts, how tokens are drawn, and when a text is over.
 
-    def __init__(
-        self, model, prompts, draft, budget, *, max_new_tokens, temperature=0.0, top_p=1.0,
-        key=None, stop=None, capacity=None, progress=lambda tokens: None,
-    ):  # fmt: skip
-        self.model, self.draft, self.budget, self.progress = model, draft, budget, progress
-        self.sampling = Sampling(temperature, top_p, key)
-        self.texts = [list(prompt) for prompt in prompts]
-        self.begin = np.array([len(prompt) for prompt in prompts])
-        self.end = self.begin + max_new_tokens
-        self.capacity = capacity or max(int(self.end.max()) - 1, 1)
-        if stop is None:
-            stop = model.tokenizer.stop if model.tokenizer else ()
-        self.stop, self.over = frozenset(stop), np.zeros(len(prompts), bool)
-        self.drafts = draft.drafts if isinstance(draft, MostExpectedDraft) else (draft,)
-        budget.begin([type(each).__name__ for each in self.drafts])
-        if hasattr(draft, "begin"):
-            chance = jax.random.key(0) if key is None else key  # None: greedy, which chance is not
-            draft.begin(jax.random.fold_in(chance, DRAFTS_CHANCE))
+    prompts:  lists of token ids; max_new_tokens of each
+    stop:     ids after which a text is over; capacity: of the cache, in tokens
+    progress: called during prefill with the number of tokens done
+    """
+
+    prompts: list[list[int]]
+    sampling: Sampling
+    max_new_tokens: int
+    stop: frozenset[int]
+    capacity: int
+    progress: Callable[[int], None]
+
+    @staticmethod
+    def checked(model: Llama, prompts: Prompts, *, max_new_tokens, stop, capacity, **others):
+        """A Task, or the error that says which argument is wrong. What is None gets its default:
+        the checkpoint's end tokens, a cache of what prompts and new tokens need."""
+        prompts = prompt_lists(prompts)
+        max_new_tokens = integer("max_new_tokens", max_new_tokens, 1)
+        needed = max(map(len, prompts)) + max_new_tokens - 1
+        capacity = needed if capacity is None else integer("capacity", capacity, 1)
+        if needed > capacity:
+            raise ValueError(
+                f"capacity: the longest prompt and max_new_tokens need {needed}, got {capacity}"
+            )
+        stop = stop_ids(stop, model.tokenizer.stop if model.tokenizer else frozenset())
+        return Task(prompts, max_new_tokens=max_new_tokens, stop=stop, capacity=capacity, **others)
+
+
+class Loop:
+    """An iterator over the calls of the model: for each, the new ids of each text (a list of lists,
+    [] where it is over).
+
+    texts: prompts and what was written so far; trace: a `Step` for each call after prefill
+    """
+
+    def __init__(self, model: Llama, task: Task, draft: Any, budget: Budget):
+        sampling = task.sampling
+        self.model = model
+        self.task = task
+        self.drafting = Drafting(
+            draft, budget, model.config.vocabulary, sampled=not sampling.greedy
+        )
+        self.budget = budget
+        self.texts = [list(prompt) for prompt in task.prompts]
+        self.begin = self.lengths
+        self.end = self.begin + task.max_new_tokens
+        self.over = np.zeros(len(self.texts), bool)
+        self.cache = None
+        self.trace: list[Step] = []
+        chance = jax.random.key(0) if sampling.key is None else sampling.key  # greedy has none
+        self.drafting.begin(jax.random.fold_in(chance, DRAFTS_CHANCE))
 
     @property
-    def lengths(self) -> np.ndarray:
+    def lengths(self) -> Int[np.ndarray, " b"]:
         return np.array([len(text) for text in self.texts])
 
-    def first(self) -> list[list[int]]:
-        """Prefill, and the token after it."""
-        cache = self.model.new_cache(len(self.texts), self.capacity)
-        logits, self.cache = self.model.prefill(self.texts, cache, progress=self.progress)
-        own = self.sampling.own(np.asarray(logits)[:, None], np.zeros((len(self.texts), 1), int))
-        return self._take([[agreed(own(b, 0))] for b in range(len(self.texts))], None)
+    def __iter__(self) -> "Loop":
+        return self
 
-    def step(self) -> tuple[list[list[int]], Step]:
-        """Draft, pack, verify, accept."""
-        candidates = self._draft()
-        beam, scores = candidates.beam, candidates.scores
-        began, lengths = time.perf_counter(), candidate_lengths(scores)
-        packed = pack(beam, lengths)
-        nodes = np.diagonal(packed.attention_mask, axis1=1, axis2=2).sum(axis=1)
-        leaves = packed.attention_mask.sum(axis=1) == 1  # that only they themselves attend to
-        unpacked = (leaves * (packed.position_offsets + 1)).sum(axis=1)
-        size = self.budget.padded(int(nodes.max()))
-        packed = padded(packed, size)
-        logits, new, states = self._call(packed, nodes)
+    def __next__(self) -> list[list[int]]:
+        if self.cache is None:
+            return self._prefill()
+        if self.over.all():
+            raise StopIteration
+        return self._step()
 
-        # What a node `offset` after the certain token is followed by is new token `index`.
-        index = (self.lengths - self.begin)[:, None] + packed.position_offsets
-        own = self.sampling.own(logits, index)
-        counts, select, paths = np.zeros_like(nodes), np.zeros((len(beam), size), int), []
-        for b, path in enumerate(packed.unpack_map):
-            judge = lambda m, c, further, b=b, path=path: own(b, path[m, c])  # noqa: E731
-            if candidates.drawn is not None and self.sampling.temperature > 0:
-                drawn = beam[b], candidates.drawn, path
-                judge = self.sampling.rejecting(logits, b, index[b, 0], *drawn)
-            decide = lambda *at, judge=judge: agreed(judge(*at))  # noqa: E731
-            m, counts[b], tokens = descend(beam[b], lengths[b], decide)
-            select[b, : counts[b]] = path[m, : counts[b]]
-            paths.append(tokens)
-        if new is not None:
-            self.cache = self.model.commit(self.cache, new, select=select, counts=counts)
-        if states is not None:
-            texts = np.arange(len(beam))
-            states = np.asarray(states)[texts, select[texts, counts - 1]]
-        tokens = self._take(paths, self._seen(packed, nodes, logits, states))
-        self.budget.took(size, time.perf_counter() - began)
-        accepted, depth = np.maximum(counts - 1, 0), np.maximum(lengths.max(axis=1) - 1, 0)
-        for i, record in enumerate(self.budget.records):
-            its = candidates.draft == i
-            record.came_out(float(candidates.expected[its].sum()), int(accepted[its].sum()))
-        found = (tuple(x.tolist()) for x in (nodes, unpacked, depth, accepted))
-        return tokens, Step(size, *found, tuple(map(len, tokens)))
+    def _prefill(self) -> list[list[int]]:
+        """Read the prompts, and write the token after each."""
+        batch = len(self.texts)
+        cache = self.model.new_cache(batch, self.task.capacity)
+        logits, self.cache = self.model.prefill(self.texts, cache, progress=self.task.progress)
+        first = np.zeros((batch, 1), int)
+        says = what_the_model_says(self.task.sampling, np.asarray(logits)[:, None], first)
+        return self._take([[says(b, 0)] for b in range(batch)], None)
 
-    def _draft(self) -> Candidates:
-        """Candidates below each text's last token, as far as there is room."""
-        batch, drawn = len(self.texts), None
-        found = {}
-        for i in range(len(self.drafts)):
-            if agreed(self.budget.asks(i)):
-                found[i] = self._ask(i)
-        if len(self.drafts) == 1 and found:
-            drawn = found[0][2]
-        draft, expected = np.zeros(batch, int), np.zeros(batch)
-        if not found:
-            beam, scores = np.zeros((batch, 0, 0), np.int32), np.zeros((batch, 0, 0))
-        elif drawn is not None:  # leaving out some would change how they are distributed
-            beam, scores = drawn.beam, np.asarray(drawn.scores, np.float64)
-        else:
-            beam, scores, draft, expected = self._best(found)
-        certain = np.array([text[-1] for text in self.texts])
-        beam, scores = agreed_arrays(*after_certain(beam, scores, certain))
-        room = np.where(self.over, 0, self.end - self.lengths)[:, None, None]
-        scores = np.where(np.arange(beam.shape[2]) < room, scores, -np.inf)
-        return Candidates(beam, scores, drawn, draft, expected)
+    def _step(self) -> list[list[int]]:
+        """Draft, pack, verify, accept, commit."""
+        room = np.where(self.over, 0, self.end - self.lengths)
+        candidates = self.drafting.candidates(self.texts, ~self.over, room)
+        began = time.perf_counter()
+        tree = tree_of(candidates.beam, candidates.scores, self.budget.size_for)
+        logits, keys, states = self._verify(tree)
+        paths, select, counts = self._accept(candidates, tree, logits)
+        if keys is not None:
+            self.cache = self.model.commit(self.cache, keys, select=select, counts=counts)
+        new = self._take(paths, self._seen(tree, logits, states, select, counts))
+        self.budget.took(tree.size, time.perf_counter() - began)
+        accepted = np.maximum(counts - 1, 0)
+        self.drafting.came_out(candidates, accepted)
+        depth = np.maximum(tree.lengths.max(axis=1) - 1, 0)
+        by_text = (tree.nodes, tree.unpacked, depth, accepted, map(len, new))
+        self.trace.append(Step(tree.size, *(tuple(map(int, x)) for x in by_text)))
+        return new
 
-    def _ask(self, i: int) -> tuple[np.ndarray, np.ndarray, Drawn | None]:
-        """What draft i proposes, checked, and how long it took."""
-        began, draft = time.perf_counter(), self.drafts[i]
-        texts, vocabulary = len(self.texts), self.model.config.vocabulary
-        found = ask(draft, self.budget.most - 1, vocabulary, texts)
-        self.budget.drafted(time.perf_counter() - began, i)
-        if found[2] is not None and self.sampling.temperature > 0 and not hasattr(draft, "begin"):
-            raise TypeError(
-                f"draft: {type(draft).__name__} draws at random, but has no method begin(key) to "
-                f"take its chance from: over keys, the text would not be the model's"
+    def _verify(self, tree: Tree):
+        """(logits (b, l, vocabulary), the nodes' keys, or None where they are in the cache already,
+        and the nodes' states (b, l, d), or None where the draft does not ask for them)."""
+        packed = tree.packed
+        wanted = self.drafting.wants_states
+        if tree.size == 1 and not wanted:  # the certain tokens only: one call writes their keys
+            logits, self.cache = self.model.step(
+                packed.packed_beam, self.cache, counts=tree.nodes, last=True
             )
-        return found
-
-    def _best(self, found) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """(beam, scores, draft, expected), as in `Candidates`, of what the budget chooses."""
-        going, asked = ~self.over, list(found)
-        ranks, chances = zip(*(ranked(*found[i][:2]) for i in asked), strict=True)
-        which = np.zeros(len(self.texts), int)
-        which[going], nodes = self.budget.choose([x[going] for x in chances], asked)
-        kept = [
-            (beam, np.where(rank < nodes, scores, -np.inf))
-            for (beam, scores, _), rank in zip(found.values(), ranks, strict=True)
-        ]
-        expected = np.stack([x[:, :nodes].sum(axis=1) for x in chances])
-        expected = np.where(going, expected[which, np.arange(len(which))], 0.0)
-        return *of_each(kept, which), np.array(asked)[which], expected
-
-    def _call(self, packed: PackedBeam, nodes: np.ndarray):
-        """(logits (b, l, vocabulary), the nodes' keys, or None where they are committed, and the
-        nodes' states, if the draft asks for them)."""
-        tokens, new, states = packed.packed_beam, None, None
-        wanted = getattr(self.draft, "states", False)
-        if tokens.shape[1] == 1 and not wanted:  # a plain step
-            logits, self.cache = self.model.step(tokens, self.cache, counts=nodes, last=True)
-            logits = logits[:, None]
-        else:
-            positions = (self.lengths[:, None] - 1 + packed.position_offsets).astype(np.int32)
-            states, new = self.model.states(
-                tokens, self.cache, positions=positions, mask=packed.attention_mask
-            )
-            logits = self.model.read_out(states)
+            return np.asarray(logits)[:, None], None, None
+        positions = (self.lengths[:, None] - 1 + packed.position_offsets).astype(np.int32)
+        states, keys = self.model.states(
+            packed.packed_beam, self.cache, positions=positions, mask=packed.attention_mask
+        )
+        logits = self.model.read_out(states)
         # Several simulated devices would each do all that follows.
         logits = logits if self.model.mesh is None else np.asarray(logits)
-        return logits, new, states if wanted else None
+        return logits, keys, states if wanted else None
+
+    def _accept(self, candidates: Candidates, tree: Tree, logits):
+        """(paths, select (b, l), counts (b,)): the tokens that each text goes on with, and the
+        nodes whose keys belong in the cache, the first counts[b] of row select[b]."""
+        counts = np.zeros_like(tree.nodes)
+        select = np.zeros((len(counts), tree.size), int)
+        paths = []
+        judges = self._judges(candidates, tree, logits)
+        for b, judge in enumerate(judges):
+            m, counts[b], tokens = descend(candidates.beam[b], tree.lengths[b], judge)
+            select[b, : counts[b]] = tree.packed.unpack_map[b, m, : counts[b]]
+            paths.append(tokens)
+        return paths, select, counts
+
+    def _judges(self, candidates: Candidates, tree: Tree, logits) -> list[Judge]:
+        """For each text, who says what comes after a candidate's token."""
+        sampling = self.task.sampling
+        # What a node `offset` after the certain token is followed by is new token `index`.
+        index = (self.lengths - self.begin)[:, None] + tree.packed.position_offsets
+        paths = tree.packed.unpack_map
+        if candidates.drawn is None or sampling.greedy:
+            says = what_the_model_says(sampling, logits, index)
+            return [lambda m, c, _, b=b: says(b, paths[b, m, c]) for b in range(len(paths))]
+
+        def judge(b: int) -> Judge:
+            next_one = int(index[b, 0])
+            of_text = candidates.beam[b], candidates.drawn, paths[b]
+            decide = judge_of_drawn(sampling, logits, b, next_one, *of_text)
+            return lambda *at: agreed(decide(*at))
+
+        return [judge(b) for b in range(len(paths))]
 
     def _take(self, tokens: list[list[int]], seen: Seen | None) -> list[list[int]]:
         """The texts go on with these tokens, up to the first that ends them."""
         for b, new in enumerate(tokens):
-            ends = [i for i, token in enumerate(new) if token in self.stop]
+            ends = [i for i, token in enumerate(new) if token in self.task.stop]
             del new[ends[0] + 1 if ends else len(new) :]
             self.texts[b] += new
             self.over[b] |= bool(ends) or len(self.texts[b]) >= self.end[b]
-        self.draft.observe(self.texts, seen)
+        self.drafting.observe(self.texts, seen)
         return tokens
 
-    def _seen(self, packed: PackedBeam, nodes: np.ndarray, logits, state) -> Seen:
-        likely = min(getattr(self.draft, "likely", 0), self.model.config.vocabulary)
-        real = np.arange(packed.packed_beam.shape[1]) < nodes[:, None]
-        after = likeliest_tokens(logits, likely) if likely else np.zeros((*real.shape, 0), int)
-        return Seen(packed.packed_beam, real, np.asarray(after), state)
-
-
-def agreed(x):
-    """An int or bool that all processes agree on: the first one's. Rounding and clocks differ."""
-    if jax.process_count() == 1:
-        return x
-    return type(x)(multihost_utils.broadcast_one_to_all(np.int32(x)))
-
-
-def agreed_arrays(beam: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first process's candidates, in all of them."""
-    if jax.process_count() == 1:
-        return beam, scores
-    rows, width = multihost_utils.broadcast_one_to_all(np.array(beam.shape[1:], np.int32))
-    grown = np.zeros((len(beam), rows, width), np.int32), np.zeros((len(beam), rows, width))
-    if beam.shape == grown[0].shape:
-        grown = beam, scores
-    return tuple(np.asarray(x) for x in multihost_utils.broadcast_one_to_all(grown))
+    def _seen(self, tree: Tree, logits, states, select, counts) -> Seen:
+        """What the draft is shown of this call."""
+        tokens = tree.packed.packed_beam
+        real = np.arange(tree.size) < tree.nodes[:, None]
+        likely = np.zeros((*real.shape, 0), int)
+        if self.drafting.wants_likely:
+            likely = np.asarray(likeliest_tokens(logits, self.drafting.wants_likely))
+        if states is not None:  # at the last accepted node of each text
+            texts = np.arange(len(tokens))
+            states = np.asarray(states)[texts, select[texts, counts - 1]]
+        return Seen(tokens, real, likely, states)

@@ -11,8 +11,8 @@ from jaxtyping import Key
 from treeattn.idea.arrays import Array
 from treeattn.llama import inputs
 from treeattn.llama.model import Llama
-from treeattn.llama.speculation.accept import generator
-from treeattn.llama.speculation.candidates import Drawn, Seen, Texts, padded
+from treeattn.llama.speculation.candidates import Drawn, Seen, Texts, pad_packed
+from treeattn.llama.speculation.reject import generator
 from treeattn.trees.beam import pack, unpack
 from treeattn.trees.draft import search
 from treeattn.trees.token_tree import TokenTree
@@ -76,7 +76,7 @@ class _Reader:
             return self._after_texts()[:, None]
         packed = pack(beam)
         nodes = packed.packed_beam.shape[1]
-        tokens, mask, offsets, unpack_map = padded(packed, _few(nodes))
+        tokens, mask, offsets, unpack_map = pad_packed(packed, _few(nodes))
         positions = np.array([len(text) for text in self._read], np.int32)[:, None] + offsets
         logits, _ = self.model.extend(tokens, self._cache, positions=positions, mask=mask)
         return unpack(logits, unpack_map[:, :, -1:])[:, :, 0]

@@ -1,0 +1,119 @@
+"""Verify: the candidates packed into a tree, and what the model says after each of its nodes."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from treeattn.idea.arrays import Array
+from treeattn.llama.sampling import Sampling, nucleus, tempered
+from treeattn.llama.speculation.agreement import agreed
+from treeattn.llama.speculation.candidates import candidate_lengths, pad_packed
+from treeattn.trees.beam import PackedBeam, pack
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One model call after prefill. Tuples have an entry for each text, 0 where it was over.
+
+    size:     tokens of the call for each text, with padding
+    nodes:    real ones, the certain token included
+    unpacked: the tokens of as many candidates as there are leaves, before packing
+    depth:    of the longest candidate; accepted: tokens that were
+    new:      tokens that the text got, the model's own included
+    """
+
+    size: int
+    nodes: tuple[int, ...]
+    unpacked: tuple[int, ...]
+    depth: tuple[int, ...]
+    accepted: tuple[int, ...]
+    new: tuple[int, ...]
+
+
+class Tree(NamedTuple):
+    """A step's candidates, those of each text packed into a tree below its certain token.
+
+    packed:   l nodes for each text, with padding
+    lengths:  (B, M) of the candidates, the certain token included; 0 where there is none
+    nodes:    (B,) real ones; unpacked: (B,) tokens of as many candidates as there are leaves
+    """
+
+    packed: PackedBeam
+    lengths: Int[np.ndarray, "b m"]
+    nodes: Int[np.ndarray, " b"]
+    unpacked: Int[np.ndarray, " b"]
+
+    @property
+    def size(self) -> int:
+        return self.packed.packed_beam.shape[1]
+
+
+def tree_of(beam: np.ndarray, scores: np.ndarray, size_for: Callable[[int], int]) -> Tree:
+    """The candidates (B, M, C) as trees of `size_for(n)` nodes, n those of the largest."""
+    lengths = candidate_lengths(scores)
+    packed = pack(beam, lengths)
+    nodes = np.diagonal(packed.attention_mask, axis1=1, axis2=2).sum(axis=1)
+    leaves = packed.attention_mask.sum(axis=1) == 1  # that only they themselves attend to
+    unpacked = (leaves * (packed.position_offsets + 1)).sum(axis=1)
+    packed = pad_packed(packed, size_for(int(nodes.max())))
+    return Tree(packed, lengths, nodes, unpacked)
+
+
+def what_the_model_says(
+    sampling: Sampling, logits: Float[Array, "b l vocabulary"], index: Int[np.ndarray, "b l"]
+) -> Callable[[int, int], int]:
+    """(b, node) -> the token that the model puts after a node of text b's tree.
+
+    index: after the node comes the text's new token number index[b, node], from 0. It is drawn with
+    that number's key, so that it is the one that plain decoding draws
+    """
+    if sampling.greedy:
+        tokens = agreed(np.asarray(jnp.argmax(logits, axis=-1), np.int32))
+        return lambda b, node: int(tokens[b, node])
+    if logits.shape[1] == 1:  # without candidates: of all texts at once
+
+        @functools.cache
+        def drawn(i: int) -> np.ndarray:
+            return agreed(np.asarray(sampling.draw(logits[:, 0], sampling.for_token(i)), np.int32))
+
+        return lambda b, node: int(drawn(int(index[b, node]))[b])
+
+    def draw(b, node):
+        key = sampling.for_token(int(index[b, node]))
+        cut = sampling.top_p < 1
+        settings = sampling.temperature, sampling.top_p
+        return agreed(int(_draw_after(logits, b, node, key, *settings, cut=cut)))
+
+    return draw
+
+
+@functools.partial(jax.jit, static_argnames="cut")
+def _draw_after(logits, b, node, key, temperature, top_p, *, cut):
+    """What `Sampling.draw` draws for text b of the batch with this key."""
+    row = _settled(logits, b, node, temperature, top_p, cut)
+    all_texts = jnp.zeros((len(logits), len(row)), row.dtype).at[b].set(row)
+    return jax.random.categorical(key, all_texts, axis=-1)[b]
+
+
+@functools.partial(jax.jit, static_argnames="cut")
+def probabilities_after(logits, b, node, temperature, top_p, *, cut):
+    """(vocabulary,) what a token after node (b, node) is drawn from."""
+    return jax.nn.softmax(_settled(logits, b, node, temperature, top_p, cut))
+
+
+def _settled(logits, b, node, temperature, top_p, cut):
+    """(vocabulary,) the logits at (b, node), with temperature and nucleus."""
+    row = tempered(logits[b, node], temperature)
+    return nucleus(row, top_p) if cut else row
+
+
+@functools.partial(jax.jit, static_argnames="k")
+def likeliest_tokens(logits: Float[Array, "b l vocabulary"], k: int) -> Int[Array, "b l k"]:
+    """The k likeliest tokens after each node, best first."""
+    return jax.lax.top_k(logits, k)[1]
