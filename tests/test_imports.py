@@ -309,6 +309,52 @@ def test_users_import_what_is_public_only():
     assert {"README.md", "01_the_energy_function.ipynb", "examples/decode_sharded.py"} <= files
 
 
+def test_contributing_has_the_public_modules():
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    _, _, section = text.partition("## What is public\n\n")
+    sentence, _, _ = section.partition(":")
+    assert re.findall(r"`(treeattn[\w.]*)`", sentence) == list(PUBLIC)
+
+
+def test_the_readmes_tree_is_that_of_the_project():
+    """Every folder that holds files of ours: at the top, the package's rooms, and theirs."""
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    _, _, section = text.partition("## What is where\n\n```\n")
+    tree, _, _ = section.partition("```")
+    path: list[str] = []
+    shown = set()
+    for line in tree.splitlines():
+        name = line.split()[0]
+        depth = (len(line) - len(line.lstrip())) // 4
+        path = [*path[:depth], name.rstrip("/")]
+        assert (REPOSITORY / "/".join(path)).exists() and len(line.split()) > 2, line
+        shown |= {"/".join(path)} if name.endswith("/") else set()
+    ours = {str(file.parent.relative_to(REPOSITORY)) for file in PACKAGE.rglob("*.py")}
+    ignored = (REPOSITORY / ".gitignore").read_text(encoding="utf-8").replace("/", "").split()
+    for folder in REPOSITORY.iterdir():
+        if folder.is_dir() and not any(map(folder.match, (".*", *ignored))):
+            ours |= {folder.name}
+    assert shown == ours
+
+
+def test_what_we_rely_on_is_where_the_table_says():
+    """Each place is a file, and each test that would notice is there."""
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = re.search(r"^\| what \| where .*?\n\n", text, re.MULTILINE | re.DOTALL)[0]
+    _, _, *rows = [row.strip("|").split(" | ") for row in table.strip().splitlines()]
+    files = (REPOSITORY / "tests").glob("test_*.py")
+    tests = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    for what, where, _, notices in rows:
+        assert (REPOSITORY / where.strip("` ")).is_file(), what
+        named = re.findall(r"`(\S+?)`", notices)
+        assert named or "`make " in notices, what
+        for name in named:
+            if name.startswith("test_"):
+                assert f"def {name}(" in tests, name
+            elif "/" in name:
+                assert (REPOSITORY / name).is_file(), name
+
+
 @pytest.mark.parametrize(
     ("code", "found"),
     [
