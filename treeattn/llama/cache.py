@@ -87,7 +87,8 @@ def _empty(layers: int, shape: tuple[int, ...], dtype, mesh: Mesh | None) -> Cal
     """A compiled function that makes an empty cache, every shard on its device."""
 
     def build():
-        k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(layers)) for _ in "kv")
+        k = tuple(jnp.zeros(shape, dtype) for _ in range(layers))
+        v = tuple(jnp.zeros(shape, dtype) for _ in range(layers))
         return Cache(k, v, jnp.zeros(shape[0], jnp.int32))
 
     shardings = None
@@ -105,22 +106,27 @@ def append(cached, new, lengths: Int[Array, " b"], counts: Int[Array, " b"], mes
     lengths:     how many tokens of each text the cache holds
     counts:      how many of the new tokens each text gets
     select:      (b, m) which, in order, as indices into the new tokens; the first ones when None
+
+    With lengths [7], counts [2] and select [[0, 2, 2]], new tokens 0 and 2 become tokens 7 and 8.
     """
     if select is not None:
         new = jax.tree.map(lambda x: jnp.take_along_axis(x, select[..., None, None], axis=1), new)
     p = shards_of(mesh)
 
     def body(rank, cached, new, lengths, counts):
-        m, t = jax.tree.leaves(new)[0].shape[1], jax.tree.leaves(cached)[0].shape[1]
+        m = jax.tree.leaves(new)[0].shape[1]
+        past_the_end = jax.tree.leaves(cached)[0].shape[1]
         tokens = lengths[:, None] + jnp.arange(m)
-        mine = (jnp.arange(m) < counts[:, None]) & (tokens % p == rank)
-        rows = jnp.where(mine, tokens // p, t)  # row t is past the end: not written
+        real = jnp.arange(m) < counts[:, None]
+        mine = real & (tokens % p == rank)
+        rows = jnp.where(mine, tokens // p, past_the_end)  # where nothing is written
         texts = jnp.arange(len(lengths))[:, None]
         return jax.tree.map(lambda x, y: x.at[texts, rows].set(y, mode="drop"), cached, new)
 
-    axes, shard = axes_of(mesh), P(None, axes_of(mesh))
-    specs = (shard, P(), P(), P())
-    return over_shards(body, mesh, axes, specs, shard)(cached, new, lengths, counts)
+    axes = axes_of(mesh)
+    along_text = P(None, axes)
+    specs = (along_text, P(), P(), P())
+    return over_shards(body, mesh, axes, specs, along_text)(cached, new, lengths, counts)
 
 
 advance = jax.jit(jnp.add)  # lengths by counts: dispatched at once, as the layers' programs are
@@ -140,10 +146,13 @@ def fill(cached, new, mesh: Mesh):
     """A layer's part of an empty cache, with the tokens of whole prompts.
 
     cached, new: keys and values, (b, capacity, h_kv, d) and (b, n, h_kv, d), both sharded along
-    axis 1, `new` in the text's order. Where p² divides n, an all-to-all deals the tokens out;
-    else, for prompts of fewer than p² tokens, each device gets all of them and keeps its own.
+    axis 1, `new` in the text's order. Where p² divides n, an all-to-all deals the tokens out: of
+    8 tokens, two devices have 0 1 2 3 and 4 5 6 7, and then 0 2 4 6 and 1 3 5 7. Else, for prompts
+    of fewer than p² tokens, each device gets all of them and keeps its own.
     """
-    p, axes, (b, n) = shards_of(mesh), axes_of(mesh), new[0].shape[:2]
+    p = shards_of(mesh)
+    axes = axes_of(mesh)
+    b, n = new[0].shape[:2]
     if n % (p * p):
         return append(cached, new, jnp.zeros(b, jnp.int32), jnp.full(b, n, jnp.int32), mesh)
 
@@ -157,8 +166,9 @@ def fill(cached, new, mesh: Mesh):
 
         return jax.tree.map(deal, cached, new)
 
-    shard = P(None, axes)
-    return over_shards(body, mesh, axes, (shard, shard), shard)(cached, new)
+    along_text = P(None, axes)
+    specs = (along_text, along_text)
+    return over_shards(body, mesh, axes, specs, along_text)(cached, new)
 
 
 def grow(cache: Cache, capacity: int, mesh: Mesh | None) -> Cache:
@@ -175,11 +185,13 @@ def grow(cache: Cache, capacity: int, mesh: Mesh | None) -> Cache:
 def _padded(arrays, added: int, mesh: Mesh | None):
     """Arrays of a cache, with `added` rows at the end of each shard."""
 
-    def body(_, arrays):
-        return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, added), (0, 0), (0, 0))), arrays)
+    widths = (0, 0), (0, added), (0, 0), (0, 0)
 
-    shard = P(None, axes_of(mesh))
-    return over_shards(body, mesh, axes_of(mesh), (shard,), shard)(arrays)
+    def body(_, arrays):
+        return jax.tree.map(lambda x: jnp.pad(x, widths), arrays)
+
+    along_text = P(None, axes_of(mesh))
+    return over_shards(body, mesh, axes_of(mesh), (along_text,), along_text)(arrays)
 
 
 def in_order(x: Float[Array, "b n ..."], p: int) -> np.ndarray:

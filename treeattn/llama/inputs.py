@@ -73,7 +73,8 @@ def integers(name: str, x, shape: tuple, what: str = "", top: int | None = None)
         expected = str(shape).replace("None", "any")
         raise ValueError(f"{name}: expected integers {expected} in shape, got {x.dtype} {x.shape}")
     if top is not None and x.size and not isinstance(x, jax.core.Tracer):
-        low, high = int(np.min(x)), int(np.max(x))
+        low = int(np.min(x))
+        high = int(np.max(x))
         if low < 0 or high > top:
             got = low if low < 0 else high
             raise ValueError(f"{name}: expected {what} from 0 to {top}, got {got}")
@@ -184,7 +185,8 @@ def check_new(tokens: Array, cache: Cache, positions, mask) -> tuple[Array | Non
 
 
 def padded(prompts: Sequence[Sequence[int]], multiple: int) -> np.ndarray:
-    """The prompts as rows (batch, n) int32, filled up with zeros to a multiple."""
+    """The prompts as rows (batch, n) int32, filled up with zeros to a multiple: [[5, 7, 8]] of 4
+    becomes [[5, 7, 8, 0]]."""
     longest = max(map(len, prompts))
     tokens = np.zeros((len(prompts), multiple * -(-longest // multiple)), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):

@@ -149,7 +149,8 @@ class Llama:
 
         Warns of more tokens than the model was trained on: nothing fails, but texts get worse.
         """
-        c, dtype = self.config, self.weights.embedding.dtype
+        c = self.config
+        dtype = self.weights.embedding.dtype
         batch = integer("batch", batch, 1)
         capacity = integer("capacity", capacity, 1)
         if capacity > c.context:

@@ -49,6 +49,21 @@ class Weights(NamedTuple):
     frequencies: Float[Array, " half"]
 
 
+# The tensors of a layer that each field holds, one below the other, after "model.layers.3.".
+_PRODUCTS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "output": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+LAYER_TENSORS = {field: [f"{name}.weight" for name in names] for field, names in _PRODUCTS.items()}
+LAYER_TENSORS |= {
+    f"{field}_bias": [f"{name}.bias" for name in names] for field, names in _PRODUCTS.items()
+}
+LAYER_TENSORS["attention_norm"] = ["input_layernorm.weight"]
+LAYER_TENSORS["mlp_norm"] = ["post_attention_layernorm.weight"]
+
+
 def load_weights(
     checkpoint: Checkpoint,
     put: Callable[[np.ndarray, str], jax.Array],
@@ -63,6 +78,7 @@ def load_weights(
     meanwhile: called, in a thread, with the weights of a model of the first layer only
     """
     config = checkpoint.config
+    expected = config.tensors()
 
     def read(field: str, *names: str) -> jax.Array:
         """The tensors, one below the other."""
@@ -73,24 +89,13 @@ def load_weights(
         return put(joined, field)
 
     def layer(i: int) -> Layer:
-        at = f"model.layers.{i}."
-        attention, mlp = at + "self_attn.", at + "mlp."
-        parts = {
-            "qkv": [f"{attention}{x}_proj" for x in "qkv"],
-            "output": [f"{attention}o_proj"],
-            "gate_up": [f"{mlp}gate_proj", f"{mlp}up_proj"],
-            "down": [f"{mlp}down_proj"],
+        at = f"model.layers.{i}"
+        arrays = {
+            field: read(field, *(f"{at}.{name}" for name in names))
+            for field, names in LAYER_TENSORS.items()
+            if f"{at}.{names[0]}" in expected
         }
-        arrays = {}
-        for part, names in parts.items():
-            arrays[part] = read(part, *(f"{n}.weight" for n in names))
-            if f"{names[0]}.bias" in config.tensors():
-                arrays[f"{part}_bias"] = read(f"{part}_bias", *(f"{n}.bias" for n in names))
-        return Layer(
-            attention_norm=read("attention_norm", at + "input_layernorm.weight"),
-            mlp_norm=read("mlp_norm", at + "post_attention_layernorm.weight"),
-            **arrays,
-        )
+        return Layer(**arrays)
 
     # The largest first: what reading a tensor takes for a moment is then never on top of all.
     embedding = read("embedding", "model.embed_tokens.weight")

@@ -43,7 +43,8 @@ class Checkpoint:
             if (came := self.shapes[name]) != shape:
                 wanted = f"its configuration asks for {shape}"
                 raise ValueError(f"{self.path}: {name} has shape {came}; {wanted}")
-        pairs, factors = (self.config.head_dim // 2,), self.rotary_factors
+        factors = self.rotary_factors
+        pairs = (self.config.head_dim // 2,)
         if factors is not None and factors.shape != pairs:
             raise ValueError(
                 f"{self.path}: rope_freqs.weight has shape {factors.shape}, not {pairs}"

@@ -51,8 +51,10 @@ class Config:
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """The tensors that a checkpoint of this model must have, and their shapes (out, in)."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        d, f = self.width, self.mlp_width
+        q = self.heads * self.head_dim
+        kv = self.kv_heads * self.head_dim
+        d = self.width
+        f = self.mlp_width
         layer = {
             "input_layernorm.weight": (d,),
             "self_attn.q_proj.weight": (q, d),
@@ -107,7 +109,8 @@ class Llama3Scaling:
             )
 
     def apply(self, frequencies: np.ndarray) -> np.ndarray:
-        low, high = self.low_freq_factor, self.high_freq_factor
+        low = self.low_freq_factor
+        high = self.high_freq_factor
         turns = self.original_max_position_embeddings * frequencies / (2 * np.pi)
         keep = np.clip((turns - low) / (high - low), 0, 1)  # 1: as it was, 0: slowed
         return frequencies * (keep + (1 - keep) / self.factor)

@@ -25,7 +25,10 @@ CUTS = {
     **dict.fromkeys(LLAMA_3_NAMES, (LLAMA_3,)),
 }
 
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # types of a GGUF file's tokens
+# Types of a GGUF file's tokens.
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
 
 
 def from_gguf(fields: dict, path: Path) -> Tokenizer | None:

@@ -23,16 +23,19 @@ def open_hugging_face(path: Path) -> Checkpoint:
 
     A *.safetensors file stands for itself alone, with what lies beside it.
     """
-    folder, files = (path, _shards(path)) if path.is_dir() else (path.parent, [path])
+    folder = path if path.is_dir() else path.parent
+    files = _shards(path) if path.is_dir() else [path]
     config = hugging_face_config(tokenizer.read_json(folder / "config.json"), folder)
-    where, shapes = {}, {}
+    where = {}
+    shapes = {}
     for file in files:
         with _safetensors(file) as shard, named(file):
             for name in shard.keys():  # a shard is no dict
                 stored = shard.get_slice(name)
                 if (dtype := stored.get_dtype()) not in DTYPES:
                     raise ValueError(f"{file}: {name}: expected one of {DTYPES}, got {dtype}")
-                where[name], shapes[name] = file, tuple(stored.get_shape())
+                where[name] = file
+                shapes[name] = tuple(stored.get_shape())
 
     def read(name: str) -> np.ndarray:
         # Opened anew, so that no file stays mapped longer than it takes to copy one tensor.
@@ -44,7 +47,8 @@ def open_hugging_face(path: Path) -> Checkpoint:
 
 def _shards(path: Path) -> list[Path]:
     """The directory's safetensors files: those of its index, model.safetensors, or all."""
-    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
+    index = path / "model.safetensors.index.json"
+    single = path / "model.safetensors"
     if index.exists():
         with named(index, "weight_map"):
             names = tokenizer.read_json(index)["weight_map"].values()

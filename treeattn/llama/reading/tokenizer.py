@@ -98,9 +98,13 @@ class Tokenizer:
         )
         with named("messages", "the checkpoint's chat template says"):
             return environment.from_string(self.chat_template).render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=True,
-                bos_token=self.bos, eos_token=self.eos,
-            )  # fmt: skip
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                bos_token=self.bos,
+                eos_token=self.eos,
+            )
 
 
 def _text(name: str, x) -> str:
@@ -142,7 +146,8 @@ def _from_fields(backend: tokenizers.Tokenizer, first: list[int], path: Path) ->
     def fields(name):
         return read_json(path / name) if (path / name).exists() else {}
 
-    about, config = fields("tokenizer_config.json"), fields("config.json")
+    about = fields("tokenizer_config.json")
+    config = fields("config.json")
     ends = fields("generation_config.json").get("eos_token_id")
     ends = config.get("eos_token_id") if ends is None else ends
     ends = [] if ends is None else ends
@@ -154,7 +159,8 @@ def _from_fields(backend: tokenizers.Tokenizer, first: list[int], path: Path) ->
         found = found["content"] if isinstance(found, dict) else found
         return "" if found is None else found
 
-    template, file = about.get("chat_template"), path / "chat_template.jinja"
+    template = about.get("chat_template")
+    file = path / "chat_template.jinja"
     if isinstance(template, list):  # several, by name
         template = {t["name"]: t["template"] for t in template}.get("default")
     return Tokenizer(
