@@ -145,9 +145,9 @@ def test_growing_keeps_every_token_where_it_is(eight, dense):
     before = [np.asarray(s.data) for s in cache.k[0].addressable_shards]
     cache = eight.grow(cache, 64)
     assert cache.capacity == 64
-    compiled = caches._padded._cache_size()
+    compiled = caches._with_more_rows._cache_size()
     eight.grow(eight.new_cache(1, 32), 64)
-    assert caches._padded._cache_size() == compiled
+    assert caches._with_more_rows._cache_size() == compiled
     for x, shard in zip(before, cache.k[0].addressable_shards, strict=True):
         np.testing.assert_array_equal(x, np.asarray(shard.data)[:, : x.shape[1]])
     check(eight.step(TEXT[None, 30:31], cache)[0][0, 0], dense[30])

@@ -132,8 +132,8 @@ def test_the_kernel_is_in_the_program_for_a_gpu(model):
     cache, static = model.new_cache(2, 64), model._static(cached=True)
 
     def step(weights, tokens, cache):
-        return layers.run_layers(weights, tokens, cache, None, None, None, static=static, read=True,
-                         out=None)  # fmt: skip
+        how = {"static": static, "see_cache": True, "out": None}
+        return layers.run_layers(weights, tokens, cache, None, None, None, **how)
 
     text = lowered(step, model.weights, TEXT[:, :1], cache, context=on_cuda()[1])
     count = text.count("call @extend_layer")

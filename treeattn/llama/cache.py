@@ -178,11 +178,11 @@ def grow(cache: Cache, capacity: int, mesh: Mesh | None) -> Cache:
     added = -(-capacity // p) - cache.capacity // p
     if added < 0:
         raise ValueError(f"capacity: expected at least the {cache.capacity} of now, got {capacity}")
-    return Cache(*_padded((cache.k, cache.v), added, mesh), cache.lengths)
+    return Cache(*_with_more_rows((cache.k, cache.v), added, mesh), cache.lengths)
 
 
 @functools.partial(jax.jit, static_argnames=("added", "mesh"))
-def _padded(arrays, added: int, mesh: Mesh | None):
+def _with_more_rows(arrays, added: int, mesh: Mesh | None):
     """Arrays of a cache, with `added` rows at the end of each shard."""
 
     widths = (0, 0), (0, added), (0, 0), (0, 0)

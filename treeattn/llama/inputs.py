@@ -184,7 +184,7 @@ def check_new(tokens: Array, cache: Cache, positions, mask) -> tuple[Array | Non
     return positions, mask
 
 
-def padded(prompts: Sequence[Sequence[int]], multiple: int) -> np.ndarray:
+def pad_prompts(prompts: Sequence[Sequence[int]], multiple: int) -> np.ndarray:
     """The prompts as rows (batch, n) int32, filled up with zeros to a multiple: [[5, 7, 8]] of 4
     becomes [[5, 7, 8, 0]]."""
     longest = max(map(len, prompts))

@@ -267,13 +267,22 @@ def rotate(x: Float[Array, "b l h d"], rotation: Rotation) -> Float[Array, "b l 
 
 
 def run_layers(
-    weights: Weights, tokens, cache: caches.Cache, positions, mask, last, *, static, read: bool, out
+    weights: Weights,
+    tokens,
+    cache: caches.Cache,
+    positions,
+    mask,
+    last,
+    *,
+    static: Static,
+    see_cache: bool,
+    out: NamedSharding | None,
 ) -> tuple[Float[Array, "b _ width"], caches.NewEntries]:
     """(the last layer's output, what all layers have to write), of checked arguments.
 
-    read: whether the tokens see the cache
-    last: (b,) as in `extend_layer`, for the last layer
-    out:  as in `embed`
+    last:      (b,) as in `extend_layer`, for the last layer
+    see_cache: whether the tokens see what is cached
+    out:       as in `embed`
     """
     x, rotation = embed(
         tokens, weights.embedding, weights.frequencies, cache.lengths, positions, out=out
@@ -287,8 +296,8 @@ def run_layers(
             rotation,
             static=static,
             mask=mask,
-            cached=cached if read else None,
-            lengths=cache.lengths if read else None,
+            cached=cached if see_cache else None,
+            lengths=cache.lengths if see_cache else None,
             last=last if i == final else None,
         )
         entries.append(new)
@@ -313,7 +322,7 @@ class Programs(NamedTuple):
 
 PROGRAM_A_LAYER = Programs(run_layers, write_entries)
 ONE_PROGRAM = Programs(
-    jax.jit(run_layers, static_argnames=("static", "read", "out")),
+    jax.jit(run_layers, static_argnames=("static", "see_cache", "out")),
     jax.jit(write_entries, static_argnames="mesh", donate_argnames="arrays"),
 )
 # More tokens than these keep a device busy layer by layer.

@@ -270,12 +270,12 @@ class Llama:
         progress(int(lengths.sum()))
         return result
 
-    def _run_layers(self, tokens, cache, positions=None, mask=None, read=True, last=None):
+    def _run_layers(self, tokens, cache, positions=None, mask=None, see_cache=True, last=None):
         """(the last layer's output, what all layers have to write), as by `layers.run_layers`."""
         positions, mask = inputs.check_new(tokens, cache, positions, mask)
-        static = self._static(cached=read)
+        static = self._static(cached=see_cache)
         run = self._programs(tokens.shape[1]).run
-        how = {"static": static, "read": read, "out": self._replicated_sharding()}
+        how = {"static": static, "see_cache": see_cache, "out": self._replicated_sharding()}
         return run(self.weights, tokens, cache, positions, mask, last, **how)
 
     def _write(self, cache: Cache, new: NewEntries, counts, select=None) -> Cache:

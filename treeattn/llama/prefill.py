@@ -30,7 +30,7 @@ def at_once(
     # Padded to a few lengths only, each of which compiles, that `fill` can deal out.
     multiple = p * p if longest >= p * p else p
     coarse = 1 << max(longest.bit_length() - 3, 0)
-    tokens = inputs.padded(prompts, multiple * -(-coarse // multiple))
+    tokens = inputs.pad_prompts(prompts, multiple * -(-coarse // multiple))
     along = NamedSharding(model.mesh, P(None, caches.axes_of(model.mesh)))
     tokens = jax.make_array_from_callback(tokens.shape, along, lambda index: tokens[index])
     x, rotation = model._embed(tokens, out=along if model.shard_weights else None)
@@ -58,7 +58,7 @@ def in_chunks(
     Each chunk attends to the cache like any step. progress is called with its number of tokens.
     """
     longest = int(lengths.max())
-    tokens = inputs.padded(prompts, max(chunk, FEWEST))
+    tokens = inputs.pad_prompts(prompts, max(chunk, FEWEST))
     empty = not np.asarray(cache.lengths).any()
     logits = None
     for start in range(0, longest, chunk):
@@ -69,7 +69,7 @@ def in_chunks(
         # In a long piece the last layer computes only what is read of it. In a short one
         # that would save less than it takes to compile.
         last = counts - 1 if size > CAUSAL_BLOCK else None
-        x, new = model._run_layers(piece, cache, read=start > 0 or not empty, last=last)
+        x, new = model._run_layers(piece, cache, see_cache=start > 0 or not empty, last=last)
         cache = model._write(cache, new, counts)
         seen = model.read_out(x, counts - 1)
         logits = seen if logits is None else jnp.where(counts[:, None] > 0, seen, logits)

@@ -65,7 +65,7 @@ class _Reader:
         new = [text[len(o) :] for text, o in zip(texts, old, strict=True)]
         counts = np.array([len(n) for n in new], np.int32)
         if counts.any():
-            tokens = inputs.padded(new, _few(int(counts.max())))
+            tokens = inputs.pad_prompts(new, _few(int(counts.max())))
             logits, self._cache = self.model.step(tokens, self._cache, counts=counts, last=True)
             self._logits = jnp.where((counts > 0)[:, None], logits, self._logits)
         return self._logits
