@@ -284,22 +284,15 @@ def run_layers(
     see_cache: whether the tokens see what is cached
     out:       as in `embed`
     """
-    x, rotation = embed(
-        tokens, weights.embedding, weights.frequencies, cache.lengths, positions, out=out
-    )
+    table = weights.embedding
+    x, rotation = embed(tokens, table, weights.frequencies, cache.lengths, positions, out=out)
     entries = []
     final = len(weights.layers) - 1
     for i, (w, cached) in enumerate(zip(weights.layers, cache.layers, strict=True)):
-        x, new = extend_layer(
-            x,
-            w,
-            rotation,
-            static=static,
-            mask=mask,
-            cached=cached if see_cache else None,
-            lengths=cache.lengths if see_cache else None,
-            last=last if i == final else None,
-        )
+        options = {"mask": mask, "last": last if i == final else None}
+        if see_cache:
+            options |= {"cached": cached, "lengths": cache.lengths}
+        x, new = extend_layer(x, w, rotation, static=static, **options)
         entries.append(new)
     return x, tuple(entries)
 
