@@ -171,8 +171,9 @@ def _reduce_scatter(state: AttentionState, axes: Axes, wire) -> AttentionState:
         sums = scatter(jnp.concatenate([n, d[..., None]], axis=-1))
         return AttentionState(own_heads(m, axes), sums[..., -1], sums[..., :-1])
     total, share = _weigh_output(state, axes, wire)
-    m, d = own_heads(total.max, axes), own_heads(total.denominator, axes)
-    return AttentionState(m, d, scatter(share).astype(d.dtype) * d[..., None])
+    d = own_heads(total.denominator, axes)
+    n = scatter(share).astype(d.dtype) * d[..., None]
+    return AttentionState(own_heads(total.max, axes), d, n)
 
 
 def _all_to_all(state: AttentionState, axes: Axes, wire) -> AttentionState:

@@ -120,7 +120,8 @@ def _attend_rows(inputs: Grouped, row) -> AttentionState:
 
     So a single row of queries, (1, h_kv, group, l, d), reads its keys where they lie.
     """
-    q, partitioned = inputs.q, inputs.partitioned
+    q = inputs.q
+    partitioned = inputs.partitioned
     n = inputs.k.shape[1]
     size = block_size(q, n)
     few = products.few_queries(q, n)
@@ -171,7 +172,8 @@ def _attend_jvp(primals, tangents):
 
     The pivot is constant, so the blocks only add up: nothing has to be kept of each.
     """
-    (inputs,), (given,) = primals, tangents
+    (inputs,) = primals
+    (given,) = tangents
     state = _attend(inputs)
     tangents = {name: getattr(given, name) for name in ("q", "k", "v", "bias")}
     tangents = {
@@ -192,14 +194,15 @@ def _sums(inputs: Grouped, m):
 
     m and the first are (b, h_kv, group, l), the second (b, h_kv, group, l, dv).
     """
-    q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.bias
-    n = k.shape[1]
+    q = inputs.q
+    bias = inputs.bias
+    n = inputs.k.shape[1]
     size = block_size(q, n)
     m = lax.stop_gradient(finite(m))[..., None]
     shrunk, root = products.shrink(q)
     # Handed to the loop as blocks: each then gets its gradient in its place, where slices of
     # one array would add up arrays of its size.
-    blocks = {"k": split_blocks(k, 1, size), "v": split_blocks(v, 1, size)}
+    blocks = {"k": split_blocks(inputs.k, 1, size), "v": split_blocks(inputs.v, 1, size)}
     if bias is not None and bias.shape[-1] == n:
         blocks["bias"] = split_blocks(bias, -1, size)
     without_bias = inputs.replace(bias=None)
@@ -217,6 +220,6 @@ def _sums(inputs: Grouped, m):
         return jax.tree.map(jnp.add, sums, products.matrix_sums(p, values))
 
     denominator = jnp.zeros(m.shape[:-1], m.dtype)
-    numerator = jnp.zeros((*m.shape[:-1], v.shape[-1]), m.dtype)
+    numerator = jnp.zeros((*m.shape[:-1], inputs.v.shape[-1]), m.dtype)
     zeros = varying_like((denominator, numerator), *inputs.arrays)
     return over_blocks(add_block, zeros, size, n, inputs.lengths, blocks)

@@ -36,9 +36,9 @@ def attend_causal(inputs: Inputs) -> AttentionState:
         parts //= 2
         size *= 2
         state, q, k, v = _split((state, q, k, v), b * parts, size)
-        first, second = _half(state, 0), _half(state, 1)
-        second = merge(state_of_keys(_half(q, 1), _half(k, 0), _half(v, 0)), second)
-        state = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), first, second)
+        before = state_of_keys(_half(q, 1), _half(k, 0), _half(v, 0))
+        second = merge(before, _half(state, 1))
+        state = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), _half(state, 0), second)
     return jax.tree.map(lambda x: x[:, :length], state)
 
 

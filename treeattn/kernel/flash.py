@@ -49,7 +49,8 @@ def _load_cuda_runtime() -> None:
 
 def obstacle(inputs: Inputs) -> str | None:
     """Why the kernel cannot take these arguments, naming the argument; None if it can."""
-    q, v = inputs.q, inputs.v
+    q = inputs.q
+    v = inputs.v
     if q.dtype not in (jnp.float16, jnp.bfloat16):
         return f"q: the flash kernel takes float16 or bfloat16, got {q.dtype}"
     if v.shape[-1] != q.shape[-1]:
@@ -115,6 +116,8 @@ def _variable_lengths(q, k, v, lengths, options):
 
 
 def _backward(inputs: Inputs, cotangent):
+    """The inputs' cotangents, by the blockwise form of the same function."""
+
     def blockwise(inputs):
         return from_output(*finalize(attend_blockwise(inputs)))
 

@@ -123,13 +123,6 @@ def _call(q, k, v, mask, bias, lengths, factor, *, scale: float, causal: bool, i
     q, root, root_and_scale = _scale_queries(q, scale)
     lengths = None if lengths is None else lengths[:, None]
 
-    def row_spec(x):  # a row's, or what all rows share
-        if x is None:
-            return None
-        each = int(len(x) > 1)
-        rest = [0] * (x.ndim - 1)
-        return pl.BlockSpec((None, *x.shape[1:]), lambda _, s, i: (i * each, *rest))
-
     def head_spec(x):
         return pl.BlockSpec((None, n, None, x.shape[3]), lambda j, s, i: (i, 0, j % h_kv, 0))
 
@@ -143,23 +136,15 @@ def _call(q, k, v, mask, bias, lengths, factor, *, scale: float, causal: bool, i
     by_row = q, root, root_and_scale
     shared = mask, bias, lengths
     out_specs, out_shape = zip(result(l, h), result(l, h), result(l, h, dv), strict=True)
-    kernel = functools.partial(
-        _kernel,
-        h_kv=h_kv,
-        causal=causal,
-        rows=tiling.rows,
-        block=tiling.block,
-        splits=tiling.splits,
-    )
     # A single row of tensor cores waits for memory; several need room instead.
     compiler_params = triton.CompilerParams(
         num_warps=4 if tiling.rows * side(dv) < 1 << 13 else 8,
         num_stages=3 if tiling.rows == SIDE else 2,
     )
     call = pl.pallas_call(
-        kernel,
+        functools.partial(_kernel, h_kv=h_kv, causal=causal, tiling=tiling),
         grid=(h_kv * tiling.tiles, tiling.splits, b),
-        in_specs=[*map(row_spec, by_row), head_spec(k), head_spec(v), *map(row_spec, shared)],
+        in_specs=[*map(_row_spec, by_row), head_spec(k), head_spec(v), *map(_row_spec, shared)],
         out_specs=out_specs,
         out_shape=out_shape,
         compiler_params=compiler_params,
@@ -169,21 +154,17 @@ def _call(q, k, v, mask, bias, lengths, factor, *, scale: float, causal: bool, i
     return call(*by_row, k, v, *shared)
 
 
+def _row_spec(x):
+    """What a program is given of `x`, (b, …): its row, or what all rows share."""
+    if x is None:
+        return None
+    each = int(len(x) > 1)
+    rest = [0] * (x.ndim - 1)
+    return pl.BlockSpec((None, *x.shape[1:]), lambda _, s, i: (i * each, *rest))
+
+
 def _kernel(
-    q,
-    root,
-    root_and_scale,
-    k,
-    v,
-    mask,
-    bias,
-    length,
-    *out,
-    h_kv: int,
-    causal: bool,
-    rows: int,
-    block: int,
-    splits: int,
+    q, root, root_and_scale, k, v, mask, bias, length, *out, h_kv: int, causal: bool, tiling: Tiling
 ):
     """One program: the state of a tile of queries after one split of a head's keys.
 
@@ -193,6 +174,7 @@ def _kernel(
     """
     l, heads, d = q.shape
     n, dv = v.shape
+    rows, _, block, splits = tiling
     tile, head = divide(pl.program_id(0), h_kv)
     group = heads // h_kv
     query, member = divide(tile * rows + indices(rows), group)
@@ -216,23 +198,10 @@ def _kernel(
         m, denominator, numerator = state
         key = start + i * block + indices(block)
         is_key = key < stop
-        there = is_query[:, None] & is_key[None]
         keys = _load_rows(k, (key,), is_key, d)
         values = _load_rows(v, (key,), is_key, dv)
-
-        def entry(x):  # of a mask or bias (heads, queries, keys); all share an axis of 1
-            at = zip((*place[::-1], key), x.shape, strict=True)
-            return _load(x, _grid(*(i * min(size - 1, 1) for i, size in at)), there)
-
-        visible = there
-        added = None
-        if causal:
-            visible = visible & (key[None] <= query[:, None])
-        if mask is not None:
-            visible = visible & entry(mask)
-        if bias is not None:
-            added = entry(bias).astype(jnp.float32)
-            visible = visible & shown_by(added)
+        there = is_query[:, None] & is_key[None]
+        visible, added = _visibility(there, place, key, mask, bias, causal)
         s = _mask_and_keep_nan(dot(queries, keys, 1) * root * root_and_scale, visible, added)
         pivot = jnp.maximum(m, jnp.max(s, axis=1))
         weight = jnp.exp(finite(m) - finite(pivot))
@@ -246,9 +215,37 @@ def _kernel(
     blocks = ceil(stop - start, block)  # none, where the split begins past the end
     state = m, jnp.zeros_like(m), numerator
     state = lax.fori_loop(jnp.int32(0), blocks, add_block, state)
-    m, denominator, numerator = _without_loss(*state, most)
+    _store(out, _without_loss(*state, most), place, is_query)
+
+
+def _visibility(there, place, key, mask, bias, causal: bool):
+    """(visible, added) of a tile of scores: who sees which key, and the bias, or None.
+
+    there: whether both the query and the key are there; place: the queries', and their heads
+    """
+    query, head = place
+
+    def entries(x):  # of a mask or bias (heads, queries, keys); all share an axis of 1
+        at = zip((head, query, key), x.shape, strict=True)
+        return _load(x, _grid(*(i * min(size - 1, 1) for i, size in at)), there)
+
+    visible = there
+    if causal:
+        visible = visible & (key[None] <= query[:, None])
+    if mask is not None:
+        visible = visible & entries(mask)
+    if bias is None:
+        return visible, None
+    added = entries(bias).astype(jnp.float32)
+    return visible & shown_by(added), added
+
+
+def _store(out, state, place, is_query):
+    """Write the state's fields where the tile's queries have their places in them."""
+    dv = out[2].shape[-1]
     column = indices(side(dv))
     is_entry = is_query[:, None] & (column < dv)[None]
+    m, denominator, numerator = state
     triton.store(out[0].at[place], m, mask=is_query)
     triton.store(out[1].at[place], denominator, mask=is_query)
     triton.store(out[2].at[_grid(*place, column)], numerator, mask=is_entry)
@@ -282,6 +279,7 @@ def _load_rows(x, at, there, size: int):
 
 
 def _load(x, at, there):
+    """The elements of `x` at these indices; zeros if not `there`."""
     return triton.load(x.at[at], mask=there, other=jnp.zeros((), x.dtype))
 
 
