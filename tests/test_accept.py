@@ -145,9 +145,11 @@ def test_bad_nodes():
 )
 def test_bad_input(unchecked, change, message):
     call = {
-        "beam": np.zeros((1, 2, 3), int), "scores": np.zeros((1, 2, 3)),
-        "verified_beam": np.zeros((1, 2, 3), int), "verified_scores": np.zeros((1, 2, 3)),
-    } | change  # fmt: skip
+        "beam": np.zeros((1, 2, 3), int),
+        "scores": np.zeros((1, 2, 3)),
+        "verified_beam": np.zeros((1, 2, 3), int),
+        "verified_scores": np.zeros((1, 2, 3)),
+    } | change
     with pytest.raises(ValueError, match=message):
         accept_candidate_tokens(**call)
     with pytest.raises(TypeError, match="beam: expected an array of integers"):

@@ -149,9 +149,10 @@ def test_the_suffix_tree_counts_what_followed(seed):
             t: follow.count(t) for t in follow
         }
     longest = max(
-        n for n in range(depth)
+        n
+        for n in range(depth)
         if any(text[i : i + n] == text[len(text) - n :] for i in range(len(text) - n))
-    )  # fmt: skip
+    )
     assert len(tree.suffixes()) == longest + 1
 
 
@@ -171,9 +172,10 @@ def test_the_suffix_drafts_probabilities_are_probabilities(seed):
         if order:
             suffix = text[len(text) - order :]
             follow = [
-                text[i + order] for i in range(len(tree.tokens) - order)
+                text[i + order]
+                for i in range(len(tree.tokens) - order)
                 if text[i : i + order] == suffix
-            ]  # fmt: skip
+            ]
             assert {t: c.count for t, c in node.children.items()} == {
                 t: follow.count(t) for t in follow
             }
@@ -348,10 +350,10 @@ def test_draws_without_replacement_come_in_order(model):
     draft.begin(jax.random.key(0))
     q = np.array([0.5, 0.3, 0.2, 0.0])
     seen = np.zeros((4, 4))
-    tokens, logs = draft._draw(np.broadcast_to(q, (1, 20_000, 4)), 2)
+    tokens, logs = draft._draw_children(np.broadcast_to(q, (1, 20_000, 4)), 2)
     for a, b in tokens[0]:
         seen[a, b] += 1 / 20_000
     for a, b in itertools.permutations(range(4), 2):
         assert seen[a, b] == pytest.approx(q[a] * q[b] / (1 - q[a]), abs=0.02)
-    tokens, logs = draft._draw(np.array([[[1.0, 0, 0, 0]]]), 6)  # one token only is possible
+    tokens, logs = draft._draw_children(np.array([[[1.0, 0, 0, 0]]]), 6)  # one is possible
     assert tokens[0, 0, 0] == 0 and logs[0, 0].tolist() == [0.0] + [-np.inf] * 5

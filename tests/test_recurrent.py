@@ -311,10 +311,12 @@ BROKEN = {
     "outside the model's vocabulary": lambda path: changed(path, tokens=np.array([1, 96])),
     "does not fit this model": lambda path: changed(path, fingerprint=np.zeros(3, np.float32)),
     "models of width 3,": lambda path: changed(
-        path, mix=np.zeros((3, 6), np.float16), gate_up=np.zeros((1, 2, 3), np.float16),
+        path,
+        mix=np.zeros((3, 6), np.float16),
+        gate_up=np.zeros((1, 2, 3), np.float16),
         down=np.zeros((1, 3, 1), np.float16),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("message", BROKEN)

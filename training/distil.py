@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from training.recurrent import Drafter, Shared, advance, draft_beam, unit
+from training.recurrent import Drafter, Shared, draft_beam, next_state, unit
 from treeattn import Llama
 from treeattn.llama.speculation import ranked
 
@@ -150,7 +150,7 @@ def loss(drafter: Drafter, shared: Shared, batch: Examples, soft: float, near: f
     total = 0.0
     weights = 0.0
     for c in range(batch.tokens.shape[1]):
-        state = advance(drafter, state, shared.embedding[batch.tokens[:, c]])
+        state = next_state(drafter, state, shared.embedding[batch.tokens[:, c]])
         log = jax.nn.log_softmax(state @ shared.head.T, axis=-1)
         model = -jnp.sum(batch.chances[:, c] * jnp.take_along_axis(log, batch.rows[:, c], 1), 1)
         came = batch.came[:, c]

@@ -52,7 +52,7 @@ def unit(x: Float[Array, "... d"]) -> Float[Array, "... d"]:
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
-def advance(
+def next_state(
     drafter: Drafter, state: Float[Array, "... d"], embedded: Float[Array, "... d"]
 ) -> Float[Array, "... d"]:
     """The state after a token: it stands for the model's last layer's output there, `unit`."""
@@ -82,16 +82,21 @@ def draft_beam(
     with_pruned: after them the shorter paths that the search had kept at lesser depths and has
     pruned since, as candidates of their own (score −∞ beyond their end)
     """
-    batch, n = len(certain), len(shared.tokens)
-    beam, scores = jnp.zeros((batch, 1, 0), jnp.int32), jnp.zeros((batch, 1, 0), jnp.float32)
-    path, state, token = jnp.zeros((batch, 1), jnp.float32), unit(state)[:, None], certain[:, None]
+    batch = len(certain)
+    n = len(shared.tokens)
+    beam = jnp.zeros((batch, 1, 0), jnp.int32)
+    scores = jnp.zeros((batch, 1, 0), jnp.float32)
+    path = jnp.zeros((batch, 1), jnp.float32)
+    state = unit(state)[:, None]
+    token = certain[:, None]
     depths = []
     for _ in range(length):
-        state = advance(drafter, state, shared.embedding[token])
+        state = next_state(drafter, state, shared.embedding[token])
         log = jax.nn.log_softmax(state @ shared.head.T, axis=-1)
         kept = min(width, log.shape[1] * n)
         path, best = jax.lax.top_k((path[..., None] + log).reshape(batch, -1), kept)
-        parent, token = best // n, shared.tokens[best % n]
+        parent = best // n
+        token = shared.tokens[best % n]
         score = jnp.take_along_axis(log.reshape(batch, -1), best, axis=1)
         beam, scores, state = (
             jnp.take_along_axis(x, parent[..., None], axis=1) for x in (beam, scores, state)
@@ -116,7 +121,8 @@ def borrow(model: Llama, tokens: Integer[np.ndarray, " n"]) -> Shared:
             x = jax.jit(lambda y: y, out_shardings=out)(x)
         return x.addressable_data(0)
 
-    w, at = model.weights, np.asarray(tokens, np.int32)
+    w = model.weights
+    at = np.asarray(tokens, np.int32)
     head = here(w.head)[at].astype(jnp.float32) * here(w.norm).astype(jnp.float32)
     return Shared(here(w.embedding), head, jnp.asarray(at))
 
@@ -148,14 +154,16 @@ def load_drafter(model: Llama, path: str | Path | None = None) -> tuple[Drafter,
         raise FileNotFoundError(f"draft: no file {path}")
     try:
         with safetensors.safe_open(path, "np") as file:
-            about, names = file.metadata() or {}, file.keys()
+            about = file.metadata() or {}
+            names = file.keys()
             found = {name: file.get_tensor(name) for name in names}
     except (safetensors.SafetensorError, OSError) as error:
         raise ValueError(f"draft: {path} is no readable safetensors file: {error}") from None
     if about.get("format") != FORMAT or not {*Drafter._fields, "tokens", "fingerprint"} <= {*found}:
         raise ValueError(f"draft: {path} holds no recurrent drafter ({FORMAT})")
     drafter = Drafter(*(found[name] for name in Drafter._fields))
-    trained, d = f"it was trained on {about.get('model')}", model.config.width
+    trained = f"it was trained on {about.get('model')}"
+    d = model.config.width
     _check(drafter, path)
     if drafter.mix.shape[0] != d:
         raise ValueError(
@@ -205,7 +213,8 @@ class RecurrentDraft:
         self.drafter, self.shared = path if pair else load_drafter(model, path)
         self.vocabulary = model.config.vocabulary
         self.shape = {"width": width, "length": length, "with_pruned": with_pruned}
-        self._certain, self._state = np.zeros(0, np.int32), None
+        self._certain = np.zeros(0, np.int32)
+        self._state = None
 
     def observe(self, texts: Texts, seen: Seen | None = None) -> None:
         self._certain = np.array([text[-1] for text in texts], np.int32)

@@ -36,12 +36,14 @@ class Accepted(list):
 
     def __init__(self, tokens: list[list[int]], candidates: np.ndarray, counts: np.ndarray):
         super().__init__(tokens)
-        self.candidates, self.counts = candidates, counts
+        self.candidates = candidates
+        self.counts = counts
 
     def nodes(
         self, unpack_map: Int[Array, "b m c"], width: int | None = None
     ) -> Int[np.ndarray, "b width"]:
-        """The packed nodes of what was accepted, in order, 0 after the first `counts` of a row.
+        """The packed nodes of what was accepted, in order, 0 after the first `counts` of a row:
+        [[0, 1, 4, 0]] where counts is [3].
 
         unpack_map: as from `pack`; width: of the result, the beam's when None
         """
@@ -96,7 +98,8 @@ def accept_candidate_tokens(
     verified_scores = checked_scores("verified_scores", verified_scores, beam.shape)
     if not np.isfinite(verified_scores[scores > -np.inf]).all():
         raise ValueError("verified_scores: expected finite ones, got −∞ at a candidate's token")
-    lengths, verified = candidate_lengths(scores), np.asarray(verified_beam)
+    lengths = candidate_lengths(scores)
+    verified = np.asarray(verified_beam)
     if next_token is not None:  # a column of its own, which is certain
         check_integers(next_token=next_token)
         if next_token.shape != beam.shape[:1]:
@@ -104,8 +107,10 @@ def accept_candidate_tokens(
         rows = max(beam.shape[1], 1)
         first = np.broadcast_to(np.asarray(next_token)[:, None, None], (len(beam), rows, 1))
         grown = [(0, 0), (0, rows - beam.shape[1]), (1, 0)]
-        beam, verified = np.pad(beam, grown), np.pad(verified, grown)
-        verified[..., :1], lengths = first, np.pad(lengths, grown[:2]) + 1
+        beam = np.pad(beam, grown)
+        verified = np.pad(verified, grown)
+        verified[..., :1] = first
+        lengths = np.pad(lengths, grown[:2]) + 1
     walks = []
     for b in range(len(beam)):
         judge = lambda m, c, _, b=b: verified[b, m, c]  # noqa: E731
@@ -123,9 +128,13 @@ def descend(
     """(m, count, tokens) for one text: follow the judge's tokens from the first column on.
 
     The first `count` tokens of candidate m are accepted, its certain first one included; `tokens`
-    are the judge's, one more than the candidates' that were accepted. (0, 0, []) if all are empty.
+    are the judge's, as many: one for each accepted token, which says what comes after it. For
+    candidates [7, 3, 5] and [7, 3, 6], and a judge who says 3, 6 and 9, that is (1, 3, [3, 6, 9]).
+    (0, 0, []) where all candidates are empty.
     """
-    alive, c, tokens = np.flatnonzero(lengths > 0), 0, []
+    alive = np.flatnonzero(lengths > 0)
+    c = 0
+    tokens = []
     if not len(alive):
         return 0, 0, []
     while True:
@@ -134,4 +143,5 @@ def descend(
         follow = further[beam[further, c + 1] == tokens[-1]] if len(further) else further
         if not len(follow):
             return int(alive[0]), c + 1, tokens
-        alive, c = follow, c + 1
+        alive = follow
+        c += 1

@@ -17,8 +17,10 @@ class Record:
 
     def begin(self) -> None:
         """For new texts: no pause, and as much trust as the draft has in itself."""
-        self._expected, self._accepted = 1.0, 1.0
-        self._pause, self._waiting = 1, 0
+        self._expected = 1.0
+        self._accepted = 1.0
+        self._pause = 1
+        self._waiting = 0
 
     @property
     def cost(self) -> float:
@@ -69,7 +71,8 @@ class Budget:
     """
 
     def __init__(self, most: int = 16, *, adaptive: bool = True):
-        self.most, self.adaptive = integer("budget", most, 1), adaptive
+        self.most = integer("budget", most, 1)
+        self.adaptive = adaptive
         steps = range(2 if adaptive else 0, (self.most - 1).bit_length() + 1)
         self.sizes = (1, *(1 << i for i in steps if i)) if self.most > 1 else (1,)
         self._seconds: dict[int, list[float]] = {}  # of steps by size
@@ -119,7 +122,7 @@ class Budget:
     def nodes(self, chances: np.ndarray, cost: float) -> int:
         """How many of these nodes (B, L) to verify, where drafting has cost so many seconds."""
         if not self.adaptive:
-            return min(self.most - 1, _real(chances))
+            return min(self.most - 1, _nodes_of_largest(chances))
         return max(self._rates(chances, cost), key=lambda pair: pair[0])[1]
 
     def rate(self, chances: np.ndarray, cost: float) -> float:
@@ -128,7 +131,8 @@ class Budget:
 
     def _rates(self, chances: np.ndarray, cost: float) -> list[tuple[float, int]]:
         """(tokens a second, nodes) for each size, the smallest first."""
-        texts, found = len(chances), min(_real(chances), self.most - 1)
+        texts = len(chances)
+        found = min(_nodes_of_largest(chances), self.most - 1)
         gained = np.cumsum(chances.sum(axis=0))
         rates = [(texts / (self.seconds(1) + cost), 0)]
         for size in self.sizes[1:]:
@@ -171,7 +175,7 @@ def surest(chances: Sequence[np.ndarray], budget: int) -> tuple[np.ndarray, np.n
     return which, same[which, np.arange(same.shape[1])]
 
 
-def _real(chances: np.ndarray) -> int:
+def _nodes_of_largest(chances: np.ndarray) -> int:
     """The nodes of the largest tree among (B, L)."""
     return int((chances > 0).sum(axis=1).max(initial=0))
 

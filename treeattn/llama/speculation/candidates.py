@@ -3,9 +3,7 @@
 A draft never decides what the text says; it decides how much of it one model call confirms.
 """
 
-import heapq
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -146,7 +144,8 @@ def ask(
 
     Raises the errors of `draft_candidate_tokens`.
     """
-    found, name = draft.propose(budget), type(draft).__name__
+    found = draft.propose(budget)
+    name = type(draft).__name__
     try:
         beam, scores = _as_beam(found, vocabulary)
         if batch not in (None, len(beam)):
@@ -170,7 +169,8 @@ def _as_beam(found, vocabulary: int | None) -> tuple[np.ndarray, np.ndarray]:
         )
     beam, scores = found[:2]
     if isinstance(beam, TokenTree):  # a candidate for each leaf
-        tree, node_scores = beam, checked_scores("scores", scores, beam.tokens.shape)
+        tree = beam
+        node_scores = checked_scores("scores", scores, beam.tokens.shape)
         beam, lengths = beam_from_tree(tree)
         scores = unpack(node_scores, pack_tree(tree).unpack_map)
         scores = np.where(np.arange(beam.shape[2]) < lengths[..., None], scores, -np.inf)
@@ -188,7 +188,8 @@ def _check_drawn(drawn: Drawn, beam, scores, budget: int, vocabulary: int | None
             f"be cut: what is left would not be distributed as it says"
         )
     check_floating(distributions=drawn.distributions)
-    shape, expected = drawn.distributions.shape, (*beam.shape, vocabulary or "vocabulary")
+    shape = drawn.distributions.shape
+    expected = (*beam.shape, vocabulary or "vocabulary")
     if shape[:3] != beam.shape or len(shape) != 4 or vocabulary not in (None, shape[3]):
         raise ValueError(f"distributions: expected shape {expected}, got {shape}")
     real = np.asarray(drawn.distributions)[np.arange(beam.shape[2]) < lengths[..., None]]
@@ -233,46 +234,11 @@ def after_certain(beam, scores, certain) -> tuple[np.ndarray, np.ndarray]:
     full = np.zeros((batch, max(rows, 1), width + 1), np.int32)
     log = np.full(full.shape, -np.inf)
     full[..., 0] = np.asarray(certain)[:, None]
-    full[:, :rows, 1:], log[:, :rows, 1:] = beam, scores
+    full[:, :rows, 1:] = beam
+    log[:, :rows, 1:] = scores
     log[..., 0] = np.where((log[..., 1:] > -np.inf).any(axis=2), 0.0, -np.inf)
     log[:, 0, 0] = 0.0
     return full, log
-
-
-Continue = Callable[[Any], Iterable[tuple[int, float, Any]]]
-"""What may follow a state: (token, its probability, the state after it)."""
-
-
-def best_first_tree(states: Sequence[Any], continuations: Continue, budget: int, depth: int):
-    """(TokenTree, scores): from each text's state, the `budget` most probable paths' nodes."""
-    rows = [_most_probable_nodes(state, continuations, budget, depth) for state in states]
-    size = max((len(row) for row in rows), default=0)
-    tokens, parents = (np.full((len(rows), size), fill, np.int32) for fill in (0, -1))
-    scores = np.zeros((len(rows), size))
-    for b, row in enumerate(rows):
-        for i, (token, parent, score) in enumerate(row):
-            tokens[b, i], parents[b, i], scores[b, i] = token, parent, score
-    return TokenTree(tokens, parents, np.array([len(row) for row in rows], np.int32)), scores
-
-
-def _most_probable_nodes(state, continuations, budget, depth):
-    nodes, heap, count = [], [], 0
-
-    def push(parent, path, steps, state):
-        nonlocal count
-        for token, probability, after in continuations(state):
-            score = math.log(min(probability, 1.0))
-            count += 1  # so that of equals the first found comes first, and no state is compared
-            heapq.heappush(heap, (-path - score, count, token, parent, score, steps, after))
-
-    if state is not None:
-        push(-1, 0.0, 1, state)
-    while heap and len(nodes) < budget:
-        cost, _, token, parent, score, steps, after = heapq.heappop(heap)
-        nodes.append((token, parent, score))
-        if steps < depth:
-            push(len(nodes) - 1, -cost, steps + 1, after)
-    return nodes
 
 
 def pad_packed(packed: PackedBeam, size: int) -> PackedBeam:

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from treeattn.llama.speculation.candidates import Seen, Texts, best_first_tree
+from treeattn.llama.speculation.best_first import best_first_tree
+from treeattn.llama.speculation.candidates import Seen, Texts
 
 
 class _Node:
@@ -39,7 +40,9 @@ class SuffixTree:
     """
 
     def __init__(self, depth: int):
-        self.depth, self.root, self.tokens = depth, _Node(), []
+        self.depth = depth
+        self.root = _Node()
+        self.tokens = []
         self._ends = [self.root]  # the nodes of the text's suffixes of 0, 1, 2, … tokens
         self._right: dict[tuple[int, int], list[float]] = {}
 
@@ -67,9 +70,11 @@ class SuffixTree:
 
     def continuations(self, suffixes: list[_Node]) -> Iterator[tuple[int, float]]:
         """(token, probability) of what may follow a text with these suffixes."""
-        left, told = 1.0, set()
+        left = 1.0
+        told = set()
         for key, new in self._orders(suffixes, told):
-            trust, total = self._trust(key), sum(count for _, count in new)
+            trust = self._trust(key)
+            total = sum(count for _, count in new)
             for token, count in new:
                 told.add(token)
                 yield token, left * trust * count / total
@@ -124,7 +129,9 @@ class SuffixDraft:
     """
 
     def __init__(self, longest: int = 24, depth: int = 24):
-        self.longest, self.depth, self._trees = longest, depth, []
+        self.longest = longest
+        self.depth = depth
+        self._trees = []
 
     def observe(self, texts: Texts, seen: Seen | None = None) -> None:
         for tree, new in follow(self._trees, texts, lambda: SuffixTree(self.longest + 1)):
@@ -152,7 +159,10 @@ class NGramDraft:
     """
 
     def __init__(self, longest: int = 3, length: int = 10, rows: int = 1):
-        self.longest, self.length, self.rows, self._texts = longest, length, rows, []
+        self.longest = longest
+        self.length = length
+        self.rows = rows
+        self._texts = []
 
     def observe(self, texts: Texts, seen: Seen | None = None) -> None:
         self._texts = [np.asarray(text, np.int32) for text in texts]
@@ -188,10 +198,12 @@ class RecyclingDraft:
     """
 
     def __init__(self, likely: int = 8, depth: int = 6):
-        self.likely, self.depth = likely, depth
+        self.likely = likely
+        self.depth = depth
         self._after: dict[int, list[int]] = {}
         self._last: list[int] = []
-        self._right, self._times = 0.5 ** np.arange(1, likely + 1), 1.0
+        self._right = 0.5 ** np.arange(1, likely + 1)
+        self._times = 1.0
 
     def observe(self, texts: Texts, seen: Seen | None = None) -> None:
         self._last = [int(text[-1]) for text in texts]

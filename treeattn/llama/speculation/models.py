@@ -40,12 +40,15 @@ def _probabilities(logits, temperature: float) -> np.ndarray:
     return q / q.sum(axis=-1, keepdims=True)
 
 
-class _Reader:
+class _ReadsAlong:
     """A model that reads along: its own cache of the texts, and trees of candidates after them."""
 
     def __init__(self, model: Llama):
-        self.model, self.vocabulary = model, model.config.vocabulary
-        self._texts, self._read, self._cache = [], None, None
+        self.model = model
+        self.vocabulary = model.config.vocabulary
+        self._texts = []
+        self._read = None
+        self._cache = None
 
     def observe(self, texts: Texts, seen: Seen | None = None) -> None:
         self._texts = texts
@@ -53,19 +56,20 @@ class _Reader:
     def _after_texts(self):
         """(b, vocabulary) the logits after each text. Reads what has been added since."""
         texts = [[int(t) for t in text] for text in self._texts]
-        old, self._read = self._read, texts
+        old = self._read
+        self._read = texts
         room = max(len(text) for text in texts)
         known = old is not None and len(old) == len(texts)
         if not known or any(t[: len(o)] != o for t, o in zip(texts, old, strict=True)):
-            self._cache = self.model.new_cache(len(texts), _roomy(room))
+            self._cache = self.model.new_cache(len(texts), _capacity_for(room))
             self._logits, self._cache = self.model.prefill(texts, self._cache)
             return self._logits
         if room + 1 > self._cache.capacity:  # for the texts, and a candidate after the longest
-            self._cache = self.model.grow(self._cache, _roomy(room))
+            self._cache = self.model.grow(self._cache, _capacity_for(room))
         new = [text[len(o) :] for text, o in zip(texts, old, strict=True)]
         counts = np.array([len(n) for n in new], np.int32)
         if counts.any():
-            tokens = inputs.pad_prompts(new, _few(int(counts.max())))
+            tokens = inputs.pad_prompts(new, _power_of_two(int(counts.max())))
             logits, self._cache = self.model.step(tokens, self._cache, counts=counts, last=True)
             self._logits = jnp.where((counts > 0)[:, None], logits, self._logits)
         return self._logits
@@ -76,23 +80,23 @@ class _Reader:
             return self._after_texts()[:, None]
         packed = pack(beam)
         nodes = packed.packed_beam.shape[1]
-        tokens, mask, offsets, unpack_map = pad_packed(packed, _few(nodes))
+        tokens, mask, offsets, unpack_map = pad_packed(packed, _power_of_two(nodes))
         positions = np.array([len(text) for text in self._read], np.int32)[:, None] + offsets
         logits, _ = self.model.extend(tokens, self._cache, positions=positions, mask=mask)
         return unpack(logits, unpack_map[:, :, -1:])[:, :, 0]
 
 
-def _roomy(tokens: int) -> int:
+def _capacity_for(tokens: int) -> int:
     """A capacity for texts so long that are to grow: powers of two, so that few are compiled."""
     return max(256, 1 << (2 * tokens - 1).bit_length())
 
 
-def _few(n: int) -> int:
+def _power_of_two(n: int) -> int:
     """The next power of two: few sizes, each of which compiles."""
     return 1 << max(n - 1, 0).bit_length()
 
 
-class LlamaDraft(_Reader):
+class LlamaDraft(_ReadsAlong):
     """Beam search by a model: at each depth its `width` most probable paths are read on.
 
     model: with the vocabulary of the one that it drafts for; depth: the longest path
@@ -101,7 +105,8 @@ class LlamaDraft(_Reader):
 
     def __init__(self, model: Llama, *, depth: int = 4, width: int = 4):
         super().__init__(model)
-        self.depth, self.width = depth, min(width, self.vocabulary)
+        self.depth = depth
+        self.width = min(width, self.vocabulary)
 
     def propose(self, budget: int):
         batch = len(self._texts)
@@ -115,10 +120,11 @@ class LlamaDraft(_Reader):
         return TokenTree(tokens.astype(np.int32), parents.astype(np.int32), sizes), scores
 
 
-class DrawnDraft(_Reader):
+class DrawnDraft(_ReadsAlong):
     """Candidates drawn at random from a model, for acceptance by rejection.
 
-    widths:      how many tokens are drawn after each path, depth by depth
+    widths:      how many tokens are drawn after each path, depth by depth: (3, 1, 1) are three
+                 candidates of three tokens
     temperature: of the draft's distributions
     replacement: draw whole candidates independently; widths is then (M, 1, 1, …)
 
@@ -127,16 +133,22 @@ class DrawnDraft(_Reader):
     """
 
     def __init__(
-        self, model: Llama, *, widths: tuple[int, ...] = (3, 1, 1), temperature: float = 1.0,
+        self,
+        model: Llama,
+        *,
+        widths: tuple[int, ...] = (3, 1, 1),
+        temperature: float = 1.0,
         replacement: bool = False,
-    ):  # fmt: skip
+    ):
         super().__init__(model)
         if not widths or min(widths) < 1 or (replacement and any(w > 1 for w in widths[1:])):
             expected = "positive numbers, with replacement (M, 1, 1, …)"
             raise ValueError(f"widths: expected {expected}, got {widths}")
         if not temperature > 0:
             raise ValueError(f"temperature: expected more than 0, got {temperature}")
-        self.widths, self.temperature, self.replacement = tuple(widths), temperature, replacement
+        self.widths = tuple(widths)
+        self.temperature = temperature
+        self.replacement = replacement
         self._random = None
 
     def begin(self, key: Key[Array, ""]) -> None:
@@ -147,17 +159,17 @@ class DrawnDraft(_Reader):
         if self._random is None:
             raise ValueError("draft: call begin(key) before propose: it draws at random")
         beam = np.zeros((len(self._texts), 1, 0), np.int32)
-        scores, distributions = np.zeros(beam.shape), np.zeros((*beam.shape, self.vocabulary))
+        scores = np.zeros(beam.shape)
+        distributions = np.zeros((*beam.shape, self.vocabulary))
         for width in self._widths(budget):
             q = _probabilities(self._after(beam), self.temperature)
-            token, log = self._draw(q, width)  # (b, n, width)
+            token, log = self._draw_children(q, width)  # (b, n, width)
             if beam.shape[2]:  # nothing follows a candidate that has ended
                 log = np.where(scores[..., -1:] > -np.inf, log, -np.inf)
-            add = token[..., None], log[..., None], np.repeat(q[:, :, None, None], width, axis=2)
-            beam, scores, distributions = (
-                np.concatenate([np.repeat(x, width, 1), y.reshape(len(x), -1, 1, *y.shape[4:])], 2)
-                for x, y in zip((beam, scores, distributions), add, strict=True)
-            )
+            beam = _longer(beam, token)
+            scores = _longer(scores, log)
+            drawn_from = np.repeat(q[:, :, None], width, axis=2)  # (b, n, width, vocabulary)
+            distributions = _longer(distributions, drawn_from)
         return Drawn(beam.astype(np.int32), scores, distributions, self.replacement)
 
     def _widths(self, budget: int) -> tuple[int, ...]:
@@ -165,7 +177,7 @@ class DrawnDraft(_Reader):
         nodes = np.cumsum(np.cumprod(self.widths))
         return self.widths[: int((nodes <= budget).sum())]
 
-    def _draw(self, q, width):
+    def _draw_children(self, q, width):
         """(tokens, their log-probabilities), both (b, n, width): −∞ where q has no more tokens."""
         with np.errstate(divide="ignore"):
             log = np.log(q)
@@ -179,3 +191,12 @@ class DrawnDraft(_Reader):
         more = [(0, 0), (0, 0), (0, width - token.shape[2])]
         found = np.take_along_axis(log, token, axis=-1)
         return np.pad(token, more), np.pad(found, more, constant_values=-np.inf)
+
+
+def _longer(paths: np.ndarray, following: np.ndarray) -> np.ndarray:
+    """(b, n * width, d + 1, …): each of n paths (b, n, d, …), as often as it has followers, and its
+    follower (b, n, width, …) at the end."""
+    width = following.shape[2]
+    repeated = np.repeat(paths, width, axis=1)
+    last = following.reshape(len(paths), -1, 1, *following.shape[3:])
+    return np.concatenate([repeated, last], axis=2)

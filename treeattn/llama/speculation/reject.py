@@ -25,7 +25,8 @@ def rejection(
     That token, over all draws and throws, is distributed as p.
 
     Where draw x is rejected, what p still lacks is max(p − q, 0). A token of probability 0 cannot
-    have been drawn from q: it is never accepted, and nothing follows from that.
+    have been drawn from q: it is never accepted, and nothing follows from that. For p (0.5, 0.5),
+    q (0.8, 0.2) and one draw, 0, the chance is 0.5 / 0.8, and rest is (0, 1).
     """
     p = p / p.sum()
     q = q / q.sum()
