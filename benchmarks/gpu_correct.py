@@ -73,8 +73,13 @@ def difference(found, expected) -> float:
 
 
 def verdict(what: str, error: float, allowed: float, **about) -> dict:
-    return {"what": what, **about, "error": f"{error:.1e}", "allowed": allowed,
-            "ok": bool(error <= allowed)}  # fmt: skip
+    return {
+        "what": what,
+        **about,
+        "error": f"{error:.1e}",
+        "allowed": allowed,
+        "ok": bool(error <= allowed),
+    }
 
 
 def one_line(error: Exception) -> str:

@@ -20,19 +20,45 @@ from treeattn.llama import (
 )
 
 PACKAGED = Config(
-    vocabulary=49152, width=576, layers=30, heads=9, kv_heads=3, head_dim=64, mlp_width=1536,
-    context=8192, norm_epsilon=1e-5, rotary_base=100000.0, tied=True,
-)  # fmt: skip
+    vocabulary=49152,
+    width=576,
+    layers=30,
+    heads=9,
+    kv_heads=3,
+    head_dim=64,
+    mlp_width=1536,
+    context=8192,
+    norm_epsilon=1e-5,
+    rotary_base=100000.0,
+    tied=True,
+)
 LARGE = Config(
-    vocabulary=128256, width=4096, layers=32, heads=32, kv_heads=8, head_dim=128, mlp_width=14336,
-    context=131072, norm_epsilon=1e-5, rotary_base=500000.0,
-)  # fmt: skip
+    vocabulary=128256,
+    width=4096,
+    layers=32,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    mlp_width=14336,
+    context=131072,
+    norm_epsilon=1e-5,
+    rotary_base=500000.0,
+)
 # Of so few layers that its programs compile soon; what each does is what the large model's does.
 FEW_LAYERS = dataclasses.replace(LARGE, layers=8)
 SMALL = Config(
-    vocabulary=96, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp_width=48,
-    context=1 << 20, norm_epsilon=1e-5, rotary_base=10000.0, tied=True,
-)  # fmt: skip
+    vocabulary=96,
+    width=32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    mlp_width=48,
+    context=1 << 20,
+    norm_epsilon=1e-5,
+    rotary_base=10000.0,
+    tied=True,
+)
 ROOM = 64  # tokens that a cache has room for besides its context
 
 
@@ -55,9 +81,13 @@ def random_llama(config: Config, dtype) -> Llama:
 
     def layer():
         return Layer(
-            attention_norm=ones, qkv=random(q + 2 * kv, d), output=random(d, q),
-            mlp_norm=ones, gate_up=random(2 * f, d), down=random(d, f),
-        )  # fmt: skip
+            attention_norm=ones,
+            qkv=random(q + 2 * kv, d),
+            output=random(d, q),
+            mlp_norm=ones,
+            gate_up=random(2 * f, d),
+            down=random(d, f),
+        )
 
     embedding = random(*shapes["model.embed_tokens.weight"])
     head = embedding if config.tied else random(*shapes["lm_head.weight"])
@@ -175,8 +205,13 @@ def verify(smoke: bool) -> Iterator[dict]:
     mask, at = np.tri(8, dtype=bool)[None], np.broadcast_to(context + np.arange(8), (8, 8))
     unpacked = extend_seconds(model, rows, beam[0], mask, at, rounds)
     del rows
-    yield {"what": "unpacked", **about, "tokens": 64, "ms": 1e3 * unpacked,
-           "× packed": unpacked / t}  # fmt: skip
+    yield {
+        "what": "unpacked",
+        **about,
+        "tokens": 64,
+        "ms": 1e3 * unpacked,
+        "× packed": unpacked / t,
+    }
     one = None
     for n in (1, 4) if smoke else (1, 8, 64, 4, 16, 32, 2):
         parents = np.array([-1, *(rng.integers(i) for i in range(1, n))])

@@ -267,9 +267,13 @@ def tree(smoke: bool) -> Iterator[dict]:
             )
             merged = call_seconds(decode, q, pairs, calls=8, smoke=smoke)
             yield {
-                "what": "tree", "keys a device": n, "devices": p, "method": method,
-                "µs": 1e6 * merged, "overhead": merged / t - 1,
-            }  # fmt: skip
+                "what": "tree",
+                "keys a device": n,
+                "devices": p,
+                "method": method,
+                "µs": 1e6 * merged,
+                "overhead": merged / t - 1,
+            }
         del pairs
 
 

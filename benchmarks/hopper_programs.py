@@ -17,9 +17,12 @@ from pathlib import Path
 
 DUMP = tempfile.mkdtemp()
 os.environ |= {
-    "JAX_PLATFORMS": "", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "MOSAIC_GPU_DUMP_TO": DUMP,
-    "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_PTX": "1",
-}  # fmt: skip
+    "JAX_PLATFORMS": "",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+    "MOSAIC_GPU_DUMP_TO": DUMP,
+    "MOSAIC_GPU_DUMP_PTXAS": "1",
+    "MOSAIC_GPU_DUMP_PTX": "1",
+}
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import cluster_merge  # noqa: E402

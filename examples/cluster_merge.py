@@ -78,9 +78,13 @@ def cluster_attend(q, k, v, *, kv_lengths=None, cluster=CLUSTER, clusters=1) -> 
             there=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
             together=plgpu.ClusterBarrier(collective_axes=("block",)),
         ),
-        grid=tiles[:3], grid_names=("cluster", "text", "head"),
-        cluster=(cluster,), cluster_names=("block",), num_threads=1, thread_name="warpgroup",
-    )  # fmt: skip
+        grid=tiles[:3],
+        grid_names=("cluster", "text", "head"),
+        cluster=(cluster,),
+        cluster_names=("block",),
+        num_threads=1,
+        thread_name="warpgroup",
+    )
 
     def of_heads(x):  # (clusters, b, h_kv, ROWS, …) to (clusters, b, l, h, …)
         x = x[:, :, :, :rows].reshape(clusters, b, h_kv, l, -1, *x.shape[4:])

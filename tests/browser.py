@@ -77,8 +77,11 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", features=features)
         self.call(
             "Emulation.setDeviceMetricsOverride",
-            width=width, height=height, deviceScaleFactor=1, mobile=width < 600,
-        )  # fmt: skip
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
         self.call("Page.navigate", url="about:blank")  # or another #… would not load it anew
         self.call("Page.navigate", url=url)
         deadline = time.monotonic() + self.seconds

@@ -28,9 +28,13 @@ def main() -> None:
         SMALL, mesh=mesh, shard_weights=True, attention="reduce_scatter", dtype=np.float32
     )
     np.savez(
-        file, ids=ids, logits=seen, streamed=streamed, drafted=drafted,
+        file,
+        ids=ids,
+        logits=seen,
+        streamed=streamed,
+        drafted=drafted,
         sharded=decode(sharded, prompt)[1],
-    )  # fmt: skip
+    )
 
 
 def decode(model, prompt):

@@ -433,7 +433,10 @@ def test_loading_takes_little_more_than_the_weights(kind, tmp_path):
         folder = write_gguf(folder, tmp_path / "large.gguf")
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(folder), str(LLAMAS / "llama3")],
-        capture_output=True, text=True, timeout=200, env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
     assert done.returncode == 0, done.stderr
     assert 0.95 < float(done.stdout) < 1.2

@@ -179,9 +179,17 @@ def test_decoding_from_shards_passes(method):
     def ours(q, k, v, *, scale=0.25, **options):
         lengths, mask = options_as_masks(q, k, **options)
         return tree_decode(
-            q, k, v, mesh=mesh, axis=("node", "device"), method=method, mask=mask,
-            kv_lengths=lengths, scale=jnp.float32(scale), return_lse=True,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            mesh=mesh,
+            axis=("node", "device"),
+            method=method,
+            mask=mask,
+            kv_lengths=lengths,
+            scale=jnp.float32(scale),
+            return_lse=True,
+        )
 
     assert_passes(check_kernel(with_sinks(ours)))
 

@@ -149,9 +149,9 @@ def test_numerators_on_the_wire_in_16_bits(method, wire, unit):
 
     heads = P(None, None, mesh.axis_names) if method in ("reduce_scatter", "all_to_all") else P()
     keys = P(None, mesh.axis_names)
-    f = jax.jit(jax.shard_map(
-        body, mesh=mesh, in_specs=(P(), keys, keys), out_specs=heads, check_vma=False
-    ))  # fmt: skip
+    f = jax.jit(
+        jax.shard_map(body, mesh=mesh, in_specs=(P(), keys, keys), out_specs=heads, check_vma=False)
+    )
     out, lse = f(q, k, v)
     error = np.abs(out - dense_attention(q, k, v)).max() / np.abs(v).max()
     assert 0 < error < 4 * unit
@@ -210,9 +210,17 @@ def bits(p, method, block, arrays, lengths, mask):
     """(out, lse) of as many devices, as NumPy arrays."""
     q, k, v = (jnp.asarray(x) for x in arrays)
     decoded = treeattn.tree_decode(
-        q, k, v, mesh=make_mesh((p,)), axis="kv", kv_lengths=lengths, mask=mask, method=method,
-        block=block, return_lse=True,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        mesh=make_mesh((p,)),
+        axis="kv",
+        kv_lengths=lengths,
+        mask=mask,
+        method=method,
+        block=block,
+        return_lse=True,
+    )
     return [np.asarray(x) for x in decoded]
 
 
@@ -236,9 +244,14 @@ def test_blocks_give_the_same_bits_from_every_number_of_devices(shape, dtype, op
     # The same order over nodes of two devices; and without blocks, other bits from 8 devices.
     nodes = make_mesh((2, 2))
     out = treeattn.tree_decode(
-        *arrays, mesh=nodes, axis=nodes.axis_names, kv_lengths=lengths, mask=mask, method="gather",
+        *arrays,
+        mesh=nodes,
+        axis=nodes.axis_names,
+        kv_lengths=lengths,
+        mask=mask,
+        method="gather",
         block=block,
-    )  # fmt: skip
+    )
     np.testing.assert_array_equal(out, want[0])
     if dtype == jnp.float32:
         plain = [bits(p, "gather", None, arrays, lengths, mask)[1] for p in (1, 8)]
@@ -419,9 +432,13 @@ def test_every_method_sends_what_its_formula_says(method, p):
 
     mesh = make_mesh((p,))
     for kv_len in (1024, 8192):
-        traced = program(mesh, kv_len, lambda shape, spec: jax.ShapeDtypeStruct(
-            shape, jnp.float32, sharding=NamedSharding(mesh, spec)
-        ))  # fmt: skip
+        traced = program(
+            mesh,
+            kv_len,
+            lambda shape, spec: jax.ShapeDtypeStruct(
+                shape, jnp.float32, sharding=NamedSharding(mesh, spec)
+            ),
+        )
         found = collectives(traced.lower().compile())
         counted = count_collectives(found), total_bytes(found), sent_bytes(found)
         assert counted == FORMULAS[method](p)

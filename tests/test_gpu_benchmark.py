@@ -31,9 +31,12 @@ def gpu(monkeypatch):
 def start(*words: str, **variables: str) -> subprocess.CompletedProcess:
     path = {"PYTHONPATH": str(BENCHMARKS.parent), "JAX_PLATFORMS": "cpu"}
     return subprocess.run(
-        [sys.executable, *words], env=os.environ | path | variables, capture_output=True, text=True,
+        [sys.executable, *words],
+        env=os.environ | path | variables,
+        capture_output=True,
+        text=True,
         timeout=600,
-    )  # fmt: skip
+    )
 
 
 def test_the_rehearsal(tmp_path, gpu):
@@ -130,8 +133,16 @@ def test_keys_and_values_are_arrays_of_their_own(gpu, monkeypatch):
 
 def test_nothing_but_jax_and_numpy(tmp_path):
     """A part runs where jaxtyping and the readers of checkpoints are not installed."""
-    needed = ("jax", "jaxlib", "numpy", "numpy.libs", "scipy", "scipy.libs", "ml_dtypes",
-              "opt_einsum")  # fmt: skip
+    needed = (
+        "jax",
+        "jaxlib",
+        "numpy",
+        "numpy.libs",
+        "scipy",
+        "scipy.libs",
+        "ml_dtypes",
+        "opt_einsum",
+    )
     site = Path(jax.__file__).parents[1]
     for name in needed:
         if (site / name).exists():

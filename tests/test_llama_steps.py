@@ -88,8 +88,9 @@ def counted(model, monkeypatch) -> dict[str, int]:
         return call
 
     for module, names in (
-        (layers, ("embed", "extend_layer", "to_logits")), (caches, ("append", "advance")),
-    ):  # fmt: skip
+        (layers, ("embed", "extend_layer", "to_logits")),
+        (caches, ("append", "advance")),
+    ):
         for name in names:
             monkeypatch.setattr(module, name, counting(name, getattr(module, name)))
     one = {

@@ -266,11 +266,16 @@ def test_sentence_pieces_of_gguf_merge_the_best_first():
     kinds = [2, 3, 3] + [6] * 256 + [1] * (len(letters) + len(pieces))
     tokenizer = from_gguf(
         gguf_fields(
-            model="llama", tokens=tokens, scores=scores, token_type=kinds,
-            bos_token_id=1, eos_token_id=2, unknown_token_id=0,
+            model="llama",
+            tokens=tokens,
+            scores=scores,
+            token_type=kinds,
+            bos_token_id=1,
+            eos_token_id=2,
+            unknown_token_id=0,
         ),
         Path("x.gguf"),
-    )  # fmt: skip
+    )
 
     def encode(text):
         parts = list("▁" + text.replace(" ", "▁"))
@@ -306,8 +311,11 @@ def command(*arguments):
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     return subprocess.run(
         [sys.executable, "-m", "treeattn", *arguments],
-        capture_output=True, text=True, timeout=300, env=environment,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+    )
 
 
 def test_the_command_line_answers():

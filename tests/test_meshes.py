@@ -400,9 +400,13 @@ def test_a_tree_of_trees_travels_in_16_bits_too():
     mesh = AbstractMesh((2, 2), ("node", "device"), axis_types=(AxisType.Auto,) * 2)
     q = jax.ShapeDtypeStruct((1, 1, 8, 16), jnp.float32)
     f = functools.partial(
-        treeattn.tree_decode, mesh=mesh, axis=mesh.axis_names, method="hierarchical",
-        implementation="blockwise", wire=jnp.bfloat16,
-    )  # fmt: skip
+        treeattn.tree_decode,
+        mesh=mesh,
+        axis=mesh.axis_names,
+        method="hierarchical",
+        implementation="blockwise",
+        wire=jnp.bfloat16,
+    )
     found = collectives(jax.jit(f).trace(q, q, q).lower(lowering_platforms=("cuda",)))
     head = 2 * (16 + 2)  # bytes of a head: its output and its lse
     assert (count_collectives(found), total_bytes(found)) == (5, head * (8 + 4 + 4))

@@ -111,9 +111,13 @@ def test_a_device_holds_its_part_and_no_more(optimized):
     cache = sharded.new_cache(1, 64)
     x, rotation = sharded._embed(np.zeros((1, 1), np.int32), cache.lengths)
     program = extend_layer.lower(
-        x, sharded.weights.layers[0], rotation, static=sharded._static(cached=True),
-        cached=cache.layers[0], lengths=cache.lengths,
-    ).compile()  # fmt: skip
+        x,
+        sharded.weights.layers[0],
+        rotation,
+        static=sharded._static(cached=True),
+        cached=cache.layers[0],
+        lengths=cache.lengths,
+    ).compile()
     layer_bytes = sum(x.nbytes for x in jax.tree.leaves(model.weights.layers[0]))
     cache_bytes = sum(x.nbytes for x in cache.layers[0])
     held = memory(program)

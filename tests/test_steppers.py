@@ -205,8 +205,9 @@ def numbers_of(text: str) -> list[float]:
     return [parsed(found) for found in re.findall(NUMBER, text)]
 
 
-def click_through(browser, head: int, tokens: int, devices: int, layout: str, way: str, arity: int,
-                  **view) -> tuple[list[AttentionState], list[int]]:  # fmt: skip
+def click_through(
+    browser, head: int, tokens: int, devices: int, layout: str, way: str, arity: int, **view
+) -> tuple[list[AttentionState], list[int]]:
     """Click "Merge" to the end, checking all numbers: (the last round's states, bytes by step)."""
     size = 4 * (len(heads()[head]["values"][0]) + 2)
     settings = (
@@ -339,9 +340,14 @@ def test_keys_and_form(browser):
     browser.open(MERGE.as_uri(), width=390)
     step = "Number(new URLSearchParams(location.hash.slice(1)).get('step'))"
     for key, shift, wanted in [
-        ("ArrowRight", False, 1), ("ArrowRight", True, 4), ("ArrowLeft", False, 3),
-        ("ArrowLeft", True, 0), ("End", False, 7), ("ArrowRight", False, 7), ("Home", False, 0),
-    ]:  # fmt: skip
+        ("ArrowRight", False, 1),
+        ("ArrowRight", True, 4),
+        ("ArrowLeft", False, 3),
+        ("ArrowLeft", True, 0),
+        ("End", False, 7),
+        ("ArrowRight", False, 7),
+        ("Home", False, 0),
+    ]:
         browser.press(key, shift)
         assert browser.run(step) == wanted, key
     browser.press("End")
@@ -502,10 +508,18 @@ def test_fits_a_phone_and_can_be_read(browser, page, scheme):
         ]
 
     for text, ground in [
-        ("ink", "page"), ("ink", "panel"), ("ink", "wash"), ("ink", "warm-wash"), ("soft", "page"),
-        ("soft", "panel"), ("accent", "page"), ("on-accent", "accent"), ("warm", "page"),
-        ("soft", "wash"), ("soft", "warm-wash"),
-    ]:  # fmt: skip
+        ("ink", "page"),
+        ("ink", "panel"),
+        ("ink", "wash"),
+        ("ink", "warm-wash"),
+        ("soft", "page"),
+        ("soft", "panel"),
+        ("accent", "page"),
+        ("on-accent", "accent"),
+        ("warm", "page"),
+        ("soft", "wash"),
+        ("soft", "warm-wash"),
+    ]:
         low, high = sorted([light(text), light(ground)])
         assert (high + 0.05) / (low + 0.05) >= 4.5, (text, ground)
     if page == MERGE:

@@ -52,9 +52,11 @@ def packaged_tokens() -> list[list[int]]:
     ids = {token: i for i, token in enumerate(tokens)}
     added = {token: ids[token] for token, kind in zip(tokens, kinds, strict=True) if kind == 3}
     encode = functools.partial(
-        byte_pairs, ids=ids, merges=[tuple(pair.split(" ")) for pair in merges],
+        byte_pairs,
+        ids=ids,
+        merges=[tuple(pair.split(" ")) for pair in merges],
         patterns=[compiled(p) for p in PATTERNS["smollm"]],
-    )  # fmt: skip
+    )
     return [around(text, added, encode) for text in TEXTS]
 
 
@@ -99,9 +101,12 @@ class BytePairs:
 
     def encode(self, text: str) -> list[int]:
         encode = functools.partial(
-            byte_pairs, ids=self.ids, merges=self.merges, patterns=self.patterns,
+            byte_pairs,
+            ids=self.ids,
+            merges=self.merges,
+            patterns=self.patterns,
             whole_words=self.llama_3,
-        )  # fmt: skip
+        )
         added = {token: self.ids[token] for token in CONTROLS + USERS}
         return around(text, added, encode)
 
@@ -130,9 +135,13 @@ class BytePairs:
         }
         model = {"type": "BPE", "ignore_merges": self.llama_3, "merges": self.merges}
         return write_directory(
-            folder, self.ids, model, normalizer=None, decoder=byte_level | {"use_regex": True},
+            folder,
+            self.ids,
+            model,
+            normalizer=None,
+            decoder=byte_level | {"use_regex": True},
             pre_tokenizer={"type": "Sequence", "pretokenizers": cuts[self.pre]},
-        )  # fmt: skip
+        )
 
 
 def started(ids: list[int], vocabulary) -> list[int]:
@@ -294,10 +303,14 @@ class SentencePieces:
         }
         model = {"type": "BPE", "merges": merges, "unk_token": "<unk>", "fuse_unk": True}
         return write_directory(
-            folder, self.ids, model | {"byte_fallback": True}, start, pre_tokenizer=None,
+            folder,
+            self.ids,
+            model | {"byte_fallback": True},
+            start,
+            pre_tokenizer=None,
             normalizer={"type": "Sequence", "normalizers": spaces},
             decoder={"type": "Sequence", "decoders": decoders},
-        )  # fmt: skip
+        )
 
 
 @pytest.fixture(scope="module")

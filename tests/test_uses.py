@@ -84,9 +84,7 @@ def cascade(q, prefix, own, lengths):
 @settings(max_examples=20)
 @given(st.lists(st.integers(0, 9), min_size=3, max_size=3), st.integers(0, 2**32 - 1))
 def test_a_shared_prefix_is_attended_once(lengths, seed):
-    q, pk, pv, k, v = draw(
-        seed, (3, 2, 4, 8), (24, 2, 8), (24, 2, 6), (3, 9, 2, 8), (3, 9, 2, 6)
-    )  # fmt: skip
+    q, pk, pv, k, v = draw(seed, (3, 2, 4, 8), (24, 2, 8), (24, 2, 6), (3, 9, 2, 8), (3, 9, 2, 6))
     lengths = np.array(lengths)
     out = jax.jit(cascade)(q, (pk, pv), (k, v), lengths)
     whole = [
@@ -116,9 +114,14 @@ def test_latent_attention_is_grouped_queries_over_one_head():
     """
     b, n, h, d, latent, rotary = 2, 12, 4, 8, 10, 3
     q, q_r, c, k_r, up_k, up_v = draw(
-        0, (b, 1, h, d), (b, 1, h, rotary), (b, n, latent), (b, n, rotary), (h, latent, d),
+        0,
+        (b, 1, h, d),
+        (b, 1, h, rotary),
+        (b, n, latent),
+        (b, n, rotary),
+        (h, latent, d),
         (h, latent, 5),
-    )  # fmt: skip
+    )
     scale = (d + rotary) ** -0.5
     k = np.concatenate(
         [np.einsum("bnc,hcd->bnhd", c, up_k), np.broadcast_to(k_r[:, :, None], (b, n, h, rotary))],
@@ -145,9 +148,13 @@ def test_a_sliding_window_over_stripes(window):
     striped = np.arange(n).reshape(-1, p).T.ravel()  # the positions in the order of the shards
     seen = (striped <= now) & (striped > now - window)
     out = treeattn.tree_decode(
-        q, k[:, striped], v[:, striped], mesh=make_mesh((p,)), axis="kv",
+        q,
+        k[:, striped],
+        v[:, striped],
+        mesh=make_mesh((p,)),
+        axis="kv",
         mask=jnp.asarray(seen)[None, None, None],
-    )  # fmt: skip
+    )
     first = max(0, now - window + 1)
     np.testing.assert_allclose(
         out, dense_attention(q, k[:, first : now + 1], v[:, first : now + 1]), atol=1e-12
