@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import treeattn
-from treeattn.kernel import attend, flash
+from treeattn.kernel import choice, flash
 
 pytestmark = pytest.mark.slow
 
@@ -105,7 +105,7 @@ def test_what_is_not_installed_is_not_wrong(gpu, monkeypatch):
         raise ImportError("flash-attn-jax cannot be imported")
 
     monkeypatch.setattr(flash, "load", load)
-    monkeypatch.setattr(attend, "device_platform", lambda _: "cuda")
+    monkeypatch.setattr(choice, "device_platform", lambda _: "cuda")
     (row,) = gpu_correct.implementation("flash", ("bfloat16", "float32"), True)
     assert row["what"] == "not run" and "cannot be imported" in row["why not"]
     assert gpu.verdict({"correct": {"status": "done", "rows": [row]}}) == 0

@@ -158,7 +158,7 @@ def tree_of_trees(nodes: int = 2, devices: int = 4) -> Figure:
                 left = node * (devices + 0.7) + i
                 held = range(devices) if stage in (0, 3) else (i,)
                 covers = (1, devices, devices * nodes, devices * nodes)[stage]
-                _parts(ax, left, stage, devices, held, GREEN if stage > 1 else SKY)
+                _parts(ax, left, float(stage), devices, held, GREEN if stage > 1 else SKY)
                 ax.text(left + 0.4, stage - 0.09, f"of {covers}", ha="center", fontsize=8)
         ax.text(-0.25, stage + 0.17, name, ha="right", va="center", fontsize=9)
     width = nodes * (devices + 0.7) - 0.7

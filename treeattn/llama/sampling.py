@@ -52,7 +52,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        return bool(self.temperature == 0)
 
     def for_token(self, index: int) -> Key[Array, ""]:
         """The key of the new token with this number, from 0."""
