@@ -25,14 +25,15 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("treeattn")
 
 
-# Traced and compiled programs are millions of objects, which stay. Looking through them for garbage
-# again and again took a sixth of the tests' time.
+# Traced and compiled programs are millions of objects, which stay until their file is done. Looking
+# through them for garbage again and again took a sixth of the tests' time.
 gc.set_threshold(100_000, 50, 100)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _garbage_once_a_file():
     yield
+    jax.clear_caches()  # no other file runs these programs: kept, they were gigabytes at the end
     gc.collect()
     gc.freeze()  # what is left is not looked at again: nor at the end, where xdist would not wait
 
