@@ -14,6 +14,9 @@ from browser import Browser, chromium
 
 RUN = """axe.run().then(({violations}) => violations.map(({id, impact, nodes}) =>
   `${impact}: ${id}, ${nodes.length} times, as at ${nodes[0].target.join(" ")}`))"""
+# What MathJax is still about to set, axe would meet half done, and MathJax would fail.
+SET = """new Promise(done => window.MathJax?.Hub
+  ? MathJax.Hub.Register.StartupHook("End", () => done(true)) : done(false))"""
 PHONE = {"prefers_color_scheme": "light", "width": 390}
 DARK = {"prefers_color_scheme": "dark"}
 IN_THE_DARK = ("index.html", "api.html", "merge_stepper.html", "prefix_tree_stepper.html")
@@ -34,6 +37,7 @@ def violations(pages: Iterable[Path]) -> list[str] | None:
         for page in pages:
             for view in (PHONE, DARK) if page.name in IN_THE_DARK else (PHONE,):
                 browser.open(page.resolve().as_uri(), prefers_reduced_motion="reduce", **view)
+                browser.run(SET)
                 browser.run(f"{axe};1")
                 wrong = [x for x in browser.run(RUN) if x.startswith(("serious", "critical"))]
                 found += [f"{page.name}: {x}" for x in wrong]

@@ -546,9 +546,14 @@ def test_a_batch_that_is_sharded_too_stays_where_it_is(lengths, optimized):
     q, kv = array((4, 1, 8, 32), "data"), array((4, 4096, 8, 32), "data", "kv")
     options = {"kv_lengths": array((4,), "data", dtype=jnp.int32)} if lengths else {}
     f = functools.partial(treeattn.tree_decode, mesh=mesh, axis="kv")
-    program = jax.jit(f).lower(q, kv, kv, **options).compile()
-    assert total_bytes(collectives(program)) < 4 * 4 * 8 * 34 * 4
-    assert memory(program).temporary_bytes < 4 * 4096 * 8 * 32 // 4
+    named = functools.partial(f, batch_axis="data")
+    for decode in (f, named):
+        program = jax.jit(decode).lower(q, kv, kv, **options).compile()
+        assert total_bytes(collectives(program)) < 4 * 4 * 8 * 34 * 4
+        # Where nobody names the axis, the sums have to be such as XLA can deal out by itself:
+        # from JAX 0.10 on they are not computed block by block.
+        if decode is named or jax.__version_info__ < (0, 10):
+            assert memory(program).temporary_bytes < 4 * 4096 * 8 * 32 // 4
 
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=x.shape).astype(np.float32) for x in (q, kv, kv))

@@ -925,5 +925,5 @@ def test_called_by_itself_it_is_one_program(function):
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(result))
     program = getattr(treeattn.idea.state, f"_{function.__name__}")
     assert program._cache_size() > 0
-    inside = jax.make_jaxpr(function)(*states).eqns
-    assert f"_{function.__name__}" not in {equation.params.get("name") for equation in inside}
+    inside = jax.jit(function).lower(*states).as_text()
+    assert f"@_{function.__name__}" not in inside
