@@ -156,7 +156,7 @@ def test_it_ends_with_two_lines_exercises_and_the_way_on(told):
 
 def test_the_running_example_is_the_same_everywhere():
     copies = {}
-    for path in NOTEBOOKS[:5]:
+    for path in [p for p in NOTEBOOKS if number(p) in ("01", "02", "03", "04", "05")]:
         cells = code_cells(read(path))
         tagged = [c for c in cells if "running-example" in c["metadata"].get("tags", ())]
         assert len(tagged) == 1, path.stem
