@@ -37,6 +37,7 @@ from treeattn.idea.state import (
 from treeattn.kernel.attend import attend, attention, which_implementation
 from treeattn.trees.beam import PackedBeam, pack, packed_token_indices, prefix_encoding, unpack
 from treeattn.trees.draft import beam_search, choice_tree, expand_tree
+from treeattn.trees.rows import RowTree, interval_mask, pack_rows
 from treeattn.trees.token_tree import (
     TokenTree,
     ancestor_mask,
@@ -50,6 +51,7 @@ __all__ = [
     "AttentionState",
     "Llama",
     "PackedBeam",
+    "RowTree",
     "TokenTree",
     "accept_candidate_tokens",
     "ancestor_mask",
@@ -69,11 +71,13 @@ __all__ = [
     "from_output",
     "generate",
     "initialize",
+    "interval_mask",
     "kv_mesh",
     "log_likelihood",
     "merge",
     "merge_across",
     "pack",
+    "pack_rows",
     "pack_tree",
     "packed_token_indices",
     "pass_q_decode",

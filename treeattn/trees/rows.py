@@ -1,0 +1,245 @@
+"""Rows of tokens as prefix trees in depth-first order: what a training step computes once.
+
+Samples of one prompt, or the branches of a conversation, begin alike. `pack_rows` lists every
+distinct prefix of the rows once, depth first: a node, then all of its first child's subtree, then
+the next child's. In that order a subtree is an interval of node numbers, and so the attention mask
+is one integer a token, the end of its interval:
+
+    query i sees key j  ⟺  j is i or an ancestor of i  ⟺  j ≤ i < ends[j]
+
+    The cat sat             number   0    1    2    3    4    5
+    The cat ran      →      token    The  cat  ran  sat  dog  barks
+    The dog barks           ends     6    4    3    4    6    6
+
+For i lies in j's subtree exactly when j is i or above it, and the numbers of that subtree are
+j … ends[j] − 1. In any other order some subtree is no interval. `treeattn.trees.beam.pack` numbers
+a beam candidate by candidate, which is depth first only where candidates that begin alike are
+neighbours; it returns the whole mask, which is small for a beam, and works inside jit.
+
+All of this is NumPy's: rows are ragged, and decide the shapes of what is compiled.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int, Integer
+
+from treeattn.idea.arrays import Array, as_array, bounded, check_integers, check_rank, integer
+
+
+class RowTree(NamedTuple):
+    """The prefix tree of some rows, its n nodes in depth-first order.
+
+    tokens:    (n,) int32 token ids
+    positions: (n,) int32, where each node stands in its rows: its depth, 0 at a root
+    ends:      (n,) int32, one more than the last node of each node's subtree: node i sees node j
+               exactly when j ≤ i < ends[j]
+    row_map:   (rows of this tree, longest of them) int32: the node of each row's token; −1 where
+               the row is over
+    rows:      (rows of this tree,) int32: which of the rows that were given these are, ascending
+    """
+
+    tokens: Int[np.ndarray, " nodes"]
+    positions: Int[np.ndarray, " nodes"]
+    ends: Int[np.ndarray, " nodes"]
+    row_map: Int[np.ndarray, "rows longest"]
+    rows: Int[np.ndarray, " rows"]
+
+    @property
+    def row_tokens(self) -> int:
+        """How many tokens the rows have, one by one: what the tree's n nodes stand for."""
+        return int((self.row_map >= 0).sum())
+
+
+def pack_rows(rows: Sequence, *, max_tokens: int | None = None) -> list[RowTree]:
+    """The prefix trees of rows of token ids: every distinct prefix once, in depth-first order.
+
+    rows:       token ids, each row a list or an array (length,) of at least one integer
+    max_tokens: the largest number of nodes of a tree; None: all rows are one tree. A tree may have
+                several roots, where its rows begin differently
+
+    Every row is in exactly one tree. Children are in the order of their token ids, so the trees do
+    not depend on the order of the rows. Equal rows, and a row that begins another, share their
+    nodes and keep their own lines of `row_map`.
+
+    With `max_tokens`, rows that begin with the same token are cut, in depth-first order, into runs
+    of at most so many nodes, and the runs, the largest first, each put into the first tree that
+    has room (first-fit decreasing). Only the prefixes at the cuts are computed more than once. How
+    much is saved is sum(len(t.tokens) for t in trees) beside sum(t.row_tokens for t in trees).
+
+    Memory and time are proportional to the number of tokens; there is no (n, n) mask.
+
+    Raises TypeError for rows that are not integers, ValueError for rows that have no tokens, are
+    not one-dimensional, hold ids that are negative or beyond int32, or are longer than max_tokens.
+    """
+    tokens = [_checked_row(number, row) for number, row in enumerate(rows)]
+    if max_tokens is not None:
+        max_tokens = integer("max_tokens", max_tokens, 1)
+        _check_longest(tokens, max_tokens)
+    order = _depth_first(tokens)
+    shared = _shared_with_the_one_before([tokens[number] for number in order])
+    if max_tokens is None:
+        groups = [range(len(order))] if len(order) else []
+    else:
+        added = [len(tokens[number]) - common for number, common in zip(order, shared, strict=True)]
+        groups = _first_fit_decreasing(_runs(shared, added, max_tokens), max_tokens)
+    return [_tree(tokens, [order[place] for place in group]) for group in groups]
+
+
+def interval_mask(ends: Integer[Array, " nodes"]) -> Bool[np.ndarray, "nodes nodes"]:
+    """(n, n) bool: True where query i sees key j, which is where j ≤ i < ends[j].
+
+    For looking at small trees, and for attention that takes a mask: it has n² entries.
+
+    Raises TypeError when ends is not an array of integers, ValueError when it is not (n,), or not
+    that of nodes in depth-first order: intervals that begin at their node and lie within one
+    another or apart.
+    """
+    ends = check_ends(ends)
+    node = np.arange(len(ends))
+    return (node <= node[:, None]) & (node[:, None] < ends)
+
+
+def check_ends(ends: Integer[Array, " nodes"]) -> Int[np.ndarray, " nodes"]:
+    """`ends` in int32, or the error that `interval_mask` documents."""
+    ends = as_array("ends", ends)
+    check_integers(ends=ends)
+    check_rank(1, "(nodes,)", ends=ends)
+    ends = np.asarray(ends)
+    size = len(ends)
+    ends = bounded("ends", ends, 1, size, f"the ends of subtrees, 1 to {size} nodes")
+    open_ends = [size]  # of the subtrees that the node at hand lies in, the innermost last
+    for node, end in enumerate(ends.tolist()):
+        while open_ends[-1] <= node:
+            open_ends.pop()
+        if not node < end <= open_ends[-1]:
+            raise ValueError(
+                f"ends: expected depth-first order, where node {node}'s subtree ends at "
+                f"{node + 1} to {open_ends[-1]}, got {end}"
+            )
+        open_ends.append(end)
+    return ends
+
+
+def _checked_row(number: int, row) -> Int[np.ndarray, " length"]:
+    """Row `number` in int32, or the error that says what is wrong with it."""
+    name = f"rows[{number}]"
+    row = as_array(name, row)
+    if row.size == 0:
+        raise ValueError(f"{name}: expected at least one token, got none")
+    check_integers(**{name: row})
+    check_rank(1, "(length,)", **{name: row})
+    largest = np.iinfo(np.int32).max
+    return bounded(name, np.asarray(row), 0, largest, f"token ids from 0 to {largest}")
+
+
+def _check_longest(tokens, max_tokens: int) -> None:
+    """Raise a ValueError that names the first row that no tree of so many tokens holds."""
+    for number, row in enumerate(tokens):
+        if len(row) > max_tokens:
+            raise ValueError(
+                f"rows[{number}]: expected at most max_tokens = {max_tokens} tokens, got {len(row)}"
+            )
+
+
+def _depth_first(tokens) -> list[int]:
+    """The rows' numbers in lexicographic order: rows that begin alike become neighbours."""
+    # The bytes of big-endian numbers compare as the numbers do, and a prefix comes first.
+    keys = [row.astype(">i4").tobytes() for row in tokens]
+    return sorted(range(len(tokens)), key=keys.__getitem__)
+
+
+def _shared_with_the_one_before(tokens) -> list[int]:
+    """How many leading tokens each row shares with the one before it; 0 for the first."""
+    shared = [0] * len(tokens)
+    for place in range(1, len(tokens)):
+        before = tokens[place - 1]
+        row = tokens[place]
+        shorter = min(len(before), len(row))
+        differ = before[:shorter] != row[:shorter]
+        first = int(differ.argmax())
+        shared[place] = first if differ[first] else shorter
+    return shared
+
+
+def _runs(shared, added, max_tokens: int) -> list[tuple[int, range]]:
+    """Rows in depth-first order cut into (nodes, places): at most `max_tokens` nodes a run.
+
+    A run begins where a row shares nothing with the one before, or does not fit any more. There a
+    row brings all of its tokens: those that it adds, and those that the run before has, too.
+    """
+    runs = []
+    first = 0
+    nodes = 0
+    for place, (common, new) in enumerate(zip(shared, added, strict=True)):
+        if place and (common == 0 or nodes + new > max_tokens):
+            runs.append((nodes, range(first, place)))
+            first = place
+            nodes = 0
+        nodes += new if nodes else common + new
+    if added:
+        runs.append((nodes, range(first, len(added))))
+    return runs
+
+
+def _first_fit_decreasing(runs, max_tokens: int) -> list[list[int]]:
+    """The places of each tree's rows, ascending: every run in the first tree that has room."""
+    room = []
+    trees = []
+    for nodes, places in sorted(runs, key=lambda run: -run[0]):
+        fits = (tree for tree, left in enumerate(room) if nodes <= left)
+        tree = next(fits, len(trees))
+        if tree == len(trees):
+            trees.append([])
+            room.append(max_tokens)
+        trees[tree] += places
+        room[tree] -= nodes
+    return [sorted(places) for places in trees]
+
+
+def _tree(tokens, order: list[int]) -> RowTree:
+    """The tree of the rows of those numbers, which are in lexicographic order."""
+    in_order = [tokens[number] for number in order]
+    shared = _shared_with_the_one_before(in_order)
+    lengths = np.array([len(row) for row in in_order])
+    firsts = np.concatenate([[0], np.cumsum(lengths - shared)])  # the first node that a row adds
+    size = int(firsts[-1])
+    longest = int(lengths.max())
+    added = [row[common:] for row, common in zip(in_order, shared, strict=True)]
+    positions = np.concatenate([np.arange(c, n) for c, n in zip(shared, lengths, strict=True)])
+    row_map = _paths(shared, lengths, firsts, longest)
+    ascending = np.argsort(order)
+    return RowTree(
+        np.concatenate(added),
+        positions.astype(np.int32),
+        _ends(shared, lengths, firsts, size, longest),
+        row_map[ascending],
+        np.array(order, np.int32)[ascending],
+    )
+
+
+def _paths(shared, lengths, firsts, longest: int):
+    """(rows, longest) int32: the nodes from the root to each row's last token, then −1."""
+    paths = np.full((len(shared), longest), -1, np.int32)
+    path = np.zeros(longest, np.int32)
+    for place, (common, length) in enumerate(zip(shared, lengths, strict=True)):
+        path[common:length] = np.arange(length - common) + firsts[place]
+        paths[place, :length] = path[:length]
+    return paths
+
+
+def _ends(shared, lengths, firsts, size: int, longest: int):
+    """(n,) int32: where each node's subtree ends.
+
+    A node at depth p is left behind by the next row that shares at most p tokens with the one
+    before it: that row's first new node is the end. So the rows are read from the last to the
+    first, with the end for each depth at hand.
+    """
+    ends = np.empty(size, np.int32)
+    end_at_depth = np.full(longest, size, np.int32)
+    for place in reversed(range(len(shared))):
+        common = shared[place]
+        ends[firsts[place] : firsts[place + 1]] = end_at_depth[common : lengths[place]]
+        end_at_depth[common:] = firsts[place]
+    return ends
