@@ -2,8 +2,10 @@
 
 import doctest
 import functools
-import inspect
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from oracles import dense_attention, dense_weights
 
+import treeattn.conformance
 from treeattn import (
     attend,
     finalize,
@@ -33,11 +36,13 @@ from treeattn.conformance import (
     merge_cases,
 )
 from treeattn.conformance import attend as reference
+from treeattn.conformance.__main__ import main
 from treeattn.devices.merge import METHODS
 
 pytestmark = pytest.mark.slow
 
 DTYPES = tuple(TOLERANCES)
+PACKAGE = Path(treeattn.conformance.__file__).parent
 PAGE = Path(__file__).parent.parent / "CONFORMANCE.md"
 
 
@@ -125,12 +130,50 @@ def test_bfloat16_rounds_as_jax_does():
     )
 
 
-def test_the_module_needs_numpy_alone():
-    module = inspect.getsource(inspect.getmodule(merge))
-    imports = [
-        line.split()[1] for line in module.splitlines() if line.startswith(("import", "from"))
-    ]
-    assert set(imports) == {"collections.abc", "typing", "numpy"}
+def test_a_copy_under_another_name_needs_numpy_alone(tmp_path):
+    """From an otherwise empty folder."""
+    shutil.copytree(PACKAGE, tmp_path / "mine", ignore=shutil.ignore_patterns("__pycache__"))
+    code = """
+import sys
+sys.path.insert(0, ".")
+import numpy
+before = set(sys.modules)
+import mine, mine.__main__
+news = {name.split(".")[0] for name in set(sys.modules) - before}
+print(*sorted(news - set(sys.stdlib_module_names)))
+print(mine.check_merge(mine.merge).names("failed"))
+"""
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.splitlines() == ["mine", "[]"], done.stderr
+
+
+def test_asked_from_a_shell(tmp_path, monkeypatch, capsys):
+    lines = (
+        "from treeattn.conformance import attend, merge",
+        "def wrong(parts):",
+        "    return 2 * merge(parts)[0], merge(parts)[1]",
+    )
+    (tmp_path / "asked_from_a_shell.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["merge", "asked_from_a_shell:merge", "--dtype", "float64"]) == 0
+    assert main(["kernel", "asked_from_a_shell:attend"]) == 0
+    assert "failed" not in capsys.readouterr().out
+    assert main(["merge", "asked_from_a_shell:wrong"]) == 1
+    assert "two shards               failed   off by" in capsys.readouterr().out
+    for place, message in (
+        ("asked_from_a_shell", "expected module:function"),
+        ("asked_from_a_shell:there", "has no attribute 'there'"),
+        ("not_there:merge", "No module named 'not_there'"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["merge", place])
+        assert message in capsys.readouterr().err
 
 
 # What passes

@@ -1,0 +1,34 @@
+"""Does that merge, or that kernel, do what it should? Test vectors and a checker for anybody's.
+
+    print(check_merge(merge))      merge([(out, lse), …]) -> (out, lse) of all their keys
+    print(check_kernel(kernel))    kernel(q, k, v, **options) -> (out, lse)
+
+In any framework: they get NumPy arrays, and what they return goes through `np.asarray`. q is
+(b, l, h, d), k and v (b, n, h_kv, d), out (b, l, h, d), and lse (b, l, h), a natural logarithm. No
+keys are out 0 and lse −∞. A wrong answer is compared with what known mistakes would have given,
+their *fingerprints*. This folder needs NumPy alone and can be copied, under any name.
+"""
+
+from .judging import FINGERPRINTS, TOLERANCES, Case
+from .kernels import attend, check_kernel, kernel_cases, wrong_kernels
+from .merging import check_merge, merge, merge_cases, wrong_merges
+from .report import Report, Result
+from .rounding import bfloat16, rounded
+
+__all__ = [
+    "FINGERPRINTS",
+    "TOLERANCES",
+    "Case",
+    "Report",
+    "Result",
+    "attend",
+    "bfloat16",
+    "check_kernel",
+    "check_merge",
+    "kernel_cases",
+    "merge",
+    "merge_cases",
+    "rounded",
+    "wrong_kernels",
+    "wrong_merges",
+]

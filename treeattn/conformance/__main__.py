@@ -1,0 +1,47 @@
+"""Ask a function of yours from a shell, and end with 1 where it fails.
+
+python -m treeattn.conformance merge my_module:my_merge
+python -m treeattn.conformance kernel my_package.my_module:my_kernel --dtype bfloat16
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+
+from .judging import TOLERANCES
+from .kernels import check_kernel
+from .merging import check_merge
+
+CHECKS = {"merge": check_merge, "kernel": check_kernel}
+
+
+def named(place: str) -> Callable:
+    """The function at "module:function"; the module may stand in the folder you are in."""
+    module, colon, function = place.partition(":")
+    if not (module and colon and function):
+        raise ValueError(f"function is {place!r}, expected module:function")
+    return getattr(importlib.import_module(module), function)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m treeattn.conformance",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("check", choices=CHECKS)
+    parser.add_argument("function", help="module:function")
+    parser.add_argument("--dtype", choices=TOLERANCES, default="float32")
+    chosen = parser.parse_args(arguments)
+    try:
+        function = named(chosen.function)
+    except (ValueError, ImportError, AttributeError) as error:
+        parser.error(str(error))
+    report = CHECKS[chosen.check](function, dtype=chosen.dtype)
+    print(report)
+    return int(bool(report.names("failed")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

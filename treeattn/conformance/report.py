@@ -1,0 +1,44 @@
+"""What came of the questions: a result each, and the report that prints them."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Difference(NamedTuple):
+    """How the bits of a function's answers differ from one another, along one axis."""
+
+    compared: int  # pairs of answers that should have the same bits
+    differing: int  # pairs that have not
+    share: float  # of the elements that differ, in the pair with the most
+    largest: float  # absolute difference of any pair; NaN where one is no number, or the other
+    first: str  # the first pair that differs, and its first element that does
+
+
+class Result(NamedTuple):
+    case: str
+    status: str  # "passed", "failed" or "skipped"
+    fingerprints: tuple[str, ...] = ()
+    detail: str = ""
+    difference: Difference | None = None
+
+
+class Report(NamedTuple):
+    results: tuple[Result, ...]
+    cures: Mapping[str, str] = {}  # of fingerprints, or of the cases themselves
+
+    def names(self, status: str) -> list[str]:
+        """The cases that "passed", "failed" or were "skipped"."""
+        return [result.case for result in self.results if result.status == status]
+
+    @property
+    def fingerprints(self) -> set[str]:
+        return {name for result in self.results for name in result.fingerprints}
+
+    def __str__(self) -> str:
+        lines = [
+            f"{x.case:24} {x.status:8} {', '.join(x.fingerprints) or x.detail}".rstrip()
+            for x in self.results
+        ]
+        known = self.fingerprints | set(self.names("failed"))
+        cures = [f"{name}: {self.cures[name]}" for name in sorted(known & set(self.cures))]
+        return "\n".join([*lines, *cures])
