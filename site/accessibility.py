@@ -19,7 +19,8 @@ SET = """new Promise(done => window.MathJax?.Hub
   ? MathJax.Hub.Register.StartupHook("End", () => done(true)) : done(false))"""
 PHONE = {"prefers_color_scheme": "light", "width": 390}
 DARK = {"prefers_color_scheme": "dark"}
-IN_THE_DARK = ("index.html", "api.html", "merge_stepper.html", "prefix_tree_stepper.html")
+STEPPERS = ("energy_stepper.html", "merge_stepper.html", "prefix_tree_stepper.html")
+IN_THE_DARK = ("index.html", "api.html", *STEPPERS)
 
 
 def violations(pages: Iterable[Path]) -> list[str] | None:

@@ -1,4 +1,4 @@
-"""Write the two steppers, pages that need nothing but a browser: python site/make_steppers.py
+"""Write the three steppers, pages that need nothing but a browser: python site/make_steppers.py
 
 What is in steppers/ becomes one file a page, with the numbers that it shows inside: scores and
 values of heads of the packaged model, and beams that the model drafts.
@@ -15,9 +15,10 @@ import jax
 import numpy as np
 
 from treeattn import Llama, beam_search
+from treeattn.figures.sentence import convex_hull
 
 HERE = Path(__file__).parent
-PAGES = {"merge_stepper.html": "merge.html", "prefix_tree_stepper.html": "prefix_tree.html"}
+PAGES = {f"{name}_stepper.html": f"{name}.html" for name in ("energy", "merge", "prefix_tree")}
 DIGITS = 3  # the model's numbers are rounded: the page computes with what it shows
 
 TEXT = (
@@ -82,6 +83,17 @@ def small_example() -> dict:
     }
 
 
+def sentence() -> dict:
+    """The same five words for the page on the energy: `hull` has the words at its corners."""
+    corners = convex_hull(np.array(VALUES)).tolist()
+    return {
+        "words": [word.strip() for word in WORDS],
+        "scores": SCORES.tolist(),
+        "values": VALUES,
+        "hull": [VALUES.index(corner) for corner in corners],
+    }
+
+
 def drafted() -> list[str]:
     """Candidates after `PROMPT`, as lines of words; a space within a token becomes “␣”."""
     model = packaged_model()
@@ -128,6 +140,7 @@ def page(template: str, data: dict) -> str:
 def make() -> dict[str, str]:
     """File name -> the whole page."""
     data = {
+        "energy.html": sentence(),
         "merge.html": {"heads": [*heads(), small_example()]},
         "prefix_tree.html": {"examples": examples()},
     }

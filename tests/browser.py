@@ -107,17 +107,31 @@ class Browser:
         """Into whatever has the focus, as a keyboard or an input method does."""
         self.call("Input.insertText", text=text)
 
-    def click(self, selector: str) -> None:
-        """With the mouse, in the middle of the element."""
-        middle = f"""(() => {{
+    def middle(self, selector: str) -> list[float]:
+        """Where in the window the element's middle is, once it is scrolled into sight."""
+        return self.run(f"""(() => {{
             const element = document.querySelector({json.dumps(selector)});
             element.scrollIntoView({{ block: "center" }});
             const box = element.getBoundingClientRect();
             return [box.x + box.width / 2, box.y + box.height / 2];
-        }})()"""
-        x, y = self.run(middle)
+        }})()""")
+
+    def click(self, selector: str) -> None:
+        """With the mouse, in the middle of the element."""
+        x, y = self.middle(selector)
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    def drag(self, selector: str, by: tuple[float, float]) -> None:
+        """With the mouse, from the middle of the element so many pixels right and down."""
+        x, y = self.middle(selector)
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        places = [(x + part * by[0], y + part * by[1]) for part in (0, 0.5, 1)]
+        kinds = ("mousePressed", "mouseMoved", "mouseMoved")
+        for kind, (x, y) in zip(kinds, places, strict=True):
+            about = {"x": x, "y": y, "button": "left", "buttons": 1, "clickCount": 1}
+            self.call("Input.dispatchMouseEvent", type=kind, **about)
+        self.call("Input.dispatchMouseEvent", **{**about, "type": "mouseReleased"})
 
     def screenshot(self, path: Path) -> None:
         """Of the whole page, as PNG."""

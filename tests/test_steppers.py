@@ -33,7 +33,8 @@ from treeattn.idea.state import tree_round
 pytestmark = pytest.mark.slow
 
 SITE = Path(__file__).parent.parent / "site"
-MERGE, PREFIX_TREE = (SITE / f"{name}_stepper.html" for name in ("merge", "prefix_tree"))
+NAMES = ("energy", "merge", "prefix_tree")
+ENERGY, MERGE, PREFIX_TREE = PAGES = [SITE / f"{name}_stepper.html" for name in NAMES]
 NUMBER = r"−?(?:∞|\d[\d,]*(?:\.\d+)?)"
 
 
@@ -77,7 +78,7 @@ def generator():
 def test_the_pages_are_what_the_generator_writes():
     with jax.enable_x64(False):  # as the generator runs
         fresh = generator().make()
-    assert set(fresh) == {MERGE.name, PREFIX_TREE.name}
+    assert set(fresh) == {page.name for page in PAGES}
     for name, text in fresh.items():
         (page, data), (fresh_page, fresh_data) = (
             split((SITE / name).read_text("utf-8")),
@@ -103,7 +104,7 @@ def test_the_scores_give_attention_of_the_model():
         np.testing.assert_allclose(ours[1], lse[0, 0, head["head"]], atol=0.002)
 
 
-@pytest.mark.parametrize("page", [MERGE, PREFIX_TREE], ids=["merge", "prefix tree"])
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_nothing_outside_the_page_is_named(page):
     text = split(page.read_text("utf-8"))[0].replace(
         "http://www.w3.org/", ""
@@ -475,11 +476,11 @@ def test_what_is_too_much_is_said(browser):
     check_tree(page, [" ".join(line.split()[:10]) for line in lines[:12]])
 
 
-# ---- both ----
+# ---- all of them ----
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("page", [MERGE, PREFIX_TREE], ids=["merge", "prefix tree"])
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_fits_a_phone_and_can_be_read(browser, page, scheme):
     """No sideways scrolling; text at 4.5 to 1 against its ground; motion only where wanted."""
     view = {"prefers_color_scheme": scheme, "width": 390}

@@ -1,5 +1,5 @@
 "use strict";
-// What both steppers use: elements by name, SVG, numbers as text, and the keys that step.
+// What the steppers use: elements by name, SVG, numbers as text, and the keys that step.
 
 const byId = (id) => document.getElementById(id);
 const data = JSON.parse(byId("data").textContent);
