@@ -58,7 +58,10 @@ def test_softmax_is_the_gradient_of_log_sum_exp():  # 2024 eq. 1, 2025 eq. 4
 
 
 def test_attention_is_the_gradient_at_zero_and_biased_attention_everywhere():
-    assert same(mean(1), 1)
+    total = sp.Symbol("total")  # of the exponentials
+    weights = over_keys(sp.exp(s[a]) / total).simplify()
+    assert same(weights.subs(total, over_keys(sp.exp(s[a]))), 1)
+    assert not same(weights.subs(total, over_keys(sp.exp(2 * s[a]))), 1)
     assert same(sp.diff(F, t).subs(t, 0), mean(x[a]))
     assert not same(sp.diff(Z, t).subs(t, 0), mean(x[a]))
     for other in (F + t**2, F + sp.cosh(t), t * mean(x[a])):  # 2024 §7, "a unique energy"
@@ -83,6 +86,10 @@ def test_z_generates_moments_of_every_order():  # 2024 eq. 10–13, 2025 eq. 19�
 
 
 def test_its_logarithm_generates_cumulants():  # 2024 eq. 14–15, 2025 eq. 23–24
+    # By definition cumulants of every order are the derivatives at 0 of log ⟨exp(t x)⟩.
+    generating = sp.log(mean(sp.exp(r * x[a])).subs(r, t))
+    assert same(sp.exp(F - F.subs(t, 0)), sp.exp(generating))
+    assert not same(sp.exp(F), sp.exp(generating))  # the constant, lse, is no cumulant's
     kappa = {order: sp.diff(F, t, order).subs(t, 0) for order in (2, 3, 4)}
     for order in (2, 3):
         assert same(kappa[order], central(order))
@@ -144,25 +151,21 @@ def test_heads_add_up_for_a_shared_source_only():  # 2024 eq. 18–20, 2025 eq. 
 
 
 def test_every_hessian_of_gamma_is_indefinite():  # 2024 eq. 26, 2025 eq. 34
-    """[[−C, I], [I, 0]] is congruent to [[0, I], [I, 0]], for covariances C of any size."""
+    """wᵀ ∇²Γ w = ±2|u|² along w = (u, (C/2 ± I) u): d directions up, d down, for any covariance."""
     d = sp.Symbol("d", integer=True, positive=True)
     M, I, O = sp.MatrixSymbol("M", d, n), sp.Identity(d), sp.ZeroMatrix(d, d)
     C = M * M.T
+    hessian = sp.BlockMatrix([[-C, I], [I, O]])
 
-    def S(corner):
-        return sp.BlockMatrix([[I, O], [corner, I]])
+    def along(corner):  # of all u at once
+        w = sp.BlockMatrix([[I], [corner]])
+        return sp.block_collapse(w.T * hessian * w)
 
-    def equal(left, right):
-        return sp.block_collapse(left) == sp.block_collapse(right)
-
-    hessian, swap = sp.BlockMatrix([[-C, I], [I, O]]), sp.BlockMatrix([[O, I], [I, O]])
-    identity = sp.BlockMatrix([[I, O], [O, I]])
-    assert equal(S(-C / 2) * S(C / 2), identity)
-    assert equal(S(-C / 2).T * swap * S(-C / 2), hessian)
-    assert not equal(S(C / 2).T * swap * S(C / 2), hessian)
-    assert equal(hessian * sp.BlockMatrix([[O, I], [I, C]]), identity)
-    up, down = sp.BlockMatrix([[I], [I]]), sp.BlockMatrix([[I], [-I]])
-    assert equal(swap * up, up) and equal(swap * down, -down) and not equal(swap * down, down)
+    assert along(C / 2 + I) == 2 * I and along(C / 2 - I) == -2 * I
+    assert along(C + I) != 2 * I  # without the half
+    inverse = sp.BlockMatrix([[O, I], [I, C]])
+    product = sp.block_collapse(hessian * inverse)
+    assert product == sp.block_collapse(sp.BlockMatrix([[I, O], [O, I]]))
 
 
 def test_gamma_is_unbounded_and_has_no_integral(sentence):
@@ -211,6 +214,20 @@ def test_the_energy_is_a_variational_free_energy():  # 2024 §7
     assert not vanishes(score_and_entropy - (w[a] * 7 - kl))
     at_zero = kl.subs(t, 0) - w[a] * F.subs(t, 0)
     assert vanishes(at_zero - (w[a] * t * x[a] - w[a] * F + kl))
+
+
+def test_the_energy_is_what_joins_keys_by_logaddexp():
+    """A function of sets of keys, s_a + ζ·v_a of one key and logaddexp of two sets, is F."""
+    size = sp.Symbol("size", integer=True, positive=True)
+    of_all_but_one = sp.log(sp.Sum(sp.exp(s[a] + t * x[a]), (a, 1, size - 1)))
+    of_one = s[size] + t * x[size]
+    joined = sp.log(sp.exp(of_all_but_one) + sp.exp(of_one))
+    one = {size: 1}  # the beginning, and the step from size − 1 keys to size
+    assert same(F.subs(n, 1).doit(), sp.log(sp.exp(of_one)).subs(one))
+    for keys in (2, 5):
+        assert same(sp.exp(F.subs(n, keys).doit()), sp.exp(joined.subs(size, keys).doit()))
+        mean_of_both = (of_all_but_one + of_one).subs(size, keys).doit() / 2
+        assert not same(sp.exp(F.subs(n, keys).doit()), sp.exp(mean_of_both))
 
 
 # The sentence of five words

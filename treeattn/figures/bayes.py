@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from matplotlib.tri import TriAnalyzer, Triangulation
 
 from treeattn.figures.canvas import styled
 from treeattn.figures.sentence import WORDS, convex_hull, running_example
@@ -202,15 +203,20 @@ def dual_over_the_hull() -> Figure:
 
     figure, axes = new_figure(5.6, 4.6)
     axes.fill(*convex_hull(v).T, color=PALE, zorder=0)
+    triangles = Triangulation(*np.asarray(z)[first].T)
+    # Along the hull's edge triangles are slivers, and a line drawn across them runs where F* has
+    # no such level.
+    triangles.set_mask(TriAnalyzer(triangles).get_flat_tri_mask(0.01))
     lines = axes.tricontour(
-        *np.asarray(z)[first].T,
+        triangles,
         np.asarray(dual)[first],
         colors=BLUE,
         levels=[-2.7, -2.5, -2, -1.5, -1, -0.5],
         linewidths=1.2,
         linestyles="solid",
     )
-    places = [(1.6, 1.9), (2, 1.5), (2.5, 0.75), (3.7, 1.6), (3.85, 0.2), (3.9, 3.7)]
+    places = [(1.6, 1.9), (2, 1.5), (2.5, 0.75), (3.7, 1.6), (3.8, 0.2), (3.9, 3.7)]
+    places += [(0.35, 0.75), (0.4, 0.3), (0.2, 0.1)]  # the same levels, at the lower left
     axes.clabel(lines, fmt=lambda x: f"{x:.1f}".replace("-", "−"), fontsize=8, manual=places)
     shifts = ((10, -13), (-6, -14), (-56, 7), (-16, 8), (-40, 9))
     heights = ("0", "−log 2", "−log 4", "0", "−log 8")

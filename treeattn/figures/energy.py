@@ -30,7 +30,7 @@ def _draw_weights(axes, weights, over=None):
     axes.tick_params(axis="y", length=0)
 
 
-def _draw_words(axes, v, weights, offsets=((9, -11), (-24, -13), (-6, 10), (-32, -3), (-34, 4))):
+def _draw_words(axes, v, weights, offsets=((9, -11), (-24, -13), (8, -13), (-32, -3), (-34, 4))):
     """The values in the plane, their hull, and a disc for each word as large as its weight."""
     axes.fill(*convex_hull(v).T, color=PALE, zorder=0)
     axes.scatter(*v.T, s=12 + 500 * np.asarray(weights), color=ORANGE, alpha=0.8, lw=0, zorder=3)
@@ -129,7 +129,8 @@ def energy_landscape() -> Figure:
     lines = left.contour(side, side, f, levels=np.arange(1, 11), colors=GREY, linewidths=0.8)
     left.clabel(lines, fmt="%d", fontsize=8)
     weights, attention = tilted(np.zeros(2, "float32"))
-    _draw_words(right, v, weights)
+    beside_the_rings = ((9, -11), (-24, -13), (-22, -17), (-32, -3), (-34, 4))
+    _draw_words(right, v, weights, offsets=beside_the_rings)
 
     angles = np.linspace(0, 2 * np.pi, 181)
     circle = np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype("float32")
