@@ -25,6 +25,7 @@ from treeattn import (
     reduce_chain,
     reduce_tree,
     scan_states,
+    skip_bound,
 )
 from treeattn.cost.work import count_merges
 from treeattn.figures import rounding
@@ -719,6 +720,51 @@ def test_theorem_1_where_p_does_not_divide(n, p, steps):
     assert depth <= size - 1 + math.ceil(math.log2(p))
 
 
+@functools.cache
+def fewest_steps(n, p):
+    """Of all schedules of merges of two neighbours, 1 to p of them a step."""
+    merges = range(1, min(p, n // 2) + 1)
+    return 0 if n == 1 else 1 + min(fewest_steps(n - k, p) for k in merges)
+
+
+def test_no_schedule_is_faster_than_theorem_1():
+    """⌊n/p⌋ + ⌈log₂ p⌉ − 1 ≤ fewest ≤ ⌈n/p⌉ + ⌈log₂ p⌉ − 1, for n ≥ p ≥ 2."""
+    above, below = set(), set()
+    for p in range(2, 34):
+        rounds = math.ceil(math.log2(p))
+        for n in range(p, 100):
+            fewest = fewest_steps(n, p)
+            above.add(fewest - (n // p + rounds - 1))
+            below.add(-(-n // p) + rounds - 1 - fewest)
+    assert above == below == {0, 1}  # each bound holds, and is reached
+
+
+def every_result(parts, p, op):
+    """What comes out of every schedule of steps, each of 1 to p merges of two neighbours."""
+    if len(parts) == 1:
+        return {parts[0]}
+    found = set()
+    places = range(len(parts) - 1)
+    for k in range(1, min(p, len(parts) // 2) + 1):
+        for firsts in itertools.combinations(places, k):
+            if any(j - i < 2 for i, j in itertools.pairwise(firsts)):
+                continue
+            left, i = [], 0
+            while i < len(parts):
+                merges = i in firsts
+                left.append(op(parts[i], parts[i + 1]) if merges else parts[i])
+                i += 1 + merges
+            found |= every_result(tuple(left), p, op)
+    return found
+
+
+def test_theorem_1_needs_associativity_and_no_commutativity():
+    letters = tuple("abcdef")
+    assert every_result(letters, 3, lambda x, y: x + y) == {"abcdef"}  # letters do not commute
+    mean = every_result((0.0, 0.0, 0.0, 1.0), 2, lambda x, y: (x + y) / 2)
+    assert len(mean) > 1  # a mean of two is not associative
+
+
 # ---------------------------------------------------------------- rounding
 
 
@@ -796,6 +842,62 @@ def test_merges_that_do_not_rescale_leave_the_bounds(few_merges, monkeypatch):
     monkeypatch.setattr(rounding, "DTYPES", ("float32",))
     monkeypatch.setattr(treeattn.idea.state, "rescale", lambda x, m: x._replace(max=m))
     assert largest_share(rounding.rounding_errors.__wrapped__()) > 100
+
+
+# ---------------------------------------------------------------- what skipping costs
+
+
+def with_and_without(seed, shape=(6, 40)):
+    """(seen, out and lse with all keys, scores and values of the skipped keys), float64."""
+    rng = np.random.default_rng(seed)
+    s = rng.normal(size=(*shape, 2)) * rng.choice([0.1, 3.0])
+    v = rng.normal(size=(*shape, 2, 3)) + rng.normal(size=3)
+    m = s[..., 0].max(-1)
+    w = np.exp(s[..., 0] - m[:, None])
+    seen = AttentionState(m, w.sum(-1), np.einsum("qk,qkd->qd", w, v[..., 0, :]))
+    terms = np.exp(s.reshape(shape[0], -1))
+    whole = np.einsum("qk,qkd->qd", terms, v.reshape(shape[0], -1, 3)) / terms.sum(-1)[:, None]
+    return seen, whole, s[..., 1], v[..., 1, :]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_skipping_costs_no_more_than_its_bound(seed):
+    """By the lse of the skipped keys, and by their largest score and their number."""
+    seen, whole, s, v = with_and_without(seed)
+    cost = np.linalg.norm(whole - finalize(seen)[0], axis=-1)
+    radius = np.linalg.norm(v, axis=-1).max(-1)
+    lse = np.log(np.exp(s).sum(-1))
+    by_lse = np.asarray(skip_bound(seen, lse, radius))
+    by_score = np.asarray(skip_bound(seen, s.max(-1) + np.log(s.shape[-1]), radius.max()))
+    assert (cost <= by_lse).all() and (by_lse <= by_score).all()
+    weight = np.exp(lse) / (np.exp(lse) + seen.denominator * np.exp(seen.max))
+    longest = np.linalg.norm(finalize(seen)[0], axis=-1) + radius
+    np.testing.assert_allclose(by_lse, weight * longest, rtol=1e-12)
+
+
+def test_the_bound_of_skipping_is_reached():
+    """By one skipped key whose value lies opposite to the output; a weight of a fourth."""
+    seen = AttentionState(np.zeros(1), 3 * np.ones(1), np.array([[6.0, 0.0]]))
+    np.testing.assert_allclose(skip_bound(seen, 0.0, 5.0), [(2 + 5) / 4], rtol=1e-12)
+    key = AttentionState(np.zeros(1), np.ones(1), np.array([[-5.0, 0.0]]))
+    out = finalize(merge(seen, key))[0]
+    np.testing.assert_allclose(np.linalg.norm(out - finalize(seen)[0]), (2 + 5) / 4, rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_skipping_no_keys_costs_nothing_and_skipping_all_of_them_the_output(dtype):
+    none = AttentionState.identity((1,), 2, dtype)
+    some = AttentionState(*(jnp.asarray(x, dtype) for x in ([1.0], [1.0], [[3.0, 4.0]])))
+    for seen, skipped, wanted in (
+        (some, -np.inf, 0.0),
+        (none, -np.inf, 0.0),
+        (none, 1.0, 2.0),  # nothing was seen: the output is 0, and at most 2 long
+        (some, 1e4, 7.0),
+        (some, -1e4, 0.0),
+    ):
+        found = skip_bound(seen, skipped, 2.0)
+        assert found.shape == (1,) and found.dtype == jnp.promote_types(dtype, jnp.float32)
+        np.testing.assert_allclose(found, [wanted], rtol=1e-6)
 
 
 # ---------------------------------------------------------------- checks that can fail
@@ -902,6 +1004,12 @@ STATE = AttentionState(jnp.zeros(3), jnp.ones(3), jnp.ones((3, 2)))
             TypeError,
             r"out: expected a floating-point",
         ),
+        (
+            lambda: skip_bound(STATE, np.zeros(2), 1.0),
+            ValueError,
+            r"skipped_lse: .*\(3,\), got \(2,\)",
+        ),
+        (lambda: skip_bound(STATE, 0.0, np.ones(3, int)), TypeError, "radius: .*floating-point"),
         (lambda: AttentionState.identity((3,), 2, int), TypeError, r"dtype: .*floating-point"),
         (
             lambda: AttentionState.identity((3,), 2, jnp.float8_e4m3fn),

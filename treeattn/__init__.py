@@ -33,6 +33,7 @@ from treeattn.idea.state import (
     reduce_chain,
     reduce_tree,
     scan_states,
+    skip_bound,
 )
 from treeattn.kernel.attend import attend, attention, which_implementation
 from treeattn.trees.beam import PackedBeam, pack, packed_token_indices, prefix_encoding, unpack
@@ -88,6 +89,7 @@ __all__ = [
     "ring_decode",
     "scan_states",
     "simulate_devices",
+    "skip_bound",
     "tree_decode",
     "tree_from_beam",
     "ulysses_attention",

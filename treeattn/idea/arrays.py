@@ -104,7 +104,7 @@ def as_array(name: str, x) -> Array:
 
     Raises a TypeError for a ragged list and for another library's tensors.
     """
-    if isinstance(x, Array | np.generic):
+    if isinstance(x, Array):
         return x
     if hasattr(x, "__dlpack__"):
         kind = f"{type(x).__module__.split('.')[0]}.{type(x).__name__}"

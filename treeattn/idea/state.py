@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float
 
-from treeattn.idea.arrays import Array, check_floating, check_same_dtype, integer
+from treeattn.idea.arrays import Array, as_array, check_floating, check_same_dtype, integer
 
 
 class AttentionState(NamedTuple):
@@ -166,6 +166,38 @@ def from_output(out: Float[Array, "... dv"], lse: Float[Array, "..."]) -> Attent
     d = jnp.where(empty, 0, jnp.exp(lse - m))
     out = jnp.where(empty[..., None], 0, out.astype(dtype))
     return AttentionState(jnp.where(empty, -jnp.inf, m), d, out * d[..., None])
+
+
+def skip_bound(
+    seen: AttentionState,
+    skipped_lse: Float[Array, "..."] | float,
+    radius: Float[Array, "..."] | float,
+) -> Float[Array, "..."]:
+    """The most that skipping some keys can have cost: no less than ‖out − seen's out‖, (...,).
+
+    A merged output lies between the two outputs, nearer to the heavier. So one that lacks some keys
+    is off by their weight, 1 / (1 + exp(lse − skipped_lse)), times the distance of the two outputs,
+    which is at most ‖seen's out‖ + radius.
+
+    seen:         (...,)  the state of the keys that were attended to
+    skipped_lse:  (...,) or a number: log Σ exp(s) of the skipped keys, or what it is at most, as
+                  log n + the largest score of n keys; −∞ for no keys
+    radius:       (...,) or a number: the length of their longest value, at least
+
+    In the dtype of lse. Raises a TypeError or ValueError when `seen` is no state, or the others are
+    not real or do not fit it.
+    """
+    out, lse = finalize(seen)
+    given = {"skipped_lse": skipped_lse, "radius": radius}
+    given = {name: jnp.asarray(as_array(name, x)) for name, x in given.items()}
+    check_floating(**given)
+    for name, x in given.items():
+        if x.shape not in ((), lse.shape):
+            raise ValueError(f"{name}: expected a number or the shape {lse.shape}, got {x.shape}")
+    skipped, radius = (x.astype(lse.dtype) for x in given.values())
+    weight = jax.nn.sigmoid(finite(skipped) - finite(lse))
+    distance = jnp.linalg.norm(out.astype(lse.dtype), axis=-1) + radius
+    return jnp.where(skipped == -jnp.inf, 0, weight * distance)
 
 
 def reduce_chain(states: AttentionState, axis: int = 0) -> AttentionState:
