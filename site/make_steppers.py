@@ -1,7 +1,8 @@
 """Write the three steppers, pages that need nothing but a browser: python site/make_steppers.py
 
 What is in steppers/ becomes one file a page, with the numbers that it shows inside: scores and
-values of heads of the packaged model, and beams that the model drafts.
+values of heads of the packaged model, and beams that the model drafts; and what the conformance
+suite says of each merge that is broken on purpose.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from broken_merges import faults
 
 from treeattn import Llama, beam_search
 from treeattn.figures.sentence import convex_hull
@@ -141,7 +143,7 @@ def make() -> dict[str, str]:
     """File name -> the whole page."""
     data = {
         "energy.html": sentence(),
-        "merge.html": {"heads": [*heads(), small_example()]},
+        "merge.html": {"heads": [*heads(), small_example()], "faults": faults()},
         "prefix_tree.html": {"examples": examples()},
     }
     return {name: page(template, data[template]) for name, template in PAGES.items()}

@@ -1,9 +1,10 @@
 """The steppers, clicked through in headless Chromium: every number is the package's own."""
 
 import functools
-import importlib.util
+import importlib
 import json
 import re
+import sys
 from pathlib import Path
 from urllib.parse import quote
 
@@ -27,6 +28,7 @@ from treeattn import (
     reduce_chain,
     reduce_tree,
 )
+from treeattn.conformance import FINGERPRINTS, check_merge
 from treeattn.cost.program import collectives
 from treeattn.idea.state import tree_round
 
@@ -69,10 +71,9 @@ def browser(tmp_path_factory):
 @functools.cache
 def generator():
     """site/make_steppers.py, as a module."""
-    spec = importlib.util.spec_from_file_location("make_steppers", SITE / "make_steppers.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SITE))
+        return importlib.import_module("make_steppers")
 
 
 def test_the_pages_are_what_the_generator_writes():
@@ -362,6 +363,108 @@ def test_keys_and_form(browser):
     assert browser.run(step) == 8
     browser.click('g[data-node="1,0"]')  # a box leads to the step that made it
     assert browser.run(step) == 1
+
+
+# ---- the merge, broken ----
+
+
+def broken_merges():
+    return sys.modules[generator().faults.__module__]
+
+
+@functools.cache
+def judged() -> dict[str, dict]:
+    """What the suite says of each fault."""
+    return {fault["id"]: fault for fault in broken_merges().faults()}
+
+
+def test_without_a_fault_the_suite_has_nothing_to_say():
+    module = broken_merges()
+    report = check_merge(functools.partial(module.merged, module.Fault("none", "")))
+    assert not report.names("failed")
+    assert all(report["failed"] for report in judged().values())
+
+
+def along(merge, parts: list, way: str):
+    """A tree as deep as it must be, or a chain, of pairs that these merge to one."""
+    if way == "chain":
+        return functools.reduce(merge, parts)
+    while len(parts) > 1:
+        odd = parts[len(parts) - len(parts) % 2 :]
+        parts = [merge(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)] + odd
+    return parts[0]
+
+
+READ_FAULT = """(() => {
+  const text = (id) => document.getElementById(id).textContent;
+  const rows = [...document.querySelectorAll("#shares tbody tr")];
+  const {out, shares, lse} = mergedBy(FAULTS[byId("fault").value]);
+  return {
+    out: out.map(String), shares: shares.map(String), lse: String(lse),
+    moved: text("moved"), about: text("fault-text"), fingerprints: text("fingerprints"),
+    names: [...document.querySelectorAll("#fingerprints strong")].map((x) => x.textContent),
+    rows: rows.map((row) => [...row.children].map((cell) => cell.textContent)),
+    bars: [...document.querySelectorAll("#outputs .off")].map((x) => x.getAttribute("height")),
+  };
+})()"""
+
+
+@pytest.mark.parametrize(("devices", "way"), [(8, "chain"), (16, "tree")])
+def test_broken_merges_are_those_that_the_suite_has_judged(browser, devices, way):
+    """Every fault on a real head: the output, and what the page says, from `broken_merges`."""
+    module = broken_merges()
+    settings = f"head=0&tokens=27&devices={devices}&way={way}&arity=2"
+    browser.open(f"{MERGE.as_uri()}#{settings}&fault=base")
+    parts = leaves(heads()[0], 27, devices, "contiguous")
+    outs, lses = (np.asarray(x, np.float64) for x in finalize(parts))
+    size = outs.shape[1]
+    right = finalize(reduce_tree(parts))
+    for id, fault in module.FAULTS.items():
+        browser.run(f"""(() => {{
+            byId("fault").value = {id!r};
+            byId("fault").dispatchEvent(new Event("input"));
+        }})()""")
+        page = browser.run(READ_FAULT)
+        empty = np.isneginf(lses)
+        out = np.where(empty[:, None], fault.empty[0], np.hstack([outs, np.eye(devices)]))
+        lse = np.where(empty, fault.empty[1], lses)
+        with np.errstate(all="ignore"):
+            sent = [fault.sent(out[r, None], lse[r, None]) for r in range(devices)]
+            (wanted_out,), (wanted_lse,) = along(fault.merge, sent, way)
+        # Where these round to 8 bits or to 24, a last bit may fall the other way there.
+        near = {"rtol": 0.008, "atol": 1e-4} if id == "out16" else {"rtol": 2e-7, "atol": 1e-12}
+        shown = np.array([*page["out"], *page["shares"]], float)
+        np.testing.assert_allclose(shown, wanted_out, err_msg=id, **near)
+        np.testing.assert_allclose(float(page["lse"]), wanted_lse, err_msg=id, **near)
+        assert page["about"] == fault.about
+        report = judged()[id]
+        assert numbers_of(page["fingerprints"])[:2] == [report["asked"], report["failed"]]
+        assert page["names"] == [name for name, _ in report["fingerprints"]]
+        for name, cure in report["fingerprints"]:
+            assert f"{name}: {cure}." in page["fingerprints"] and cure == FINGERPRINTS[name]
+        gap = np.abs(shown[:size] - right[0]).max()
+        if np.isnan(gap):
+            assert page["moved"] == "Every number of the output is NaN."
+        elif gap < 1e-5:
+            assert page["moved"] == "Here, nothing moves."
+        else:
+            said = [gap, np.abs(right[0]).max(), wanted_lse, right[1]]
+            np.testing.assert_allclose(numbers_of(page["moved"]), said, atol=5.1e-4)
+        weights = np.exp(lses - right[1])
+        for row, share, weight in zip(page["rows"], shown[size:], weights, strict=True):
+            np.testing.assert_allclose(parsed(row[2][:-2]), 100 * weight, atol=0.051)
+            is_nan = np.isnan(share)
+            assert row[3] == "NaN" if is_nan else abs(parsed(row[3][:-2]) - 100 * share) < 0.051
+        assert len(page["bars"]) == size
+
+
+def test_nothing_is_broken_before_one_asks(browser):
+    browser.open(MERGE.as_uri())
+    assert not browser.run("document.querySelector('#broken').open")
+    assert "fault" not in browser.run("location.hash")
+    browser.click("#broken summary")
+    assert browser.run("document.querySelector('#broken').open")
+    assert browser.run("document.querySelector('#fault-panel').hidden")
 
 
 # ---- the prefix tree ----

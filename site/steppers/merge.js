@@ -108,10 +108,10 @@ function share() {
 }
 
 /** node -> {state, keys, made}: what there is after `step` steps, and which step made it. */
-function statesAfter(count) {
+function statesAfter(count, leaf = leafState, join = merge) {
   const nodes = new Map(), scores = head().scores[settings.tokens - 1], { values } = head();
   shards.forEach((keys, r) => {
-    const state = leafState(keys.map((i) => scores[i]), keys.map((i) => values[i]));
+    const state = leaf(keys.map((i) => scores[i]), keys.map((i) => values[i]), r);
     nodes.set(at(0, r), { state, keys, made: 0 });
   });
   const carry = () => {
@@ -123,7 +123,7 @@ function statesAfter(count) {
   plan.steps.slice(0, count).forEach(({ to, twin, a, b, copy }, i) => {
     const [x, y] = [nodes.get(a), nodes.get(b)];
     const made = copy ? { ...y, made: i + 1 }
-      : { state: merge(x.state, y.state), keys: [...x.keys, ...y.keys], made: i + 1 };
+      : { state: join(x.state, y.state), keys: [...x.keys, ...y.keys], made: i + 1 };
     nodes.set(to, made);
     if (twin) nodes.set(twin, made);
     carry();
@@ -338,9 +338,11 @@ function show() {
   showSent(nodes);
   showResult(nodes);
   showTable(nodes);
+  showFault();
   byId("start").disabled = byId("back").disabled = step === 0;
   byId("next").disabled = byId("round").disabled = step === plan.steps.length;
-  toAddress({ ...settings, step });
+  const fault = byId("fault").value;
+  toAddress({ ...settings, step, ...(fault ? { fault } : {}) });
 }
 
 // ---- what the reader does ----
@@ -398,6 +400,11 @@ function begin() {
   for (const name of ["tokens", "devices", "layout", "way", "arity"]) {
     if (wanted.has(name)) byId(name).value = wanted.get(name);
   }
+  data.faults.forEach(({ id, name }) => add(byId("fault"), "option", { value: id }, name));
+  byId("fault").value = wanted.get("fault") ?? "";
+  byId("broken").open = wanted.has("fault");
+  byId("fault").addEventListener("input", show);
+  byId("broken").addEventListener("toggle", show);
   byId("form").addEventListener("input", (event) => {
     const { words } = data.heads[byId("head").value];
     if (event.target.id === "head") Object.assign(byId("tokens"), { max: words.length, value: words.length });
