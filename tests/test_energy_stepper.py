@@ -279,6 +279,22 @@ def test_the_dot_and_the_cross_follow_the_mouse(browser):
     assert browser.run(READ)["now"]["kind"] == "outside"
 
 
+def test_a_finger_drags_and_does_not_scroll(browser):
+    browser.open(PAGE.as_uri(), width=390)
+    browser.call("Emulation.setTouchEmulationEnabled", enabled=True)
+    x, y = browser.middle("#plane .handle")
+    scrolled = browser.run("scrollY")
+    for kind, down in ("Start", 0), ("Move", 20), ("Move", 40):
+        touch = {"type": f"touch{kind}", "touchPoints": [{"x": x, "y": y + down}]}
+        browser.call("Input.dispatchTouchEvent", **touch)
+    browser.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+    browser.call("Emulation.setTouchEmulationEnabled", enabled=False)
+    unit = browser.run("document.querySelector('#plane svg').clientWidth") / 6.1
+    moved = browser.run("now.z")
+    np.testing.assert_allclose(moved, [1.25, 2.25 - 40 / unit], atol=0.02)
+    assert browser.run("scrollY") == scrolled
+
+
 def test_the_keyboard_does_all(browser):
     browser.open(PAGE.as_uri(), prefers_color_scheme="dark")
     focus = "document.activeElement.getAttribute('aria-label')"

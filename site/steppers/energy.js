@@ -405,6 +405,8 @@ function follow(pane, { put, drop, current, reach }) {
     pane.handle.focus({ preventScroll: true });
     event.preventDefault();
   });
+  const noScrolling = (event) => event.preventDefault(); // a finger on the handle drags it
+  pane.handle.addEventListener("touchstart", noScrolling, { passive: false });
   pane.handle.addEventListener("pointermove", (event) => {
     if (pane.handle.hasPointerCapture(event.pointerId)) drop(at(event));
   });
