@@ -26,6 +26,7 @@ from treeattn import (
 )
 from treeattn import merge as merge_states
 from treeattn.conformance import (
+    AXES,
     FINGERPRINTS,
     TOLERANCES,
     bfloat16,
@@ -536,7 +537,8 @@ def test_the_page_runs():
     assert results.attempted > 5 and results.failed == 0
 
 
-def test_the_page_names_every_fingerprint():
+def test_the_page_names_every_fingerprint_and_every_axis():
     page = PAGE.read_text(encoding="utf-8")
-    rows = " ".join(re.findall(r"(?m)^\| ([^|]*) \|", page)).replace("\n", " ")
-    assert {name for name in FINGERPRINTS if name not in rows} == set()
+    rows = re.findall(r"(?m)^\| ([^|]*) \|", page)
+    assert {name for name in FINGERPRINTS if name not in " ".join(rows)} == set()
+    assert [name for name in rows if name in AXES] == list(AXES)

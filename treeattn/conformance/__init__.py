@@ -1,7 +1,8 @@
 """Does that merge, or that kernel, do what it should? Test vectors and a checker for anybody's.
 
-    print(check_merge(merge))      merge([(out, lse), …]) -> (out, lse) of all their keys
-    print(check_kernel(kernel))    kernel(q, k, v, **options) -> (out, lse)
+    print(check_merge(merge))          merge([(out, lse), …]) -> (out, lse) of all their keys
+    print(check_kernel(kernel))        kernel(q, k, v, **options) -> (out, lse)
+    print(check_invariance(kernel))    on what do its bits depend, on which they should not?
 
 In any framework: they get NumPy arrays, and what they return goes through `np.asarray`. q is
 (b, l, h, d), k and v (b, n, h_kv, d), out (b, l, h, d), and lse (b, l, h), a natural logarithm. No
@@ -9,20 +10,25 @@ keys are out 0 and lse −∞. A wrong answer is compared with what known mistak
 their *fingerprints*. This folder needs NumPy alone and can be copied, under any name.
 """
 
+from .axes import AXES
+from .invariance import check_invariance
 from .judging import FINGERPRINTS, TOLERANCES, Case
 from .kernels import attend, check_kernel, kernel_cases, wrong_kernels
 from .merging import check_merge, merge, merge_cases, wrong_merges
-from .report import Report, Result
+from .report import Difference, Report, Result
 from .rounding import bfloat16, rounded
 
 __all__ = [
+    "AXES",
     "FINGERPRINTS",
     "TOLERANCES",
     "Case",
+    "Difference",
     "Report",
     "Result",
     "attend",
     "bfloat16",
+    "check_invariance",
     "check_kernel",
     "check_merge",
     "kernel_cases",

@@ -2,6 +2,7 @@
 
 python -m treeattn.conformance merge my_module:my_merge
 python -m treeattn.conformance kernel my_package.my_module:my_kernel --dtype bfloat16
+python -m treeattn.conformance invariance my_module:my_kernel
 """
 
 import argparse
@@ -9,11 +10,12 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
+from .invariance import check_invariance
 from .judging import TOLERANCES
 from .kernels import check_kernel
 from .merging import check_merge
 
-CHECKS = {"merge": check_merge, "kernel": check_kernel}
+CHECKS = {"merge": check_merge, "kernel": check_kernel, "invariance": check_invariance}
 
 
 def named(place: str) -> Callable:

@@ -24,7 +24,7 @@ class Result(NamedTuple):
 
 class Report(NamedTuple):
     results: tuple[Result, ...]
-    cures: Mapping[str, str] = {}  # of fingerprints, or of the cases themselves
+    cures: Mapping[str, str]  # of fingerprints, or of cases whose bits differ
 
     def names(self, status: str) -> list[str]:
         """The cases that "passed", "failed" or were "skipped"."""
@@ -39,6 +39,6 @@ class Report(NamedTuple):
             f"{x.case:24} {x.status:8} {', '.join(x.fingerprints) or x.detail}".rstrip()
             for x in self.results
         ]
-        known = self.fingerprints | set(self.names("failed"))
-        cures = [f"{name}: {self.cures[name]}" for name in sorted(known & set(self.cures))]
+        known = self.fingerprints | {x.case for x in self.results if x.difference}
+        cures = [f"{name}: {self.cures[name]}" for name in sorted(known)]
         return "\n".join([*lines, *cures])
