@@ -167,6 +167,31 @@ def bounded(name: str, x: Array, least: int, most, expected: str) -> Array:
     return x.astype(np.int32)
 
 
+def check_ends(ends: Array) -> Array:
+    """`ends` (b, n) in int32: of each row's nodes, in depth-first order, where its subtree ends.
+
+    Raises a ValueError unless every node's interval, of the numbers j … ends[j] − 1, begins with
+    itself and lies within another's or apart from it. Entries that nobody can look at are clipped
+    to 0 … n.
+    """
+    size = ends.shape[1]
+    checked = bounded("ends", ends, 0, size, f"the ends of subtrees, up to {size} nodes")
+    if isinstance(checked, jax.core.Tracer):
+        return checked
+    for row, line in enumerate(np.asarray(checked).tolist()):
+        open_ends = [size]  # of the subtrees that the node at hand lies in, the innermost last
+        for node, end in enumerate(line):
+            while open_ends[-1] <= node:
+                open_ends.pop()
+            if not node < end <= open_ends[-1]:
+                raise ValueError(
+                    f"ends: expected depth-first order, where node {node}'s subtree ends at "
+                    f"{node + 1} to {open_ends[-1]}, got {end} in row {row}"
+                )
+            open_ends.append(end)
+    return checked
+
+
 def check_same_dtype(**arrays: Array) -> None:
     """Raise a TypeError that lists the dtypes when they are not all the same."""
     if len({jnp.dtype(x.dtype) for x in arrays.values()}) > 1:

@@ -13,6 +13,7 @@ from treeattn.kernel.causal import attend_causal
 from treeattn.kernel.choice import KERNELS, load_kernel, platform_of, resolve
 from treeattn.kernel.inputs import (
     Bias,
+    Ends,
     Inputs,
     Keys,
     Lengths,
@@ -34,6 +35,7 @@ def attend(
     kv_lengths: Lengths | None = None,
     scale: Scale = None,
     causal: bool = False,
+    ends: Ends | None = None,
     implementation: str | None = None,
 ) -> AttentionState:
     """The state of each query after its keys: fields (b, l, h) and numerator (b, l, h, dv).
@@ -47,6 +49,10 @@ def attend(
                 they are traced.
     scale:      multiplies q·k; 1/√d when None. A number is compiled in, a JAX array's value is not.
     causal:     query i sees keys 0 … i, of as many keys as queries.
+    ends:       (b, n) instead of a mask: query i sees key j exactly where j ≤ i < ends[j], as in
+                trees whose nodes are in depth-first order (`pack_rows`), of as many keys as
+                queries. Blocks of keys that a block of queries does not see are skipped. By
+                "blockwise" only.
     implementation: one of these, or None: the first whose line fits
 
         on          dtypes         queries, keys                             implementation
@@ -76,7 +82,7 @@ def attend(
     that do not fit, lengths out of range, a scale that is not finite, and a kernel by name where
     it cannot run.
     """
-    inputs = check_inputs(q, k, v, mask, bias, kv_lengths, scale, causal=causal)
+    inputs = check_inputs(q, k, v, mask, bias, kv_lengths, scale, causal=causal, ends=ends)
     return attend_inputs(resolve(implementation, inputs, platform_of(q)))
 
 

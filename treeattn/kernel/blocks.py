@@ -4,19 +4,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from treeattn.kernel.inputs import Grouped
+from treeattn.kernel.intervals import INTERVAL_BLOCK, blocks_seen
 from treeattn.kernel.products import BLOCK, STREAMS, few_queries
 
 SCORES = 1 << 20  # scores held at a time, about: more of them fall out of the caches
 
 
-def block_size(q, n: int) -> int:
+def block_size(inputs: Grouped) -> int:
     """Keys a block, for queries (b, h_kv, group, l, d) and n keys.
 
     At most BLOCK, at most n, and nearly equal: 1,500 keys are two blocks of 750. For streams it is
     a multiple of STREAMS.
     """
-    b, h_kv, group, l, _ = q.shape
-    if not few_queries(q, n):
+    b, h_kv, group, l, _ = inputs.q.shape
+    n = inputs.k.shape[1]
+    if inputs.intervals is not None:
+        return min(n, INTERVAL_BLOCK)
+    if not few_queries(inputs.q, n):
         rows = b * h_kv * group * l
         most = min(max(SCORES // max(rows, 1), 128), BLOCK)
         return -(-n // -(-n // most))
@@ -25,23 +30,34 @@ def block_size(q, n: int) -> int:
     return size if size <= n else -(-n // ((blocks + 1) * STREAMS)) * STREAMS
 
 
-def over_blocks(add_block, state, size: int, n: int, lengths, *blocks):
+def over_blocks(add_block, state, size: int, inputs: Grouped, *blocks):
     """add_block(…add_block(state, 0, *blocks[0])…), for the blocks that any row sees.
 
     add_block(state, start, *block) takes a block's first key, and what `blocks`, pytrees of arrays
     with a first axis of blocks, have for it.
     """
-    longest = n if lengths is None else _longest(lengths)
+    n = inputs.k.shape[1]
+    longest = n if inputs.lengths is None else _longest(inputs.lengths)
+    starts = jnp.arange(0, n, size, dtype=jnp.int32)
+    seen = None
+    if inputs.intervals is not None:
+        seen = blocks_seen(inputs.intervals, size)
+        # What a branch keeps for its derivative, a skipped block writes as zeros: let it be little.
+        add_block = jax.checkpoint(add_block)
 
     def visit(state, block):
         # The branch keeps blocks past the longest row from being read. It also keeps XLA:CPU
         # from moving the widening of half-precision keys out of the loop, which would write a
         # float32 copy of the whole cache.
-        more = block[0] < lax.optimization_barrier(jnp.asarray(longest, jnp.int32))
-        return lax.cond(more, add_block, lambda state, *_: state, state, *block), None
+        start, seen, *arrays = block
+        more = start < lax.optimization_barrier(jnp.asarray(longest, jnp.int32))
+        if seen is not None:
+            more = more & seen
+        return lax.cond(more, add_block, lambda state, *_: state, state, start, *arrays), None
 
-    starts = jnp.arange(0, n, size, dtype=jnp.int32)
-    return lax.scan(jax.checkpoint(visit, prevent_cse=False), state, (starts, *blocks))[0]
+    if seen is None:
+        visit = jax.checkpoint(visit, prevent_cse=False)
+    return lax.scan(visit, state, (starts, seen, *blocks))[0]
 
 
 @jax.custom_batching.custom_vmap

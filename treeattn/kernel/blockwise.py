@@ -25,6 +25,7 @@ from treeattn.idea.state import AttentionState, finite, merge
 from treeattn.kernel import products
 from treeattn.kernel.blocks import block_size, over_blocks, split_blocks
 from treeattn.kernel.inputs import Grouped, Inputs
+from treeattn.kernel.intervals import by_query_blocks
 from treeattn.kernel.masks import (
     and_visible,
     block_visibility,
@@ -78,6 +79,7 @@ def _group_heads(inputs: Inputs, partitioned: bool) -> Grouped:
         mask=None if mask is None else group(mask),
         bias=None if bias is None else group(bias).astype(dtype),
         lengths=lengths,
+        intervals=inputs.intervals,
         by_row=inputs.by_row,
         stale=inputs.stale,
         partitioned=partitioned,
@@ -95,24 +97,34 @@ def _ungroup_heads(x):
 def _attend(inputs: Grouped) -> AttentionState:
     """The state of the queries: fields (b, h_kv, group, l) and (b, h_kv, group, l, dv)."""
     b = inputs.q.shape[0]
-    if inputs.lengths is None or b == 1 or not inputs.by_row:
-        return _attend_rows(inputs, 0)
+    alike = inputs.lengths is None and inputs.intervals is None
+    if alike or b == 1 or not inputs.by_row:
+        return _attend_rows_by_queries(inputs, 0)
 
     def attend_row(i):
         def cut(x):
             shared = x is None or x.shape[0] == 1
             return x if shared else lax.dynamic_slice_in_dim(x, i, 1)
 
+        def cut_intervals(intervals):
+            return intervals and intervals.replace(ends=cut(intervals.ends))
+
         row = inputs.replace(
             q=cut(inputs.q),
             mask=cut(inputs.mask),
             bias=cut(inputs.bias),
             lengths=cut(inputs.lengths),
+            intervals=cut_intervals(inputs.intervals),
         )
-        return _attend_rows(row, i)
+        return _attend_rows_by_queries(row, i)
 
     states = lax.map(attend_row, jnp.arange(b, dtype=jnp.int32))
     return jax.tree.map(lambda x: x[:, 0], states)
+
+
+def _attend_rows_by_queries(inputs: Grouped, row) -> AttentionState:
+    """As `_attend_rows`."""
+    return by_query_blocks(functools.partial(_attend_rows, row=row), inputs)
 
 
 def _attend_rows(inputs: Grouped, row) -> AttentionState:
@@ -123,8 +135,8 @@ def _attend_rows(inputs: Grouped, row) -> AttentionState:
     q = inputs.q
     partitioned = inputs.partitioned
     n = inputs.k.shape[1]
-    size = block_size(q, n)
-    few = products.few_queries(q, n)
+    size = block_size(inputs)
+    few = products.few_queries(q, n) and inputs.intervals is None
     shrunk, root = products.shrink(q, partitioned)
     streams = products.stream_queries(shrunk) if few else None
     read = functools.partial(products.read_block, row=row, rows=len(q), dtype=q.dtype)
@@ -155,7 +167,7 @@ def _attend_rows(inputs: Grouped, row) -> AttentionState:
         numerator = jnp.where((m == -jnp.inf)[..., None], 0, finite(numerator))
         return AttentionState(m, denominator, numerator)
 
-    if size == n and inputs.lengths is None:
+    if size == n and inputs.lengths is None and inputs.intervals is None:
         return state_of_block(jnp.int32(0))
 
     def add_block(state, start):
@@ -163,7 +175,7 @@ def _attend_rows(inputs: Grouped, row) -> AttentionState:
 
     state = AttentionState.identity(q.shape[:-1], inputs.v.shape[-1], q.dtype)
     state = varying_like(state, *inputs.arrays)
-    return over_blocks(add_block, state, size, n, inputs.lengths)
+    return over_blocks(add_block, state, size, inputs)
 
 
 @functools.partial(_attend.defjvp, symbolic_zeros=True)
@@ -182,7 +194,7 @@ def _attend_jvp(primals, tangents):
     moving = {name: getattr(inputs, name) for name in tangents}
 
     def sums(moving):
-        return _sums(inputs.replace(**moving), state.max)
+        return by_query_blocks(_sums, inputs.replace(**moving), state.max)
 
     _, (d, n) = jax.jvp(sums, (moving,), (tangents,))
     n = jnp.where((state.max == -jnp.inf)[..., None], 0, n)  # what it does not see may be NaN
@@ -197,7 +209,7 @@ def _sums(inputs: Grouped, m):
     q = inputs.q
     bias = inputs.bias
     n = inputs.k.shape[1]
-    size = block_size(q, n)
+    size = block_size(inputs)
     m = lax.stop_gradient(finite(m))[..., None]
     shrunk, root = products.shrink(q)
     # Handed to the loop as blocks: each then gets its gradient in its place, where slices of
@@ -222,4 +234,4 @@ def _sums(inputs: Grouped, m):
     denominator = jnp.zeros(m.shape[:-1], m.dtype)
     numerator = jnp.zeros((*m.shape[:-1], inputs.v.shape[-1]), m.dtype)
     zeros = varying_like((denominator, numerator), *inputs.arrays)
-    return over_blocks(add_block, zeros, size, n, inputs.lengths, blocks)
+    return over_blocks(add_block, zeros, size, inputs, blocks)

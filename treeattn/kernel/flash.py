@@ -49,6 +49,8 @@ def _load_cuda_runtime() -> None:
 
 def obstacle(inputs: Inputs) -> str | None:
     """Why the kernel cannot take these arguments, naming the argument; None if it can."""
+    if inputs.intervals is not None:
+        return "ends: the flash kernel takes none; use implementation='blockwise'"
     q = inputs.q
     v = inputs.v
     if q.dtype not in (jnp.float16, jnp.bfloat16):

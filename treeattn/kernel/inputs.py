@@ -14,6 +14,7 @@ from treeattn.idea.arrays import (
     as_array,
     bounded,
     check_broadcasts,
+    check_ends,
     check_floating,
     check_integers,
     check_rank,
@@ -30,9 +31,29 @@ Values = Float[Array, "b n h_kv dv"]
 Mask = Bool[Array, "#b #h #l #n"]
 Bias = Float[Array, "#b #h #l #n"]
 Lengths = Integer[Array, " b"]
+Ends = Integer[Array, "b n"]
 Output = Float[Array, "b l h dv"]
 
 _static = functools.partial(dataclasses.field, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Intervals:
+    """Trees in depth-first order instead of a mask: query i sees key j where j ≤ i < ends[j].
+
+    queries: (l,) int32 the numbers of the queries' nodes
+    keys:    (n,) int32 the numbers of the keys' nodes
+    ends:    (b, n) int32 where each key's subtree ends
+    """
+
+    queries: Any
+    keys: Any
+    ends: Any
+
+    def replace(self, **changes) -> "Intervals":
+        """The same with other fields."""
+        return dataclasses.replace(self, **changes)
 
 
 @jax.tree_util.register_dataclass
@@ -43,6 +64,7 @@ class Inputs:
     q:          (b, l, h, d); k (b, n, h_kv, d) and v (b, n, h_kv, dv), of one dtype
     mask, bias: (b, h, l, n), an axis being 1 where all share an entry; or None
     lengths:    (b,) int32 in 0 … n: only the first keys of a row count; or None
+    intervals:  who sees whom in a tree; or None
     factor:     the part of the scale that comes as an array, (), so that its value is not
                 compiled in; None where all of it is in `scale`
     scale:      the part that is a number: the scores are scale · factor · q·k
@@ -64,6 +86,7 @@ class Inputs:
     bias: Any = None
     lengths: Any = None
     factor: Any = None
+    intervals: Any = None
     scale: float = _static(default=1.0)
     causal: bool = _static(default=False)
     implementation: str = _static(default="blockwise")
@@ -95,6 +118,7 @@ class Grouped:
     k, v:       (b, n, h_kv, d) and (b, n, h_kv, dv), as they came
     mask, bias: (b, h_kv, group, l, n), an axis being 1 where all share an entry; or None
     lengths:    (b,) int32; or None
+    intervals:  as in `Inputs`
     by_row, stale: as in `Inputs`
     partitioned: whether XLA may deal the program over devices by itself
     """
@@ -105,6 +129,7 @@ class Grouped:
     mask: Any
     bias: Any
     lengths: Any
+    intervals: Any
     by_row: bool = _static()
     stale: bool = _static()
     partitioned: bool = _static()
@@ -117,7 +142,7 @@ class Grouped:
     @property
     def hides(self) -> bool:
         """Whether there may be a key that somebody does not see."""
-        return not (self.mask is self.bias is self.lengths is None)
+        return not (self.mask is self.bias is self.lengths is self.intervals is None)
 
     def replace(self, **changes) -> "Grouped":
         """The same with other fields."""
@@ -125,7 +150,7 @@ class Grouped:
 
 
 def check_inputs(
-    q, k, v, mask=None, bias=None, kv_lengths=None, scale=None, *, causal: bool = False
+    q, k, v, mask=None, bias=None, kv_lengths=None, scale=None, *, causal: bool = False, ends=None
 ) -> Inputs:
     """The `Inputs`, or the TypeError or ValueError that `attend` documents, naming the argument."""
     _check_queries_and_keys(q, k, v, causal)
@@ -147,7 +172,14 @@ def check_inputs(
         factor = scale
         scale = 1.0
     lengths = _check_lengths(kv_lengths, b, n)
-    return Inputs(q, k, v, mask, bias, lengths, factor, float(scale), causal)
+    intervals = None
+    if ends is not None:
+        if mask is not None or bias is not None:
+            raise ValueError("ends: say who sees whom, and take neither mask nor bias beside them")
+        intervals = _check_ends(ends, b, l, n, lengths)
+        lengths = None
+        causal = False  # every interval begins with its own node
+    return Inputs(q, k, v, mask, bias, lengths, factor, intervals, float(scale), causal)
 
 
 def _check_queries_and_keys(q, k, v, causal: bool) -> None:
@@ -183,3 +215,18 @@ def _check_lengths(kv_lengths, b: int, n: int) -> Array | None:
     if kv_lengths.shape != (b,):
         raise ValueError(f"kv_lengths: expected shape ({b},), one a row, got {kv_lengths.shape}")
     return bounded("kv_lengths", kv_lengths, 0, n, f"0 to kv_len = {n} keys")
+
+
+def _check_ends(ends, b: int, l: int, n: int, lengths) -> Intervals:
+    """The intervals of trees of n nodes, of which `lengths` count, or the error that names them."""
+    ends = as_array("ends", ends)
+    check_integers(ends=ends)
+    if l != n:
+        raise ValueError(f"q: with ends, expected as many queries as keys, {n}, got {l}")
+    if ends.shape != (b, n):
+        raise ValueError(f"ends: expected shape (batch, kv_len) = ({b}, {n}), got {ends.shape}")
+    ends = check_ends(ends)
+    nodes = jnp.arange(n, dtype=jnp.int32)
+    if lengths is not None:  # nobody sees the others, not even they themselves
+        ends = jnp.where(nodes < lengths[:, None], ends, 0)
+    return Intervals(nodes, nodes, ends)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from treeattn.kernel.inputs import Grouped
+from treeattn.kernel.intervals import visible_keys
 
 
 def block_visibility(inputs: Grouped, start, size: int):
@@ -28,6 +29,8 @@ def block_visibility(inputs: Grouped, start, size: int):
 
     if inputs.mask is not None:
         visible = and_visible(visible, cut(inputs.mask))
+    if inputs.intervals is not None:
+        visible = and_visible(visible, visible_keys(inputs.intervals, first, size))
     if inputs.bias is None:
         return first, visible, None
     bias = cut(inputs.bias)

@@ -45,6 +45,8 @@ def obstacle(inputs: Inputs) -> str | None:
             "implementation: 'pallas' needs jax.experimental.pallas.triton, which "
             f"JAX {jax.__version__} does not have"
         )
+    if inputs.intervals is not None:
+        return "ends: the pallas kernel takes none; use implementation='blockwise'"
     if inputs.q.dtype not in (jnp.float16, jnp.bfloat16, jnp.float32):
         return f"q: the pallas kernel takes float16, bfloat16 or float32, got {inputs.q.dtype}"
     for name, d in (("q", inputs.q.shape[-1]), ("v", inputs.v.shape[-1])):

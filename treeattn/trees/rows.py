@@ -25,7 +25,15 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int, Integer
 
-from treeattn.idea.arrays import Array, as_array, bounded, check_integers, check_rank, integer
+from treeattn.idea.arrays import (
+    Array,
+    as_array,
+    bounded,
+    check_ends,
+    check_integers,
+    check_rank,
+    integer,
+)
 
 
 class RowTree(NamedTuple):
@@ -96,30 +104,12 @@ def interval_mask(ends: Integer[Array, " nodes"]) -> Bool[np.ndarray, "nodes nod
     that of nodes in depth-first order: intervals that begin at their node and lie within one
     another or apart.
     """
-    ends = check_ends(ends)
-    node = np.arange(len(ends))
-    return (node <= node[:, None]) & (node[:, None] < ends)
-
-
-def check_ends(ends: Integer[Array, " nodes"]) -> Int[np.ndarray, " nodes"]:
-    """`ends` in int32, or the error that `interval_mask` documents."""
     ends = as_array("ends", ends)
     check_integers(ends=ends)
     check_rank(1, "(nodes,)", ends=ends)
-    ends = np.asarray(ends)
-    size = len(ends)
-    ends = bounded("ends", ends, 1, size, f"the ends of subtrees, 1 to {size} nodes")
-    open_ends = [size]  # of the subtrees that the node at hand lies in, the innermost last
-    for node, end in enumerate(ends.tolist()):
-        while open_ends[-1] <= node:
-            open_ends.pop()
-        if not node < end <= open_ends[-1]:
-            raise ValueError(
-                f"ends: expected depth-first order, where node {node}'s subtree ends at "
-                f"{node + 1} to {open_ends[-1]}, got {end}"
-            )
-        open_ends.append(end)
-    return ends
+    ends = check_ends(ends[None])[0]
+    node = np.arange(len(ends))
+    return (node <= node[:, None]) & (node[:, None] < ends)
 
 
 def _checked_row(number: int, row) -> Int[np.ndarray, " length"]:
