@@ -3,13 +3,13 @@
 import gc
 import importlib.util
 
+import checked
 import hypothesis
 import jax
 import jaxtyping
 import pytest
 
-# Before anything imports treeattn: its annotations are checked at every call.
-_hook = jaxtyping.install_import_hook("treeattn", "beartype.beartype")
+checked.install("treeattn")  # before anything imports it
 
 from treeattn import simulate_devices  # noqa: E402
 
