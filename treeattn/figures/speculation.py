@@ -24,6 +24,7 @@ from treeattn.figures.style import (
     SKY,
     new_figure,
 )
+from treeattn.llama.model import Llama
 from treeattn.llama.speculation import SuffixDraft, accept_candidate_tokens, likeliest
 from treeattn.trees.beam import pack, unpack
 from treeattn.trees.token_tree import beam_from_tree, pack_tree
@@ -97,9 +98,9 @@ PROMPT = """{"name": "Alice", "city": "Paris", "age": 34}
 {"name": "Dave","""
 
 
-def one_step() -> Figure:
+def one_step(model: Llama | None = None) -> Figure:
     """`accepted_tree` for a step of the packaged model after `PROMPT`, the suffix draft's tree."""
-    model = packaged_model()
+    model = model or packaged_model()
     draft = SuffixDraft()
     ids = model.tokenizer.encode(PROMPT)
     first, cache = model.prefill([ids], model.new_cache(1, 128))
