@@ -18,7 +18,17 @@ from treeattn.devices.shards import no_keys, over_shards, own_lengths, pass_on
 from treeattn.idea.arrays import Scale, pad_axis
 from treeattn.idea.state import finalize, merge
 from treeattn.kernel.attend import attend_inputs
-from treeattn.kernel.inputs import Inputs, Keys, Output, Queries, Values, check_inputs
+from treeattn.kernel.inputs import (
+    Ends,
+    Inputs,
+    Intervals,
+    Keys,
+    Output,
+    Queries,
+    Values,
+    check_inputs,
+)
+from treeattn.kernel.intervals import blocks_seen
 
 
 def ring_attention(
@@ -29,6 +39,7 @@ def ring_attention(
     mesh: AnyMesh,
     axis: AxisNames,
     causal: bool = True,
+    ends: Ends | None = None,
     scale: Scale = None,
     implementation: str | None = None,
     batch_axis: AxisNames | None = None,
@@ -38,17 +49,18 @@ def ring_attention(
 
     Every device keeps its queries and sees all shards of the cache pass. With `causal`, query
     i sees keys 0 … i, and a device skips the shards that lie after its queries. The result is
-    sharded along its length. Without `causal`, q may be of another length than k.
+    sharded along its length. Without `causal`, q may be of another length than k. With `ends`, as
+    in `attend`, a device skips the shards of whose trees its queries see nothing.
     batch_axis and head_axis are `tree_decode`'s, and as important where nobody can see how the
     arrays lie.
 
     Raises ValueError for a causal q whose length is not k's, an axis that the mesh lacks, and
     whatever `attend` refuses.
     """
-    inputs = check_inputs(q, k, v, scale=scale, causal=causal)
+    inputs = check_inputs(q, k, v, scale=scale, causal=causal, ends=ends)
     layout = lay_out(inputs, mesh, axis, batch_axis, head_axis)
     inputs = resolve_on_mesh(implementation, inputs, layout)
-    return _prefill(inputs, layout, _ring)
+    return _prefill(inputs, layout, _ring, layout.axes)
 
 
 def ulysses_attention(
@@ -59,6 +71,7 @@ def ulysses_attention(
     mesh: AnyMesh,
     axis: AxisNames,
     causal: bool = True,
+    ends: Ends | None = None,
     scale: Scale = None,
     implementation: str | None = None,
     batch_axis: AxisNames | None = None,
@@ -73,7 +86,7 @@ def ulysses_attention(
 
     Raises ValueError when p does not divide the query heads, and as `ring_attention` does.
     """
-    inputs = check_inputs(q, k, v, scale=scale, causal=causal)
+    inputs = check_inputs(q, k, v, scale=scale, causal=causal, ends=ends)
     layout = lay_out(inputs, mesh, axis, batch_axis, head_axis)
     inputs = resolve_on_mesh(implementation, inputs, layout)
     p = count_devices(mesh, layout.axes)
@@ -84,15 +97,16 @@ def ulysses_attention(
         raise ValueError(f"q: expected heads that {p} devices can share evenly, got {h}")
     repeats = p // math.gcd(p, kv_heads)
     k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
-    return _prefill(inputs.replace(k=k, v=v), layout, _ulysses)
+    return _prefill(inputs.replace(k=k, v=v), layout, _ulysses, ())
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "attention"))
-def _prefill(inputs: Inputs, layout: Layout, attention):
+@functools.partial(jax.jit, static_argnames=("layout", "attention", "along_keys"))
+def _prefill(inputs: Inputs, layout: Layout, attention, along_keys):
     """`out` (b, l, h, dv): queries and keys dealt along their lengths, and what each device does.
 
     attention: (inputs, rank, axes), with shards of the queries (b, ⌈l/p⌉, h, d) and of the keys
                (b, t, …), to a shard of `out`
+    along_keys: the axes along which it wants the intervals of trees; () for whole ones
     """
     axes = layout.axes
     b, l = inputs.q.shape[:2]
@@ -100,17 +114,32 @@ def _prefill(inputs: Inputs, layout: Layout, attention):
     p = count_devices(layout.mesh, axes)
     q, k, v = (pad_axis(x, 1, p * -(-x.shape[1] // p)) for x in (inputs.q, inputs.k, inputs.v))
     # Padded keys come after all real queries, so causality hides them as well.
-    hidden = inputs.causal or k.shape[1] == n
+    hidden = inputs.causal or inputs.intervals is not None or k.shape[1] == n
     lengths = None if hidden else jnp.full(b, n, jnp.int32)
-    inputs = inputs.replace(q=q, k=k, v=v, lengths=lengths)
+    intervals = _pad_intervals(inputs.intervals, k.shape[1])
+    inputs = inputs.replace(q=q, k=k, v=v, lengths=lengths, intervals=intervals)
     along = layout.spec(axes)
-    specs = inputs.replace(q=along, k=along, v=along, lengths=layout.rows(), factor=P())
+    nodes = P(along_keys or None)
+    interval_specs = intervals and Intervals(nodes, nodes, P(layout.batch or None, *nodes))
+    specs = inputs.replace(
+        q=along, k=along, v=along, lengths=layout.rows(), factor=P(), intervals=interval_specs
+    )
 
     def on_device(rank, inputs):
         return attention(inputs, rank, axes)
 
     mapped = over_shards(on_device, layout.mesh, axes, (specs,), along, left=layout.left)
     return mapped(inputs)[:, :l]
+
+
+def _pad_intervals(intervals: Intervals | None, size: int) -> Intervals | None:
+    """The intervals of `size` nodes, of which nobody sees those that were added."""
+    if intervals is None:
+        return None
+    missing = size - intervals.ends.shape[1]
+    queries = jnp.pad(intervals.queries, (0, missing), mode="edge")
+    keys = jnp.pad(intervals.keys, (0, missing), mode="edge")
+    return Intervals(queries, keys, jnp.pad(intervals.ends, ((0, 0), (0, missing))))
 
 
 def _ring(inputs: Inputs, rank, axes):
@@ -132,8 +161,20 @@ def _ring(inputs: Inputs, rank, axes):
     def state_of_nothing(shard, owner):
         return unseen
 
+    def state_of_trees(shard):
+        k, v, keys, ends = shard
+        intervals = inputs.intervals.replace(keys=keys, ends=ends)
+        seen = blocks_seen(intervals, max(k.shape[1], 1))
+
+        def state_of_shard():
+            return attend_inputs(inputs.replace(k=k, v=v, intervals=intervals))
+
+        return jax.lax.cond(seen.any(), state_of_shard, lambda: unseen)
+
     def merge_shard(state, shard, step):
         owner = (rank - step) % p
+        if inputs.intervals is not None:
+            return merge(state, state_of_trees(shard))
         if not inputs.causal:
             return merge(state, state_of_whole_shard(shard, owner))
         case = jnp.sign(owner - rank) + 1  # 0 earlier keys, 1 the queries' own, 2 later ones
@@ -145,7 +186,10 @@ def _ring(inputs: Inputs, rank, axes):
         arriving = pass_on(shard, axes)  # under way while this device computes
         return (merge_shard(state, shard, step), arriving), None
 
-    start = unseen, (inputs.k, inputs.v)
+    shard = inputs.k, inputs.v
+    if inputs.intervals is not None:
+        shard += inputs.intervals.keys, inputs.intervals.ends
+    start = unseen, shard
     (state, shard), _ = jax.lax.scan(visit, start, jnp.arange(p - 1))
     out, _ = finalize(merge_shard(state, shard, p - 1))
     return out.astype(inputs.q.dtype)
