@@ -40,7 +40,7 @@ def summed_lse(a, b):
 
 
 def stale_pivot(a, b):
-    """The sums of `a` stay relative to their old maximum when `b` has a larger one."""
+    """The sums of `a` stay relative to their old maximum, lse, when `b` has a larger one."""
     m = np.maximum(a[1], b[1])
     pivot = np.where(np.isneginf(m), 0, m)
     x = np.where(np.isneginf(a[1]), 0, 1.0)
@@ -114,8 +114,9 @@ FAULTS = {
     ),
     "pivot": Fault(
         "a stale pivot",
-        "Where the second of two states has the larger maximum, the sums of the first stay "
-        "relative to their old one. Then both weigh the same, however much heavier the second is.",
+        "A pair of out and lse is a state with the maximum lse and the sum 1. Where the second "
+        "has the larger maximum, the first's sum is not rescaled to it: then both weigh the same, "
+        "however much heavier the second is.",
         stale_pivot,
     ),
     "lse16": Fault(
@@ -147,7 +148,8 @@ FAULTS = {
     "lowest": Fault(
         "no keys written as the lowest number",
         "A device without keys writes −3.4·10³⁸ for −∞. Beside any keys that weighs nothing, and "
-        "nothing moves. Only a query that sees no keys anywhere gets a mean of nothing.",
+        "nothing moves. Only a query without keys anywhere tells: it gets a finite lse, and the "
+        "mean of whatever lies there.",
         sent=lowest,
     ),
     "unguarded": Fault(
