@@ -24,9 +24,10 @@ from treeattn.idea.arrays import Array
 from treeattn.idea.state import AttentionState, finalize, merge
 from treeattn.llama import layers
 from treeattn.llama.attentions import attend_shard, cache_inputs
-from treeattn.llama.layers import Rotation, Static, linear, rms_norm
+from treeattn.llama.layers import Rotation, Static, rms_norm
+from treeattn.llama.products import linear, summed_linear
 from treeattn.llama.reading.config import Config
-from treeattn.llama.weights import Layer, place
+from treeattn.llama.weights import Layer, map_parts, place, put_whole
 
 # The axis of a weight that is dealt over all devices of a mesh; those not named here are whole on
 # every device. Zeros at its end fill up what the devices do not divide.
@@ -40,6 +41,8 @@ SHARDED_AXIS = {
     "gate_up_bias": 0,
     "down": 1,
 }
+# A matrix of 8 bits has a scale for each row, dealt as its rows are.
+SHARDED_AXIS |= {f"{field}_scale": 0 for field in ("embedding", "head", "qkv", "gate_up")}
 
 
 # The layer
@@ -126,15 +129,6 @@ def all_gather_last(x: Float[Array, "... part"], axes) -> Float[Array, "... all"
     return jax.lax.all_gather(x, axes, axis=x.ndim - 1, tiled=True)
 
 
-def summed_linear(
-    x: Float[Array, "... part"], matrix: Float[Array, "out part"], bias, axes
-) -> Float[Array, "... out"]:
-    """`linear`, where each device has its part of x and of the matrix: summed in float32."""
-    part = linear(x, matrix, dtype=jnp.promote_types(x.dtype, jnp.float32))
-    y = jax.lax.psum(part, axes)
-    return (y if bias is None else y + bias).astype(x.dtype)
-
-
 def replicated(tree, mesh: Mesh):
     """The arrays, whole on every device: without a word XLA may leave a product's rows where the
     rows of its matrix are, 1/p of them on each."""
@@ -148,6 +142,13 @@ def put_dealt(x: np.ndarray, field: str, config: Config, mesh: Mesh) -> jax.Arra
     """A whole weight of that name on the devices, cut along its `SHARDED_AXIS`."""
     x = deal_field(x, field, config, mesh.size)
     return place(x, mesh, field_spec(field, mesh.axis_names))
+
+
+def placing(config: Config, mesh: Mesh | None, shard_weights: bool) -> Callable:
+    """What puts a weight, and its field's name, on the devices, as `load_weights` wants it."""
+    if shard_weights:
+        return functools.partial(put_dealt, config=config, mesh=mesh)
+    return functools.partial(put_whole, mesh=mesh)
 
 
 def field_spec(field: str, axes: tuple[str, ...]) -> P:
@@ -169,10 +170,8 @@ def _sizes(config: Config) -> dict[str, int]:
         "embedding": config.vocabulary,
         "head": config.vocabulary,
         "qkv": qkv,
-        "qkv_bias": qkv,
         "output": config.heads * config.head_dim,
         "gate_up": config.mlp_width,
-        "gate_up_bias": config.mlp_width,
         "down": config.mlp_width,
     }
 
@@ -206,7 +205,7 @@ def undealt_field(x, field: str, config: Config, p: int):
     """What `deal_field` was given: a whole weight of that name, from how p devices hold it."""
     if field not in SHARDED_AXIS:
         return x
-    size = _sizes(config)[field]
+    size = _sizes(config)[field.removesuffix("_bias").removesuffix("_scale")]
     if field.startswith("gate_up"):
         return gate_and_up(x, p)[:, :size].reshape(2 * size, *x.shape[1:])
     return x[:, :size] if SHARDED_AXIS[field] else x[:size]
@@ -224,5 +223,6 @@ def undealt(w: Layer, config: Config, p: int) -> Layer:
 
 
 def _map_layer(f: Callable, w: Layer) -> Layer:
-    """f(weight, its field's name) of each weight that the layer has."""
-    return Layer(**{name: f(x, name) for name, x in w._asdict().items() if x is not None})
+    """`map_parts` of each weight that the layer has."""
+    items = w._asdict().items()
+    return Layer(**{name: map_parts(f, x, name) for name, x in items if x is not None})

@@ -41,6 +41,20 @@ def check_hashable(**functions) -> None:
             raise TypeError(f"{name}: expected a name or a hashable function, got {kind}") from None
 
 
+WEIGHTS = ("float32", "int8")
+
+
+def check_weights(weights: str, dtype: np.dtype | None) -> np.dtype | None:
+    """The dtype of weights that `Llama.load` names so; a ValueError unless both are possible."""
+    if not isinstance(weights, str) or weights not in WEIGHTS:
+        raise ValueError(f"weights: expected one of {WEIGHTS}, got {weights!r:.40}")
+    if weights == "float32":
+        return dtype
+    if dtype is not None and dtype != np.float32:
+        raise ValueError(f"dtype: weights in int8 are computed with in float32, got {dtype}")
+    return np.dtype(np.float32)
+
+
 def floating_dtype(dtype) -> np.dtype | None:
     """`dtype` of a model, or None; a TypeError unless it is a float of 16 bits or more."""
     if dtype is None:

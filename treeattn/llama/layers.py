@@ -27,6 +27,8 @@ from treeattn.idea.state import AttentionState, finalize, merge
 from treeattn.kernel.attend import attend
 from treeattn.llama import cache as caches
 from treeattn.llama.attentions import ShardAttention, attend_cache
+from treeattn.llama.int8 import Int8Matrix
+from treeattn.llama.products import linear, take_rows
 from treeattn.llama.reading.config import Config
 from treeattn.llama.weights import Layer, Weights
 
@@ -56,7 +58,7 @@ class Rotation(NamedTuple):
 @functools.partial(jax.jit, static_argnames="out")
 def embed(
     tokens: Int[Array, "b l"],
-    embedding: Float[Array, "vocabulary width"],
+    embedding: Float[Array, "vocabulary width"] | Int8Matrix,
     frequencies: Float[Array, " half"],
     lengths: Int[Array, " b"] | None = None,
     positions: Int[Array, "b l"] | None = None,
@@ -74,7 +76,7 @@ def embed(
     angles = positions[..., None].astype(jnp.float32) * frequencies
     cos = jnp.cos(angles).astype(embedding.dtype)
     sin = jnp.sin(angles).astype(embedding.dtype)
-    x = embedding[tokens]
+    x = take_rows(embedding, tokens)
     x = x if out is None else jax.lax.with_sharding_constraint(x, out)
     return x, Rotation(cos, sin)
 
@@ -204,7 +206,7 @@ def prefill_layer(
 def to_logits(
     x: Float[Array, "b l width"],
     norm: Float[Array, " width"],
-    head: Float[Array, "vocabulary width"],
+    head: Float[Array, "vocabulary width"] | Int8Matrix,
     last: Int[Array, " b"] | None = None,
     *,
     config: Config,
@@ -236,24 +238,6 @@ def rms_norm(
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + epsilon)
     return (wide * weight).astype(x.dtype)
-
-
-FEW_TOKENS = 16  # up to which W xᵀ is computed no slower than x Wᵀ; from 32 on it is the slower
-
-
-def linear(
-    x: Float[Array, "... d"],
-    matrix: Float[Array, "out d"],
-    bias: Float[Array, " out"] | None = None,
-    dtype=None,
-) -> Float[Array, "... out"]:
-    """x Wᵀ + bias, in `dtype`, or x's: the matrix may be of another."""
-    if math.prod(x.shape[:-1]) > FEW_TOKENS:
-        y = jnp.einsum("...d,od->...o", x, matrix, preferred_element_type=dtype)
-    else:  # XLA:CPU rearranges the second factor: let that be the smaller one
-        y = jnp.einsum("od,...d->o...", matrix, x, preferred_element_type=dtype)
-        y = jnp.moveaxis(y, 0, -1)
-    return (y if bias is None else y + bias).astype(dtype or x.dtype)
 
 
 def rotate(x: Float[Array, "b l h d"], rotation: Rotation) -> Float[Array, "b l h d"]:

@@ -19,19 +19,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float
 
 from treeattn.idea.arrays import Array
+from treeattn.llama.int8 import Int8Matrix, quantize
 from treeattn.llama.reading.checkpoint import Checkpoint
 from treeattn.llama.reading.config import Config
+from treeattn.llama.reading.guard import named
 
 
 class Layer(NamedTuple):
     """One layer's weights: d the width, q and kv the heads' widths together, f the MLP's."""
 
     attention_norm: Float[Array, " d"]
-    qkv: Float[Array, "q+2*kv d"]
-    output: Float[Array, "d q"]
+    qkv: Float[Array, "q+2*kv d"] | Int8Matrix
+    output: Float[Array, "d q"] | Int8Matrix
     mlp_norm: Float[Array, " d"]
-    gate_up: Float[Array, "2*f d"]
-    down: Float[Array, "d f"]
+    gate_up: Float[Array, "2*f d"] | Int8Matrix
+    down: Float[Array, "d f"] | Int8Matrix
     # Biases, where the configuration has them.
     qkv_bias: Float[Array, " q+2*kv"] | None = None
     output_bias: Float[Array, " d"] | None = None
@@ -42,10 +44,10 @@ class Layer(NamedTuple):
 class Weights(NamedTuple):
     """embedding and head (vocabulary, d), the same array when tied; frequencies (head_dim / 2,)."""
 
-    embedding: Float[Array, "vocabulary d"]
+    embedding: Float[Array, "vocabulary d"] | Int8Matrix
     layers: tuple[Layer, ...]
     norm: Float[Array, " d"]
-    head: Float[Array, "vocabulary d"]
+    head: Float[Array, "vocabulary d"] | Int8Matrix
     frequencies: Float[Array, " half"]
 
 
@@ -60,6 +62,7 @@ LAYER_TENSORS = {field: [f"{name}.weight" for name in names] for field, names in
 LAYER_TENSORS |= {
     f"{field}_bias": [f"{name}.bias" for name in names] for field, names in _PRODUCTS.items()
 }
+MATRICES = ("embedding", "head", *_PRODUCTS)
 LAYER_TENSORS["attention_norm"] = ["input_layernorm.weight"]
 LAYER_TENSORS["mlp_norm"] = ["post_attention_layernorm.weight"]
 
@@ -69,6 +72,7 @@ def load_weights(
     put: Callable[[np.ndarray, str], jax.Array],
     dtype=None,
     meanwhile: Callable[[Weights], None] = lambda first: None,
+    int8: bool = False,
 ) -> Weights:
     """The checkpoint's weights, on the devices where `put` puts each.
 
@@ -76,17 +80,21 @@ def load_weights(
     The embedding's is that of the activations, and of the cache.
     put:       from a weight and its field's name in `Layer` or `Weights` to the array on devices
     meanwhile: called, in a thread, with the weights of a model of the first layer only
+    int8:      whether matrices, the embedding included, become `Int8Matrix`
     """
     config = checkpoint.config
     expected = config.tensors()
 
-    def read(field: str, *names: str) -> jax.Array:
+    def read(field: str, *names: str) -> jax.Array | Int8Matrix:
         """The tensors, one below the other."""
         parts = [checkpoint.read(name) for name in names]
         kept = dtype or functools.reduce(jnp.promote_types, (x.dtype for x in parts))
         joined = aligned_empty((sum(map(len, parts)), *parts[0].shape[1:]), kept)
         joined = np.concatenate(parts, out=joined, casting="unsafe")
-        return put(joined, field)
+        if not int8 or field not in MATRICES:
+            return put(joined, field)
+        with named(f"{checkpoint.path}: {names[0]}"):
+            return map_parts(put, Int8Matrix(*map(aligned, quantize(joined))), field)
 
     def layer(i: int) -> Layer:
         at = f"model.layers.{i}"
@@ -127,12 +135,22 @@ def _checked_frequencies(checkpoint: Checkpoint) -> np.ndarray:
     return frequencies
 
 
+def map_parts(f: Callable, x, field: str):
+    """f(weight, its field's name), or that of both parts of an `Int8Matrix`: the scale of "qkv" is
+    called "qkv_scale"."""
+    if isinstance(x, Int8Matrix):
+        return Int8Matrix(f(x.rows, field), f(x.scale, f"{field}_scale"))
+    return f(x, field)
+
+
 def map_fields(f: Callable[[jax.Array, str], jax.Array], weights: Weights, tied: bool) -> Weights:
-    """f(weight, its field's name) of each of them; of a tied head and embedding once."""
+    """`map_parts` of each of them; of a tied head and embedding once."""
 
     def mapped(fields) -> dict:
-        named = fields._asdict().items()
-        return {name: f(x, name) for name, x in named if x is not None and name != "layers"}
+        items = fields._asdict().items()
+        return {
+            name: map_parts(f, x, name) for name, x in items if x is not None and name != "layers"
+        }
 
     layers = tuple(Layer(**mapped(layer)) for layer in weights.layers)
     if tied:
@@ -151,6 +169,13 @@ def aligned_empty(shape: tuple[int, ...], dtype) -> np.ndarray:
     raw = np.empty(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def aligned(x: np.ndarray) -> np.ndarray:
+    """The same numbers in such memory."""
+    copy = aligned_empty(x.shape, x.dtype)
+    copy[...] = x
+    return copy
 
 
 def put_whole(x: np.ndarray, field: str, mesh: Mesh | None) -> jax.Array:

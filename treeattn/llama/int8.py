@@ -1,0 +1,158 @@
+"""Matrices of 8-bit integers with a scale for each row, and their products.
+
+A decoding step reads every weight once, and the memory's speed decides how long that takes: in 8
+bits they are a quarter of float32's bytes. Row i of a matrix W is s_i·W_i, with W_i whole numbers
+from −127 to 127 and s_i the row's largest magnitude over 127.
+
+Activations are far less alike than weights: with 8 bits for each of them, too, the packaged model
+chose another token than in float32 at every tenth place of a text; the weights' alone change every
+24th. Hence *two* 8-bit digits for an activation, 256·high + low in steps of its token's largest
+magnitude over 32512, of which the error is lost in that of the weights. A product of whole numbers,
+
+    W x = s · step · (256 · Σ W high + Σ W low),
+
+has sums that nothing rounds: the same bits for any number of tokens, in any order, in any parts.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int, Int8
+
+from treeattn.idea.arrays import Array
+
+LARGEST = 127  # of a weight, and of a high digit: −128 would have no opposite
+BASE = 256
+LARGEST_ACTIVATION = LARGEST * BASE  # in steps: its low digit is then 0
+# The sum of so many products of a weight with a digit of up to 128 stays below 2³¹.
+LONGEST_ROW = (2**31 - 1) // (LARGEST * 128)
+
+# Products of up to so many tokens are those of whole numbers: on CPUs of two kinds XLA took them at
+# 0.4 to 0.6 of a float32 product's time for 1 to 4 tokens, at 0.75 for 8, and no faster for more.
+FEW_TOKENS = 8
+# More tokens are multiplied with floats, of which so many bytes are made at a time: they are read
+# again where they were written, in a core's cache. That took 0.9 of a float32 product's time for 16
+# tokens and 1.05 for 1,024; making the whole matrix first took up to four times as long.
+FLOAT_BYTES = 2**20
+
+
+class Int8Matrix(NamedTuple):
+    """A matrix (out, d) of rows[i] · scale[i]; `dtype` is that of what is computed with it."""
+
+    rows: Int8[Array, "out d"]
+    scale: Float[Array, " out"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.rows.shape
+
+    @property
+    def dtype(self):
+        return self.scale.dtype
+
+
+def quantize(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(rows int8 (out, d), scale float32 (out,)) nearest to a matrix of floats, row by row.
+
+    Raises ValueError for numbers that are not finite, and rows too long for sums in 32 bits.
+    """
+    if matrix.shape[1] > LONGEST_ROW:
+        longest = f"rows of at most {LONGEST_ROW} numbers"
+        raise ValueError(f"weights: int8 sums {longest} in 32 bits, got {matrix.shape[1]}")
+    matrix = matrix.astype(np.float32, copy=False)
+    largest = np.maximum(matrix.max(axis=1), -matrix.min(axis=1))
+    if not np.isfinite(largest).all():
+        raise ValueError("weights: int8 needs finite numbers, got one that is not")
+    scale = largest / np.float32(LARGEST)
+    divisor = np.where(scale > 0, scale, np.float32(1))[:, None]  # of a row of zeros
+    steps = np.divide(matrix, divisor)
+    np.rint(steps, out=steps)
+    np.clip(steps, -LARGEST, LARGEST, out=steps)  # where the smallest of scales is rounded
+    return steps.astype(np.int8), scale
+
+
+def product(x: Float[Array, "... d"], matrix: Int8Matrix) -> Float[Array, "... out"]:
+    """x Wᵀ in the matrix's dtype."""
+    tokens = x.reshape(-1, x.shape[-1])
+    if len(tokens) > FEW_TOKENS:
+        y = product_of_floats(tokens, matrix.rows) * matrix.scale
+    else:
+        digits, step = to_digits(tokens, largest_magnitude(tokens))
+        y = from_sums(step, matrix.scale, sums_of_products(digits, matrix.rows))
+    return y.reshape(*x.shape[:-1], len(matrix.rows))
+
+
+def summed_product(
+    x: Float[Array, "... part"], matrix: Int8Matrix, axes: tuple[str, ...]
+) -> Float[Array, "... out"]:
+    """`product`, where each device of `axes` has its part of x and of the matrix's columns.
+
+    The devices agree on a token's largest magnitude first: then the sums over them are of the same
+    whole numbers as on one device, and so are the bits.
+    """
+    tokens = x.reshape(-1, x.shape[-1])
+    if len(tokens) > FEW_TOKENS:
+        return jax.lax.psum(product(x, matrix), axes)
+    digits, step = to_digits(tokens, jax.lax.pmax(largest_magnitude(tokens), axes))
+    sums = jax.lax.psum(sums_of_products(digits, matrix.rows), axes)
+    return from_sums(step, matrix.scale, sums).reshape(*x.shape[:-1], len(matrix.rows))
+
+
+def product_of_floats(x: Float[Array, "n d"], rows: Int8[Array, "out d"]) -> Float[Array, "n out"]:
+    """x times the rows as floats, some rows at a time."""
+    out, d = rows.shape
+    size = max(FLOAT_BYTES // (d * x.dtype.itemsize), 1)
+    blocks = -(-out // size)
+    size = -(-out // blocks)  # alike, but for the last ones
+    whole = out // size * size
+
+    def multiply(_, block):
+        return None, jnp.einsum("od,nd->on", block.astype(x.dtype), x)
+
+    _, first = jax.lax.scan(multiply, None, rows[:whole].reshape(-1, size, d))
+    _, last = multiply(None, rows[whole:])
+    return jnp.concatenate([first.reshape(whole, len(x)), last]).T
+
+
+@jax.custom_jvp
+def largest_magnitude(x: Float[Array, "n d"]) -> Float[Array, " n"]:
+    """Of each token's activations. A maximum is exact: in any order the same number."""
+    return jnp.max(jnp.abs(x), axis=-1)
+
+
+@largest_magnitude.defjvp
+def _no_derivative(primals, tangents):
+    del primals, tangents
+    raise TypeError(
+        'weights: products of 8-bit integers have no derivative; load with weights="float32"'
+    )
+
+
+def to_digits(
+    x: Float[Array, "n d"], largest: Float[Array, " n"]
+) -> tuple[Int8[Array, "2*n d"], Float[Array, " n"]]:
+    """(the high digits, and below them the low ones; the step of each token): x rounded to
+    (256·high + low)·step."""
+    step = largest / LARGEST_ACTIVATION
+    divisor = jnp.where(step > 0, step, 1)[:, None]  # of a token of zeros
+    whole = jnp.clip(jnp.round(x / divisor), -LARGEST_ACTIVATION, LARGEST_ACTIVATION)
+    whole = whole.astype(jnp.int32)
+    high = (whole + BASE // 2) // BASE
+    low = whole - BASE * high  # from −128 to 127
+    return jnp.concatenate([high, low]).astype(jnp.int8), step
+
+
+def sums_of_products(digits: Int8[Array, "n d"], rows: Int8[Array, "out d"]) -> Int[Array, "n out"]:
+    """The digits times the matrix's rows, summed exactly."""
+    along_d = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(digits, rows, along_d, preferred_element_type=jnp.int32)
+
+
+def from_sums(
+    step: Float[Array, " n"], scale: Float[Array, " out"], sums: Int[Array, "2*n out"]
+) -> Float[Array, "n out"]:
+    """The activations that the sums over high digits, and below them over low ones, stand for."""
+    high, low = jnp.split(sums.astype(scale.dtype), 2)
+    return (high * BASE + low) * step[:, None] * scale

@@ -1,0 +1,52 @@
+"""A matrix times activations, and its rows: a matrix of floats, or of 8 bits (`int8`)."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from treeattn.idea.arrays import Array
+from treeattn.llama import int8
+from treeattn.llama.int8 import Int8Matrix
+
+FEW_TOKENS = 16  # up to which W xᵀ is computed no slower than x Wᵀ; from 32 on it is the slower
+
+
+def linear(
+    x: Float[Array, "... d"],
+    matrix: Float[Array, "out d"] | Int8Matrix,
+    bias: Float[Array, " out"] | None = None,
+    dtype=None,
+) -> Float[Array, "... out"]:
+    """x Wᵀ + bias, in `dtype`, or x's: the matrix may be of another."""
+    if isinstance(matrix, Int8Matrix):
+        y = int8.product(x, matrix)
+    elif math.prod(x.shape[:-1]) > FEW_TOKENS:
+        y = jnp.einsum("...d,od->...o", x, matrix, preferred_element_type=dtype)
+    else:  # XLA:CPU rearranges the second factor: let that be the smaller one
+        y = jnp.einsum("od,...d->o...", matrix, x, preferred_element_type=dtype)
+        y = jnp.moveaxis(y, 0, -1)
+    return (y if bias is None else y + bias).astype(dtype or x.dtype)
+
+
+def summed_linear(
+    x: Float[Array, "... part"], matrix: Float[Array, "out part"] | Int8Matrix, bias, axes
+) -> Float[Array, "... out"]:
+    """`linear`, where each device has its part of x and of the matrix: summed in float32, or in
+    whole numbers."""
+    if isinstance(matrix, Int8Matrix):
+        y = int8.summed_product(x, matrix, axes)
+    else:
+        part = linear(x, matrix, dtype=jnp.promote_types(x.dtype, jnp.float32))
+        y = jax.lax.psum(part, axes)
+    return (y if bias is None else y + bias).astype(x.dtype)
+
+
+def take_rows(
+    matrix: Float[Array, "out d"] | Int8Matrix, indices: Int[Array, "*n"]
+) -> Float[Array, "*n d"]:
+    """Those rows, as floats."""
+    if not isinstance(matrix, Int8Matrix):
+        return matrix[indices]
+    return matrix.rows[indices].astype(matrix.dtype) * matrix.scale[indices][..., None]
