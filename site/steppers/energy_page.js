@@ -172,7 +172,11 @@ function tabulatePush() {
   ]) {
     const row = add(table, "tr");
     add(row, "th", { scope: "row" }, name);
-    add(row, "td", {}, value);
+    const cell = add(row, "td", {}, value);
+    if (name !== "height F*(z)") continue;
+    const floor = -energyAt([0, 0]).energy, top = Math.max(...scores.map((s) => -s)); // of any corner
+    const part = Math.min(1, (height - floor) / (top - floor));
+    add(add(cell, "div", { class: "bar" }), "i", { style: `width: ${(100 * part).toFixed(2)}%` });
   }
   const body = byId("weights").querySelector("tbody"), alone = energyAt([0, 0]).weights;
   body.replaceChildren();
