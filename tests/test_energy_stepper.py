@@ -256,6 +256,22 @@ def test_an_order_of_ones_own(browser):
     check_merges(browser.run(READ), (0, 0), ["4-1", "2-5", "0-6"])
 
 
+def test_an_address_that_says_nothing_is_a_fresh_page(browser):
+    for address in (
+        "zeta=x,1",
+        "z=1",
+        "zeta=&z=",
+        "order=own&own=0-0.1-2&step=9",
+        "order=no&own=9-1",
+    ):
+        browser.open(f"{PAGE.as_uri()}#{address}")
+        page = browser.run(READ)
+        check_source(page, (0, 0))
+        check_merges(page, (0, 0), [])
+    browser.open(f"{PAGE.as_uri()}#order=own&own=0-1.0-2&step=2")
+    check_merges(browser.run(READ), (0, 0), ["0-1"])
+
+
 # ---- hands ----
 
 

@@ -363,6 +363,18 @@ function choose(node) {
   (made ?? byId("back")).focus();
 }
 
+/** The pairs of an address, a-b.c-d, up to the first that cannot merge. */
+function readOrder(text) {
+  const pairs = [];
+  const free = (i) => Number.isInteger(i) && i >= 0 && i < words.length + pairs.length
+    && !pairs.flat().includes(i);
+  for (const [a, b] of text.split(".").map((two) => two.split("-").map(Number))) {
+    if (a === b || !free(a) || !free(b)) break;
+    pairs.push([a, b]);
+  }
+  return pairs;
+}
+
 function begin() {
   makePictures();
   const anywhere = [[-9, -9], [9, 9]];
@@ -389,12 +401,15 @@ function begin() {
   const actions = { start: () => goTo(0), back: () => goTo(step - 1), next: () => goTo(step + 1), play };
   for (const [id, action] of Object.entries(actions)) byId(id).addEventListener("click", action);
   onKeys({ ArrowRight: actions.next, ArrowLeft: actions.back, Home: actions.start, End: () => goTo(Infinity) });
-  const wanted = fromAddress(), numbers = (name) => wanted.get(name).split(",").map(Number);
+  const wanted = fromAddress(), point = (name) => {
+    const x = (wanted.get(name) ?? "").split(",").map(Number);
+    return x.length === 2 && x.every(Number.isFinite) ? x : null;
+  };
   if (wanted.has("order")) byId("order").value = wanted.get("order");
-  if (wanted.get("own")) own = wanted.get("own").split(".").map((x) => x.split("-").map(Number));
+  own = readOrder(wanted.get("own") ?? "");
   step = Math.min(orderOf().length, Number(wanted.get("step")) || 0);
-  if (wanted.has("z")) hold(numbers("z"));
-  else push(wanted.has("zeta") ? numbers("zeta") : [0, 0]);
+  if (point("z")) hold(point("z"));
+  else push(point("zeta") ?? [0, 0]);
 }
 
 begin();
