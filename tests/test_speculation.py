@@ -644,7 +644,8 @@ def test_the_budget_weighs_chances_against_costs():
     assert measured(16, {1: 1.0, 16: 4.0}).seconds(8) == pytest.approx(1 + 3 * 7 / 15)
     assert [Budget(10).size_for(n) for n in (1, 2, 4, 5, 10)] == [1, 4, 4, 8, 16]
     fixed = Budget(5, adaptive=False)
-    assert fixed.sizes == (1, 2, 4, 8) and chosen(fixed, sure) == ([0], 4)
+    assert fixed.sizes == (1, 4, 8) and Budget(2, adaptive=False).sizes == (1, 2)
+    assert chosen(fixed, sure) == ([0], 4)
     assert Budget(1).sizes == (1,) and not Budget(1).asks()
 
 

@@ -73,8 +73,9 @@ class Budget:
     def __init__(self, most: int = 16, *, adaptive: bool = True):
         self.most = integer("budget", most, 1)
         self.adaptive = adaptive
-        steps = range(2 if adaptive else 0, (self.most - 1).bit_length() + 1)
-        self.sizes = (1, *(1 << i for i in steps if i)) if self.most > 1 else (1,)
+        # 2 is no size of its own: such a step takes little less than one of 4.
+        steps = range(2 if adaptive or self.most > 2 else 1, (self.most - 1).bit_length() + 1)
+        self.sizes = (1, *(1 << i for i in steps))
         self._seconds: dict[int, list[float]] = {}  # of steps by size
         self._known: dict[tuple[int, str], Record] = {}
         self.begin()
