@@ -73,11 +73,12 @@ def read(model: Llama, rows: np.ndarray, new: int, top: int = 32) -> Texts:
     For a few short ones; `sample.py` keeps what the model says as it writes.
     """
     states, _ = model.states(rows[:, :-1], model.new_cache(len(rows), rows.shape[1]))
-    log = jax.nn.log_softmax(model.read_out(states)[:, -new:], axis=-1)
+    states = states[:, -new:]
+    log = jax.nn.log_softmax(model.read_out(states), axis=-1)
     log, tokens = (np.asarray(x).reshape(-1, top) for x in jax.lax.top_k(log, top))
     count = len(rows) * new
     return Texts(
-        np.asarray(unit(states[:, -new:])).reshape(count, -1),
+        np.asarray(unit(states)).reshape(count, -1),
         rows[:, -new:].reshape(-1),
         np.repeat(new * np.arange(1, len(rows) + 1), new),
         tokens,
