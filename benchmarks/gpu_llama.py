@@ -32,7 +32,8 @@ PACKAGED = Config(
     rotary_base=100000.0,
     tied=True,
 )
-LARGE = Config(
+LARGE = dataclasses.replace(
+    PACKAGED,
     vocabulary=128256,
     width=4096,
     layers=32,
@@ -41,12 +42,13 @@ LARGE = Config(
     head_dim=128,
     mlp_width=14336,
     context=131072,
-    norm_epsilon=1e-5,
     rotary_base=500000.0,
+    tied=False,
 )
 # Of so few layers that its programs compile soon; what each does is what the large model's does.
 FEW_LAYERS = dataclasses.replace(LARGE, layers=8)
-SMALL = Config(
+SMALL = dataclasses.replace(
+    PACKAGED,
     vocabulary=96,
     width=32,
     layers=2,
@@ -55,9 +57,7 @@ SMALL = Config(
     head_dim=8,
     mlp_width=48,
     context=1 << 20,
-    norm_epsilon=1e-5,
     rotary_base=10000.0,
-    tied=True,
 )
 ROOM = 64  # tokens that a cache has room for besides its context
 

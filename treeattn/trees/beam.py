@@ -90,9 +90,8 @@ def packed_token_indices(
     xp = namespace(encoding)
     rows, width = encoding.shape[1:]
     nowhere = rows * width
-    added = _rows_joined(
-        encoding == xp.arange(rows)[None, :, None]
-    )  # (B, M·C): by its own candidate
+    by_itself = encoding == xp.arange(rows)[None, :, None]  # (B, M, C): no earlier one has it
+    added = _rows_joined(by_itself)
     place = xp.arange(nowhere, dtype=xp.int32)[None]
     found = xp.sort(xp.where(added, place, nowhere), axis=1)  # the places of nodes come first
     indices = xp.where(found < nowhere, found, -1)

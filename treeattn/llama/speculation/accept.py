@@ -106,11 +106,11 @@ def accept_candidate_tokens(
             raise ValueError(f"next_token: expected shape {beam.shape[:1]}, got {next_token.shape}")
         rows = max(beam.shape[1], 1)
         first = np.broadcast_to(np.asarray(next_token)[:, None, None], (len(beam), rows, 1))
-        grown = [(0, 0), (0, rows - beam.shape[1]), (1, 0)]
-        beam = np.pad(beam, grown)
-        verified = np.pad(verified, grown)
+        wider = [(0, 0), (0, rows - beam.shape[1]), (1, 0)]
+        beam = np.pad(beam, wider)
+        verified = np.pad(verified, wider)
         verified[..., :1] = first
-        lengths = np.pad(lengths, grown[:2]) + 1
+        lengths = np.pad(lengths, wider[:2]) + 1
     walks = []
     for b in range(len(beam)):
         judge = lambda m, c, _, b=b: verified[b, m, c]  # noqa: E731

@@ -31,32 +31,38 @@ def _bucket(order: int) -> int:
 
 
 class SuffixTree:
-    """All sequences of up to `depth` tokens of a growing text, with their counts.
+    """All sequences of up to `depth` tokens of a text that is still written, with their counts.
 
-    The probability of the next token is blended from the longest suffix that occurred before to
-    the shortest: each says a token it has seen follow, by frequency, or else hands on to the next
-    shorter one (prediction by partial matching). How often a suffix of that length, seen so often,
-    was right is counted along the text.
+    The probability of the next token is a blend over the text's suffixes that occurred before, the
+    longest first: with the probability that such a suffix is right, the next token is one that has
+    followed it, in proportion to how often each did; otherwise the next shorter suffix decides
+    (prediction by partial matching). How often suffixes of about that length and count were right
+    is counted along the text.
+
+    After "a b c a b d a b" the suffix "a b" was followed by c once and by d once: each gets half of
+    the probability that suffixes of two tokens, followed twice, are right.
     """
 
     def __init__(self, depth: int):
         self.depth = depth
         self.root = _Node()
-        self.tokens = []
+        self.tokens: list[int] = []  # the text so far
         self._ends = [self.root]  # the nodes of the text's suffixes of 0, 1, 2, … tokens
+        # By bucket and count, as `_orders` has them: how often such suffixes were right, and asked.
         self._right: dict[tuple[int, int], list[float]] = {}
 
     def add(self, token: int) -> None:
         """The text goes on with this token."""
         self._learn(token)
-        grown = [self.root]
+        ends = [self.root]
         for node in self._ends[: self.depth]:
             child = node.children.get(token)
             if child is None:
-                child = node.children[token] = _Node()
+                child = _Node()
+                node.children[token] = child
             child.count += 1
-            grown.append(child)
-        self._ends = grown
+            ends.append(child)
+        self._ends = ends
         self.tokens.append(token)
 
     def suffixes(self) -> list[_Node]:
@@ -69,9 +75,10 @@ class SuffixTree:
         return [self.root, *(node for node in found if node.children)]
 
     def continuations(self, suffixes: list[_Node]) -> Iterator[tuple[int, float]]:
-        """(token, probability) of what may follow a text with these suffixes."""
+        """(token, probability) of what may follow a text with these suffixes, as `suffixes` gives
+        them; it ends after some sixteen tokens, or when less than 2 % is left for the others."""
         left = 1.0
-        told = set()
+        told: set[int] = set()
         for key, new in self._orders(suffixes, told):
             trust = self._trust(key)
             total = sum(count for _, count in new)
@@ -82,20 +89,27 @@ class SuffixTree:
             if left < 0.02 or len(told) > 16:
                 return
 
-    def _orders(self, suffixes, told):
-        """The suffixes, longest first, that know a token not yet told: how far to trust them is
-        filed under which key, and their new tokens with counts."""
+    def _orders(self, suffixes: list[_Node], told: set[int]):
+        """(key, [(token, count), …]) for each suffix, longest first, that something has followed
+        which is not in `told`: those tokens, and the key of `_right` for suffixes like it.
+
+        Whoever iterates adds to `told` what it has used, and the shorter suffixes leave it out.
+        """
         for order in range(len(suffixes) - 1, 0, -1):
             children = suffixes[order].children
             if len(children) > len(told):  # a shorter suffix has seen all that a longer one has
                 new = [(t, n.count) for t, n in children.items() if t not in told]
-                yield (_bucket(order), min(sum(count for _, count in new), 3)), new
+                count = sum(count for _, count in new)
+                yield (_bucket(order), min(count, 3)), new
 
     def _trust(self, key: tuple[int, int]) -> float:
+        """The probability that a suffix like this is right: as often as it was, and, as if it had
+        been seen twice more, 0.6 for one token up to nearly 1 for many."""
         right, times = self._right.get(key, (0.0, 0.0))
         return (right + 2 * (key[0] + 0.5) / (key[0] + 1.5)) / (times + 2)
 
     def _learn(self, token: int) -> None:
+        """Count which suffixes were right about the token that has come."""
         told: set[int] = set()
         for key, new in self._orders(self.suffixes(), told):
             counts = self._right.setdefault(key, [0.0, 0.0])
@@ -107,9 +121,13 @@ class SuffixTree:
 
 
 def follow(kept: list, texts: Texts, new) -> list:
-    """For each text what was built from its beginning, `kept[b]`, else `new()`; and its new tokens.
+    """[(thing, tokens), …]: what is kept of each text, and the tokens that it has not seen yet.
 
-    A thing that is kept has the `tokens` it was built from.
+    kept: a thing for each text, from the last call; brought up to date. Its `tokens` are those it
+          was built from: where the text does not begin with them, it is replaced by `new()`
+
+    With a thing built from [5, 6], the text [5, 6, 7] gives (that thing, [7]); the text [5, 8]
+    gives (a new one, [5, 8]).
     """
     kept += [new() for _ in range(len(texts) - len(kept))]
     del kept[len(texts) :]
@@ -125,13 +143,14 @@ def follow(kept: list, texts: Texts, new) -> list:
 class SuffixDraft:
     """Suffix decoding: a tree of the continuations that the text itself makes likely.
 
-    longest: the longest suffix that is told from others; depth: the longest path of candidates
+    longest: the tokens of the longest suffix that is looked up
+    depth:   the tokens of the longest path of candidates
     """
 
     def __init__(self, longest: int = 24, depth: int = 24):
         self.longest = longest
         self.depth = depth
-        self._trees = []
+        self._trees: list[SuffixTree] = []
 
     def observe(self, texts: Texts, seen: Seen | None = None) -> None:
         for tree, new in follow(self._trees, texts, lambda: SuffixTree(self.longest + 1)):
@@ -139,9 +158,9 @@ class SuffixDraft:
                 tree.add(int(token))
 
     def propose(self, budget: int):
-        def continuations(state):
-            tree, suffixes, token = state
-            suffixes = suffixes if token is None else tree.after(suffixes, token)
+        def continuations(state):  # a tree, and the suffixes of the path without its last token
+            tree, suffixes, last = state
+            suffixes = suffixes if last is None else tree.after(suffixes, last)
             for token, probability in tree.continuations(suffixes):
                 yield token, probability, (tree, suffixes, token)
 
@@ -152,17 +171,19 @@ class SuffixDraft:
 class NGramDraft:
     """Prompt lookup: what followed where the longest n-gram that ends the text occurred last.
 
-    longest: of the n-grams that are tried, down to one token; length: of a candidate
-    rows:    how many occurrences, the latest first; with one, the candidates are a chain
+    longest: the tokens of the longest n-gram that is tried; then shorter ones, down to one token
+    length:  the most tokens of a candidate
+    rows:    the most candidates, one for each occurrence, the latest first; with one, a chain
 
-    The k-th continuation's tokens get the probability n / (n + k + 1), n the n-gram's length.
+    What followed the n-gram's latest occurrence but k has the probability n / (n + k + 1) for each
+    token: 3/4, 3/5, 3/6, … after an n-gram of three.
     """
 
     def __init__(self, longest: int = 3, length: int = 10, rows: int = 1):
         self.longest = longest
         self.length = length
         self.rows = rows
-        self._texts = []
+        self._texts: list[np.ndarray] = []
 
     def observe(self, texts: Texts, seen: Seen | None = None) -> None:
         self._texts = [np.asarray(text, np.int32) for text in texts]
@@ -179,7 +200,8 @@ class NGramDraft:
         return beam, scores
 
     def _occurrences(self, text: np.ndarray) -> tuple[list[int], int]:
-        """Where the latest occurrences of the text's last n tokens end, and the largest such n."""
+        """(ends, n): the largest n for which the text's last n tokens occurred before, and where
+        their latest occurrences end; ([], 0) if there is none."""
         for n in range(min(self.longest, len(text) - 1), 0, -1):
             windows = np.lib.stride_tricks.sliding_window_view(text[:-1], n)
             ends = np.flatnonzero((windows == text[-n:]).all(axis=1)) + n
@@ -191,10 +213,11 @@ class NGramDraft:
 class RecyclingDraft:
     """Token recycling: for each token the ones that the model last found likeliest after it.
 
-    likely: how many of them are kept; depth: the longest path of candidates
+    likely: how many tokens are kept for each
+    depth:  the tokens of the longest path of candidates
 
-    A rank's probability is how often the token of that rank turned out to be the likeliest when
-    the model was next asked.
+    The token kept as the r-th likeliest gets, as its probability, how often the r-th turned out to
+    be the likeliest when the model was next asked about the same token.
     """
 
     def __init__(self, likely: int = 8, depth: int = 6):
@@ -202,7 +225,7 @@ class RecyclingDraft:
         self.depth = depth
         self._after: dict[int, list[int]] = {}
         self._last: list[int] = []
-        self._right = 0.5 ** np.arange(1, likely + 1)
+        self._right = 0.5 ** np.arange(1, likely + 1)  # by rank, as if there had been one time
         self._times = 1.0
 
     def observe(self, texts: Texts, seen: Seen | None = None) -> None:
