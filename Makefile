@@ -53,17 +53,20 @@ test test-fast: export JAX_TRACEBACK_IN_LOCATIONS_LIMIT = 0
 test test-fast: export XLA_FLAGS := $(XLA_FLAGS) --xla_cpu_use_fusion_emitters=false \
 	--xla_cpu_parallel_codegen_split_count=1
 
-# Three at a time on two cores: some tests wait, for processes that are to time out.
+# Three at a time on two cores: some tests wait, for processes that are to time out. A file stays
+# with one of them; the order is that of tests/conftest.py.
+SHARED := -n 3 --dist loadscope --no-loadscope-reorder
+
 test: $(STAMP) lint
-	$(BIN)/python -m pytest -q -n 3 --dist loadscope --durations 8 --nbval notebooks tests
+	$(BIN)/python -m pytest -q $(SHARED) --durations 8 --nbval notebooks tests
 
 test-fast: $(STAMP) lint
-	$(BIN)/python -m pytest -q -n 3 --dist loadscope -m "not slow" tests
+	$(BIN)/python -m pytest -q $(SHARED) -m "not slow" tests
 
 test-latest: $(LATEST_STAMP)
 	@$(LATEST)/python -c 'import jax, numpy, platform as p; print( \
 		"Python", p.python_version(), "jax", jax.__version__, "numpy", numpy.__version__)'
-	$(LATEST)/python -m pytest -q -n 3 --dist loadscope tests
+	$(LATEST)/python -m pytest -q $(SHARED) tests
 
 drafter: $(STAMP)
 	$(BIN)/python training/drafter.py

@@ -1,7 +1,10 @@
 """Nine simulated devices, float64 at hand, and the package's jaxtyping shapes checked."""
 
+import ctypes
 import gc
 import importlib.util
+import os
+from collections import Counter
 
 import checked
 import hypothesis
@@ -25,9 +28,30 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("treeattn")
 
 
+def pytest_collection_modifyitems(config, items):
+    """What takes longest comes first where several processes share the files: the last one to be
+    finished then is a short one. So notebooks begin, whose kernels need gigabytes, while there is
+    little in the processes that wait for them; then files that are slow throughout."""
+    if not hasattr(config, "workerinput"):  # there is only one process
+        return
+    tests = Counter(item.path for item in items)
+
+    def turn(item):
+        module = item.getparent(pytest.Module)
+        slow = module is not None and module.get_closest_marker("slow") is not None
+        return item.path.suffix != ".ipynb", not slow, -tests[item.path]
+
+    items.sort(key=turn)
+
+
 # Traced and compiled programs are millions of objects, which stay until their file is done. Looking
 # through them for garbage again and again took a sixth of the tests' time.
 gc.set_threshold(100_000, 50, 100)
+
+
+# glibc keeps what is free for later, gigabytes in all; this hands it back to the system.
+_libc = ctypes.CDLL(None) if os.name == "posix" else None
+_give_back = getattr(_libc, "malloc_trim", lambda _: None)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,6 +60,7 @@ def _garbage_once_a_file():
     jax.clear_caches()  # no other file runs these programs: kept, they were gigabytes at the end
     gc.collect()
     gc.freeze()  # what is left is not looked at again: nor at the end, where xdist would not wait
+    _give_back(0)
 
 
 # Files whose own arrays are never broadcast to a higher rank: nor may the package's be.
