@@ -97,7 +97,8 @@ def packed_token_indices(
     indices = xp.where(found < nowhere, found, -1)
     if isinstance(indices, jax.core.Tracer):
         return indices
-    return indices[:, : int((indices >= 0).sum(axis=1).max(initial=0))]
+    nodes = (indices >= 0).sum(axis=1)
+    return indices[:, : int(nodes.max(initial=0))]
 
 
 def pack(
@@ -171,7 +172,8 @@ def unpack(
     unpack_map = bounded("unpack_map", unpack_map, 0, last, f"node numbers from 0 to {last}")
     if packed.shape[1] == 0:
         return xp.zeros((*unpack_map.shape, *packed.shape[2:]), packed.dtype)
-    return xp.asarray(packed)[xp.arange(len(unpack_map))[:, None, None], xp.asarray(unpack_map)]
+    row = xp.arange(len(unpack_map))[:, None, None]
+    return xp.asarray(packed)[row, xp.asarray(unpack_map)]
 
 
 def _common_prefix(xp, beam, lengths):
@@ -207,7 +209,8 @@ def _pack(xp, beam, lengths, pad_token):
     rows, width = beam.shape[1:]
     row = xp.arange(rows, dtype=xp.int32)
     common = _common_prefix(xp, beam, lengths)
-    shared_with_earlier = xp.where((row[None] < row[:, None])[None], common, 0)
+    earlier = row[None] < row[:, None]  # (M, M)
+    shared_with_earlier = xp.where(earlier[None], common, 0)
     borrowed = xp.max(shared_with_earlier, axis=2, initial=0)  # (B, M)
     end = xp.cumulative_sum(lengths - borrowed, axis=1, dtype=xp.int32)
     start = end - lengths
@@ -216,7 +219,8 @@ def _pack(xp, beam, lengths, pad_token):
     # The other way round: the candidate that adds node i is the number of those that end before.
     size = rows * width if xp is jnp else int(end.max(initial=0))
     node = xp.arange(size, dtype=xp.int32)[None]
-    owner = xp.sum(node[..., None] >= end[:, None], axis=2, dtype=xp.int32)  # (B, L)
+    ended = node[..., None] >= end[:, None]  # (B, L, M)
+    owner = xp.sum(ended, axis=2, dtype=xp.int32)  # (B, L)
     real = owner < rows
     owner = xp.minimum(owner, rows - 1)
     offsets = xp.where(real, node - xp.take_along_axis(start, owner, axis=1), 0)
@@ -272,7 +276,8 @@ def _look_up(table, row):
     member = jnp.zeros((), jnp.uint32)
     for first in range(0, rows, 32):
         bit = jnp.arange(min(32, rows - first), dtype=jnp.uint32)
-        bits = table[:, first : first + 32].astype(jnp.uint32) << bit[None, :, None]
+        some = table[:, first : first + 32]
+        bits = some.astype(jnp.uint32) << bit[None, :, None]
         word = jnp.sum(bits, axis=1, dtype=jnp.uint32)
         # A row of another word wraps round to a shift beyond 31, which leaves no bit.
         shift = row.astype(jnp.uint32) - jnp.uint32(first)

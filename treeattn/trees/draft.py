@@ -150,9 +150,8 @@ def most_probable(tokens, parents, scores, budget: int) -> tuple[TokenTree, np.n
     real = np.take_along_axis(scores, order, axis=1) > -np.inf
     up = np.take_along_axis(number, np.maximum(parents, 0), axis=1)
     parents = np.where((parents >= 0) & real, up, -1)
-    tree = TokenTree(
-        tokens.astype(np.int32), parents.astype(np.int32), real.sum(axis=1).astype(np.int32)
-    )
+    sizes = real.sum(axis=1)
+    tree = TokenTree(*(x.astype(np.int32) for x in (tokens, parents, sizes)))
     return tree, order
 
 

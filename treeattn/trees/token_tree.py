@@ -73,7 +73,8 @@ def tree_from_beam(
     node = xp.arange(packed.packed_beam.shape[1], dtype=xp.int32)
     above = packed.attention_mask & (node < node[:, None])
     parents = xp.max(xp.where(above, node, -1), axis=2, initial=-1)
-    sizes = xp.sum(xp.diagonal(packed.attention_mask, axis1=1, axis2=2), axis=1, dtype=xp.int32)
+    real = xp.diagonal(packed.attention_mask, axis1=1, axis2=2)  # a pad does not see itself
+    sizes = xp.sum(real, axis=1, dtype=xp.int32)
     return TokenTree(packed.packed_beam, parents, sizes)
 
 
@@ -96,9 +97,11 @@ def leaf_paths(
     rows = int(leaf.sum(axis=1).max(initial=0))
     order = np.argsort(~leaf, axis=1, kind="stable")[:, :rows]
     node = np.where(np.take_along_axis(leaf, order, axis=1), order, -1)
-    lengths = np.where(node >= 0, np.take_along_axis(depth, order, axis=1) + 1, 0)
-    paths = np.full((batch, rows, int(depth.max(initial=-1)) + 1), -1)
-    for column in reversed(range(paths.shape[2])):
+    leaf_depth = np.take_along_axis(depth, order, axis=1)
+    lengths = np.where(node >= 0, leaf_depth + 1, 0)
+    longest = int(depth.max(initial=-1)) + 1
+    paths = np.full((batch, rows, longest), -1)
+    for column in reversed(range(longest)):
         here = lengths > column
         paths[..., column] = np.where(here, node, -1)
         node = np.where(here, _at(np, parents, node), node)
