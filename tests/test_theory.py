@@ -150,6 +150,22 @@ def test_heads_add_up_for_a_shared_source_only():  # 2024 eq. 18–20, 2025 eq. 
 # Γ
 
 
+def test_gamma_has_one_stationary_point_for_any_differentiable_f():  # 2024 eq. 22–24, 2025 31–32
+    """Slopes of Γ along any η: η·ζ in z, and in ζ η·z less the slope of F, which may be any."""
+    size = sp.Symbol("D", integer=True, positive=True)
+    z, zeta, eta = (sp.IndexedBase(name, real=True) for name in ("z", "zeta", "eta"))
+    f = sp.Function("F")(t)  # F(ζ + tη)
+
+    def dot(left, right):
+        return sp.Sum(left * right, (a, 1, size))
+
+    in_z = sp.diff(dot(z[a] + t * eta[a], zeta[a]) - sp.Symbol("F"), t)
+    assert same(in_z, dot(eta[a], zeta[a]))
+    in_zeta = sp.diff(dot(z[a], zeta[a] + t * eta[a]) - f, t)
+    assert same(in_zeta, dot(eta[a], z[a]) - sp.diff(f, t))
+    assert not same(in_zeta, dot(eta[a], z[a]) + sp.diff(f, t))  # that is Γ with + F
+
+
 def test_every_hessian_of_gamma_is_indefinite():  # 2024 eq. 26, 2025 eq. 34
     """wᵀ ∇²Γ w = ±2|u|² along w = (u, (C/2 ± I) u): d directions up, d down, for any covariance."""
     d = sp.Symbol("d", integer=True, positive=True)

@@ -41,44 +41,33 @@ def follow(start, signs, dt=0.01):
     return jnp.concatenate([start[None], path])
 
 
-def _surface(axes, side, attention):
-    """Γ over (ζ, z − attention), and two curves through the stationary point."""
-    zeta, z = np.meshgrid(side, side + attention)
-    heights = jax.vmap(jax.vmap(gamma))(zeta, z)
-    axes.plot_surface(zeta, z, heights, cmap="Blues", alpha=0.7, lw=0, rstride=4, cstride=4)
-    t = np.linspace(-1.7, 1.7, 41, dtype="float32")
-    for slope, dashes, label in ((-1.6, "-", "highest in the middle"), (1.6, "--", "lowest there")):
-        heights_along = np.array(jax.vmap(gamma)(t, attention + slope * t))
-        axes.plot(
-            t,
-            attention + slope * t,
-            heights_along + 0.2,
-            dashes,
-            color=INK,
-            lw=2,
-            zorder=5,
-            label=label,
-        )
-    value = float(gamma(jnp.zeros(()), jnp.asarray(attention)))
-    axes.scatter(0, attention, value + 0.3, color=RED, s=40, zorder=6)
-    axes.set(xlabel="ζ", ylabel="z", title="Γ = zζ − F(ζ)", zticks=[-10, -5, 0])
-    axes.set_zlabel("Γ")
-    axes.legend(loc="upper left", fontsize=8, bbox_to_anchor=(-0.05, 0.97))
-    axes.view_init(elev=28, azim=12)
-    return heights
+def _two_lines(axes, attention):
+    """Γ along the two lines through the stationary point on which it curves up and down by 2."""
+    c = _variance()
+    t = np.linspace(-1.8, 1.8, 73, dtype="float32")
+    for slope, sign, color, dashes in ((c / 2 + 1, "+", BLUE, "-"), (c / 2 - 1, "−", RED, "--")):
+        heights = jax.vmap(gamma)(t, attention + slope * t)
+        axes.plot(t, heights, dashes, color=color, label=f"z − z* = (c/2 {sign} 1) ζ")
+    axes.plot(0, gamma(jnp.zeros(()), jnp.asarray(attention)), "X", color=INK, ms=7, zorder=5)
+    axes.set(xlabel="ζ", ylabel="Γ", title="Γ along two lines through the point")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), fontsize=8)
+
+
+def _variance() -> float:
+    """Of the values under the attention weights, the Hessian of F at 0."""
+    q, k, v = example_line()
+    return float(jax.hessian(energy)(jnp.zeros(1), q, k, v, scale=1.0)[0, 0])
 
 
 @styled
 def gamma_saddle() -> Figure:
-    """Γ(ζ, z) as a surface, and the three gradient flows on its level lines."""
+    """Γ along two lines through its stationary point, and three gradient flows on level lines."""
     q, k, v = example_line()
     attention = attention_from_energy(q, k, v, scale=1.0).item()
-    figure, axes = new_figure(7.8, 4.2, ncols=2, width_ratios=[1, 1.15])
-    axes[0].remove()
+    figure, (left, flat) = new_figure(7.8, 4.2, ncols=2, width_ratios=[1, 1.3])
+    _two_lines(left, attention)
     side = np.linspace(-3, 3, 61, dtype="float32")
-    heights = _surface(figure.add_subplot(1, 2, 1, projection="3d"), side, attention)
-
-    flat = axes[1]
+    heights = jax.vmap(jax.vmap(gamma))(*np.meshgrid(side, side + attention))
     flat.contour(
         side,
         side + attention,
@@ -117,11 +106,11 @@ def gamma_saddle() -> Figure:
     flat.set(title="Gradient flows on its level lines", aspect="equal")
     flat.legend(loc="upper center", bbox_to_anchor=(0.45, -0.14), fontsize=8, ncols=2)
     return figure.describe(
-        """Left: Γ as a surface over ζ and z, a saddle: through the stationary point one curve is
-        highest there and another one lowest. Right: gradient flows on its level lines. Paths that
-        descend in both variables, or climb in both, leave the picture, but for one dotted curve
-        along which descent in both comes in. Paths that descend in z and climb in ζ spiral into
-        the point (0, attention)."""
+        """Left: Γ along two lines through the stationary point: on one it is lowest there, on the
+        other highest. Right: gradient flows on its level lines. Paths that descend in both
+        variables, or climb in both, leave the picture, but for one dotted curve along which
+        descent in both comes in. Paths that descend in z and climb in ζ spiral into the point
+        (0, attention)."""
     )
 
 
@@ -131,8 +120,7 @@ def way_in(attention):
     Near the point the flow is (ζ, y)' = (cζ − y, −ζ), c the values' variance, and the direction
     of its negative eigenvalue λ is (−λ, 1).
     """
-    q, k, v = example_line()
-    c = float(jax.hessian(energy)(jnp.zeros(1), q, k, v, scale=1.0)[0, 0])
+    c = _variance()
     direction = np.array([-(c - np.sqrt(c**2 + 4)) / 2, 1])
     ends = [
         np.asarray(follow(jnp.array([0, attention]) + side * 1e-3 * direction, jnp.ones(2)))
