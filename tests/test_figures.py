@@ -13,6 +13,7 @@ from treeattn.figures import (
     energy,
     llama,
     llama_times,
+    mass,
     merge,
     packing,
     prefix_tree,
@@ -26,14 +27,11 @@ from treeattn.figures.__main__ import collect
 from treeattn.figures.measured import measured
 
 
-def test_golden_values_of_the_eight_leaves():
-    """Plain Python over the figure's scores and values; the figure prints them."""
-    s, v = [1, 3, 0.5, 2, -1, 4, 1.5], [2, -1, 4, 1, 3, 0.5, -2]
-    z = math.fsum(map(math.exp, s))
-    out, lse = finalize(reduce_tree(merge.eight_leaves()))
-    wanted = math.fsum(math.exp(x) * y for x, y in zip(s, v, strict=True)) / z
-    np.testing.assert_allclose(out, [wanted], rtol=1e-5)
-    np.testing.assert_allclose(lse, math.log(z), rtol=1e-6)
+def test_golden_values_of_the_six_leaves():
+    """Five words of weights 1, 2, 4, 1 and 8, and one leaf without keys."""
+    out, lse = finalize(reduce_tree(merge.six_leaves()))
+    np.testing.assert_allclose(out, [20 / 16, 36 / 16], rtol=1e-5)
+    np.testing.assert_allclose(lse, math.log(16), rtol=1e-6)
 
 
 def texts(figure):
@@ -45,6 +43,24 @@ def test_the_five_words_and_their_shards():
     shown = texts(merge.merge_words())
     assert {"3\n(8, 0)", "4\n(0, 8)", "9\n(12, 28)", "16\n(20, 36)"} <= set(shown)
     assert "attention = (20, 36) / 16 = (1.25, 2.25)" in shown
+
+
+def test_any_order_of_masses_ends_at_one_centre():
+    for order in mass.ORDERS.values():
+        total, place = mass.centre(order)
+        assert total == 16 and len(mass.inner(order)) == 4
+        np.testing.assert_allclose(place, [1.25, 2.25], rtol=1e-12)
+    merged = [mass.centre(pair) for pair in mass.inner(mass.ORDERS["the shards of Figure 4.1"])]
+    assert [m for m, _ in merged] == [3, 7, 9, 16]
+
+
+def test_levers_balance_at_the_numbers_of_notebook_04b():
+    shown = [[text.get_text() for text in ax.texts] for ax in mass.levers().axes]
+    pivots = ["5", "5.41", "2.67", "3.33", "4.57", "5"]
+    assert all(pivot in found for pivot, found in zip(pivots, shown, strict=True))
+    beams = [ax.lines[0].get_ydata() for ax in mass.levers().axes]
+    tilted = [bool(abs(beam[0] - beam[1]) > 0.1) for beam in beams]
+    assert tilted == [False, False, True, False, False, False]
 
 
 def test_the_pivot_trap_takes_the_winner_away():
@@ -61,6 +77,7 @@ def test_rounds_are_counted():
 
 def test_figures_of_03_and_04_are_described():
     drawn = [merge.merge_words, merge.merge_tree, merge.merge_tree_steps, autodiff.pivot_trap]
+    drawn += [mass.merge_mass, mass.levers]
     assert all(len(draw().alt) > 40 for draw in (*drawn, lambda: rounds.merge_rounds(8)))
 
 
@@ -71,7 +88,7 @@ def test_the_animation_has_a_frame_for_each_half_round(tmp_path):
     with Image.open(tmp_path / "tree.gif") as image:
         assert image.n_frames == 7
     assert (tmp_path / "tree.gif").stat().st_size < 400_000
-    assert {"m −∞\nd 0.00\nn 0.00", "m 4.0\nd 1.67\nn 0.34"} <= {
+    assert {"m −∞\nd 0\nn (0, 0)", "m log 8\nd 2\nn (2.5, 4.5)"} <= {
         text.get_text() for text in merge.merge_tree_frame().axes[0].texts
     }
 

@@ -25,11 +25,6 @@ from treeattn.idea.state import (
     tree_round,
 )
 
-# Eight leaves of one key each, but the sixth, which has none.
-SCORES = np.array([1.0, 3.0, 0.5, 2.0, -1.0, -np.inf, 4.0, 1.5])
-VALUES = np.array([2.0, -1.0, 4.0, 1.0, 3.0, 0.0, 0.5, -2.0])
-
-
 # ---------------------------------------------------------------- the five words
 
 SHARDS = (0, 1), (2,), (3, 4)
@@ -78,116 +73,134 @@ def merge_words() -> Figure:
     )
 
 
-# ---------------------------------------------------------------- the tree of eight leaves
+# ---------------------------------------------------------------- the same tree, as it is stored
+
+# The five words, and after the third a leaf without keys: the pairs are the shards above.
+LEAVES = (0, 1, 2, None, 3, 4)
 
 
-def eight_leaves() -> AttentionState:
-    """The figure's leaves: (s, 1, v) of one key each, and one state without keys."""
-    none = np.isinf(SCORES)
-    return AttentionState(
-        *(jnp.asarray(x, jnp.float32) for x in (SCORES, ~none * 1.0, (VALUES * ~none)[:, None]))
+def six_leaves() -> AttentionState:
+    """The figure's leaves: (s, 1, v) of one word each, and one state without keys."""
+    m = [-np.inf if a is None else np.log(WEIGHTS[a]) for a in LEAVES]
+    d = [0.0 if a is None else 1.0 for a in LEAVES]
+    n = [(0, 0) if a is None else sentence.VALUES[a] for a in LEAVES]
+    return AttentionState(*(jnp.asarray(x, jnp.float32) for x in (m, d, n)))
+
+
+def _levels() -> list[AttentionState]:
+    """The leaves, and the states after each round of the tree."""
+    levels = [six_leaves()]
+    while len(levels[-1].max) > 1:
+        levels.append(tree_round(levels[-1], 2))
+    return levels
+
+
+def _pivot(m: float) -> str:
+    return f"m log {np.exp(m):.0f}" if np.isfinite(m) else "m −∞"
+
+
+def _stored(d: float, n: np.ndarray) -> str:
+    x, y = (f"{number:.4g}" for number in n)
+    return f"\nd {d:.4g}\nn ({x}, {y})"
+
+
+def _draw_box(ax, place, label: str, fontsize: float, *, empty: bool, newest: bool) -> None:
+    box = dict(
+        boxstyle="round,pad=0.35",
+        fc="white" if empty else "#D8ECF8" if newest else "#F6F6F6",
+        ec=BLUE if newest else GREY,
     )
+    color = GREY if empty else INK
+    style = dict(ha="center", va="center", ma="left", bbox=box, fontsize=fontsize, zorder=3)
+    ax.text(*place, label, color=color, **style)
+
+
+def _draw_edge(ax, child, parent, fontsize: float, weight: float | None) -> None:
+    """A line up, with the child's weight; without one, if its parent's pivot is not yet known."""
+    wins = weight == 1
+    color = PALE if weight is None else ORANGE if wins else GREY
+    ax.plot(*zip(child, parent, strict=True), color=color, lw=2.5 if wins else 1)
+    if weight is not None:
+        middle = np.mean([child, parent], axis=0)
+        box = dict(fc="white", ec="none", pad=0.8)
+        style = dict(ha="center", va="center", fontsize=fontsize - 1, bbox=box)
+        ax.text(*middle, f"×{weight:.4g}", color=ORANGE if wins else GREY, **style)
 
 
 def _draw_tree(ax, step: int, fontsize: float = 8.5) -> None:
     """The tree after `step` half rounds: an odd one has found the new pivots, not the sums."""
-    levels = [eight_leaves()]
-    while len(levels[-1].max) > 1:
-        levels.append(tree_round(levels[-1], 2))
+    levels = _levels()
     shown = (step + 1) // 2
-    x = np.arange(8.0)
+    x = np.arange(6.0)
     for level, states in enumerate(levels):
-        m, d, n = (np.asarray(field) for field in states)
+        m = states.max.tolist()
+        d = states.denominator.tolist()
+        n = np.asarray(states.numerator)
         for i in range(len(m)):
             if level > shown:
                 ax.plot(x[i], level, "o", color=PALE, ms=6)
                 continue
-            sums = f"\nd {d[i]:.2f}\nn {n[i, 0]:.2f}" if 2 * level <= step else "\nd ?\nn ?"
-            empty = d[i] == 0
+            sums = _stored(d[i], n[i]) if 2 * level <= step else "\nd ?\nn ?"
             newest = level == shown and step > 0
-            label = f"m {m[i]:.1f}" if np.isfinite(m[i]) else "m −∞"
-            box = dict(
-                boxstyle="round,pad=0.35",
-                fc="white" if empty else "#D8ECF8" if newest else "#F6F6F6",
-                ec=BLUE if newest else GREY,
-            )
-            ax.text(
-                x[i],
-                level,
-                (label + sums).replace("-", "−"),
-                ha="center",
-                va="center",
-                ma="left",
-                bbox=box,
-                fontsize=fontsize,
-                color=GREY if empty else INK,
-                zorder=3,
-            )
+            label = _pivot(m[i]) + sums
+            _draw_box(ax, (x[i], level), label, fontsize, empty=d[i] == 0, newest=newest)
+            if level == 0 and LEAVES[i] is not None:
+                word = WORDS[LEAVES[i]]
+                ax.text(x[i], -0.47, word, ha="center", va="center", style="italic")
         if level + 1 == len(levels):
             break
-        parents = x.reshape(-1, 2).mean(1)
-        pivots = np.repeat(np.asarray(levels[level + 1].max), 2)
-        for i, parent in enumerate(np.repeat(parents, 2)):
-            known = level + 1 <= shown
-            wins = known and m[i] == pivots[i]
-            color = PALE if not known else ORANGE if wins else GREY
-            ax.plot([x[i], parent], [level, level + 1], color=color, lw=2.5 if wins else 1)
-            if known:
-                ax.text(
-                    0.5 * (x[i] + parent),
-                    level + 0.5,
-                    f"×{np.exp(m[i] - pivots[i]):.2f}",
-                    ha="center",
-                    va="center",
-                    fontsize=fontsize - 1,
-                    color=ORANGE if wins else GREY,
-                    bbox=dict(fc="white", ec="none", pad=0.8),
-                )
+        above = np.asarray(levels[level + 1].max)
+        parents = np.array([x[i : i + 2].mean() for i in range(0, len(x), 2)])
+        for i in range(len(m)):
+            weight = round(float(np.exp(m[i] - above[i // 2])), 4) if level < shown else None
+            _draw_edge(ax, (x[i], level), (parents[i // 2], level + 1), fontsize, weight)
         x = parents
-    ax.set(xlim=(-0.6, 7.6), ylim=(-0.45, 3.45))
+    ax.set(xlim=(-0.6, 5.6), ylim=(-0.6, 3.45))
     ax.axis("off")
 
 
 STEPS = (
-    "Eight states, each of one key: m is its score, d = 1, n its value. The sixth has no keys.",
+    "Five words and a leaf without keys: m is a word's score, d = 1, n its value.",
     "Round 1, pivots: each pair takes the larger m, and weights its children by exp(m − m′).",
     "Round 1, sums: the weighted d and n add up. No keys weigh 0.",
-    "Round 2, pivots: the maximum runs on along the orange edges.",
+    "Round 2, pivots: log 4 wins; the third state has no partner and goes on as it is.",
     "Round 2, sums.",
-    "Round 3, pivots: 4.0 is the maximum of all the scores.",
-    "Round 3, sums: seven merges, three rounds.",
+    "Round 3, pivots: log 8, of milk, is the maximum of all the scores.",
+    "Round 3, sums: five merges, three rounds.",
 )
 
 
 def _result() -> str:
-    out, lse = finalize(reduce_tree(eight_leaves()))
-    return f"out = n / d = {out[0]:.2f}     lse = m + log d = {lse:.2f}".replace("-", "−")
+    out, lse = finalize(reduce_tree(six_leaves()))
+    return f"out = n / d = ({out[0]:.2f}, {out[1]:.2f})\nlse = m + log d = log {np.exp(lse):.0f}"
 
 
 @styled
 def merge_tree_frame(step: int = len(STEPS) - 1) -> Figure:
-    """The merge of eight leaves after `step` of its six half rounds, every (m, d, n) shown."""
+    """The merge of six leaves after `step` of its six half rounds, every (m, d, n) shown."""
     figure, ax = new_figure(8.6, 4.9)
     _draw_tree(ax, step)
     ax.set_title(STEPS[step], loc="left", fontsize=11)
     if step == len(STEPS) - 1:
-        ax.text(4.35, 3, _result(), va="center", color=INK, fontsize=10)
+        ax.text(3.75, 3, _result(), va="center", color=INK, fontsize=10)
     return figure
 
 
 @styled
 def merge_tree() -> Figure:
-    """The whole tree of eight leaves: every (m, d, n) and every weight."""
+    """The whole tree of six leaves: every (m, d, n) and every weight."""
     figure = merge_tree_frame()
     figure.axes[0].set_title(
-        "The running maximum along a tree: eight states merge in three rounds",
+        "The running maximum along a tree: six states merge in three rounds",
         loc="left",
         fontsize=11,
     )
     return figure.describe(
-        """A binary tree of eight states (m, d, n), of one key each but the sixth, which has none.
-        Edges carry the weight of each child; the thick orange ones come from the larger pivot,
-        whose weight is 1. At the root m is 4.0, d 1.67, n 0.34, and the output n / d is 0.21."""
+        """A binary tree of six states (m, d, n): the five words, and after the third a leaf without
+        keys. Edges carry the weight of each child; the thick orange ones come from the larger
+        pivot, whose weight is 1. The pairs are the shards the cat, drank, and warm milk; the third
+        has no partner in the second round. At the root m is log 8, d 2, n (2.5, 4.5), and the
+        output n / d is (1.25, 2.25)."""
     )
 
 
@@ -197,11 +210,11 @@ def merge_tree_steps() -> Figure:
     figure, axes = new_figure(11.0, 7.4, nrows=2, ncols=2)
     for level, ax in enumerate(axes.flat):
         _draw_tree(ax, 2 * level, fontsize=6.5)
-        title = f"After round {level}" if level else "Eight states; the sixth has no keys"
+        title = f"After round {level}" if level else "Five words, and a leaf without keys"
         ax.set_title(title, loc="left", fontsize=11)
     return figure.describe(
-        """Four pictures of the same tree of eight states: the leaves alone, then after each of the
-        three rounds, in which four, two and one merged states appear."""
+        """Four pictures of the same tree of six states: the leaves alone, then after each of the
+        three rounds, in which three, two and one merged states appear."""
     )
 
 
