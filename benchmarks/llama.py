@@ -5,6 +5,7 @@
                                                where they (torch; llama-cpp-python) are installed
     python benchmarks/llama.py devices table
     python benchmarks/llama.py steps           what verifying several candidates at once costs
+    python benchmarks/llama.py int8            weights of 8 bits, in turn with those of float32
 
 Everything is measured in one process, in turn, after a first run that compiles. `single` compares
 prefill and decoding with transformers on the same float32 weights, and with llama.cpp, which
@@ -14,7 +15,9 @@ beside the cache; `table` is the experiment of the paper's Table 1, a prompt and
 Caches of a given context are filled with random numbers: a step's time does not depend on them.
 `steps` has the time of a step of 1 … 64 packed candidates, with positions and a tree mask, all of
 their logits computed, and its ratio to a step of one: of the fastest of each, and the median over
-the rounds. Writes benchmarks/results/llama.json.
+the rounds. `int8` has both models' decoding, prefill and steps, the fastest of each, and how far
+they agree on 2,560 tokens of English with code: the documentation that every Python carries. Writes
+benchmarks/results/llama.json.
 """
 
 import argparse
@@ -24,6 +27,7 @@ import importlib.util
 import json
 import os
 import platform
+import pydoc_data.topics
 import statistics
 import time
 from importlib.metadata import version
@@ -49,13 +53,18 @@ def timed(f) -> float:
 
 def in_turn(candidates: dict, rounds: int) -> dict[str, float]:
     """The median time of each candidate, measured in turn, after a round that compiles."""
+    return {name: statistics.median(t) for name, t in all_in_turn(candidates, rounds).items()}
+
+
+def all_in_turn(candidates: dict, rounds: int) -> dict[str, list[float]]:
+    """All times of each candidate."""
     for f in candidates.values():
         timed(f)
     times = {name: [] for name in candidates}
     for _ in range(rounds):
         for name, f in candidates.items():
             times[name].append(timed(f))
-    return {name: statistics.median(t) for name, t in times.items()}
+    return times
 
 
 def full_cache(model: Llama, context: int) -> Cache:
@@ -257,17 +266,24 @@ def table(model: Llama, rounds: int = 2, n: int = 10) -> list[dict]:
     return rows
 
 
-def steps(model: Llama, context: int = 512, rounds: int = 40) -> dict[str, dict]:
-    """Milliseconds of a step that verifies a random tree of so many tokens, and its ratios."""
-    cache = full_cache(model, context)
+def verifiers(model: Llama, cache: Cache, sizes) -> dict[int, functools.partial]:
+    """For each size, a step that verifies a random tree of so many tokens."""
     rng = np.random.default_rng(0)
+    context = int(cache.lengths[0])
     runs = {}
-    for n in (1, 2, 4, 8, 16, 32, 64):
+    for n in sizes:
         parents = np.array([-1, *(rng.integers(i) for i in range(1, n))])
         tokens = rng.integers(model.config.vocabulary, size=(1, n))
         tree = {"positions": context + depths(parents)[None], "mask": ancestor_mask(parents)[None]}
         runs[n] = functools.partial(model.extend, tokens, cache, **tree)
-        timed(runs[n])
+    return runs
+
+
+def steps(model: Llama, context: int = 512, rounds: int = 40) -> dict[str, dict]:
+    """Milliseconds of a step that verifies a random tree of so many tokens, and its ratios."""
+    runs = verifiers(model, full_cache(model, context), (1, 2, 4, 8, 16, 32, 64))
+    for run in runs.values():
+        timed(run)
     times = {n: np.empty(rounds) for n in runs}
     for i in tqdm(range(rounds)):
         for n, run in runs.items():
@@ -282,9 +298,60 @@ def steps(model: Llama, context: int = 512, rounds: int = 40) -> dict[str, dict]
     return result
 
 
+def agreement(model: Llama, small: Llama, texts: int = 5, tokens: int = 512) -> dict[str, float]:
+    """How far two models say the same after each token of some pages of Python's documentation."""
+    pages = pydoc_data.topics.topics
+    text = "\n\n".join(pages[name] for name in sorted(pages))
+    ids = model.tokenizer.encode(text)
+    starts = np.linspace(0, len(ids) - tokens, texts).astype(int)
+    same, divergence, perplexity = [], [], {"float32": [], "int8": []}
+    for start in starts:
+        row = np.array(ids[start : start + tokens])
+        log = {
+            name: np.asarray(jax.nn.log_softmax(one.logits(row[None])[0]))
+            for name, one in (("float32", model), ("int8", small))
+        }
+        a, b = log.values()
+        same.append(a.argmax(-1) == b.argmax(-1))
+        divergence.append((np.exp(a) * (a - b)).sum(-1))
+        for name, x in log.items():
+            perplexity[name].append(-np.take_along_axis(x[:-1], row[1:, None], -1))
+    found = {"tokens": texts * tokens, "same token": np.mean(same), "KL": np.mean(divergence)}
+    found |= {f"perplexity {k}": np.exp(np.mean(x)) for k, x in perplexity.items()}
+    return {name: float(x) for name, x in found.items()}
+
+
+def int8(model: Llama, rounds: int = 25, n: int = 4) -> dict:
+    """Milliseconds of both models' tokens, prefill and steps, and their agreement."""
+    models = {"float32": model, "int8": Llama.load(None, weights="int8")}
+    result = {"agreement": agreement(*models.values())}
+    print(result["agreement"], flush=True)
+
+    def report(name, candidates, scale, rounds=rounds):
+        fastest = {k: 1000 * min(t) / scale for k, t in all_in_turn(candidates, rounds).items()}
+        result[name] = fastest | {"ratio": fastest["float32"] / fastest["int8"]}
+        print(name, {k: round(x, 2) for k, x in result[name].items()}, flush=True)
+
+    for context in (64, 2048):
+        runs = {k: decoder(one, context, n) for k, one in models.items()}
+        report(f"a token after {context}", runs, n)
+    cache = full_cache(model, 512)
+    sizes = (2, 4, 8, 16, 32, 64)
+    steps = {k: verifiers(one, cache, sizes) for k, one in models.items()}
+    for size in sizes:
+        report(f"a step of {size}", {k: runs[size] for k, runs in steps.items()}, 1)
+    prompt = (np.arange(1024) % 1000 + 100).tolist()
+    prefills = {
+        k: lambda one=one: one.prefill([prompt], one.new_cache(1, 1024))[0]
+        for k, one in models.items()
+    }
+    report("prefill of 1024", prefills, 1, 5)
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parts = {"single": single, "devices": devices, "table": table, "steps": steps}
+    parts = {"single": single, "devices": devices, "table": table, "steps": steps, "int8": int8}
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}; all when left out")
     wanted = parser.parse_args().parts or parts
     # Eight simulated devices would slow one down: it gets a process with one.
