@@ -86,7 +86,7 @@ def test_two_digits_are_the_activation():
 
 
 @pytest.mark.parametrize("d", [64, 576])
-@pytest.mark.parametrize("tokens", [(1,), (2, 3), (8,), (9,), (2, 20)])
+@pytest.mark.parametrize("tokens", [(1,), (2, 3), (8,), (9,), (5, 13)])
 def test_products_are_those_of_the_quantized_matrix(tokens, d, monkeypatch):
     monkeypatch.setattr(int8, "FLOAT_BYTES", 4 * d * 30)  # 100 rows: 25 at a time, and none left
     matrix = matrix_of(some(101, d))

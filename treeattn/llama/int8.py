@@ -29,13 +29,15 @@ LARGEST_ACTIVATION = LARGEST * BASE  # in steps: its low digit is then 0
 # The sum of so many products of a weight with a digit of up to 128 stays below 2³¹.
 LONGEST_ROW = (2**31 - 1) // (LARGEST * 128)
 
-# Products of up to so many tokens are those of whole numbers: on CPUs of two kinds XLA took them at
-# 0.4 to 0.6 of a float32 product's time for 1 to 4 tokens, at 0.75 for 8, and no faster for more.
+# Products of up to so many tokens are those of whole numbers: XLA:CPU took them at 0.4 to
+# 0.6 of a float32 product's time for 1 to 4 tokens, at 0.75 for 8, and no faster for 16 and more.
 FEW_TOKENS = 8
 # More tokens are multiplied with floats, of which so many bytes are made at a time: they are read
-# again where they were written, in a core's cache. That took 0.9 of a float32 product's time for 16
-# tokens and 1.05 for 1,024; making the whole matrix first took up to four times as long.
+# again where they were written, in a core's cache. That took 0.85 of a float32 product's time for
+# 16 tokens, and as much for 64; making the whole matrix first took 1.4 times as much.
 FLOAT_BYTES = 2**20
+# For more tokens than these the whole matrix is made first, which is 2 % of the work for 1,024.
+MANY_TOKENS = 64
 
 
 class Int8Matrix(NamedTuple):
@@ -101,7 +103,9 @@ def summed_product(
 
 
 def product_of_floats(x: Float[Array, "n d"], rows: Int8[Array, "out d"]) -> Float[Array, "n out"]:
-    """x times the rows as floats, some rows at a time."""
+    """x times the rows as floats; those are made some at a time, or all at once."""
+    if len(x) > MANY_TOKENS:
+        return jnp.einsum("nd,od->no", x, rows.astype(x.dtype))
     out, d = rows.shape
     size = max(FLOAT_BYTES // (d * x.dtype.itemsize), 1)
     blocks = -(-out // size)
