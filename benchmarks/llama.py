@@ -15,9 +15,9 @@ beside the cache; `table` is the experiment of the paper's Table 1, a prompt and
 Caches of a given context are filled with random numbers: a step's time does not depend on them.
 `steps` has the time of a step of 1 … 64 packed candidates, with positions and a tree mask, all of
 their logits computed, and its ratio to a step of one: of the fastest of each, and the median over
-the rounds. `int8` has both models' decoding, prefill and steps, the fastest of each, with the
-ratio of processor times (which other programs disturb less), and how far they agree on 2,560 tokens of English with code: the documentation that every Python carries. Writes
-benchmarks/results/llama.json.
+the rounds. `int8` has both models' decoding, prefill and steps: the fastest of each, the ratio of
+processor times (which other programs disturb less), and how far the two agree on 2,560 tokens of
+English with code, the documentation that every Python carries. Writes benchmarks/results/llama.json.
 """
 
 import argparse
