@@ -17,7 +17,7 @@ Caches of a given context are filled with random numbers: a step's time does not
 their logits computed, and its ratio to a step of one: of the fastest of each, and the median over
 the rounds. `int8` has both models' decoding, prefill and steps: the fastest of each, the ratio of
 processor times (which other programs disturb less), and how far the two agree on 2,560 tokens of
-English with code, the documentation that every Python carries. Writes benchmarks/results/llama.json.
+English with code, Python's own documentation. Writes benchmarks/results/llama.json.
 """
 
 import argparse
