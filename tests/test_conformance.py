@@ -30,6 +30,7 @@ from treeattn.conformance import (
     FINGERPRINTS,
     TOLERANCES,
     bfloat16,
+    check_invariance,
     check_kernel,
     check_merge,
     kernel_cases,
@@ -535,6 +536,16 @@ def test_the_page_runs():
     page = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, PAGE.name, None, 0)
     results = doctest.DocTestRunner().run(page)
     assert results.attempted > 5 and results.failed == 0
+
+
+def test_the_pages_lines_for_pytorch_run():
+    pytest.importorskip("torch")
+    page = PAGE.read_text(encoding="utf-8")
+    code = re.search(r"(?s)\nIn PyTorch:\n\n```\n(.*?)```", page)[1]
+    few = {"keys": (257,), "batches": (1, 8), "queries": (1, 2)}
+    names = {"check_invariance": functools.partial(check_invariance, **few)}
+    exec(f"import torch\n{code}", names)
+    assert "order" in names["report"].names("failed")
 
 
 def test_the_page_names_every_fingerprint_and_every_axis():

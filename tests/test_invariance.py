@@ -190,6 +190,22 @@ def test_a_planted_dependence_is_named_and_nothing_else(axis, f):
     assert f"{axis}: {AXES[axis]}" in str(report)
 
 
+@pytest.mark.parametrize(
+    "f",
+    [
+        one_pivot_for_all_rows,
+        planted(lambda q, k, *_: either(np.abs(k[:, 0]).max(axis=-1).std() > 0)),  # any other row
+        planted(lambda q, *_: either(np.abs(q).max() > 8 and len(q) == 8)),  # as for a common scale
+        planted(lambda q, *_: either((q == 0).all(axis=(1, 2, 3)).any())),  # an empty one
+    ],
+)
+def test_neighbours_are_named_by_what_they_hold(f):
+    """Without lengths."""
+    options = {"axes": ["batch", "row", "neighbours", "queries"], **SMALL}
+    report = check_invariance(lambda q, k, v: f(q, k, v), **options)
+    assert report.names("failed") == ["neighbours"], str(report)
+
+
 def test_every_axis_is_planted():
     assert {axis for axis, _ in PLANTED} == set(AXES) - {"repeats"}
 
@@ -271,6 +287,8 @@ def test_bits_of_zeros_and_nans():
         assert len(set(bits(x).tolist())) == 5
     found = compare("", [np.array([0.0, np.nan, 1])], [np.array([-0.0, -np.nan, 1])])
     assert (found.share, found.largest, found.first) == (1 / 3, 0, "out[0]")
+    found = compare("", [np.array([1.0, 2, 3]), np.ones(1)], [np.array([1, 1.5, 7]), np.zeros(1)])
+    assert (found.share, found.largest, found.first) == (3 / 4, 4, "out[1]")
 
 
 def test_a_number_against_nan_and_other_shapes_and_dtypes():
@@ -297,14 +315,15 @@ def test_what_is_asked_is_bounded():
         calls.append((q.shape, k.shape, options))
         return q
 
-    report = check_invariance(f)
+    report = check_invariance(f, heads=(1, 1), head_dim=2)
     assert report.names("passed") == list(AXES)
-    assert len(calls) <= 210
+    assert 180 < len(calls) <= 210
     assert max(k[0] * k[1] for _, k, _ in calls) == 64 * 1031
     shapes = {(q[0], q[1], k[1]) for q, k, _ in calls}
     assert {(b, l) for b, l, n in shapes if n == 1031} >= {(1, 8), (2, 8), (64, 8), (1, 33)}
     assert {n for _, _, n in shapes} >= {257, 1031, 4099, 4100, 8192, 8198}
     assert all(sum(o["splits"]) == k[1] for _, k, o in calls if "splits" in o)
+    assert {o["splits"][-1] for *_, o in calls if "splits" in o} >= {1, 257 - 128, 4099 % 256}
     assert {o["devices"] for *_, o in calls if "devices" in o} == {1, 2, 4, 8}
 
 
@@ -362,6 +381,19 @@ def test_what_a_function_has_not_is_skipped_and_what_raises_fails():
     assert "devices                  skipped  it has no option devices" in str(report)
 
 
+def test_what_others_would_be_compared_with_may_be_missing():
+    """One row alone, here: no batch is compared with what came before."""
+
+    def f(q, k, v):
+        if len(q) == 1:
+            raise NotImplementedError("at least two rows")
+        return exact(q, k, v)
+
+    report = check_invariance(f, axes=["batch", "row", "order", "queries"], **SMALL)
+    assert report.names("skipped") == ["batch", "queries"], str(report)
+    assert report.names("failed") == [] and "skipped  at least two rows" in str(report)
+
+
 def test_a_function_for_each_number_of_devices():
     def shards(p, q, k, v, *, kv_lengths=None):
         if p == 3:
@@ -395,7 +427,8 @@ def test_arguments_have_their_dtype(dtype):
     [
         ({"axes": ["shape"]}, "axes has ['shape'], expected some of ['repeats', 'address'"),
         ({"dtype": "int8"}, "dtype is 'int8', expected one of"),
-        ({"keys": ()}, "keys is (), expected numbers of at least 2"),
+        ({"keys": ()}, "keys is (), expected numbers of at least 34"),
+        ({"keys": (257, 33)}, "keys is (257, 33), expected numbers of at least 34"),
         ({"f": {}}, "f is an empty mapping"),
     ],
 )
