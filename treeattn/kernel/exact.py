@@ -229,4 +229,7 @@ def _move_down(levels, down):
             levels = jnp.where((down & step) > 0, moved, levels)
         return levels
 
-    return lax.cond(jnp.any(down > 0), move, lambda levels: levels, levels)
+    def stay(levels):
+        return levels + (down & 0)  # of the type that moving has, inside shard_map
+
+    return lax.cond(jnp.any(down > 0), move, stay, levels)
