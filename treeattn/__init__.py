@@ -35,8 +35,7 @@ from treeattn.idea.state import (
     scan_states,
     skip_bound,
 )
-from treeattn.kernel.attend import attend, attend_exact, attention, which_implementation
-from treeattn.kernel.exact import ExactState
+from treeattn.kernel.attend import attend, attention, which_implementation
 from treeattn.trees.beam import PackedBeam, pack, packed_token_indices, prefix_encoding, unpack
 from treeattn.trees.draft import beam_search, choice_tree, expand_tree
 from treeattn.trees.rows import RowTree, interval_mask, pack_rows
@@ -51,7 +50,6 @@ from treeattn.trees.token_tree import (
 
 __all__ = [
     "AttentionState",
-    "ExactState",
     "Llama",
     "PackedBeam",
     "RowTree",
@@ -59,7 +57,6 @@ __all__ = [
     "accept_candidate_tokens",
     "ancestor_mask",
     "attend",
-    "attend_exact",
     "attention",
     "attention_from_energy",
     "beam_from_tree",
@@ -78,6 +75,7 @@ __all__ = [
     "interval_mask",
     "kv_mesh",
     "log_likelihood",
+    "log_probs",
     "merge",
     "merge_across",
     "pack",
@@ -101,7 +99,7 @@ __all__ = [
 ]
 
 
-LLAMA = ("Llama", "accept_candidate_tokens", "draft_candidate_tokens", "generate")
+LLAMA = ("Llama", "accept_candidate_tokens", "draft_candidate_tokens", "generate", "log_probs")
 
 
 def __getattr__(name: str):

@@ -8,6 +8,7 @@ from treeattn.llama.cache import Cache, in_order, shard_lengths  # noqa: E402
 from treeattn.llama.model import Llama  # noqa: E402
 from treeattn.llama.reading.config import Config  # noqa: E402
 from treeattn.llama.reading.files import open_checkpoint, packaged_model  # noqa: E402
+from treeattn.llama.rows import log_probs  # noqa: E402
 from treeattn.llama.speculation import (  # noqa: E402
     accept_candidate_tokens,
     draft_candidate_tokens,
@@ -27,6 +28,7 @@ __all__ = [
     "draft_candidate_tokens",
     "generate",
     "in_order",
+    "log_probs",
     "open_checkpoint",
     "packaged_model",
     "rotary_frequencies",

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int, Integer
+from jaxtyping import Bool, Int, Integer, Shaped
 
 from treeattn.idea.arrays import (
     Array,
@@ -33,6 +33,7 @@ from treeattn.idea.arrays import (
     check_integers,
     check_rank,
     integer,
+    namespace,
 )
 
 
@@ -58,6 +59,32 @@ class RowTree(NamedTuple):
     def row_tokens(self) -> int:
         """How many tokens the rows have, one by one: what the tree's n nodes stand for."""
         return int((self.row_map >= 0).sum())
+
+    @property
+    def parents(self) -> Int[np.ndarray, " nodes"]:
+        """(n,) int32: the node before each node in its rows; −1 at a root."""
+        parents = np.full(len(self.tokens), -1, np.int32)
+        before = self.row_map[:, :-1]
+        after = self.row_map[:, 1:]
+        parents[after[after >= 0]] = before[after >= 0]
+        return parents
+
+    def unpack(
+        self, of_nodes: Shaped[Array, " nodes *features"]
+    ) -> Shaped[Array, "rows longest *features"]:
+        """What was computed for each node, read by the rows; 0 where a row is over. Differentiable.
+
+        of_nodes: (n, ...), NumPy's or JAX's. Raises a ValueError for another number of nodes.
+        """
+        of_nodes = as_array("of_nodes", of_nodes)
+        if of_nodes.shape[:1] != self.tokens.shape:
+            raise ValueError(
+                f"of_nodes: expected an entry for each of {len(self.tokens)} nodes, got shape "
+                f"{of_nodes.shape}"
+            )
+        there = self.row_map >= 0
+        there = there.reshape(*there.shape, *[1] * (of_nodes.ndim - 1))
+        return namespace(of_nodes).where(there, of_nodes[np.maximum(self.row_map, 0)], 0)
 
 
 def pack_rows(rows: Sequence, *, max_tokens: int | None = None) -> list[RowTree]:
