@@ -61,22 +61,33 @@ def with_heads(f: Callable) -> Callable:
     return g
 
 
-def attend(implementation: str) -> Callable:
-    """`treeattn.attend`; parts of the keys, and what is in flight, are states that merge."""
-    run = jax.jit(functools.partial(treeattn.attend, implementation=implementation))
-    finalize = jax.jit(treeattn.finalize)
-    merge = jax.jit(treeattn.merge)
+def in_parts(run: Callable, merge: Callable, finish: Callable) -> Callable:
+    """Attention by states: parts of the keys, and what is in flight, are states that merge."""
+    run, merge, finish = (jax.jit(f) for f in (run, merge, finish))
 
     def f(q, k, v, *, kv_lengths=None, splits=None, in_flight=None):
         if in_flight:
             splits = (k.shape[1] - in_flight, in_flight)
         if not splits:
-            return finalize(run(q, k, v, kv_lengths=kv_lengths))
+            return finish(run(q, k, v, kv_lengths=kv_lengths))
         ends = np.cumsum((0, *splits))
         parts = [(k[:, i:j], v[:, i:j]) for i, j in itertools.pairwise(ends)]
-        return finalize(functools.reduce(merge, [run(q, *part) for part in parts]))
+        return finish(functools.reduce(merge, [run(q, *part) for part in parts]))
 
     return f
+
+
+def blockwise() -> Callable:
+    run = functools.partial(treeattn.attend, implementation="blockwise")
+    return in_parts(run, treeattn.merge, treeattn.finalize)
+
+
+def exact() -> Callable:
+    return in_parts(
+        treeattn.attend_exact,
+        lambda a, b: a.merge(b),
+        lambda state: treeattn.finalize(state.rounded()),
+    )
 
 
 def over_devices(decode: Callable, **options) -> Mapping[int, Callable]:
@@ -140,14 +151,15 @@ def contestants() -> dict[str, Callable | Mapping[int, Callable]]:
         "NumPy, matmul": with_heads(matmul),
         "`jax.nn.dot_product_attention`": jax_nn("float32"),
         f"`jax.nn.dot_product_attention`,{HALF}": jax_nn("bfloat16"),
-        '`attend`, "blockwise"': attend("blockwise"),
+        '`attend`, "blockwise"': blockwise(),
+        '`attend`, "exact"': exact(),
     }
     if torch is not None:
         found |= {
             "PyTorch SDPA": sdpa("float32"),
             f"PyTorch SDPA,{HALF}": sdpa("bfloat16"),
         }
-    for method in ("allreduce", "butterfly", "gather", "reduce_scatter", "all_to_all"):
+    for method in ("allreduce", "butterfly", "gather", "reduce_scatter", "all_to_all", "exact"):
         found[f'`tree_decode`, "{method}"'] = decode(method=method)
     blocks = decode(method="butterfly", block=256)
     found['`tree_decode`, "butterfly", block=256'] = in_powers_of_two(blocks)
