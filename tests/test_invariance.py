@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from treeattn import kv_mesh, tree_decode
+from treeattn import attend_exact, finalize, kv_mesh, tree_decode
 from treeattn.conformance import AXES, attend, check_invariance
 from treeattn.conformance.__main__ import CHECKS, main
 from treeattn.conformance.bits import bits, compare
@@ -457,6 +457,29 @@ def test_decoding_with_blocks_has_the_same_bits_on_any_devices(options, failed):
         family, axes=["devices"], keys=(257,), batches=(1, 2), head_dim=8, heads=(2, 1)
     )
     assert report.names("failed") == failed, str(report)
+
+
+def test_the_exact_sums_depend_on_nothing():
+    """In parts, too, whose states merge."""
+    state = jax.jit(attend_exact)
+    one = jax.jit(lambda state: finalize(state.rounded()))
+    both = jax.jit(lambda state, other: finalize(state.merge(other).rounded()))
+
+    def f(q, k, v, *, kv_lengths=None, splits=None, in_flight=None):
+        n = k.shape[1]
+        kv_lengths = np.full(len(q), n) if kv_lengths is None else kv_lengths
+        if in_flight in (2, 9, 33) or (splits and len(splits) > 2):
+            raise NotImplementedError("that is as many programs to compile")
+        cut = splits[0] if splits else n - (in_flight or 0)
+        found = state(q, k[:, :cut], v[:, :cut], kv_lengths=np.minimum(kv_lengths, cut))
+        if cut == n:
+            return one(found)
+        return both(found, state(q, k[:, cut:], v[:, cut:], kv_lengths=kv_lengths - cut))
+
+    few = {"keys": (257,), "batches": (1, 3), "queries": (1, 2), "head_dim": 8, "heads": (2, 1)}
+    report = check_invariance(f, **few)
+    assert report.names("failed") == [], str(report)
+    assert report.names("skipped") == ["blocks", "devices"]
 
 
 def test_asked_from_a_shell(capsys, monkeypatch):
