@@ -35,7 +35,8 @@ from treeattn.idea.state import (
     scan_states,
     skip_bound,
 )
-from treeattn.kernel.attend import attend, attention, which_implementation
+from treeattn.kernel.attend import attend, attend_exact, attention, which_implementation
+from treeattn.kernel.exact import ExactState
 from treeattn.trees.beam import PackedBeam, pack, packed_token_indices, prefix_encoding, unpack
 from treeattn.trees.draft import beam_search, choice_tree, expand_tree
 from treeattn.trees.rows import RowTree, interval_mask, pack_rows
@@ -50,6 +51,7 @@ from treeattn.trees.token_tree import (
 
 __all__ = [
     "AttentionState",
+    "ExactState",
     "Llama",
     "PackedBeam",
     "RowTree",
@@ -57,6 +59,7 @@ __all__ = [
     "accept_candidate_tokens",
     "ancestor_mask",
     "attend",
+    "attend_exact",
     "attention",
     "attention_from_energy",
     "beam_from_tree",

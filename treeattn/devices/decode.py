@@ -96,6 +96,14 @@ def tree_decode(
              "all_to_all". It costs a state for each block, and time: with blocks of 1,024 keys
              1.2 to 1.5 times as much on a CPU. Without it, the devices' number decides the bits.
 
+    method "exact": for the same bits whatever the partition of the keys, their order, the mesh, its
+             axes, and the rows and queries beside: the bits of one row's out and lse depend on its
+             query and on the set of its keys alone, within one version of JAX on one kind of
+             device. All sums are sums of integers (`treeattn.kernel.exact`). It takes no
+             implementation but "exact", float16, bfloat16 and float32, and up to 2^28 keys; sends
+             four integers for every number of an AttentionState; and has the gradient of
+             "allreduce".
+
     Returns out (b, l, h, dv) in q's dtype; with return_lse also lse (b, l, h), the natural
     logarithm of the sum of exponentials, in float32 or wider. Both are the same on every device,
     unless scattered.
@@ -106,12 +114,14 @@ def tree_decode(
     whatever `attend` refuses.
     """
     check_method(method)
-    check_wire(wire)
-    if scatter and method in WHOLE:
+    check_wire(wire, method)
+    if scatter and method in (*WHOLE, "exact"):
         can = (*SCATTERED, "hierarchical")
         raise ValueError(f"scatter: expected one of the methods {can}, got {method!r}")
     inputs = check_inputs(q, k, v, mask, bias, kv_lengths, scale)
     layout = lay_out(inputs, mesh, axis, batch_axis, head_axis)
+    if method == "exact":
+        implementation = _check_exact(implementation)
     inputs = resolve_on_mesh(implementation, inputs, layout)
     if block is not None:
         shards = count_devices(mesh, layout.axes)
@@ -180,6 +190,15 @@ def pass_q_decode(
     inputs = resolve_on_mesh(implementation, inputs, layout)
     out, lse = _decode(inputs, layout, "pass_q")
     return (out, lse) if return_lse else out
+
+
+def _check_exact(implementation: str | None) -> str:
+    """ "exact", of which method "exact" is made; a ValueError for another implementation."""
+    if implementation not in (None, "exact"):
+        raise ValueError(
+            f"implementation: method 'exact' takes None or 'exact', got {implementation!r}"
+        )
+    return "exact"
 
 
 def _check_block(block: int, method: str, n: int, p: int, wire) -> None:

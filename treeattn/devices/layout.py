@@ -171,7 +171,7 @@ def resolve_on_mesh(implementation: str | None, inputs: Inputs, layout: Layout) 
     # Along axes that are left to XLA the batch may be sharded: no device has its rows in turn.
     inputs = inputs.replace(by_row=not layout.left and inputs.q.shape[0] > 0)
     inputs = resolve(implementation, inputs, platform)
-    if layout.left and inputs.implementation != "blockwise":
+    if layout.left and inputs.implementation not in ("blockwise", "exact"):
         warnings.warn(
             f"Nobody can tell, while JAX traces, whether rows or heads lie along {layout.left}; a "
             "GPU's kernel will be given all of them, gathered. Name these axes as batch_axis or "

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from treeattn.devices.exact import merge_exact, merge_rounded
 from treeattn.devices.heads import gather_heads, own_heads, pad_heads
 from treeattn.devices.mesh import Axes, AxisNames
 from treeattn.devices.message import check_wire, move_state
@@ -25,10 +26,11 @@ from treeattn.idea.state import (
     rescale,
     where,
 )
+from treeattn.kernel.exact import ExactState
 
 
 def merge_across(
-    state: AttentionState,
+    state: AttentionState | ExactState,
     axis_name: AxisNames,
     *,
     method: str = "allreduce",
@@ -51,6 +53,15 @@ def merge_across(
                             nodes merges equal shares, and a gather within the node completes
                             them: a g-th of the state crosses between nodes from each of a node's
                             g devices.
+
+            "exact":        the same bits in whatever order, tree or mesh: Algorithm 3 on integers,
+                            in three Allreduces. An `ExactState` (of `attend_exact`) is merged
+                            exactly and rounded once, so that the result depends on the set of the
+                            keys alone. An `AttentionState`, rounded already, counts as one key,
+                            its lse for a score and its output for a value: the same states, in any
+                            order, give the same bits, another partition of the keys others. The
+                            result is the state (lse, 1, out) in float32, its gradient that of
+                            "allreduce".
 
     On each device, its share of the heads, which are the last axis of the state's `max`:
 
@@ -79,16 +90,24 @@ def merge_across(
             outputs' in the wire's dtype, those of lse in a message of their own.
 
     JAX can tell by itself that a result is the same on all devices for "allreduce" without wire
-    only. For every other method, and whenever wire is given, call `shard_map` with
+    and for "exact" only. For every other method, and whenever wire is given, call `shard_map` with
     check_vma=False if its `out_specs` say so: P() for "gather", say. JAX raises otherwise.
 
-    Raises ValueError for another method, and a wire that is no floating-point dtype of 16 bits or
-    more; TypeError for what is no state.
+    Raises ValueError for another method, a wire that is no floating-point dtype of 16 bits or
+    more, and for "exact" any wire, and a state in float64; TypeError for what is no state, and for
+    an `ExactState` with another method.
     """
-    check_state(state=state)
+    if method != "exact" or not isinstance(state, ExactState):
+        check_state(state=state)
     check_method(method)
-    check_wire(wire)
+    check_wire(wire, method)
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    if isinstance(state, ExactState):
+        return merge_exact(state, axes)
+    if method == "exact":
+        if state.max.dtype == jnp.float64:
+            raise ValueError("state: method 'exact' takes float32 or narrower, got float64")
+        return merge_rounded(state, axes)
     if method in SCATTERED:
         return SCATTERED[method](state, axes, wire)
     if method == "hierarchical":
@@ -225,13 +244,14 @@ def scatter_by_nodes(
 
 WHOLE = {"allreduce": _allreduce, "butterfly": _butterfly, "gather": _gather}
 SCATTERED = {"reduce_scatter": _reduce_scatter, "all_to_all": _all_to_all}
-METHODS = (*WHOLE, *SCATTERED, "hierarchical")
+METHODS = (*WHOLE, *SCATTERED, "hierarchical")  # of states in floating point
 
 
 def check_method(method: str) -> None:
     """Raise a ValueError, with the methods there are, for another."""
-    if method not in METHODS:
-        raise ValueError(f"method: expected one of {METHODS}, got {method!r}")
+    methods = (*METHODS, "exact")
+    if method not in methods:
+        raise ValueError(f"method: expected one of {methods}, got {method!r}")
 
 
 def _weigh_output(state: AttentionState, axes: AxisNames, wire):

@@ -16,10 +16,12 @@ from treeattn.idea.arrays import Array
 from treeattn.idea.state import AttentionState, finalize, from_output
 
 
-def check_wire(wire: DTypeLike | None) -> None:
+def check_wire(wire: DTypeLike | None, method: str = "") -> None:
     """Raise a ValueError for what is neither None nor a floating-point dtype of 16 bits or more."""
     if wire is None:
         return
+    if method == "exact":
+        raise ValueError(f"wire: method 'exact' sends integers, which {wire!r} would round")
     try:
         fits = jnp.issubdtype(wire, jnp.floating) and jnp.finfo(wire).bits >= 16
     except TypeError:  # no dtype at all

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from treeattn.devices.exact import exact
 from treeattn.devices.merge import METHODS, merge_across
 from treeattn.devices.mesh import Axes
 from treeattn.devices.message import join_fields, split_fields
@@ -102,4 +103,4 @@ def pass_q(inputs: Inputs, axes: Axes) -> AttentionState:
 
 # By name, and always the same function objects, so that nothing compiles twice.
 ON_DEVICE = {method: functools.partial(tree, method=method) for method in METHODS}
-ON_DEVICE |= {"ring": ring, "pass_q": pass_q}
+ON_DEVICE |= {"exact": exact, "ring": ring, "pass_q": pass_q}

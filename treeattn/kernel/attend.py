@@ -11,6 +11,8 @@ from treeattn.kernel import flash
 from treeattn.kernel.blockwise import attend_blockwise
 from treeattn.kernel.causal import attend_causal
 from treeattn.kernel.choice import KERNELS, load_kernel, platform_of, resolve
+from treeattn.kernel.exact import ExactState
+from treeattn.kernel.exactly import attend_exactly, attend_rounded
 from treeattn.kernel.inputs import (
     Bias,
     Ends,
@@ -52,7 +54,7 @@ def attend(
     ends:       (b, n) instead of a mask: query i sees key j exactly where j ≤ i < ends[j], as in
                 trees whose nodes are in depth-first order (`pack_rows`), of as many keys as
                 queries. Blocks of keys that a block of queries does not see are skipped. By
-                "blockwise" only.
+                "blockwise" and "exact" only.
     implementation: one of these, or None: the first whose line fits
 
         on          dtypes         queries, keys                             implementation
@@ -73,6 +75,14 @@ def attend(
     which is slow. Both have the gradient of "blockwise". cuDNN's kernel is none of them: what
     JAX returns of it (`jax.nn.dot_product_attention`) is an lse rounded to the inputs' dtype.
 
+    "exact" gives the same bits whatever the order of the keys, the blocks in which they are read,
+    and the rows and queries beside: those of one query depend on it and on the set of its keys
+    alone, within one version of JAX on one kind of device. All sums are sums of integers; n keys
+    lose n · 2^−40 of their largest weight at most. The state is (lse, 1, out), its gradient that of
+    "blockwise". It takes float16, bfloat16 and float32, up to 2^28 keys and a head_dim up to 4,096.
+    An infinite query or key counts as NaN there, and a NaN in anything that a query sees makes all
+    of its state NaN. `attend_exact` has the state before it is rounded, which merges exactly.
+
     The state is in float32, or float64 when an input is. A score above the dtype's range
     counts as the largest finite one, and sums saturate. A query that sees no key has the state
     (−∞, 0, 0), and zero gradients. Keys and values that no query of their row and head sees may be
@@ -84,6 +94,29 @@ def attend(
     """
     inputs = check_inputs(q, k, v, mask, bias, kv_lengths, scale, causal=causal, ends=ends)
     return attend_inputs(resolve(implementation, inputs, platform_of(q)))
+
+
+def attend_exact(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    mask: Mask | None = None,
+    bias: Bias | None = None,
+    kv_lengths: Lengths | None = None,
+    scale: Scale = None,
+    causal: bool = False,
+    ends: Ends | None = None,
+) -> ExactState:
+    """`attend` by "exact", before it is rounded: a state whose merge is exact.
+
+    Arguments and errors as there. Fields (b, l, h), levels (6, 2, b, l, h) and (6, 2, b, l, h, dv).
+    For keys that come from several places, a cache in shards and new tokens, say: the states'
+    `merge`, in any order, and `rounded`, or on a mesh `merge_across(state, axes, method="exact")`,
+    once at the end, depend on the set of all keys alone. It has no gradient of its own.
+    """
+    inputs = check_inputs(q, k, v, mask, bias, kv_lengths, scale, causal=causal, ends=ends)
+    return attend_exactly(resolve("exact", inputs, platform_of(q)))
 
 
 def attention(q, k, v, **options) -> Output:
@@ -114,6 +147,8 @@ def attend_inputs(inputs: Inputs) -> AttentionState:
         return _attend_where_it_compiles_for(inputs)
     if inputs.implementation in KERNELS:
         return load_kernel(inputs.implementation).attend(inputs)
+    if inputs.implementation == "exact":
+        return attend_rounded(inputs)
     if inputs.causal and inputs.mask is inputs.bias is inputs.lengths is None:
         return attend_causal(inputs)
     return attend_blockwise(inputs)

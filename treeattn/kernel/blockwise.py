@@ -45,16 +45,22 @@ def attend_blockwise(inputs: Inputs) -> AttentionState:
 @functools.partial(jax.jit, static_argnums=1, inline=True)
 def _attend_blockwise(inputs: Inputs, partitioned: bool) -> AttentionState:
     """As `attend_blockwise`: one program where it is called by itself."""
-    if inputs.causal:
-        below = jnp.tri(inputs.q.shape[1], dtype=bool)[None, None]
-        inputs = inputs.replace(mask=below if inputs.mask is None else inputs.mask & below)
+    inputs = hide_future(inputs)
     if inputs.q.size == 0 or inputs.k.shape[1] == 0:
         return varying_like(AttentionState.identity(*inputs.state_shape), *inputs.arrays)
-    state = _attend(_group_heads(inputs, partitioned))
+    state = _attend(group_heads(inputs, partitioned))
     return jax.tree.map(_ungroup_heads, state)
 
 
-def _group_heads(inputs: Inputs, partitioned: bool) -> Grouped:
+def hide_future(inputs: Inputs) -> Inputs:
+    """The inputs with causality in their mask."""
+    if not inputs.causal:
+        return inputs
+    below = jnp.tri(inputs.q.shape[1], dtype=bool)[None, None]
+    return inputs.replace(mask=below if inputs.mask is None else inputs.mask & below, causal=False)
+
+
+def group_heads(inputs: Inputs, partitioned: bool) -> Grouped:
     """The inputs as the loop reads them, queries scaled and in the accumulation dtype.
 
     They are cast before the loop: a cast inside a branch would put its transpose, an Allreduce,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 
 from treeattn.idea.state import AttentionState
-from treeattn.kernel import flash
+from treeattn.kernel import exactly, flash
 from treeattn.kernel.causal import CAUSAL_BLOCK
 from treeattn.kernel.inputs import Inputs
 
@@ -39,7 +39,7 @@ def resolve(implementation: str | None, inputs: Inputs, platform: str | None) ->
     then chooses between CUDA and the rest.
     Raises ValueError for another name, and for a kernel that cannot run.
     """
-    names = (None, "blockwise", *KERNELS)
+    names = (None, "blockwise", *KERNELS, "exact")
     if implementation not in names:
         raise ValueError(f"implementation: expected one of {names}, got {implementation!r}")
     elsewhere = None
@@ -47,6 +47,9 @@ def resolve(implementation: str | None, inputs: Inputs, platform: str | None) ->
         problem = _wrong_platform(implementation, platform)
         problem = problem or load_kernel(implementation).obstacle(inputs)
         if problem is not None:
+            raise ValueError(problem)
+    elif implementation == "exact":
+        if (problem := exactly.obstacle(inputs)) is not None:
             raise ValueError(problem)
     elif implementation is None:
         implementation = _best_on_cuda(inputs) if platform in (None, "cuda") else "blockwise"
