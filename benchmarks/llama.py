@@ -38,9 +38,13 @@ import numpy as np
 from tqdm import tqdm
 
 from treeattn import Llama, ancestor_mask, depths, kv_mesh, simulate_devices
-from treeattn.llama import Cache, open_checkpoint, packaged_model
+from treeattn.llama import Cache, generate, open_checkpoint, packaged_model
 
 RESULTS = Path(__file__).parent / "results" / "llama.json"
+REPEAT = (
+    "Repeat this text exactly: The old lighthouse stands on a rock a mile from the harbour. It was "
+    "built by two brothers, who carried every stone across at low tide."
+)
 ROOM = 32  # tokens that a cache has room for besides its context
 
 
@@ -358,7 +362,16 @@ def int8(model: Llama, rounds: int = 25, n: int = 4) -> dict:
         for k, one in models.items()
     }
     report("prefill of 1024", prefills, 1, 5)
+    prompt = model.tokenizer.chat(REPEAT)
+    for draft in (None, "suffix"):
+        texts = {k: functools.partial(written, one, prompt, draft) for k, one in models.items()}
+        report(f"a text by {draft or 'plain decoding'}", texts, 1, 5)
     return result
+
+
+def written(model: Llama, prompt: list[int], draft: str | None) -> None:
+    """Write 40 tokens, of at most eight a call."""
+    generate(model, prompt, max_new_tokens=40, draft=draft, budget=8, capacity=128)
 
 
 def main() -> None:
