@@ -325,7 +325,7 @@ def agreement(model: Llama, small: Llama, texts: int = 5, tokens: int = 512) -> 
     return {name: float(x) for name, x in found.items()}
 
 
-def int8(model: Llama, rounds: int = 25, n: int = 4) -> dict:
+def int8(model: Llama, rounds: int = 10, n: int = 4) -> dict:
     """Milliseconds of both models' tokens, prefill and steps, and their agreement."""
     models = {"float32": model, "int8": Llama.load(None, weights="int8")}
     result = {"agreement": agreement(*models.values())}
