@@ -6,8 +6,9 @@ from −127 to 127 and s_i the row's largest magnitude over 127.
 
 Activations are far less alike than weights: with 8 bits for each of them, too, the packaged model
 chose another token than in float32 at every tenth place of a text; the weights' alone change one
-in 20 to 24. Hence *two* 8-bit digits for an activation, 256·high + low in steps of its token's largest
-magnitude over 32512, of which the error is lost in that of the weights. A product of whole numbers,
+in 20 to 24. Hence *two* 8-bit digits for an activation, 256·high + low in steps of its token's
+largest magnitude over 32512, of which the error is lost in that of the weights. A product of whole
+numbers,
 
     W x = s · step · (256 · Σ W high + Σ W low),
 
