@@ -24,6 +24,7 @@ from training.recurrent import (
     save_drafter,
 )
 from treeattn import Llama, kv_mesh
+from treeattn.llama.layers import extend_layer
 from treeattn.llama.speculation import (
     MostExpectedDraft,
     SuffixDraft,
@@ -225,6 +226,18 @@ def test_candidates_have_scores_and_end_with_the_room(model, pair):
     beam, scores = draft.propose(8)
     assert beam.shape == scores.shape == (3, 12, 3)
     assert candidate_lengths(scores)[0].tolist() == [3] * 4 + [2] * 4 + [1] * 4
+
+
+def test_a_step_without_candidates_is_the_program_of_a_plain_one(model, pair):
+    """Though the draft is shown the state that it leaves."""
+    options = {"max_new_tokens": 4, "capacity": CAPACITY, "stop": []}
+    want = generate(model, PROMPTS, **options).tokens
+    compiled = extend_layer._cache_size()
+    draft = RecurrentDraft(model, pair, width=4, length=3)
+    made = generate(model, PROMPTS, draft=draft, budget=1, **options)
+    assert made.tokens == want and {step.size for step in made.trace} == {1}
+    assert draft._state is not None
+    assert extend_layer._cache_size() == compiled
 
 
 # Two drafts together

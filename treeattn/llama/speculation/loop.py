@@ -145,9 +145,10 @@ class Loop:
             )
             return np.asarray(logits)[:, None], None, None
         positions = (self.lengths[:, None] - 1 + packed.position_offsets).astype(np.int32)
-        states, keys = self.model.states(
-            packed.packed_beam, self.cache, positions=positions, mask=packed.attention_mask
-        )
+        where = {"positions": positions, "mask": packed.attention_mask}
+        if tree.size == 1 and tree.nodes.all():
+            where = {}  # the next token of each text: by the program of a plain step
+        states, keys = self.model.states(packed.packed_beam, self.cache, **where)
         logits = self.model.read_out(states)
         # Several simulated devices would each do all that follows.
         logits = logits if self.model.mesh is None else np.asarray(logits)
