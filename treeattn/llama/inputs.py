@@ -3,6 +3,7 @@
 Arrays that are being traced pass: their values are not known.
 """
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import SupportsIndex
 
@@ -13,6 +14,7 @@ from jax.sharding import Mesh
 
 from treeattn.idea.arrays import Array, as_array, integer
 from treeattn.llama.cache import Cache, NewEntries
+from treeattn.llama.int8 import Int8Matrix
 from treeattn.llama.reading.config import Config
 
 # A text's token ids, and those of several texts: lists of whole numbers, or arrays.
@@ -39,6 +41,36 @@ def check_hashable(**functions) -> None:
         except TypeError:
             kind = type(x).__name__
             raise TypeError(f"{name}: expected a name or a hashable function, got {kind}") from None
+
+
+def warn_of_capacity(capacity: int, context: int) -> int:
+    """`capacity` as an integer; a warning where it is more than a model was trained on."""
+    capacity = integer("capacity", capacity, 1)
+    if capacity > context:
+        trained = f"the model was trained on texts of up to {context} tokens"
+        warnings.warn(f"capacity: {trained}, got {capacity}", stacklevel=3)
+    return capacity
+
+
+def check_exact(model) -> None:
+    """Raise a TypeError unless `model.exact` is a bool, and where it is True, a ValueError unless
+    all else allows for it."""
+    if not isinstance(model.exact, bool):
+        raise TypeError(f"exact: expected True or False, got {model.exact!r:.40}")
+    if not model.exact:
+        return
+    if not isinstance(model.weights.embedding, Int8Matrix):
+        raise ValueError('exact: expected weights="int8", whose products are exact')
+    if model.shard_weights:
+        raise ValueError("shard_weights: an exact model has its weights whole on every device")
+    only = {
+        "attention": ("tree",),
+        "prefill_with": (None, "chunks"),
+        "implementation": (None, "exact"),
+    }
+    for name, allowed in only.items():
+        if (came := getattr(model, name)) not in allowed:
+            raise ValueError(f"{name}: an exact model takes one of {allowed}, got {came!r:.40}")
 
 
 WEIGHTS = ("float32", "int8")

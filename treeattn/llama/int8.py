@@ -81,9 +81,15 @@ def product(x: Float[Array, "... d"], matrix: Int8Matrix) -> Float[Array, "... o
     tokens = x.reshape(-1, x.shape[-1])
     if len(tokens) > FEW_TOKENS:
         y = product_of_floats(tokens, matrix.rows) * matrix.scale
-    else:
-        digits, step = to_digits(tokens, largest_magnitude(tokens))
-        y = from_sums(step, matrix.scale, sums_of_products(digits, matrix.rows))
+        return y.reshape(*x.shape[:-1], len(matrix.rows))
+    return exact_product(x, matrix)
+
+
+def exact_product(x: Float[Array, "... d"], matrix: Int8Matrix) -> Float[Array, "... out"]:
+    """`product` of whole numbers, for any number of tokens."""
+    tokens = x.reshape(-1, x.shape[-1])
+    digits, step = to_digits(tokens, largest_magnitude(tokens))
+    y = from_sums(step, matrix.scale, sums_of_products(digits, matrix.rows))
     return y.reshape(*x.shape[:-1], len(matrix.rows))
 
 
@@ -140,7 +146,7 @@ def to_digits(
 ) -> tuple[Int8[Array, "2*n d"], Float[Array, " n"]]:
     """(the high digits, and below them the low ones; the step of each token): x rounded to
     (256·high + low)·step."""
-    step = largest / LARGEST_ACTIVATION
+    step = largest * np.float32(1 / LARGEST_ACTIVATION)
     divisor = jnp.where(step > 0, step, 1)[:, None]  # of a token of zeros
     whole = jnp.clip(jnp.round(x / divisor), -LARGEST_ACTIVATION, LARGEST_ACTIVATION)
     whole = whole.astype(jnp.int32)

@@ -26,6 +26,7 @@ from treeattn.idea.arrays import Array
 from treeattn.idea.state import AttentionState, finalize, merge
 from treeattn.kernel.attend import attend
 from treeattn.llama import cache as caches
+from treeattn.llama import fixed, int8
 from treeattn.llama.attentions import ShardAttention, attend_cache
 from treeattn.llama.int8 import Int8Matrix
 from treeattn.llama.products import linear, take_rows
@@ -55,7 +56,7 @@ class Rotation(NamedTuple):
     sin: Float[Array, "#b l half"]
 
 
-@functools.partial(jax.jit, static_argnames="out")
+@functools.partial(jax.jit, static_argnames=("out", "exact"))
 def embed(
     tokens: Int[Array, "b l"],
     embedding: Float[Array, "vocabulary width"] | Int8Matrix,
@@ -64,15 +65,20 @@ def embed(
     positions: Int[Array, "b l"] | None = None,
     *,
     out: NamedSharding | None = None,
+    exact: bool = False,
 ) -> tuple[Float[Array, "b l width"], Rotation]:
     """The first layer's input, and the rotation of its tokens, computed in float32.
 
     positions: None: those after a cached text of `lengths`, or from 0 on
     out:       how the input lies on a mesh; None: as XLA has it
+    exact:     whether nothing around a token may move its bits (`fixed`)
     """
     if positions is None:
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         positions = positions if lengths is None else lengths[:, None] + positions
+    if exact:
+        rotation = Rotation(*fixed.cos_and_sin(positions, frequencies))
+        return take_rows(embedding, tokens), rotation
     angles = positions[..., None].astype(jnp.float32) * frequencies
     cos = jnp.cos(angles).astype(embedding.dtype)
     sin = jnp.sin(angles).astype(embedding.dtype)
@@ -202,7 +208,7 @@ def prefill_layer(
     return after_attention(x, w, out, static.config), caches.fill(cached, (k, v), static.mesh)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "out"))
+@functools.partial(jax.jit, static_argnames=("config", "out", "exact"))
 def to_logits(
     x: Float[Array, "b l width"],
     norm: Float[Array, " width"],
@@ -211,14 +217,17 @@ def to_logits(
     *,
     config: Config,
     out: NamedSharding | None = None,
+    exact: bool = False,
 ) -> Float[Array, "b *l vocabulary"]:
     """After each token, or (b, vocabulary) after each row's token `last`; float32, or float64 for
     a model of float64.
 
-    out: how the logits lie on a mesh; None: as XLA has it
+    out, exact: as in `embed`
     """
     if last is not None:
         x = take_token(x, last)[:, 0]
+    if exact:
+        return int8.exact_product(fixed.rms_norm(x, norm, config.norm_epsilon), head)
     x = rms_norm(x, norm, config.norm_epsilon)
     logits = linear(x, head, dtype=jnp.promote_types(x.dtype, jnp.float32))
     logits = logits if out is None else jax.lax.with_sharding_constraint(logits, out)
@@ -261,15 +270,17 @@ def run_layers(
     static: Static,
     see_cache: bool,
     out: NamedSharding | None,
+    exact: bool = False,
 ) -> tuple[Float[Array, "b _ width"], caches.NewEntries]:
     """(the last layer's output, what all layers have to write), of checked arguments.
 
     last:      (b,) as in `extend_layer`, for the last layer
     see_cache: whether the tokens see what is cached
-    out:       as in `embed`
+    out, exact: as in `embed`
     """
     table = weights.embedding
-    x, rotation = embed(tokens, table, weights.frequencies, cache.lengths, positions, out=out)
+    at = cache.lengths, positions
+    x, rotation = embed(tokens, table, weights.frequencies, *at, out=out, exact=exact)
     entries = []
     final = len(weights.layers) - 1
     for i, (w, cached) in enumerate(zip(weights.layers, cache.layers, strict=True)):
@@ -299,7 +310,7 @@ class Programs(NamedTuple):
 
 PROGRAM_A_LAYER = Programs(run_layers, write_entries)
 ONE_PROGRAM = Programs(
-    jax.jit(run_layers, static_argnames=("static", "see_cache", "out")),
+    jax.jit(run_layers, static_argnames=("static", "see_cache", "out", "exact")),
     jax.jit(write_entries, static_argnames="mesh", donate_argnames="arrays"),
 )
 # More tokens than these keep a device busy layer by layer.

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from treeattn.idea.arrays import Array, integer
 from treeattn.kernel.choice import platform_of
 from treeattn.llama import cache as caches
-from treeattn.llama import dealt, inputs, layers, prefill
+from treeattn.llama import dealt, exact, inputs, layers, prefill
 from treeattn.llama.attentions import ShardAttention, check_cache_attention, prompt_attention
 from treeattn.llama.cache import Cache, NewEntries
 from treeattn.llama.int8 import Int8Matrix
@@ -40,6 +39,7 @@ class Llama:
                     values come together before the attention; by "reduce_scatter" and
                     "all_to_all" its merge leaves each device the heads that its part of the output
                     projection multiplies; the projection and the MLP end in a sum over the devices
+    exact:          nothing but a text moves the bits of its logits (`treeattn.llama.exact`)
     """
 
     config: Config
@@ -50,8 +50,10 @@ class Llama:
     prefill_with: str | Callable | None = None
     implementation: str | None = None
     shard_weights: bool = False
+    exact: bool = False
 
     def __post_init__(self):
+        inputs.check_exact(self)
         inputs.check_mesh(self.mesh, self.shard_weights)
         inputs.check_hashable(attention=self.attention, prefill_with=self.prefill_with)
         prompt_attention(self.prefill_with, self.mesh)
@@ -87,7 +89,7 @@ class Llama:
         weights: "int8" keeps matrices in 8 bits (`treeattn.llama.int8`): a quarter of float32's
                  bytes, less time for a step on a CPU, float32 activations, no gradients
         meanwhile: called, in a thread, with a model of the first layer, while the others are read
-        options: attention, prefill_with, implementation
+        options: attention, prefill_with, implementation, exact
 
         Raises FileNotFoundError where nothing is there, ValueError for what is no readable Llama,
         TypeError for another mesh or dtype.
@@ -146,11 +148,11 @@ class Llama:
         """`layer_qkv` of one layer after the other, in a single pass."""
         x, rotation = self._embed(self._tokens(token_ids))
         static = self._static(cached=False)
+        find = exact.queries_keys_values if self.exact else layers.queries_keys_values
+        if self.shard_weights:
+            find = functools.partial(dealt.queries_keys_values, mesh=self.mesh)
         for w in self.weights.layers:
-            if self.shard_weights:
-                yield dealt.queries_keys_values(x, w, rotation, static.config, self.mesh)
-            else:
-                yield layers.queries_keys_values(x, w, rotation, static.config)
+            yield find(x, w, rotation, config=static.config)
             x, _ = layers.extend_layer(x, w, rotation, static=static)
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
@@ -161,10 +163,7 @@ class Llama:
         c = self.config
         dtype = self.weights.embedding.dtype
         batch = integer("batch", batch, 1)
-        capacity = integer("capacity", capacity, 1)
-        if capacity > c.context:
-            trained = f"the model was trained on texts of up to {c.context} tokens"
-            warnings.warn(f"capacity: {trained}, got {capacity}", stacklevel=2)
+        capacity = inputs.warn_of_capacity(capacity, c.context)
         return caches.new_cache(c.layers, batch, capacity, c.kv_heads, c.head_dim, dtype, self.mesh)
 
     def grow(self, cache: Cache, capacity: int) -> Cache:
@@ -271,7 +270,7 @@ class Llama:
         inputs.check_cache(cache, self.config)
         prompts, lengths = inputs.check_prompts(prompts, cache, self.config.vocabulary)
         chunk = integer("chunk", chunk, 1)
-        attention = prompt_attention(self.prefill_with, self.mesh)
+        attention = None if self.exact else prompt_attention(self.prefill_with, self.mesh)
         empty = not np.asarray(cache.lengths).any()
         if attention is None or not empty:
             return prefill.in_chunks(self, prompts, lengths, cache, chunk, progress)
@@ -284,7 +283,7 @@ class Llama:
         positions, mask = inputs.check_new(tokens, cache, positions, mask)
         static = self._static(cached=see_cache)
         run = self._programs(tokens.shape[1]).run
-        how = {"static": static, "see_cache": see_cache, "out": self._replicated_sharding()}
+        how = {"static": static, "see_cache": see_cache, **self._outside()}
         return run(self.weights, tokens, cache, positions, mask, last, **how)
 
     def _write(self, cache: Cache, new: NewEntries, counts, select=None) -> Cache:
@@ -303,8 +302,13 @@ class Llama:
             mesh=self.mesh,
             attention=self.attention if cached else None,
             implementation=self.implementation,
-            layer=dealt.dealt_layer if self.shard_weights else layers.plain_layer,
+            layer=self._layer(),
         )
+
+    def _layer(self) -> Callable:
+        if self.exact:
+            return exact.exact_layer
+        return dealt.dealt_layer if self.shard_weights else layers.plain_layer
 
     @functools.cached_property
     def _one_layer(self) -> Config:
@@ -313,17 +317,19 @@ class Llama:
 
     def _embed(self, tokens, lengths=None, positions=None, out=None):
         w = self.weights
-        out = self._replicated_sharding() if out is None else out
-        return layers.embed(tokens, w.embedding, w.frequencies, lengths, positions, out=out)
+        how = self._outside() | ({} if out is None else {"out": out})
+        return layers.embed(tokens, w.embedding, w.frequencies, lengths, positions, **how)
 
-    def _replicated_sharding(self) -> NamedSharding | None:
-        """How what follows from dealt weights has to lie; of whole ones XLA knows it."""
-        return NamedSharding(self.mesh, P()) if self.shard_weights else None
+    def _outside(self) -> dict:
+        """How embedding and head are computed. What follows from dealt weights has to lie whole on
+        every device; of whole ones XLA knows it."""
+        out = NamedSharding(self.mesh, P()) if self.shard_weights else None
+        return {"out": out, "exact": self.exact}
 
     def read_out(self, x, last=None) -> Float[Array, "b *l vocabulary"]:
         """The logits after each token's state, or (b, vocabulary) after each row's token `last`."""
         w = self.weights
-        how = {"config": self._one_layer, "out": self._replicated_sharding()}
+        how = {"config": self._one_layer, **self._outside()}
         return layers.to_logits(x, w.norm, w.head, last, **how)
 
     def _tokens(self, tokens) -> Array:
