@@ -135,6 +135,9 @@ def replicated(tree, mesh: Mesh):
     return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, P()))
 
 
+DEALT = layers.Kind(dealt_layer, queries_keys_values)
+
+
 # The weights
 
 

@@ -24,7 +24,7 @@ from treeattn.kernel.exact import ExactState
 from treeattn.llama import fixed, int8
 from treeattn.llama.cache import axes_of, shard_lengths, shards_of
 from treeattn.llama.int8 import Int8Matrix
-from treeattn.llama.layers import Rotation, Static, join_heads, take_token
+from treeattn.llama.layers import Kind, Rotation, Static, join_heads, take_token
 from treeattn.llama.reading.config import Config
 from treeattn.llama.weights import Layer
 
@@ -80,12 +80,16 @@ def _with_cache(rank, q, state: ExactState, cached, lengths, static: Static):
     return merge_across(earlier.merge(state), axes_of(static.mesh), method="exact")
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def queries_keys_values(x, w: Layer, rotation: Rotation, config: Config):
+@functools.partial(jax.jit, static_argnames=("config", "mesh"))
+def queries_keys_values(x, w: Layer, rotation: Rotation, config: Config, mesh=None):
     """`layers.queries_keys_values`: (b, l, h, d), and twice (b, l, h_kv, d)."""
+    del mesh
     normed = fixed.rms_norm(x, w.attention_norm, config.norm_epsilon)
     qkv = linear(normed, w.qkv, w.qkv_bias)
     h = config.heads
     heads = qkv.reshape(*qkv.shape[:2], h + 2 * config.kv_heads, config.head_dim)
     q, k, v = jnp.split(heads, [h, h + config.kv_heads], axis=2)
     return fixed.rotate(q, *rotation), fixed.rotate(k, *rotation), v
+
+
+EXACT = Kind(exact_layer, queries_keys_values)

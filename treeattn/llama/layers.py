@@ -111,11 +111,16 @@ def plain_layer(
     return after_attention(x, w, out, config), (k, v)
 
 
-@functools.partial(jax.jit, static_argnames="config")
+@functools.partial(jax.jit, static_argnames=("config", "mesh"))
 def queries_keys_values(
-    x: Float[Array, "b l width"], w: Layer, rotation: Rotation, config: Config
+    x: Float[Array, "b l width"],
+    w: Layer,
+    rotation: Rotation,
+    config: Config,
+    mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "b l h d"], Float[Array, "b l h_kv d"], Float[Array, "b l h_kv d"]]:
-    """What a layer's attention gets, from the layer's input x."""
+    """What a layer's attention gets, from the layer's input x. Of whole weights, on any mesh."""
+    del mesh
     normed = rms_norm(x, w.attention_norm, config.norm_epsilon)
     return split_heads(linear(normed, w.qkv, w.qkv_bias), rotation, config)
 
@@ -254,6 +259,17 @@ def rotate(x: Float[Array, "b l h d"], rotation: Rotation) -> Float[Array, "b l 
     cos, sin = (y[:, :, None] for y in rotation)
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+class Kind(NamedTuple):
+    """How a model's layers are computed: `plain_layer`, `queries_keys_values`, or others that take
+    the same."""
+
+    layer: Callable
+    queries_keys_values: Callable
+
+
+PLAIN = Kind(plain_layer, queries_keys_values)
 
 
 # A step over all layers

@@ -148,11 +148,8 @@ class Llama:
         """`layer_qkv` of one layer after the other, in a single pass."""
         x, rotation = self._embed(self._tokens(token_ids))
         static = self._static(cached=False)
-        find = exact.queries_keys_values if self.exact else layers.queries_keys_values
-        if self.shard_weights:
-            find = functools.partial(dealt.queries_keys_values, mesh=self.mesh)
         for w in self.weights.layers:
-            yield find(x, w, rotation, config=static.config)
+            yield self._kind.queries_keys_values(x, w, rotation, static.config, self.mesh)
             x, _ = layers.extend_layer(x, w, rotation, static=static)
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
@@ -302,13 +299,12 @@ class Llama:
             mesh=self.mesh,
             attention=self.attention if cached else None,
             implementation=self.implementation,
-            layer=self._layer(),
+            layer=self._kind.layer,
         )
 
-    def _layer(self) -> Callable:
-        if self.exact:
-            return exact.exact_layer
-        return dealt.dealt_layer if self.shard_weights else layers.plain_layer
+    @property
+    def _kind(self) -> layers.Kind:
+        return exact.EXACT if self.exact else dealt.DEALT if self.shard_weights else layers.PLAIN
 
     @functools.cached_property
     def _one_layer(self) -> Config:
