@@ -24,8 +24,8 @@ from treeattn.idea.arrays import Array
 from treeattn.idea.state import AttentionState, finalize, merge
 from treeattn.llama import layers
 from treeattn.llama.attentions import attend_shard, cache_inputs
-from treeattn.llama.layers import Rotation, Static, rms_norm
-from treeattn.llama.products import linear, summed_linear
+from treeattn.llama.layers import Rotation, Static
+from treeattn.llama.products import linear, rms_norm, summed_linear
 from treeattn.llama.reading.config import Config
 from treeattn.llama.weights import Layer, map_parts, place, put_whole
 

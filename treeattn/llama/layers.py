@@ -29,7 +29,7 @@ from treeattn.llama import cache as caches
 from treeattn.llama import fixed, int8
 from treeattn.llama.attentions import ShardAttention, attend_cache
 from treeattn.llama.int8 import Int8Matrix
-from treeattn.llama.products import linear, take_rows
+from treeattn.llama.products import linear, rms_norm, take_rows
 from treeattn.llama.reading.config import Config
 from treeattn.llama.weights import Layer, Weights
 
@@ -243,15 +243,6 @@ def take_token(x: Float[Array, "b l ..."], last: Int[Array, " b"]) -> Float[Arra
     """Token last[row] of every row; its first where `last` is −1, its only one too."""
     last = jnp.clip(last, 0, x.shape[1] - 1).reshape(-1, *[1] * (x.ndim - 1))
     return jnp.take_along_axis(x, last, axis=1)
-
-
-def rms_norm(
-    x: Float[Array, "... d"], weight: Float[Array, " d"], epsilon: float
-) -> Float[Array, "... d"]:
-    """x / √mean(x²), times weight, computed in float32 or wider; in x's dtype."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + epsilon)
-    return (wide * weight).astype(x.dtype)
 
 
 def rotate(x: Float[Array, "b l h d"], rotation: Rotation) -> Float[Array, "b l h d"]:

@@ -317,16 +317,14 @@ class Llama:
         return layers.embed(tokens, w.embedding, w.frequencies, lengths, positions, **how)
 
     def _outside(self) -> dict:
-        """How embedding and head are computed. What follows from dealt weights has to lie whole on
-        every device; of whole ones XLA knows it."""
+        """How embedding and head are computed: of dealt weights, for every device."""
         out = NamedSharding(self.mesh, P()) if self.shard_weights else None
         return {"out": out, "exact": self.exact}
 
     def read_out(self, x, last=None) -> Float[Array, "b *l vocabulary"]:
         """The logits after each token's state, or (b, vocabulary) after each row's token `last`."""
-        w = self.weights
         how = {"config": self._one_layer, **self._outside()}
-        return layers.to_logits(x, w.norm, w.head, last, **how)
+        return layers.to_logits(x, self.weights.norm, self.weights.head, last, **how)
 
     def _tokens(self, tokens) -> Array:
         return inputs.integers("tokens", tokens, (None, None), "ids", self.config.vocabulary - 1)

@@ -1,4 +1,5 @@
-"""A matrix times activations, and its rows: a matrix of floats, or of 8 bits (`int8`)."""
+"""What a layer does with a token's floats: a norm, and products with matrices of floats or of 8 bits
+(`int8`)."""
 
 import math
 
@@ -50,3 +51,12 @@ def take_rows(
     if not isinstance(matrix, Int8Matrix):
         return matrix[indices]
     return matrix.rows[indices].astype(matrix.dtype) * matrix.scale[indices][..., None]
+
+
+def rms_norm(
+    x: Float[Array, "... d"], weight: Float[Array, " d"], epsilon: float
+) -> Float[Array, "... d"]:
+    """x / √mean(x²), times weight, computed in float32 or wider; in x's dtype."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + epsilon)
+    return (wide * weight).astype(x.dtype)
