@@ -1,5 +1,4 @@
-"""What a layer does with a token's floats: a norm, and products with matrices of floats or of 8 bits
-(`int8`)."""
+"""What a layer does with floats: a norm, and products with matrices of floats or of 8 bits."""
 
 import math
 
