@@ -11,8 +11,10 @@ Weights, and weighted values, are cut off at 2^−40 of their largest: n keys lo
 whole at most.
 """
 
+import functools
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -69,19 +71,7 @@ class ExactState(NamedTuple):
 
     def merge(self, other: "ExactState") -> "ExactState":
         """The state of the union of two disjoint sets: associative and commutative, every bit."""
-        index = jnp.maximum(self.index, other.index)
-        a = self.counted_from(index)
-        b = other.counted_from(index)
-        offset = jnp.maximum(a.offset, b.offset)
-        a = a.with_values_from(offset)
-        b = b.with_values_from(offset)
-        return ExactState(
-            index,
-            offset,
-            _add(a.denominator, b.denominator),
-            _add(a.numerator, b.numerator),
-            a.invalid | b.invalid,
-        )
+        return _merge(self, other)
 
     def counted_from(self, index: Float[Array, "..."]) -> "ExactState":
         """The same, the weights' digits beginning at `index`, which is not below its own."""
@@ -102,7 +92,28 @@ class ExactState(NamedTuple):
 
         Where one of the keys was no number, lse and out are NaN.
         """
-        return rounded(self, limbs(self.denominator), limbs(self.numerator))
+        return _rounded(self)
+
+
+# Programs of their own where they are called by themselves, as `treeattn.merge` is.
+@functools.partial(jax.jit, inline=True)
+def _merge(a: ExactState, b: ExactState) -> ExactState:
+    """`ExactState.merge`."""
+    index = jnp.maximum(a.index, b.index)
+    a = a.counted_from(index)
+    b = b.counted_from(index)
+    offset = jnp.maximum(a.offset, b.offset)
+    a = a.with_values_from(offset)
+    b = b.with_values_from(offset)
+    denominator = _add(a.denominator, b.denominator)
+    numerator = _add(a.numerator, b.numerator)
+    return ExactState(index, offset, denominator, numerator, a.invalid | b.invalid)
+
+
+@functools.partial(jax.jit, inline=True)
+def _rounded(state: ExactState) -> AttentionState:
+    """`ExactState.rounded`."""
+    return rounded(state, limbs(state.denominator), limbs(state.numerator))
 
 
 def from_state(state: AttentionState) -> ExactState:
