@@ -485,3 +485,30 @@ def test_what_has_no_exact_form(unchecked):
         merge_across(state, "kv", method="exact")
     with pytest.raises(TypeError, match=r"^state: expected an AttentionState, got ExactState"):
         merge_across(ExactState.identity((1,), 2), "kv", method="gather")
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        functools.partial(tree_decode, method="allreduce"),
+        functools.partial(tree_decode, method="gather", block=4),
+        treeattn.ring_decode,
+        treeattn.pass_q_decode,
+        treeattn.ring_attention,
+    ],
+)
+def test_rounded_states_are_not_called_exact(f, unchecked):
+    """Where devices merge states that are rounded, their number would decide the bits."""
+    x = jnp.ones((1, 8, 2, 8))
+    with pytest.raises(ValueError, match=r"^implementation: 'exact' .* states are rounded"):
+        f(x, x, x, mesh=kv_mesh(jax.devices()[:2]), axis="kv", implementation="exact")
+
+
+def test_ulysses_is_exact_since_no_states_merge():
+    q, k, v = draw([(2, 13, 4, 16), (2, 13, 2, 16), (2, 13, 2, 8)])
+    expected = exact(q, k, v, causal=True)[0]
+    mesh = kv_mesh(jax.devices()[:4])
+    options = {"mesh": mesh, "axis": "kv", "implementation": "exact"}
+    assert_same_bits(treeattn.ulysses_attention(q, k, v, **options), expected)
+    everything = treeattn.ulysses_attention(q, k, v, causal=False, **options)
+    assert_same_bits(everything, exact(q, k, v)[0])

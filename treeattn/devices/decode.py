@@ -19,7 +19,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from treeattn.devices.heads import gather_heads
-from treeattn.devices.layout import Layout, count_devices, lay_out, resolve_on_mesh
+from treeattn.devices.layout import (
+    Layout,
+    count_devices,
+    lay_out,
+    refuse_exact,
+    resolve_on_mesh,
+)
 from treeattn.devices.merge import METHODS, SCATTERED, WHOLE, check_method, scatter_by_nodes
 from treeattn.devices.mesh import AnyMesh, AxisNames
 from treeattn.devices.message import check_wire, move_output
@@ -102,7 +108,9 @@ def tree_decode(
              device. All sums are sums of integers (`treeattn.kernel.exact`). It takes no
              implementation but "exact", float16, bfloat16 and float32, and up to 2^28 keys; sends
              four integers for every number of an AttentionState; and has the gradient of
-             "allreduce".
+             "allreduce". A NaN in anything that a query sees makes all of its out and lse NaN.
+             No other method takes the implementation "exact": states that are rounded before they
+             merge depend on the number of devices.
 
     Returns out (b, l, h, dv) in q's dtype; with return_lse also lse (b, l, h), the natural
     logarithm of the sum of exponentials, in float32 or wider. Both are the same on every device,
@@ -118,10 +126,12 @@ def tree_decode(
     if scatter and method in (*WHOLE, "exact"):
         can = (*SCATTERED, "hierarchical")
         raise ValueError(f"scatter: expected one of the methods {can}, got {method!r}")
-    inputs = check_inputs(q, k, v, mask, bias, kv_lengths, scale)
-    layout = lay_out(inputs, mesh, axis, batch_axis, head_axis)
     if method == "exact":
         implementation = _check_exact(implementation)
+    else:
+        refuse_exact(implementation)
+    inputs = check_inputs(q, k, v, mask, bias, kv_lengths, scale)
+    layout = lay_out(inputs, mesh, axis, batch_axis, head_axis)
     inputs = resolve_on_mesh(implementation, inputs, layout)
     if block is not None:
         shards = count_devices(mesh, layout.axes)
@@ -152,8 +162,9 @@ def ring_decode(
     (Liu et al. 2023; 2024 §6.3.) Arguments, result and errors as `tree_decode`, without those that
     are about merging. In each of p − 1 steps a device sends the shard it holds to its neighbour:
     2·b·t·d_kv·(p − 1) elements from each device (2024 eq. 31–32 counts p steps; the last would
-    bring the shards home).
+    bring the shards home). It takes no implementation "exact".
     """
+    refuse_exact(implementation)
     inputs = check_inputs(q, k, v, mask, bias, kv_lengths, scale)
     layout = lay_out(inputs, mesh, axis, batch_axis, head_axis)
     inputs = resolve_on_mesh(implementation, inputs, layout)
@@ -185,6 +196,7 @@ def pass_q_decode(
     context, and a gather of the states. A single query is on one device only; the other shares
     travel empty.
     """
+    refuse_exact(implementation)
     inputs = check_inputs(q, k, v, mask, bias, kv_lengths, scale)
     layout = lay_out(inputs, mesh, axis, batch_axis, head_axis)
     inputs = resolve_on_mesh(implementation, inputs, layout)

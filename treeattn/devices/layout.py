@@ -161,6 +161,16 @@ def count_devices(mesh: AnyMesh, axes: Axes) -> int:
     return math.prod(mesh.shape[name] for name in axes)
 
 
+def refuse_exact(implementation: str | None) -> None:
+    """A ValueError for "exact" where devices merge states that are rounded."""
+    if implementation == "exact":
+        raise ValueError(
+            "implementation: 'exact' would have other bits on other numbers of devices here, where "
+            "their states are rounded and then merged: take tree_decode(method='exact'), or "
+            "ulysses_attention for a prompt"
+        )
+
+
 def resolve_on_mesh(implementation: str | None, inputs: Inputs, layout: Layout) -> Inputs:
     """`resolve` for the mesh's devices; with a warning where they would gather the cache.
 

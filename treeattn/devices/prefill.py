@@ -12,7 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from treeattn.devices.layout import Layout, count_devices, lay_out, resolve_on_mesh
+from treeattn.devices.layout import (
+    Layout,
+    count_devices,
+    lay_out,
+    refuse_exact,
+    resolve_on_mesh,
+)
 from treeattn.devices.mesh import AnyMesh, AxisNames
 from treeattn.devices.shards import no_keys, over_shards, own_lengths, pass_on
 from treeattn.idea.arrays import Scale, pad_axis
@@ -54,9 +60,11 @@ def ring_attention(
     batch_axis and head_axis are `tree_decode`'s, and as important where nobody can see how the
     arrays lie.
 
-    Raises ValueError for a causal q whose length is not k's, an axis that the mesh lacks, and
-    whatever `attend` refuses.
+    Raises ValueError for a causal q whose length is not k's, an axis that the mesh lacks, the
+    implementation "exact", since the devices merge states that are rounded, and whatever `attend`
+    refuses.
     """
+    refuse_exact(implementation)
     inputs = check_inputs(q, k, v, scale=scale, causal=causal, ends=ends)
     layout = lay_out(inputs, mesh, axis, batch_axis, head_axis)
     inputs = resolve_on_mesh(implementation, inputs, layout)
@@ -82,7 +90,7 @@ def ulysses_attention(
     Each device attends over the whole sequence for h / p heads (Jacobs et al. 2023, DeepSpeed
     Ulysses). When p does not divide the key heads, they are repeated just as often as needed.
     Same arguments and result as `ring_attention`; with head_axis, h and p are those of one of its
-    devices.
+    devices. No states merge here, so implementation "exact" has the bits of one device.
 
     Raises ValueError when p does not divide the query heads, and as `ring_attention` does.
     """
