@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from treeattn import finalize, reduce_tree
+from treeattn import attend_exact, finalize, reduce_tree
 from treeattn.figures import (
     autodiff,
     bayes,
@@ -16,6 +16,7 @@ from treeattn.figures import (
     mass,
     merge,
     packing,
+    positions,
     prefix_tree,
     rounds,
     sent,
@@ -43,6 +44,22 @@ def test_the_five_words_and_their_shards():
     shown = texts(merge.merge_words())
     assert {"3\n(8, 0)", "4\n(0, 8)", "9\n(12, 28)", "16\n(20, 36)"} <= set(shown)
     assert "attention = (20, 36) / 16 = (1.25, 2.25)" in shown
+
+
+def test_digits_add_up_to_the_sums_of_the_exact_state():
+    """What a window keeps of the weights in columns, beside the state of the same keys."""
+    for scores in (positions.SCORES, (*positions.SCORES, positions.LARGER)):
+        k = np.array(scores, np.float32).reshape(1, -1, 1, 1)
+        state = attend_exact(np.ones((1, 1, 1, 1), np.float32), k, np.ones_like(k), scale=1.0)
+        sums = positions.sums_of(scores)
+        assert list(sums) == [int(state.index.item()) - i for i in range(6)]
+        assert list(sums.values()) == np.asarray(state.denominator)[:, 1].ravel().tolist()
+        whole = sum(total * 256.0**place for place, total in sums.items())
+        np.testing.assert_allclose(whole, np.exp(scores).sum(), rtol=1e-6)
+    four, five = positions.falling_digits().axes
+    struck = [len(ax.lines) - 1 for ax in (four, five)]  # one line is above the sums
+    assert struck == [2, 4]
+    assert {"21", "187", "268", "532", "41", "250"} <= {text.get_text() for text in four.texts}
 
 
 def test_any_order_of_masses_ends_at_one_centre():
