@@ -2,6 +2,8 @@
 
 python benchmarks/local_attention.py               8k to 64k keys, about 3 minutes
 python benchmarks/local_attention.py --write       also benchmarks/results/local_attention.md
+python benchmarks/local_attention.py exact         "exact" beside "blockwise", under two minutes
+python benchmarks/local_attention.py exact --write also benchmarks/results/exact.md
 
 16 heads of 128, on as many key heads and on 4, and the packaged Llama's 9 heads of 64 on 3, in the
 layout (batch, keys, heads, head_dim). One call of each contestant in turn, many times over; the
@@ -38,6 +40,8 @@ SHAPES = {  # heads, key heads, head_dim
     "SmolLM2": (9, 3, 64),
 }
 KEYS = {"MHA": (1 << 14, 1 << 16), "GQA-4": (1 << 14, 1 << 16), "SmolLM2": (1 << 13, 1 << 16)}
+DTYPES = "float32", "bfloat16"
+EXACT = "blockwise", "exact"  # the implementations of the other table, the plain one first
 TORCH = "PyTorch SDPA"
 OURS = "treeattn"
 
@@ -117,17 +121,72 @@ def row(name: str, times: dict[str, list[float]], gigabytes: float) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def exact_row(name: str, n: int, dtype: str, queries: int, rounds: int) -> str:
+    """A line of the other table: one query, or a block of a prompt's, by both implementations."""
+    heads, kv_heads, d = SHAPES[name]
+    rng = np.random.default_rng(0)
+    shapes = (1, queries, heads, d), (1, n, kv_heads, d), (1, n, kv_heads, d)
+    arrays = [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+    runs = {x: jax.jit(functools.partial(treeattn.attention, implementation=x)) for x in EXACT}
+    wall = {x: [] for x in EXACT}
+    cores = {x: [] for x in EXACT}
+    for turn in range(rounds + 1):  # the first compiles
+        for implementation, run in runs.items():
+            start = time.perf_counter()
+            start_cores = time.process_time()
+            jax.block_until_ready(run(*arrays))
+            if turn:
+                cores[implementation].append(1e3 * (time.process_time() - start_cores))
+                wall[implementation].append(1e3 * (time.perf_counter() - start))
+    cells = [f"{queries} on {n // 1024}k keys, {name}, {dtype}"]
+    for times in (wall, cores):
+        plain, whole = (statistics.median(times[x]) for x in EXACT)
+        cells += [f"{plain:.1f}", f"{whole:.1f}", f"{whole / plain:.1f}"]
+    return "| " + " | ".join(cells) + " |"
+
+
+def exact_lines(rounds: int) -> list[str]:
+    """The table of "exact" beside "blockwise"; 256 queries see fewer keys, in fewer rounds."""
+    head = ["queries", *(f"{x}, ms" for x in EXACT), "ratio"]
+    head += [*(f"{x}, processor ms" for x in EXACT), "ratio"]
+    lines = [
+        f"The implementations {EXACT[0]!r} and {EXACT[1]!r} in turn, medians. 256 queries see all "
+        f"keys. {machine()}.",
+        "",
+        "| " + " | ".join(head) + " |",
+        "|---" * len(head) + "|",
+    ]
+    cases = [(x, t, l) for l in (1, 256) for x in ("GQA-4", "SmolLM2") for t in DTYPES]
+    for name, dtype, queries in tqdm(cases, unit="case"):
+        alone = queries == 1
+        keys = KEYS[name][0] if alone else 1 << 12
+        some = rounds if alone else -(-rounds // 5)
+        lines.append(exact_row(name, keys, dtype, queries, some))
+    return lines
+
+
+def report(lines: list[str], write: bool, name: str) -> None:
+    print("\n".join(lines))
+    if write:
+        path = Path(__file__).parent / "results" / name
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("table", nargs="?", default="others", choices=("others", "exact"))
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--write", action="store_true", help="also into benchmarks/results")
     args = parser.parse_args()
+    if args.table == "exact":
+        report(exact_lines(args.rounds), args.write, "exact.md")
+        return
     shapes = "16 heads of 128, SmolLM2 9 heads of 64 on 3"
     lines = [f"One query, {shapes}; milliseconds, medians in turn. {machine()}.", ""]
     if torch is None:
         print("PyTorch is not installed: its columns are left out")
     pool = ThreadPoolExecutor(os.cpu_count())
-    cases = [(x, n, t) for x in SHAPES for n in KEYS[x] for t in ("float32", "bfloat16")]
+    cases = [(x, n, t) for x in SHAPES for n in KEYS[x] for t in DTYPES]
     for name, n, dtype in tqdm(cases, unit="case"):
         times = time_in_turn(contestants(n, SHAPES[name], dtype, pool), args.rounds)
         if len(lines) == 2:
@@ -136,10 +195,7 @@ def main() -> None:
         _, kv_heads, d = SHAPES[name]
         gigabytes = 2 * n * kv_heads * d * jnp.dtype(dtype).itemsize / 1e9
         lines.append(row(f"{n // 1024}k, {name}, {dtype}", times, gigabytes))
-    print("\n".join(lines))
-    if args.write:
-        path = Path(__file__).parent / "results" / "local_attention.md"
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    report(lines, args.write, "local_attention.md")
 
 
 if __name__ == "__main__":
