@@ -34,7 +34,7 @@ class Llama:
     prefill_with:   for prompts: "ring" or "ulysses" (a whole prompt at once, sharded along the
                     text), "chunks" (pieces that attend to the cache like any step), or a
                     function like `ring_attention`. None: "ring" on a mesh, else "chunks"
-    implementation: as in `attend`
+    implementation: as in `attend`; "exact" makes sums within a device exact, `exact` the model
     shard_weights:  each device holds a p-th of the weights as well ("Helix"): queries, keys and
                     values come together before the attention; by "reduce_scatter" and
                     "all_to_all" its merge leaves each device the heads that its part of the output
