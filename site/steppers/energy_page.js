@@ -1,6 +1,6 @@
 // ---- pictures: made once, then moved ----
 
-let now, own = [], step = 0, chosen = null, timer = null; // now: a source, a cross, what else is known
+let now, own = [], step = 0, chosen = null; // now: a source, a cross, what else is known
 const SOURCES = { name: "sources", low: [-2, -2], high: [2, 2], unit: 110 };
 const PLANE = { name: "plane", low: [-1.1, -0.9], high: [5, 4.9], unit: 72 };
 const MERGES = { ...PLANE, name: "merges" };
@@ -335,18 +335,11 @@ function goTo(wanted) {
   show();
 }
 
-function stop() {
-  clearInterval(timer);
-  timer = null;
-  byId("play").textContent = "▶ Play";
-}
-
 function play() {
   if (timer) return stop();
   if (step === orderOf().length) goTo(0);
   if (!orderOf().length) return;
-  byId("play").textContent = "Pause";
-  timer = setInterval(() => goTo(step + 1), 1500);
+  start(() => goTo(step + 1), 1500);
 }
 
 /** Two points one after the other are a merge, and from then on the order is the reader's. */

@@ -95,7 +95,7 @@ function makePlan({ way, devices, arity }) {
 // ---- settings, and the states after `step` steps ----
 
 const settings = { head: 0, tokens: 1, devices: 8, layout: "contiguous", way: "tree", arity: 2 };
-let step = 0, plan, shards, timer = null;
+let step = 0, plan, shards;
 
 const head = () => data.heads[settings.head];
 
@@ -359,17 +359,10 @@ function roundEdge(forward) {
   return forward ? after.lastIndexOf(wanted) + 1 : after.indexOf(wanted);
 }
 
-function stop() {
-  clearInterval(timer);
-  timer = null;
-  byId("play").textContent = "▶ Play";
-}
-
 function play() {
   if (timer) return stop();
   if (step === plan.steps.length) goTo(0);
-  byId("play").textContent = "Pause";
-  timer = setInterval(() => goTo(step + 1), 1200);
+  start(() => goTo(step + 1), 1200);
 }
 
 /** Read the form, and start anew with what it says. */

@@ -35,7 +35,7 @@ function pack(rows) {
 
 // ---- drawing ----
 
-let rows = [], packed = pack([]), current = -1, timer = null;
+let rows = [], packed = pack([]), current = -1;
 
 /** "current", "path" or nothing: what node i is to the chosen one. */
 function role(i) {
@@ -152,17 +152,10 @@ function goTo(node) {
   show();
 }
 
-function stop() {
-  clearInterval(timer);
-  timer = null;
-  byId("play").textContent = "▶ Play";
-}
-
 function play() {
   if (timer) return stop();
   if (current === packed.nodes.length - 1) goTo(-1);
-  byId("play").textContent = "Pause";
-  timer = setInterval(() => goTo(current + 1), 1200);
+  start(() => goTo(current + 1), 1200);
 }
 
 function read() {

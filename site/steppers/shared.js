@@ -55,3 +55,17 @@ function toAddress(settings) {
     history.replaceState(null, "", `#${new URLSearchParams(settings)}`);
   } catch { /* an embedded page may not have an address of its own */ }
 }
+
+// What the button "play" has running, or null.
+let timer = null;
+
+function start(next, milliseconds) {
+  byId("play").textContent = "Pause";
+  timer = setInterval(next, milliseconds);
+}
+
+function stop() {
+  clearInterval(timer);
+  timer = null;
+  byId("play").textContent = "▶ Play";
+}
