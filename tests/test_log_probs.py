@@ -224,6 +224,9 @@ def test_wrong_calls(model):
         log_probs(on_two, [[1]], chunk=4)
     with pytest.raises(ValueError, match="model: expected whole weights"):
         log_probs(on_two.on(on_two.mesh, shard_weights=True), [[1]])
+    exact = Llama.load(LLAMAS / "llama3", weights="int8", exact=True)
+    with pytest.raises(ValueError, match=r"model: .* no exact form"):
+        log_probs(exact, [[1]])
     (tree,) = pack_rows([[1, 2]])
     with pytest.raises(ValueError, match="of_nodes: expected an entry for each of 2 nodes"):
         tree.unpack(np.zeros(3))

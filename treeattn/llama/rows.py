@@ -62,11 +62,13 @@ def log_probs(
     and their keys go around a ring. What a layer computes inside is computed again for the
     gradient: memory holds each layer's input.
 
-    Raises ValueError for ids outside the vocabulary, for weights that are dealt out, and for a
-    chunk on a mesh, and what `pack_rows` raises.
+    Raises ValueError for ids outside the vocabulary, for dealt weights, an exact model,
+    and a chunk on a mesh, and what `pack_rows` raises.
     """
     if model.shard_weights:
         raise ValueError("model: expected whole weights on every device, got shard_weights=True")
+    if model.exact:
+        raise ValueError("model: log-probabilities of rows have no exact form, got exact=True")
     if chunk is not None:
         chunk = integer("chunk", chunk, 1)
         if model.mesh is not None:
@@ -109,7 +111,7 @@ def _of_nodes(model: Llama, tree: RowTree, weights: Weights, chunk) -> Float[Arr
 
 
 class Part(NamedTuple):
-    """Consecutive nodes of a tree, and after them nodes that only fill it up and see themselves.
+    """Consecutive nodes of a tree, and after them nodes that only fill it up, which no other sees.
 
     tokens, positions, numbers, ends: (size,) int32, `numbers` being those in the whole tree
     """
