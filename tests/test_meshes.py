@@ -104,7 +104,9 @@ def along(mesh, axes):
 
 def among_several(program, p):
     """The collectives, without those of a device with itself, of p along the keys' axes."""
-    return [c for c in collectives(program) if c.devices > 1 or (p > 1 and "permute" in c.kind)]
+    found = collectives(program)
+    assert p > 1 or not any("permute" in c.kind for c in found)
+    return [c for c in found if c.devices > 1 or "permute" in c.kind]
 
 
 def place(mesh, x, *entries):
@@ -280,6 +282,16 @@ def test_what_does_not_fit_a_mesh_is_refused(error, message, options, unchecked)
 def test_what_is_no_state_is_refused(unchecked):
     with pytest.raises(TypeError, match="state: expected an AttentionState"):
         merge_across((1, 2, 3), "kv")
+
+
+@pytest.mark.parametrize("name", ["ring", "pass_q"])
+def test_a_ring_of_one_device_sends_itself_nothing(name):
+    """The other axis, along which rows lie, has two."""
+    mesh = treeattn.kv_mesh(jax.devices()[:2], batch=2)
+    q, k, v = arrays(0, 2, 2, 3, 2, 1)
+    f = functools.partial(DECODERS[name], mesh=mesh, axis="kv", batch_axis="batch")
+    program = jax.jit(f).lower(*(place(mesh, x, "batch") for x in (q, k, v))).compile()
+    assert [c for c in collectives(program) if "permute" in c.kind or c.devices > 1] == []
 
 
 @pytest.mark.parametrize("name", ["allreduce", "reduce_scatter", "ring"])

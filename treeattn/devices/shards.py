@@ -118,6 +118,8 @@ def pass_on(tree, axes: Axes):
     """
     order = [name for name in jax.sharding.get_abstract_mesh().axis_names if name in axes]
     sizes = [jax.lax.axis_size(name) for name in axes]
+    if math.prod(sizes) == 1:
+        return tree  # XLA would send it from each device to itself
     ranks = np.arange(math.prod(sizes)).reshape(sizes)  # as axis_index(axes) counts them …
     at = np.argsort(ranks.transpose([axes.index(name) for name in order]), axis=None)
     to_next = list(zip(at.tolist(), np.roll(at, -1).tolist(), strict=True))  # … and ppermute
