@@ -3,6 +3,8 @@
     print(check_merge(merge))          merge([(out, lse), …]) -> (out, lse) of all their keys
     print(check_kernel(kernel))        kernel(q, k, v, **options) -> (out, lse)
     print(check_invariance(kernel))    on what do its bits depend, on which they should not?
+    print(check_packed_loss(f))        f(parameters, rows, weights) -> (loss, gradients) of rows
+                                       that share prefixes, each of which is computed once
 
 In any framework: they get NumPy arrays, and what they return goes through `np.asarray`. q is
 (b, l, h, d), k and v (b, n, h_kv, d), out (b, l, h, d), and lse (b, l, h), a natural logarithm. No
@@ -15,26 +17,33 @@ from .invariance import check_invariance
 from .judging import FINGERPRINTS, TOLERANCES, Case
 from .kernels import attend, check_kernel, kernel_cases, wrong_kernels
 from .merging import check_merge, merge, merge_cases, wrong_merges
+from .packed_loss import RowCase, check_packed_loss, row_cases, separate_rows
+from .packing import PACKING_FINGERPRINTS
 from .report import Difference, Report, Result
 from .rounding import bfloat16, rounded
 
 __all__ = [
     "AXES",
     "FINGERPRINTS",
+    "PACKING_FINGERPRINTS",
     "TOLERANCES",
     "Case",
     "Difference",
     "Report",
     "Result",
+    "RowCase",
     "attend",
     "bfloat16",
     "check_invariance",
     "check_kernel",
     "check_merge",
+    "check_packed_loss",
     "kernel_cases",
     "merge",
     "merge_cases",
     "rounded",
+    "row_cases",
+    "separate_rows",
     "wrong_kernels",
     "wrong_merges",
 ]

@@ -3,6 +3,7 @@
 python -m treeattn.conformance merge my_module:my_merge
 python -m treeattn.conformance kernel my_package.my_module:my_kernel --dtype bfloat16
 python -m treeattn.conformance invariance my_module:my_kernel
+python -m treeattn.conformance packed_loss my_module:my_loss
 """
 
 import argparse
@@ -14,8 +15,14 @@ from .invariance import check_invariance
 from .judging import TOLERANCES
 from .kernels import check_kernel
 from .merging import check_merge
+from .packed_loss import check_packed_loss
 
-CHECKS = {"merge": check_merge, "kernel": check_kernel, "invariance": check_invariance}
+CHECKS = {
+    "merge": check_merge,
+    "kernel": check_kernel,
+    "invariance": check_invariance,
+    "packed_loss": check_packed_loss,
+}
 
 
 def named(place: str) -> Callable:
