@@ -14,6 +14,7 @@ Attention over a set of keys is a small state; the states of disjoint sets merge
 Each stands on those above it only (trees and cost on fewer).
 """
 
+from treeattn.devices.dealing import blocks_by_device, deal_tree
 from treeattn.devices.decode import pass_q_decode, ring_decode, tree_decode
 from treeattn.devices.merge import merge_across
 from treeattn.devices.mesh import initialize, kv_mesh, simulate_devices
@@ -64,9 +65,11 @@ __all__ = [
     "attention_from_energy",
     "beam_from_tree",
     "beam_search",
+    "blocks_by_device",
     "causal_energy",
     "choice_tree",
     "cumulant",
+    "deal_tree",
     "depths",
     "draft_candidate_tokens",
     "energy",

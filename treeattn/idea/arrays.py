@@ -192,6 +192,28 @@ def check_ends(ends: Array) -> Array:
     return checked
 
 
+def check_nodes(nodes: Array, size: int) -> Array:
+    """`nodes` (places,) in int32: the node, of `size`, at each place; −1 at an empty one.
+
+    Raises TypeError for what are no integers, ValueError for another shape, and unless every node
+    has one place. Entries that nobody can look at are clipped to −1 … size − 1.
+    """
+    nodes = as_array("nodes", nodes)
+    check_integers(nodes=nodes)
+    check_rank(1, "(places,)", nodes=nodes)
+    checked = bounded("nodes", nodes, -1, size - 1, f"−1, or one of {size} nodes")
+    if not isinstance(checked, jax.core.Tracer):
+        times = np.bincount(np.asarray(checked) + 1, minlength=size + 1)[1:]
+        wrong = np.flatnonzero(times != 1)
+        if wrong.size:
+            node = wrong[0]
+            raise ValueError(
+                f"nodes: expected each of {size} nodes at one place, got node {node} {times[node]} "
+                "times"
+            )
+    return checked
+
+
 def check_same_dtype(**arrays: Array) -> None:
     """Raise a TypeError that lists the dtypes when they are not all the same."""
     if len({jnp.dtype(x.dtype) for x in arrays.values()}) > 1:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from treeattn.kernel.inputs import Grouped
-from treeattn.kernel.intervals import INTERVAL_BLOCK, blocks_seen
+from treeattn.kernel.intervals import blocks_seen, interval_block
 from treeattn.kernel.products import BLOCK, STREAMS, few_queries
 
 SCORES = 1 << 20  # scores held at a time, about: more of them fall out of the caches
@@ -20,7 +20,7 @@ def block_size(inputs: Grouped) -> int:
     b, h_kv, group, l, _ = inputs.q.shape
     n = inputs.k.shape[1]
     if inputs.intervals is not None:
-        return min(n, INTERVAL_BLOCK)
+        return interval_block(n)
     if not few_queries(inputs.q, n):
         rows = b * h_kv * group * l
         most = min(max(SCORES // max(rows, 1), 128), BLOCK)

@@ -42,8 +42,9 @@ _static = functools.partial(dataclasses.field, metadata={"static": True})
 class Intervals:
     """Trees in depth-first order instead of a mask: query i sees key j where j ≤ i < ends[j].
 
-    queries: (l,) int32 the numbers of the queries' nodes
-    keys:    (n,) int32 the numbers of the keys' nodes
+    queries: (l,) int32 the numbers of the queries' nodes; the largest int32 for one that is none,
+             and sees no key
+    keys:    (n,) int32 the numbers of the keys' nodes, in any order
     ends:    (b, n) int32 where each key's subtree ends
     """
 

@@ -15,6 +15,7 @@ from treeattn.idea.arrays import pad_axis
 from treeattn.kernel.inputs import Grouped, Intervals
 
 INTERVAL_BLOCK = 256  # queries, and keys, a block: of smaller ones more are skipped
+NOBODY = np.iinfo(np.int32).max  # the number of a query that only fills a block: it sees no key
 
 
 def visible_keys(intervals: Intervals, first, size: int):
@@ -34,11 +35,13 @@ def blocks_seen(intervals: Intervals, size: int):
     """
     rows, n = intervals.ends.shape
     missing = -n % size
-    keys = jnp.pad(intervals.keys, (0, missing), constant_values=np.iinfo(np.int32).max)
+    keys = jnp.pad(intervals.keys, (0, missing), constant_values=NOBODY)
     ends = jnp.pad(intervals.ends, ((0, 0), (0, missing)))
     first_key = jnp.min(keys.reshape(-1, size), axis=1)
     last_end = _of_all_rows(jnp.max(ends.reshape(rows, -1, size), axis=(0, 2)))
-    return (last_end > jnp.min(intervals.queries)) & (first_key <= jnp.max(intervals.queries))
+    queries = intervals.queries
+    last_query = jnp.max(jnp.where(queries == NOBODY, -1, queries))
+    return (last_end > jnp.min(queries)) & (first_key <= last_query)
 
 
 @jax.custom_batching.custom_vmap
@@ -63,20 +66,20 @@ def by_query_blocks(f, inputs: Grouped, *arrays):
     l = inputs.q.shape[3]
     if inputs.intervals is None or l <= INTERVAL_BLOCK:
         return f(inputs, *arrays)
-    blocks = -(-l // INTERVAL_BLOCK)
+    size = interval_block(l)
+    blocks = -(-l // size)
 
-    def split(x):  # (…, l, …) -> (blocks, …, INTERVAL_BLOCK, …)
-        x = pad_axis(x, 3, blocks * INTERVAL_BLOCK)
-        x = x.reshape(*x.shape[:3], blocks, INTERVAL_BLOCK, *x.shape[4:])
+    def split(x):  # (…, l, …) -> (blocks, …, size, …)
+        x = pad_axis(x, 3, blocks * size)
+        x = x.reshape(*x.shape[:3], blocks, size, *x.shape[4:])
         return jnp.moveaxis(x, 3, 0)
 
     def join(x):
         x = jnp.moveaxis(x, 0, 3)
-        return x.reshape(*x.shape[:3], blocks * INTERVAL_BLOCK, *x.shape[5:])[:, :, :, :l]
+        return x.reshape(*x.shape[:3], blocks * size, *x.shape[5:])[:, :, :, :l]
 
-    # Queries that only fill the last block stand where its last one does, and are dropped.
-    missing = blocks * INTERVAL_BLOCK - l
-    queries = jnp.pad(inputs.intervals.queries, (0, missing), mode="edge")
+    missing = blocks * size - l  # queries that only fill the last block, and are dropped
+    queries = jnp.pad(inputs.intervals.queries, (0, missing), constant_values=NOBODY)
 
     @jax.checkpoint  # or each block of queries would keep all keys and values
     def of_block(block):
@@ -84,18 +87,24 @@ def by_query_blocks(f, inputs: Grouped, *arrays):
         intervals = inputs.intervals.replace(queries=queries)
         return f(inputs.replace(q=q, intervals=intervals), *arrays)
 
-    queries = queries.reshape(blocks, INTERVAL_BLOCK)
+    queries = queries.reshape(blocks, size)
     found = lax.map(of_block, (split(inputs.q), queries, *map(split, arrays)))
     return jax.tree.map(join, found)
 
 
-def blocks_visited(ends, size: int = INTERVAL_BLOCK) -> int:
+def interval_block(n: int) -> int:
+    """Nodes a block, of n: at most `INTERVAL_BLOCK`, all nearly equal (260 are two of 130)."""
+    return max(-(-n // max(-(-n // INTERVAL_BLOCK), 1)), 1)
+
+
+def blocks_visited(ends, size: int | None = None) -> int:
     """How many blocks of size × size scores attention computes for a tree of those ends (n,).
 
     Block I of queries visits block J of keys where J ≤ I, and some subtree of J's nodes ends after
     the first node of I. A text without branches visits all of them, b(b + 1) / 2 for b blocks.
     """
     ends = np.asarray(ends)
+    size = interval_block(len(ends)) if size is None else size
     starts = np.arange(0, len(ends), size)
     last_end = np.array([ends[start : start + size].max() for start in starts])
     visited = (last_end[None] > starts[:, None]) & (starts[None] <= starts[:, None])

@@ -1,0 +1,135 @@
+"""Which device gets which nodes of a tree, so that all have as much attention to compute.
+
+A tree's nodes are in depth-first order, and attention reads them in blocks: a block of queries
+visits the blocks of keys of which it may see some (`treeattn.kernel.intervals`). Late blocks have
+more to see than early ones, and so has the device that holds them, when each gets a contiguous
+part. Which pairs of blocks are visited does not depend on who holds them. So blocks can be dealt in
+any order, as many to each device, and what each has to do can be counted before anything runs.
+
+All of this is NumPy's, as `pack_rows` is.
+"""
+
+import numpy as np
+from jaxtyping import Int, Integer
+
+from treeattn.idea.arrays import (
+    Array,
+    as_array,
+    check_ends,
+    check_integers,
+    check_nodes,
+    check_rank,
+    integer,
+)
+from treeattn.kernel import intervals
+
+DEALINGS = ("contiguous", "striped", "balanced")
+
+
+def deal_tree(
+    ends: Integer[Array, " nodes"], devices: int, *, dealing: str = "balanced"
+) -> Int[np.ndarray, " places"]:
+    """(devices · t,) int32: the node at each place of a sequence, −1 where a place stays empty.
+
+    Device r has the places r · t … (r + 1) · t − 1, as `ring_attention` and its like deal them, and
+    in them whole blocks of nodes, in ascending order. Empty places only fill up the last blocks.
+
+    ends:    (n,) where each node's subtree ends, of nodes in depth-first order (`pack_rows`)
+    dealing: "contiguous": the first blocks to the first device, the next to the second
+             "striped":    block by block in turn, as Striped Attention (Brandon et al. 2023) does
+                           with tokens
+             "balanced":   the blocks that visit most come first, and each goes to the device that
+                           has least to do by then, and has room
+
+    Blocks have up to 256 nodes. With fewer than 257 nodes a device there is one block for each, and
+    no dealing is better than another.
+
+    Raises TypeError for ends that are no integers or devices that are no number, ValueError for
+    another shape, an order that is not depth first, and another dealing.
+    """
+    ends = _checked(ends)
+    devices = integer("devices", devices, 1)
+    if dealing not in DEALINGS:
+        raise ValueError(f"dealing: expected one of {DEALINGS}, got {dealing!r}")
+    n = len(ends)
+    size = intervals.interval_block(-(-n // devices))
+    each = -(-n // (devices * size))
+    blocks = np.arange(devices * each)
+    if dealing == "contiguous":
+        owners = blocks // max(each, 1)
+    elif dealing == "striped":
+        owners = blocks % devices
+    else:
+        owners = _balanced_owners(_visited_from(ends, size, len(blocks)), devices, each)
+    by_owner = np.argsort(owners, kind="stable")
+    nodes = by_owner[:, None] * size + np.arange(size)
+    return np.where(nodes < n, nodes, -1).astype(np.int32).ravel()
+
+
+def _checked(ends) -> Int[np.ndarray, " nodes"]:
+    ends = as_array("ends", ends)
+    check_integers(ends=ends)
+    check_rank(1, "(nodes,)", ends=ends)
+    return np.asarray(check_ends(np.asarray(ends)[None])[0])
+
+
+def _visited_from(ends, size: int, blocks: int) -> Int[np.ndarray, " blocks"]:
+    """How many blocks of keys each block of queries visits; 0 for one without nodes."""
+    nodes = np.full(blocks * size, -1)
+    nodes[: len(ends)] = np.arange(len(ends))
+    return _visits(ends, nodes, size).sum(axis=1)
+
+
+def _balanced_owners(work, devices: int, each: int) -> Int[np.ndarray, " blocks"]:
+    """The device of each block: `each` blocks for every device, the largest dealt first."""
+    owners = np.zeros(len(work), int)
+    load = np.zeros(devices, int)
+    room = np.full(devices, each)
+    for block in np.argsort(-work, kind="stable"):
+        least = np.where(room > 0, load, np.iinfo(load.dtype).max).argmin()
+        owners[block] = least
+        load[least] += work[block]
+        room[least] -= 1
+    return owners
+
+
+def _visits(ends, nodes, size: int):
+    """(blocks, blocks) bool: which blocks of keys each block of queries visits, of these places.
+
+    This is `treeattn.kernel.intervals.blocks_seen`, for all blocks of queries, in NumPy.
+    """
+    blocks = nodes.reshape(-1, size)
+    there = blocks >= 0
+    last_end = np.where(there, ends[blocks], 0).max(axis=1)
+    first = np.where(there, blocks, np.iinfo(np.int32).max).min(axis=1)
+    last = blocks.max(axis=1)
+    return (last_end > first[:, None]) & (first <= last[:, None])
+
+
+def blocks_by_device(
+    ends: Integer[Array, " nodes"], nodes: Integer[np.ndarray, " places"], devices: int
+) -> Int[np.ndarray, "devices devices"]:
+    """How many blocks of scores device r computes of the keys of device s, at [r, s].
+
+    What a device computes in all is the sum of its row. In a ring the devices wait for each other
+    in every step, in step i for the device that computes most of the keys of device r − i; where
+    all keys are gathered first, only the rows' sums count.
+
+    ends:  (n,), as in `deal_tree`
+    nodes: (devices · t,) the node at each place, −1 at an empty one, as `deal_tree` returns them
+
+    Raises TypeError and ValueError as `deal_tree` does, and ValueError for places that the devices
+    do not share evenly, or that do not hold every node once.
+    """
+    ends = _checked(ends)
+    devices = integer("devices", devices, 1)
+    nodes = np.asarray(check_nodes(nodes, len(ends)))
+    if len(nodes) % devices:
+        raise ValueError(f"nodes: expected a multiple of {devices} places, got {len(nodes)}")
+    shard = len(nodes) // devices
+    size = intervals.interval_block(shard)
+    nodes = nodes.reshape(devices, shard)
+    nodes = np.pad(nodes, ((0, 0), (0, -shard % size)), constant_values=-1)
+    blocks = nodes.shape[1] // size
+    visits = _visits(ends, nodes, size).reshape(devices, blocks, devices, blocks)
+    return visits.sum(axis=(1, 3))
