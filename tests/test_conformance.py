@@ -29,6 +29,7 @@ from treeattn.conformance import (
     AXES,
     FINGERPRINTS,
     TOLERANCES,
+    TREE_FINGERPRINTS,
     bfloat16,
     check_invariance,
     check_kernel,
@@ -160,11 +161,14 @@ def test_asked_from_a_shell(tmp_path, monkeypatch, capsys):
         "from treeattn.conformance import attend, merge",
         "def wrong(parts):",
         "    return 2 * merge(parts)[0], merge(parts)[1]",
+        "def tree(parents, lengths):",
+        "    return {}",
     )
     (tmp_path / "asked_from_a_shell.py").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(str(tmp_path))
     assert main(["merge", "asked_from_a_shell:merge", "--dtype", "float64"]) == 0
     assert main(["kernel", "asked_from_a_shell:attend"]) == 0
+    assert main(["tree", "asked_from_a_shell:tree"]) == 0
     assert "failed" not in capsys.readouterr().out
     assert main(["merge", "asked_from_a_shell:wrong"]) == 1
     assert "two shards               failed   off by" in capsys.readouterr().out
@@ -551,5 +555,6 @@ def test_the_pages_lines_for_pytorch_run():
 def test_the_page_names_every_fingerprint_and_every_axis():
     page = PAGE.read_text(encoding="utf-8")
     rows = re.findall(r"(?m)^\| ([^|]*) \|", page)
-    assert {name for name in FINGERPRINTS if name not in " ".join(rows)} == set()
+    known = [*FINGERPRINTS, *TREE_FINGERPRINTS]
+    assert {name for name in known if name not in " ".join(rows)} == set()
     assert [name for name in rows if name in AXES] == list(AXES)

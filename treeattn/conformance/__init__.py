@@ -5,6 +5,7 @@
     print(check_invariance(kernel))    on what do its bits depend, on which they should not?
     print(check_packed_loss(f))        f(parameters, rows, weights) -> (loss, gradients) of rows
                                        that share prefixes, each of which is computed once
+    print(check_tree(build))           a token tree's mask, positions and links; what is kept of it
 
 In any framework: they get NumPy arrays, and what they return goes through `np.asarray`. q is
 (b, l, h, d), k and v (b, n, h_kv, d), out (b, l, h, d), and lse (b, l, h), a natural logarithm. No
@@ -21,29 +22,35 @@ from .packed_loss import RowCase, check_packed_loss, row_cases, separate_rows
 from .packing import PACKING_FINGERPRINTS
 from .report import Difference, Report, Result
 from .rounding import bfloat16, rounded
+from .token_trees import TreeCase, tree_cases
+from .trees import TREE_FINGERPRINTS, check_tree
 
 __all__ = [
     "AXES",
     "FINGERPRINTS",
     "PACKING_FINGERPRINTS",
     "TOLERANCES",
+    "TREE_FINGERPRINTS",
     "Case",
     "Difference",
     "Report",
     "Result",
     "RowCase",
+    "TreeCase",
     "attend",
     "bfloat16",
     "check_invariance",
     "check_kernel",
     "check_merge",
     "check_packed_loss",
+    "check_tree",
     "kernel_cases",
     "merge",
     "merge_cases",
     "rounded",
     "row_cases",
     "separate_rows",
+    "tree_cases",
     "wrong_kernels",
     "wrong_merges",
 ]

@@ -4,6 +4,7 @@ python -m treeattn.conformance merge my_module:my_merge
 python -m treeattn.conformance kernel my_package.my_module:my_kernel --dtype bfloat16
 python -m treeattn.conformance invariance my_module:my_kernel
 python -m treeattn.conformance packed_loss my_module:my_loss
+python -m treeattn.conformance tree my_module:build_my_tree
 """
 
 import argparse
@@ -16,13 +17,16 @@ from .judging import TOLERANCES
 from .kernels import check_kernel
 from .merging import check_merge
 from .packed_loss import check_packed_loss
+from .trees import check_tree
 
 CHECKS = {
     "merge": check_merge,
     "kernel": check_kernel,
     "invariance": check_invariance,
     "packed_loss": check_packed_loss,
+    "tree": check_tree,
 }
+OF_NO_DTYPE = ("tree",)
 
 
 def named(place: str) -> Callable:
@@ -47,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         function = named(chosen.function)
     except (ValueError, ImportError, AttributeError) as error:
         parser.error(str(error))
-    report = CHECKS[chosen.check](function, dtype=chosen.dtype)
+    options = {} if chosen.check in OF_NO_DTYPE else {"dtype": chosen.dtype}
+    report = CHECKS[chosen.check](function, **options)
     print(report)
     return int(bool(report.names("failed")))
 
