@@ -88,14 +88,15 @@ def test_two_digits_are_the_activation():
 @pytest.mark.parametrize("d", [64, 576])
 @pytest.mark.parametrize("tokens", [(1,), (2, 3), (8,), (9,), (5, 13)])
 def test_products_are_those_of_the_quantized_matrix(tokens, d, monkeypatch):
-    monkeypatch.setattr(int8, "FLOAT_BYTES", 4 * d * 30)  # 100 rows: 25 at a time, and none left
-    matrix = matrix_of(some(101, d))
+    monkeypatch.setattr(int8, "INTEGER_TOKENS", 8)
+    monkeypatch.setattr(int8, "FLOAT_BYTES", 4 * d * 30)  # 26 rows at a time, and 23 or none left
+    matrix = matrix_of(some(101 if d == 64 else 104, d))
     x = some(*tokens, d, seed=1)
     y = jax.jit(int8.product)(x, matrix)
     largest = np.abs(x).max(axis=-1, keepdims=True) * np.abs(floats(matrix)).sum(axis=1)
     assert y.dtype == np.float32
     assert (np.abs(y - x.astype(np.float64) @ floats(matrix).T) <= 2e-5 * largest).all()
-    few = np.prod(tokens) <= int8.FEW_TOKENS
+    few = np.prod(tokens) <= int8.INTEGER_TOKENS
     if few:  # exact, but for the digits and a last rounding
         digits, step = int8.to_digits(x.reshape(-1, d), int8.largest_magnitude(x.reshape(-1, d)))
         high, low = np.split(np.asarray(digits, np.float64), 2)
