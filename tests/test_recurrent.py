@@ -282,6 +282,23 @@ def test_parameters_come_back_from_their_file(model, pair, tmp_path):
     load_drafter(half, tmp_path / "a.safetensors")
 
 
+def test_the_same_model_in_8_bits_is_drafted_for(model, pair, tmp_path):
+    """Its embedding and head are the rounded ones, and its text that of plain decoding."""
+    small = Llama.load(SMALL, weights="int8")
+    save_drafter(tmp_path / "a.safetensors", *pair, "small")
+    draft = RecurrentDraft(small, tmp_path / "a.safetensors", width=2, length=2)
+    np.testing.assert_allclose(draft.shared.head, pair[1].head, atol=0.02)
+    mesh = kv_mesh(jax.devices()[:2])
+    for ours in (small, small.on(mesh), small.on(mesh, shard_weights=True)):
+        shared = borrow(ours, CUT)
+        jax.tree.map(np.testing.assert_array_equal, shared, draft.shared)
+        assert all(len(x.devices()) == 1 for x in jax.tree.leaves(shared))
+    options = {"max_new_tokens": NEW, "capacity": CAPACITY}
+    made = generate(small, PROMPTS, draft=draft, budget=8, **options)
+    assert made.tokens == generate(small, PROMPTS, **options).tokens
+    assert any(step.size > len(PROMPTS) for step in made.trace)
+
+
 def test_another_model_is_refused(model, pair, tmp_path, unchecked):
     path = tmp_path / "a.safetensors"
     save_drafter(path, *pair, "small")
@@ -399,6 +416,10 @@ def test_the_packaged_parameters_are_small_and_described():
     card = PACKAGED.with_suffix(".md").read_text("utf-8")
     assert PACKAGED.stat().st_size <= 4_000_000
     assert "Apache-2.0" in card and "SmolLM2-135M-Instruct" in card
+
+
+def test_the_packaged_drafter_fits_the_packaged_model_in_8_bits():
+    load_drafter(Llama.load(weights="int8"))
 
 
 def test_the_packaged_drafter_saves_steps():

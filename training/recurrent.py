@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Float, Int, Integer
+from jaxtyping import Float, Int, Int8, Integer
 
 from treeattn import Llama
 from treeattn.llama.speculation import Seen, Texts
@@ -28,6 +28,7 @@ Array = jax.Array | np.ndarray
 
 PACKAGED = Path(__file__).parent / "recurrent.safetensors"
 FORMAT = "treeattn recurrent drafter, version 1"
+ROUNDING = 0.05  # what 8 bits may change a weight by, in standard deviations of all of them
 
 
 class Drafter(NamedTuple):
@@ -39,9 +40,12 @@ class Drafter(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What a drafter borrows from its model (`borrow`), the head cut to `tokens`."""
+    """What a drafter borrows from its model (`borrow`), the head cut to `tokens`.
 
-    embedding: Float[Array, "vocabulary d"]
+    embedding: of a model in 8 bits as that keeps it, rows with a scale for each
+    """
+
+    embedding: Float[Array, "vocabulary d"] | tuple[Int8[Array, "vocabulary d"], Array]
     head: Float[Array, "n d"]
     tokens: Int[Array, " n"]
 
@@ -91,7 +95,7 @@ def draft_beam(
     token = certain[:, None]
     depths = []
     for _ in range(length):
-        state = next_state(drafter, state, shared.embedding[token])
+        state = next_state(drafter, state, take_rows(shared.embedding, token))
         log = jax.nn.log_softmax(state @ shared.head.T, axis=-1)
         kept = min(width, log.shape[1] * n)
         path, best = jax.lax.top_k((path[..., None] + log).reshape(batch, -1), kept)
@@ -122,14 +126,24 @@ def borrow(model: Llama, tokens: Integer[np.ndarray, " n"]) -> Shared:
         return x.addressable_data(0)
 
     w = model.weights
+    head, norm, embedding = jax.tree.map(here, (w.head, w.norm, w.embedding))
     at = np.asarray(tokens, np.int32)
-    head = here(w.head)[at].astype(jnp.float32) * here(w.norm).astype(jnp.float32)
-    return Shared(here(w.embedding), head, jnp.asarray(at))
+    head = take_rows(head, at).astype(jnp.float32) * norm.astype(jnp.float32)
+    return Shared(embedding, head, jnp.asarray(at))
+
+
+def take_rows(matrix, at: Int[Array, "*n"] | slice) -> Float[Array, "*n d"]:
+    """Those rows of an embedding, or a head, of floats or of 8 bits."""
+    if isinstance(matrix, tuple):
+        rows, scale = matrix
+        return rows[at].astype(scale.dtype) * scale[at][..., None]
+    return matrix[at]
 
 
 def fingerprint(shared: Shared) -> Float[np.ndarray, " k"]:
     """A few hundred of a model's numbers, by which to know it, whatever dtype they are kept in."""
-    few = [x[::97, :16].astype(jnp.float32).reshape(-1) for x in (shared.head, shared.embedding)]
+    few = [take_rows(x, slice(None, None, 97)) for x in (shared.head, shared.embedding)]
+    few = [x[:, :16].astype(jnp.float32).reshape(-1) for x in few]
     return np.concatenate([np.asarray(x)[:256] for x in few])
 
 
@@ -176,7 +190,7 @@ def load_drafter(model: Llama, path: str | Path | None = None) -> tuple[Drafter,
     shared = borrow(model, tokens)
     own = fingerprint(shared)
     if own.shape != found["fingerprint"].shape or not np.allclose(
-        own, found["fingerprint"], rtol=0.01, atol=0.01 * own.std()
+        own, found["fingerprint"], rtol=0.01, atol=ROUNDING * own.std()
     ):
         raise ValueError(f"draft: {path} does not fit this model; {trained}")
     return Drafter(*(jnp.asarray(x, jnp.float32) for x in drafter)), shared
