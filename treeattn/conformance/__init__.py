@@ -6,14 +6,18 @@
     print(check_packed_loss(f))        f(parameters, rows, weights) -> (loss, gradients) of rows
                                        that share prefixes, each of which is computed once
     print(check_tree(build))           a token tree's mask, positions and links; what is kept of it
+    print(check_verifier(step))        step(target, draft, rng) -> tokens of a speculative step
 
 In any framework: they get NumPy arrays, and what they return goes through `np.asarray`. q is
 (b, l, h, d), k and v (b, n, h_kv, d), out (b, l, h, d), and lse (b, l, h), a natural logarithm. No
 keys are out 0 and lse −∞. A wrong answer is compared with what known mistakes would have given,
-their *fingerprints*. This folder needs NumPy alone and can be copied, under any name.
+their *fingerprints*. Steps that draw random numbers are run once for each way that these can fall
+(`outcomes`), so that probabilities are exact. This folder needs NumPy alone and can be copied,
+under any name.
 """
 
 from .axes import AXES
+from .chance import OwnChance, Source, law, outcomes
 from .invariance import check_invariance
 from .judging import FINGERPRINTS, TOLERANCES, Case
 from .kernels import attend, check_kernel, kernel_cases, wrong_kernels
@@ -22,8 +26,11 @@ from .packed_loss import RowCase, check_packed_loss, row_cases, separate_rows
 from .packing import PACKING_FINGERPRINTS
 from .report import Difference, Report, Result
 from .rounding import bfloat16, rounded
+from .steps import run_step
 from .token_trees import TreeCase, tree_cases
 from .trees import TREE_FINGERPRINTS, check_tree
+from .verifying import VerifierCase, check_verifier, verifier_cases
+from .wrong_steps import VERIFIER_FINGERPRINTS
 
 __all__ = [
     "AXES",
@@ -31,12 +38,16 @@ __all__ = [
     "PACKING_FINGERPRINTS",
     "TOLERANCES",
     "TREE_FINGERPRINTS",
+    "VERIFIER_FINGERPRINTS",
     "Case",
     "Difference",
+    "OwnChance",
     "Report",
     "Result",
     "RowCase",
+    "Source",
     "TreeCase",
+    "VerifierCase",
     "attend",
     "bfloat16",
     "check_invariance",
@@ -44,13 +55,18 @@ __all__ = [
     "check_merge",
     "check_packed_loss",
     "check_tree",
+    "check_verifier",
     "kernel_cases",
+    "law",
     "merge",
     "merge_cases",
+    "outcomes",
     "rounded",
     "row_cases",
+    "run_step",
     "separate_rows",
     "tree_cases",
+    "verifier_cases",
     "wrong_kernels",
     "wrong_merges",
 ]

@@ -5,6 +5,7 @@ python -m treeattn.conformance kernel my_package.my_module:my_kernel --dtype bfl
 python -m treeattn.conformance invariance my_module:my_kernel
 python -m treeattn.conformance packed_loss my_module:my_loss
 python -m treeattn.conformance tree my_module:build_my_tree
+python -m treeattn.conformance verifier my_module:my_step
 """
 
 import argparse
@@ -18,6 +19,7 @@ from .kernels import check_kernel
 from .merging import check_merge
 from .packed_loss import check_packed_loss
 from .trees import check_tree
+from .verifying import check_verifier
 
 CHECKS = {
     "merge": check_merge,
@@ -25,8 +27,9 @@ CHECKS = {
     "invariance": check_invariance,
     "packed_loss": check_packed_loss,
     "tree": check_tree,
+    "verifier": check_verifier,
 }
-OF_NO_DTYPE = ("tree",)
+OF_NO_DTYPE = ("tree", "verifier")
 
 
 def named(place: str) -> Callable:

@@ -55,7 +55,7 @@ def check_invariance(
         devices = tuple(f)
     first = next(iter(f.values())) if isinstance(f, Mapping) else f
     settings = Settings(
-        dtype, heads, head_dim, keys, batches, queries, devices, _takes(first, "kv_lengths")
+        dtype, heads, head_dim, keys, batches, queries, devices, takes(first, "kv_lengths")
     )
     results: list[Result] = []
     for axis, questions in QUESTIONS.items():
@@ -65,7 +65,7 @@ def check_invariance(
             continue
         if results and results[0].status == "failed":
             results.append(Result(axis, "skipped", (), "nothing can be said of it"))
-        elif option and not by_mapping and not _takes(first, option):
+        elif option and not by_mapping and not takes(first, option):
             results.append(Result(axis, "skipped", (), f"it has no option {option}"))
         else:
             results.append(_ask(f, axis, questions(settings)))
@@ -84,7 +84,7 @@ def _check_arguments(f, axes, dtype: str, keys: Sequence[int]) -> None:
         raise ValueError("f is an empty mapping, expected a function for each number of devices")
 
 
-def _takes(f: Callable, option: str) -> bool:
+def takes(f: Callable, option: str) -> bool:
     """Whether f has an argument of this name, or takes any."""
     try:
         parameters = inspect.signature(f).parameters

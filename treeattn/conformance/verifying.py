@@ -1,0 +1,236 @@
+"""Is a step of speculative decoding lossless? Every outcome is counted, none is sampled.
+
+A step drafts some tokens, accepts a few of them, and adds one of its own. It is lossless if the
+tokens that it gives, and what the target would write after them, have the target's distribution.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from .chance import OwnChance, law
+from .invariance import takes
+from .report import Report, Result
+from .steps import Settings
+from .wrong_steps import MORE_SPECIAL, VERIFIER_FINGERPRINTS, possible_faults
+
+Tokens = tuple[int, ...]
+TOLERANCE = 1e-6  # of probabilities: what is computed in float32 passes
+OPTIONS = ("widths", "replacement", "temperature", "top_k", "top_p")
+
+
+class Model:
+    """A made-up model: `kind` of log-probabilities after any tokens, the same ones every time."""
+
+    def __init__(self, seed: int, kind: str, vocabulary: int):
+        self.seed = seed
+        self.kind = kind
+        self.vocabulary = vocabulary
+        self._known: dict[Tokens, np.ndarray] = {}
+
+    def __call__(self, path) -> np.ndarray:
+        """(vocabulary,) float64; −∞ where a token never follows."""
+        path = tuple(int(token) for token in path)
+        if path not in self._known:
+            self._known[path] = self._logits(path)
+        return self._known[path].copy()
+
+    def _logits(self, path: Tokens) -> np.ndarray:
+        random = np.random.default_rng([self.seed, *(token + 1 for token in path)])
+        p = random.dirichlet(np.full(self.vocabulary, 1.5)) + 0.02
+        if self.kind == "without the first":
+            p[0] = 0
+        if self.kind == "without the last":
+            p[-1] = 0
+        if self.kind == "sure":
+            p = np.eye(self.vocabulary)[random.integers(self.vocabulary)]
+        with np.errstate(divide="ignore"):
+            return np.log(p / p.sum())
+
+
+class VerifierCase(NamedTuple):
+    """One question: with these models and options, is the step lossless?"""
+
+    name: str
+    target: Model
+    draft: Model
+    options: dict
+    needs: tuple[str, ...] = ()  # options that the step must have for it
+
+
+def verifier_cases() -> list[VerifierCase]:
+    """The questions, the same ones at every call."""
+    n = 3
+    target = Model(1, "any", n)
+    draft = Model(2, "any", n)
+    wide = (Model(5, "any", 4), Model(6, "any", 4))
+    tree = ("widths",)
+    both = ("widths", "replacement")
+    cases = [
+        VerifierCase("chain", target, draft, {}),
+        VerifierCase("draft is the target", target, target, {}),
+        VerifierCase(
+            "other tokens", Model(3, "without the first", n), Model(4, "without the last", n), {}
+        ),
+        VerifierCase("a sure draft", target, Model(2, "sure", n), {}),
+        VerifierCase("a sure target", Model(1, "sure", n), draft, {}),
+        VerifierCase("siblings", target, draft, {"widths": (2,)}, tree),
+        VerifierCase("all tokens", target, draft, {"widths": (3,)}, tree),
+        VerifierCase("a tree", target, draft, {"widths": (2, 1)}, tree),
+        VerifierCase("a tree, later", target, draft, {"widths": (1, 2)}, tree),
+        VerifierCase(
+            "drawn with replacement", target, draft, {"widths": (2, 1), "replacement": True}, both
+        ),
+        VerifierCase("temperature", target, draft, {"temperature": 0.5}, ("temperature",)),
+        VerifierCase("temperature 0", target, draft, {"temperature": 0.0}, ("temperature",)),
+        VerifierCase("top-k", *wide, {"top_k": 2}, ("top_k",)),
+        VerifierCase("top-p", *wide, {"top_p": 0.7}, ("top_p",)),
+        VerifierCase("top-k, siblings", *wide, {"top_k": 3, "widths": (2,)}, ("widths", "top_k")),
+    ]
+    return cases
+
+
+def check_verifier(step: Callable, *, widths: tuple[int, ...] | None = None) -> Report:
+    """Is this step of speculative decoding lossless? If not, which known fault is it?
+
+    step:   step(target, draft, rng, **options) -> the tokens of one step: those that it drafted and
+            accepted, and one more. target(path) and draft(path) are logits (V,) after a path of
+            tokens, (); V is 3 or 4. rng is to be used like a `numpy.random.Generator`: all chance
+            comes from it, for drafting as well as for accepting (`Source` says what it offers)
+    widths: what it drafts, if it has no such option, to recognize faults: (1, 1) are two tokens in
+            a row. None: chains and small trees are tried
+
+    Options are asked of a step that takes them, and it always gets all that it takes: widths, how
+    many tokens are drafted after each path, depth by depth ((2, 1): two, and one after each);
+    replacement, False: siblings are drawn without; temperature (0: the likeliest), top_k, top_p, in
+    this order, of the target's logits. What raises NotImplementedError is not asked.
+
+    The step is run once for each way that chance can fall, 10 to 2,000 times a case. Probabilities
+    are compared to 1e-6: a step may compute in float32. TypeError where step is no function.
+    """
+    if not callable(step):
+        raise TypeError(f"step: expected a function, got {step!r:.40}")
+    results = []
+    suspects: set[str] | None = None  # the faults that explain all that has failed so far
+    for case in verifier_cases():
+        missing = [name for name in case.needs if not takes(step, name)]
+        if missing:
+            results.append(Result(case.name, "skipped", (), f"it has no option {missing[0]}"))
+            continue
+        result = _ask(step, case, widths, suspects)
+        results.append(result)
+        names = set(result.fingerprints)
+        if result.status == "failed":
+            suspects = names if suspects is None else suspects & names
+    if suspects:
+        suspects -= {MORE_SPECIAL[name] for name in suspects if name in MORE_SPECIAL}
+        results = [_only(result, suspects) for result in results]
+    return Report(tuple(results), VERIFIER_FINGERPRINTS)
+
+
+def _only(result: Result, names: set[str]) -> Result:
+    return result._replace(fingerprints=tuple(x for x in result.fingerprints if x in names))
+
+
+def _ask(step, case: VerifierCase, widths, suspects: set[str] | None) -> Result:
+    """What comes of one case, with the faults that would explain it: the suspects, if they do."""
+    settings = Settings(case.target.vocabulary, **case.options)
+    options = {name: getattr(settings, name) for name in OPTIONS if takes(step, name)}
+
+    def run(rng):
+        return _checked(step(case.target, case.draft, rng, **options), settings.vocabulary)
+
+    def p(path):
+        return settings.of(case.target(path))
+
+    try:
+        found = law(run)
+    except NotImplementedError as error:
+        return Result(case.name, "skipped", (), str(error))
+    except OwnChance as error:
+        return Result(case.name, "failed", ("chance of its own",), str(error))
+    except Exception as error:
+        return Result(case.name, "failed", (), f"{type(error).__name__}: {error}")
+    off, detail = difference(found, p)
+    if off <= TOLERANCE:
+        tokens = sum(len(tokens) * chance for tokens, chance in found.items())
+        return Result(case.name, "passed", (), f"{float(tokens):.3f} tokens a step")
+    shapes = [settings.widths if takes(step, "widths") else widths]
+    if shapes == [None]:
+        depth = max(max(map(len, found)) - 1, 1)
+        deeper = (depth, depth + 1)  # the last drafted token may never have been accepted
+        shapes = [(first, *[1] * (n - 1)) for n in deeper for first in (1, 2)]
+    asked = [settings._replace(widths=shape) for shape in shapes]
+    names = _explaining(case, asked, found, p, suspects) if suspects else set()
+    names = names or _explaining(case, asked, found, p, None)
+    return Result(case.name, "failed", tuple(sorted(names)), detail)
+
+
+def _explaining(case, asked: list[Settings], found: dict, p, suspects) -> set[str]:
+    """The faults, of all or of the suspects, that give what was found."""
+    names: set[str] = set()
+    for settings in asked:
+        if names:
+            break
+        for name, law_of in possible_faults(case.target, case.draft, settings):
+            wanted = name not in names and (suspects is None or name in suspects)
+            if wanted and same(found, law_of(), p):
+                names.add(name)
+    return names
+
+
+def _checked(tokens, vocabulary: int) -> Tokens:
+    found = tuple(int(token) for token in np.asarray(tokens).ravel())
+    if not found or min(found) < 0 or max(found) >= vocabulary:
+        raise ValueError(f"the step gave {list(found)}, expected tokens from 0 to {vocabulary - 1}")
+    return found
+
+
+def prefixes(vocabulary: int, length: int) -> Iterator[Tokens]:
+    """All texts of 1 to `length` tokens."""
+    for n in range(1, length + 1):
+        yield from itertools.product(range(vocabulary), repeat=n)
+
+
+def continued(found: dict, p: Callable, length: int) -> dict:
+    """How likely each text of up to `length` tokens is, if the target writes on after the step.
+
+    found: {tokens: probability} of a step; p(path): (V,) the target's probabilities after it
+    """
+    ended = found
+    begun: dict = {(): 1}
+    for tokens, chance in found.items():
+        for n in range(1, len(tokens) + 1):
+            begun[tokens[:n]] = begun.get(tokens[:n], 0) + chance
+    total: dict = {(): 1}
+    for text in prefixes(len(p(())), length):
+        before = text[:-1]
+        written = total[before] - begun.get(before, 0) + ended.get(before, 0)
+        total[text] = begun.get(text, 0) + written * p(before)[text[-1]]
+    return total
+
+
+def difference(found: dict, p: Callable) -> tuple[float, str]:
+    """(the largest difference of a text's probability, where it shows first)."""
+    total = continued(found, p, max(map(len, found)))
+    largest = 0.0
+    detail = ""
+    exact: dict = {(): 1}
+    for text in list(total)[1:]:
+        exact[text] = exact[text[:-1]] * p(text[:-1])[text[-1]]
+        off = abs(total[text] - exact[text])
+        if off > TOLERANCE and not detail:
+            place = f"token {len(text)}: {text[-1]} after {list(text[:-1])}"
+            detail = f"{place} has {float(total[text]):.4f} instead of {float(exact[text]):.4f}"
+        largest = max(largest, float(off))
+    return largest, detail
+
+
+def same(one: dict, other: dict, p: Callable) -> bool:
+    """Whether two steps give texts of the same distribution."""
+    length = max(map(len, [*one, *other]))
+    a = continued(one, p, length)
+    b = continued(other, p, length)
+    return all(abs(a[text] - b[text]) <= TOLERANCE for text in a)
