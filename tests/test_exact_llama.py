@@ -169,3 +169,16 @@ def test_weights_are_whole_on_every_device():
     mesh = kv_mesh(jax.devices()[:2])
     with pytest.raises(ValueError, match="shard_weights: an exact model"):
         Llama.load(LLAMAS / "llama3", weights="int8", exact=True, mesh=mesh, shard_weights=True)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_devices_exact_sums_are_for_prompts_that_merge_nothing():
+    """Implementation "exact" of a model that is not: refused by name where a ring would merge."""
+    alone = Llama.load(LLAMAS / "llama3", implementation="exact")
+    mesh = kv_mesh(jax.devices()[:2])
+    for prefill_with in (None, "ring"):
+        with pytest.raises(ValueError, match=r"implementation: a ring's .* take exact=True"):
+            alone.on(mesh, prefill_with=prefill_with)
+    wanted, _ = after_prompt(alone)
+    by_heads, _ = after_prompt(alone.on(mesh, prefill_with="ulysses"))
+    np.testing.assert_allclose(by_heads, wanted, atol=1e-4)

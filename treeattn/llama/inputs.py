@@ -53,11 +53,18 @@ def warn_of_capacity(capacity: int, context: int) -> int:
 
 
 def check_exact(model) -> None:
-    """Raise a TypeError unless `model.exact` is a bool, and where it is True, a ValueError unless
-    all else allows for it."""
+    """Raise a TypeError unless `model.exact` is a bool; a ValueError unless all else allows for it
+    where it is True, and where it is not, for an implementation "exact"."""
     if not isinstance(model.exact, bool):
         raise TypeError(f"exact: expected True or False, got {model.exact!r:.40}")
     if not model.exact:
+        by_ring = model.mesh is not None and model.prefill_with in (None, "ring")
+        if by_ring and model.implementation == "exact":
+            raise ValueError(
+                "implementation: a ring's states are rounded before they merge, so 'exact' sums "
+                "there would have other bits on other meshes; take exact=True, whose weights are "
+                'in int8, or prefill_with="chunks" or "ulysses"'
+            )
         return
     if not isinstance(model.weights.embedding, Int8Matrix):
         raise ValueError('exact: expected weights="int8", whose products are exact')
