@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import treeattn
-from treeattn.conformance import check_kernel
+from treeattn.conformance import check_attention
 
 
 def my_kernel(q, k, v, mask):
@@ -57,7 +57,7 @@ def main() -> None:
         shape = q.shape[0], 1, q.shape[1], k.shape[1]
         return decode_jit(q, k, v, np.ones(shape, bool) if mask is None else mask)
 
-    report = check_kernel(asked)
+    report = check_attention(asked)
     print(report)
     print("conforms:", not report.names("failed"))
 

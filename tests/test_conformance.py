@@ -28,13 +28,15 @@ from treeattn import merge as merge_states
 from treeattn.conformance import (
     AXES,
     FINGERPRINTS,
+    STRIPE_FINGERPRINTS,
     TOLERANCES,
+    TOP_K_FINGERPRINTS,
     TREE_FINGERPRINTS,
+    attention_cases,
     bfloat16,
+    check_attention,
     check_invariance,
-    check_kernel,
     check_merge,
-    kernel_cases,
     merge,
     merge_cases,
 )
@@ -76,7 +78,7 @@ def with_sinks(kernel):
 
 def test_expected_answers_are_dense_softmax():
     """Against the oracle of the other tests, which has neither sinks nor positions nor NaN."""
-    for case in kernel_cases("float64"):
+    for case in attention_cases("float64"):
         q, k, v = case.arguments
         if "sinks" in case.options:
             continue
@@ -90,7 +92,7 @@ def test_expected_answers_are_dense_softmax():
 
 
 def test_a_sink_is_a_key_whose_value_is_zero():
-    (case,) = (case for case in kernel_cases("float64") if "sinks" in case.options)
+    (case,) = (case for case in attention_cases("float64") if "sinks" in case.options)
     q, k, v = case.arguments
     s = np.einsum("blhd,bnhd->blhn", q, k) / 4
     s = np.concatenate([s, np.broadcast_to(case.options["sinks"][:, None], (*s.shape[:-1], 1))], -1)
@@ -117,10 +119,10 @@ def test_expected_merges_are_weighted_means():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_vectors_are_the_same_every_time_and_exact_in_their_dtype(dtype):
-    for cases in (merge_cases, kernel_cases):
+    for cases in (merge_cases, attention_cases):
         for one, other in zip(cases(dtype), cases(dtype), strict=True):
             jax.tree.map(np.testing.assert_array_equal, one, other)
-    for x in kernel_cases(dtype)[0].arguments:
+    for x in attention_cases(dtype)[0].arguments:
         assert x.dtype == ("float32" if dtype == "bfloat16" else dtype)
         np.testing.assert_array_equal(np.asarray(jnp.asarray(x, dtype).astype(x.dtype)), x)
 
@@ -167,7 +169,7 @@ def test_asked_from_a_shell(tmp_path, monkeypatch, capsys):
     (tmp_path / "asked_from_a_shell.py").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(str(tmp_path))
     assert main(["merge", "asked_from_a_shell:merge", "--dtype", "float64"]) == 0
-    assert main(["kernel", "asked_from_a_shell:attend"]) == 0
+    assert main(["attention", "asked_from_a_shell:attend"]) == 0
     assert main(["tree", "asked_from_a_shell:tree"]) == 0
     assert "failed" not in capsys.readouterr().out
     assert main(["merge", "asked_from_a_shell:wrong"]) == 1
@@ -218,7 +220,7 @@ def test_our_kernel_passes(dtype):
         q, k, v = (jnp.asarray(x, dtype) for x in (q, k, v))
         return run(q, k, v, mask=mask, kv_lengths=lengths, scale=jnp.asarray(scale, q.dtype))
 
-    assert_passes(check_kernel(with_sinks(ours), dtype=dtype))
+    assert_passes(check_attention(with_sinks(ours), dtype=dtype))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -240,7 +242,7 @@ def test_decoding_from_shards_passes(method):
             return_lse=True,
         )
 
-    assert_passes(check_kernel(with_sinks(ours)))
+    assert_passes(check_attention(with_sinks(ours)))
 
 
 # What fails, and with which fingerprint
@@ -320,7 +322,50 @@ def base_2(parts):
     return out, lse / np.log(2)
 
 
+def not_rescaled(parts):
+    """An online softmax that forgets its old sums when a larger maximum comes."""
+    out, lse = stacked(parts)
+    lse = np.where(np.isposinf(lse), -np.inf, lse)
+    m = np.maximum.accumulate(lse)
+    w = np.where(np.isneginf(lse), 0, np.exp(lse - np.where(np.isneginf(m), 0, m)))
+    n = (w[..., None] * np.where(w[..., None] == 0, 0, out)).sum(0)
+    d = w.sum(0)
+    return n / np.where(d == 0, 1, d)[..., None], m[-1] + np.log(d)
+
+
+def reshaped(parts):
+    """Weights of lse (b, h, l) in memory, which are read as (b, l, h)."""
+    out, lse = stacked(parts)
+    empty, right = np.isinf(lse), merge(parts)
+    w = np.where(empty, 0, np.exp(lse - np.where(np.isinf(right[1]), 0, right[1])))
+    w = w.transpose(0, 1, 3, 2).reshape(w.shape)
+    return (np.where(empty[..., None], 0, out) * w[..., None]).sum(0), right[1]
+
+
+def zero_for_none(parts):
+    """Shards without keys leave their memory as it was: zeros."""
+    left = []
+    for out, lse in parts:
+        empty = np.isinf(lse)
+        left.append((np.where(empty[..., None], 0, out), np.where(empty, 0, lse)))
+    return merge(left)
+
+
+def with_epsilon(parts):
+    """Without a pivot, in float64, and an epsilon against the division by 0."""
+    out, lse = stacked(parts)
+    lse = np.where(np.isposinf(lse), -np.inf, lse)
+    w = np.exp(lse)
+    d = w.sum(0)
+    n = (np.where(np.isneginf(lse)[..., None], 0, out) * w[..., None]).sum(0)
+    return n / (d + 1e-10)[..., None], np.log(d)
+
+
 WRONG_MERGES = [
+    ("stale pivot", not_rescaled),
+    ("no keys as lse 0", zero_for_none),
+    ("epsilon in the sum", with_epsilon),
+    ("axes of lse", reshaped),
     ("log base 2", base_2),
     ("log base 2", lambda parts: (merge(parts)[0], merge(parts)[1] / np.log(2))),
     ("lse +inf for no keys", functools.partial(unguarded, plus=True)),
@@ -404,9 +449,23 @@ def local_bounds(q, k, v, *, query_positions=None, key_positions=None, **options
     parts = []
     for stripe in (slice(r, None, 4) for r in range(4)):
         n = k[:, stripe].shape[1]
-        mask = np.arange(n) <= n - 3 + np.arange(3)[:, None]
+        l = len(query_positions)
+        mask = np.arange(n) <= n - l + np.arange(l)[:, None]
         parts.append(reference(q, k[:, stripe], v[:, stripe], mask=mask[None, None]))
     return merge(parts)
+
+
+def as_stripes_of_one_key(q, k, v, *, query_positions=None, key_positions=None, **options):
+    """Device 1 of 2 bounds its stripes of four keys as if they were of one."""
+    if query_positions is None:
+        return reference(q, k, v, **options)
+    n = k.shape[1]
+    if n == 40 and len(key_positions) == 40 and q.shape[1] == 7:
+        bounds = (query_positions + 1) // 2
+        mask = np.arange(n) < bounds[:, None]
+        return reference(q, k, v, mask=mask[None, None])
+    positions = {"query_positions": query_positions, "key_positions": key_positions}
+    return reference(q, k, v, **positions, **options)
 
 
 def nan_of_no_keys(q, k, v, **options):
@@ -424,7 +483,38 @@ def mean_of_nothing(*qkv, **options):
     return out, np.where(lse < -1e29, -np.inf, lse)
 
 
+def maximum_of_all(q, k, v, *, sinks=None, **options):
+    """One path gives the maximum, of all keys, and another the sum, of the seen ones."""
+    if sinks is not None:
+        return reference(q, k, v, sinks=sinks, **options)
+    out, lse = reference(q, k, v, **options)
+    k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
+    s = np.einsum("blhd,bnhd->blhn", np.float64(q), k) * options.get("scale", 0.25)
+    seen = np.ones(s.shape, bool)
+    if "mask" in options:
+        seen &= options["mask"].swapaxes(1, 2)
+    if "kv_lengths" in options:
+        seen &= np.arange(s.shape[-1]) < options["kv_lengths"][:, None, None, None]
+    if "query_positions" in options:
+        own = options["query_positions"][:, None, None]
+        seen &= options["key_positions"] <= own
+    largest = np.where(seen, s, -np.inf).max(-1)
+    rise = np.where(np.isneginf(largest), 0, np.nanmax(s, -1) - largest)
+    return out, lse + rise
+
+
+def two_by_two(answer):
+    out, lse = answer
+    return out[:, :, [0, 2, 1, 3]], lse[:, :, [0, 2, 1, 3]]
+
+
 WRONG_KERNELS = [
+    ("maximum of other keys", maximum_of_all),
+    ("heads regrouped", as_kernel(two_by_two)),
+    ("heads regrouped", as_kernel(lambda answer: (np.roll(answer[0], 1, 2), answer[1]))),
+    ("no keys as lse 0", lse_as(lambda lse: np.where(np.isneginf(lse), 0, lse))),
+    ("finite lse for no keys", lse_as(lambda lse: np.where(np.isneginf(lse), -49993.98, lse))),
+    ("axes of lse", lse_as(lambda lse: lse.swapaxes(1, 2).reshape(lse.shape))),
     ("log base 2", lse_as(lambda lse: lse / np.log(2))),
     ("lse +inf for no keys", lse_as(lambda lse: np.where(np.isneginf(lse), np.inf, lse))),
     ("finite lse for no keys", as_kernel(finite_for_no_keys)),
@@ -437,6 +527,7 @@ WRONG_KERNELS = [
     ("sinks once a shard", shards_with_sinks),
     ("sinks ignored", as_kernel(sinks=None)),
     ("local positions", local_bounds),
+    ("local positions", as_stripes_of_one_key),
     ("axes of lse", lse_as(lambda lse: lse.swapaxes(1, 2))),
     ("exp overflows", functools.partial(plain_softmax, pivot=False)),
 ]
@@ -445,7 +536,7 @@ WRONG_KERNELS = [
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("name", "wrong"), WRONG_KERNELS)
 def test_a_planted_mistake_of_a_kernel_has_its_own_fingerprint(name, wrong):
-    report = check_kernel(wrong)
+    report = check_attention(wrong)
     assert report.fingerprints == {name}, str(report)
 
 
@@ -469,7 +560,7 @@ def test_what_raises_or_has_another_shape_fails_and_what_is_not_there_is_skipped
         out, lse = reference(q, k, v, **options)
         return out, lse[0]
 
-    report = check_kernel(unfinished)
+    report = check_attention(unfinished)
     assert report.names("skipped") == ["sinks"] and not report.names("passed")
     assert "ValueError: cannot mask" in str(report) and "no sinks" in str(report)
     assert "shapes [(2, 3, 4, 16), (3, 4)], expected [(2, 3, 4, 16), (2, 3, 4)]" in str(report)
@@ -495,7 +586,7 @@ def jax_residual(dtype):
 def test_what_is_found_of_jax_nn_dot_product_attention():
     """Its lse is rounded to the keys' dtype; a row without keys is the mean of V, not 0."""
     found = {
-        dtype: check_kernel(jax_residual(dtype), dtype=dtype)
+        dtype: check_attention(jax_residual(dtype), dtype=dtype)
         for dtype in ("float32", "bfloat16", "float16")
     }
     no_keys = {"mean(V) for no keys", "finite lse for no keys", "stale NaN"}
@@ -530,7 +621,7 @@ def test_what_is_found_of_pytorchs_flex_attention():
         out, lse = flex(q, k, v, score_mod=hide, scale=scale, enable_gqa=True, return_lse=True)
         return out.transpose(1, 2).numpy(), lse.transpose(1, 2).numpy()
 
-    report = check_kernel(kernel)
+    report = check_attention(kernel)
     assert report.names("failed") == ["stale NaN"], str(report)
 
 
@@ -555,6 +646,6 @@ def test_the_pages_lines_for_pytorch_run():
 def test_the_page_names_every_fingerprint_and_every_axis():
     page = PAGE.read_text(encoding="utf-8")
     rows = re.findall(r"(?m)^\| ([^|]*) \|", page)
-    known = [*FINGERPRINTS, *TREE_FINGERPRINTS]
+    known = [*FINGERPRINTS, *TREE_FINGERPRINTS, *STRIPE_FINGERPRINTS, *TOP_K_FINGERPRINTS]
     assert {name for name in known if name not in " ".join(rows)} == set()
     assert [name for name in rows if name in AXES] == list(AXES)

@@ -1,35 +1,47 @@
 """Ask a function of yours from a shell, and end with 1 where it fails.
 
 python -m treeattn.conformance merge my_module:my_merge
-python -m treeattn.conformance kernel my_package.my_module:my_kernel --dtype bfloat16
+python -m treeattn.conformance attention my_package.my_module:my_kernel --dtype bfloat16
 python -m treeattn.conformance invariance my_module:my_kernel
 python -m treeattn.conformance packed_loss my_module:my_loss
 python -m treeattn.conformance tree my_module:build_my_tree
 python -m treeattn.conformance verifier my_module:my_step
+python -m treeattn.conformance local_lengths my_module:my_local_lengths
+python -m treeattn.conformance top_k my_module:my_top_k
+
+Or write the questions and the expected answers into a folder, as npz and as JSON:
+
+python -m treeattn.conformance --export vectors
 """
 
 import argparse
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from .attention import check_attention
+from .candidates import check_top_k
+from .exporting import export
 from .invariance import check_invariance
 from .judging import TOLERANCES
-from .kernels import check_kernel
 from .merging import check_merge
 from .packed_loss import check_packed_loss
+from .stripes import check_local_lengths
 from .trees import check_tree
 from .verifying import check_verifier
 
 CHECKS = {
     "merge": check_merge,
-    "kernel": check_kernel,
+    "attention": check_attention,
     "invariance": check_invariance,
     "packed_loss": check_packed_loss,
     "tree": check_tree,
     "verifier": check_verifier,
+    "local_lengths": check_local_lengths,
+    "top_k": check_top_k,
 }
-OF_NO_DTYPE = ("tree", "verifier")
+OF_NO_DTYPE = ("tree", "verifier", "local_lengths", "top_k")
 
 
 def named(place: str) -> Callable:
@@ -46,10 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("check", choices=CHECKS)
-    parser.add_argument("function", help="module:function")
+    parser.add_argument("check", nargs="?", choices=CHECKS)
+    parser.add_argument("function", nargs="?", help="module:function")
     parser.add_argument("--dtype", choices=TOLERANCES, default="float32")
+    parser.add_argument("--export", type=Path, metavar="FOLDER", help="write all vectors there")
     chosen = parser.parse_args(arguments)
+    if chosen.export:
+        print(*export(chosen.export), sep="\n")
+        return 0
+    if chosen.function is None:
+        parser.error("expected a check and module:function, or --export FOLDER")
     try:
         function = named(chosen.function)
     except (ValueError, ImportError, AttributeError) as error:

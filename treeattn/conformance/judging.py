@@ -23,7 +23,12 @@ FINGERPRINTS = {
     "sinks once a shard": "a sink is one more key: add it on one device, or after the merge",
     "sinks ignored": "a sink adds exp(sink) to the denominator, also when lse is returned",
     "local positions": "bound striped keys by their position in the text: local · p + rank",
-    "axes of lse": "lse is (b, l, h) here, and (b, h, l) in many kernels: transpose",
+    "axes of lse": "lse is (b, l, h) here, and (b, h, l) in many kernels: transpose, not reshape",
+    "stale pivot": "when the maximum rises, rescale what was summed before: times exp(old − new)",
+    "no keys as lse 0": "memory that begins as zeros is the mass of one key: write −∞",
+    "epsilon in the sum": "a constant in the denominator outweighs small sums: select instead",
+    "maximum of other keys": "lse = max + log Σ exp(s − max): the same maximum, of the seen keys",
+    "heads regrouped": "a device has other heads than it merged: regroup before, or send them back",
     "exp overflows": "subtract the maximum before the exponential, across the shards too",
 }
 TOLERANCES = {"float64": 1e-10, "float32": 2e-5, "float16": 3e-3, "bfloat16": 1.6e-2}
@@ -43,7 +48,7 @@ class Case(NamedTuple):
 
 @np.errstate(all="ignore")
 def check(function, cases: list[Case], mistakes, dtype: str, tolerance) -> Report:
-    """Ask the function all cases; mistakes: `wrong_merges` or `wrong_kernels`."""
+    """Ask the function all cases; mistakes: `wrong_merges` or `wrong_attentions`."""
     of_lse = 1e-10 if dtype == "float64" else 2e-5
     tolerances = (tolerance or TOLERANCES[dtype], of_lse)
     results = []

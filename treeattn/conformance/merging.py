@@ -1,5 +1,6 @@
 """Merges of (out, lse): what they should give, the questions, and what known mistakes give."""
 
+import functools
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -79,16 +80,50 @@ def wrong_merges(parts) -> Iterator:
         off, off_lse = merge([(o, rounded(l, dtype)) for o, l in parts])
         for answer in (off_lse, lse, rounded(off_lse, dtype)):
             yield f"lse in {dtype}", (off, answer)
+    yield "stale pivot", _stale_pivot(parts)
+    yield "stale pivot", functools.reduce(lambda a, b: _stale_pivot([a, b]), parts)
+    yield "no keys as lse 0", merge([_zeros_for_no_keys(part) for part in parts])
+    for epsilon in 10.0 ** np.arange(-16, -2):
+        share = 1 / (1 + epsilon * np.exp(-lse))  # of d / (d + ε)
+        with_epsilon = np.log(np.exp(lse) + epsilon)
+        yield "epsilon in the sum", (out * share[..., None], lse)
+        yield "epsilon in the sum", (out * share[..., None], with_epsilon)
+    yield from _other_axes(parts, lse)
+
+
+def _other_axes(parts, lse) -> Iterator:
+    """Weights whose axes of queries and heads change places, or that are read as if they had."""
     finite_lse = np.where(np.isinf(lse), 0, lse)
     weights = [np.exp(part[1] - finite_lse) for part in parts]
     turned = [w.swapaxes(1, 2) for w in weights]
-    for wrong in ([w[..., None] for w in turned], weights, turned):
+    reshaped = [w.swapaxes(1, 2).reshape(w.shape)[..., None] for w in weights]
+    for wrong in ([w[..., None] for w in turned], weights, turned, reshaped):
         try:
             off = sum(part[0] * w for part, w in zip(parts, wrong, strict=True))
         except ValueError:  # these shapes do not even broadcast
             continue
         for answer in (lse, lse.swapaxes(1, 2)):
             yield "axes of lse", (off, answer)
+
+
+def _zeros_for_no_keys(part):
+    """Memory that a shard without keys never wrote: zeros, in both."""
+    out, lse = part
+    empty = np.isinf(lse)
+    return np.where(empty[..., None], 0, out), np.where(empty, 0, lse)
+
+
+def _stale_pivot(parts):
+    """Sums relative to the maximum so far, which are not rescaled when it rises."""
+    m = np.full(parts[0][1].shape, -np.inf)
+    d = 0
+    n = 0
+    for out, lse in parts:
+        m = np.maximum(m, lse)
+        w = np.where(np.isneginf(lse), 0, np.exp(lse - m))
+        d = d + w
+        n = n + w[..., None] * np.where(np.isneginf(lse)[..., None], 0, out)
+    return n / np.where(d == 0, 1, d)[..., None], m + np.log(d)
 
 
 def check_merge(merge: Callable, *, dtype: str = "float32", tolerance=None) -> Report:

@@ -8,6 +8,7 @@ from .judging import Case, check
 from .merging import merge
 from .report import Report
 from .rounding import rounded
+from .stripes import local_lengths
 
 
 def attend(
@@ -28,10 +29,37 @@ def attend(
     sinks (h,): the score of one more key for every query, whose value is 0.
     query_positions (l,), key_positions (n,): queries see the keys up to their own position.
     """
+    v = _for_each_query_head(np.asarray(v, np.float64), q)
+    s = scores(
+        q,
+        k,
+        mask=mask,
+        kv_lengths=kv_lengths,
+        scale=scale,
+        query_positions=query_positions,
+        key_positions=key_positions,
+    )
+    shape = (*s.shape[1:], v.shape[-1])
+    parts = [(np.broadcast_to(v[:, None, i], shape), s[i]) for i in range(len(s))]
+    if sinks is not None:
+        parts.append((np.zeros(shape), np.broadcast_to(sinks, s.shape[1:])))
+    return merge(parts)
+
+
+def scores(
+    q,
+    k,
+    *,
+    mask=None,
+    kv_lengths=None,
+    scale=None,
+    query_positions=None,
+    key_positions=None,
+) -> np.ndarray:
+    """The scores of each key, −∞ where a query does not see it: (n, b, l, h), float64."""
     q = np.asarray(q, np.float64)
     k = _for_each_query_head(np.asarray(k, np.float64), q)
-    v = _for_each_query_head(np.asarray(v, np.float64), q)
-    b, l, h, d = q.shape
+    b, l, _, d = q.shape
     n = k.shape[1]
     seen = np.ones((b, 1, l, n), bool) if mask is None else np.asarray(mask)
     if kv_lengths is not None:
@@ -42,12 +70,7 @@ def attend(
     if scale is None:
         scale = d**-0.5
     s = np.einsum("blhd,bnhd->bhln", q, k) * scale
-    s = np.where(seen, s, -np.inf).transpose(3, 0, 2, 1)  # (n, b, l, h)
-    shape = (b, l, h, v.shape[-1])
-    parts = [(np.broadcast_to(v[:, None, i], shape), s[i]) for i in range(n)]
-    if sinks is not None:
-        parts.append((np.zeros(shape), np.broadcast_to(sinks, (b, l, h))))
-    return merge(parts)
+    return np.where(seen, s, -np.inf).transpose(3, 0, 2, 1)
 
 
 def _for_each_query_head(x: np.ndarray, q: np.ndarray) -> np.ndarray:
@@ -55,7 +78,7 @@ def _for_each_query_head(x: np.ndarray, q: np.ndarray) -> np.ndarray:
     return np.repeat(x, q.shape[2] // x.shape[2], axis=2)
 
 
-def kernel_cases(dtype: str = "float32") -> list[Case]:
+def attention_cases(dtype: str = "float32") -> list[Case]:
     """The questions to a kernel: attention with d = 16, over 40 keys."""
     rng = np.random.default_rng(1)
 
@@ -71,6 +94,9 @@ def kernel_cases(dtype: str = "float32") -> list[Case]:
     mask = rng.random((2, 1, 3, 40)) < 0.5
     mask[1, 0, 2] = False
     causal = {"query_positions": np.arange(37, 40), "key_positions": np.arange(40)}
+    stripe = {"key_positions": np.arange(1, 40, 4)}
+    at = np.arange(80)
+    stripes = {"query_positions": np.arange(73, 80), "key_positions": at[at // 4 % 2 == 1]}
     cases = {
         "plain": (qkv(), {}, None),
         "grouped heads": (qkv(h_kv=2), {"scale": 0.5}, None),
@@ -80,7 +106,8 @@ def kernel_cases(dtype: str = "float32") -> list[Case]:
         "a masked query": (qkv(), {"mask": mask}, "NaN for no keys"),
         "stale NaN": (stale, {"kv_lengths": np.array([40, 7])}, "stale NaN"),
         "causal step": (qkv(), causal, None),
-        "one stripe of four": (qkv(n=10), causal | {"key_positions": np.arange(1, 40, 4)}, None),
+        "one stripe of four": (qkv(n=10), causal | stripe, None),
+        "stripes of four keys": (qkv(l=7), stripes, None),
         "sinks": (qkv(), {"sinks": np.array([0.0, 2.0, 4.0, 5.0])}, None),
     }
     found = []
@@ -91,11 +118,22 @@ def kernel_cases(dtype: str = "float32") -> list[Case]:
     return found
 
 
-def wrong_kernels(q, k, v, *, sinks=None, **options) -> Iterator:
+def wrong_attentions(q, k, v, *, sinks=None, **options) -> Iterator:
     """As `wrong_merges`, for attention over these keys."""
     out, lse = attend(q, k, v, sinks=sinks, **options)
     yield "log base 2", (out, lse / np.log(2))
     yield "axes of lse", (out, lse.swapaxes(1, 2))
+    yield "axes of lse", (out, lse.swapaxes(1, 2).reshape(lse.shape))
+    yield "no keys as lse 0", (out, np.where(np.isneginf(lse), 0, lse))
+    for regrouped in _regrouped(q.shape[2]):
+        yield "heads regrouped", (out[:, :, regrouped], lse)
+        yield "heads regrouped", (out[:, :, regrouped], lse[:, :, regrouped])
+    if sinks is None:
+        rise = _rise_of_maximum(q, k, **options)
+        smaller = out * np.exp(-rise)[..., None]
+        yield "maximum of other keys", (out, lse + rise)
+        yield "maximum of other keys", (smaller, lse)
+        yield "maximum of other keys", (smaller, lse + rise)
     if sinks is not None:
         without = attend(q, k, v, **options)
         yield "sinks ignored", without
@@ -104,19 +142,43 @@ def wrong_kernels(q, k, v, *, sinks=None, **options) -> Iterator:
             p_sinks = (0 * out, lse * 0 + sinks + np.log(p))
             yield "sinks once a shard", merge([without, p_sinks])
     if "query_positions" in options:
-        position = options["query_positions"][:, None]
-        l = q.shape[1]
-        n = k.shape[1]
-        i = np.arange(l)[:, None]
-        key = np.arange(n)
-        seen = [key <= i]  # as if the first query stood at the first key
-        for p in range(1, 17):  # keys dealt in stripes: number key // p of `kept` on a device
-            kept = (n - key % p + p - 1) // p
-            seen += [key // p <= kept - l + i, key // p <= position]
-        for mask in seen:
+        for mask in _bounded_by_local_positions(k.shape[1], options["query_positions"]):
             yield "local positions", attend(q, k, v, mask=mask[None, None])
 
 
-def check_kernel(kernel: Callable, *, dtype: str = "float32", tolerance=None) -> Report:
-    """Ask `kernel` all `kernel_cases`, whose options are those of `attend`; as `check_merge`."""
-    return check(kernel, kernel_cases(dtype), wrong_kernels, dtype, tolerance)
+def _bounded_by_local_positions(n: int, positions: np.ndarray) -> Iterator[np.ndarray]:
+    """Which of a device's n keys the queries see (l, n) where their positions are misread."""
+    l = len(positions)
+    position = positions[:, None]
+    i = np.arange(l)[:, None]
+    key = np.arange(n)
+    yield key <= i  # as if the first query stood at the first key
+    for p in range(1, 17):  # keys dealt in stripes: number key // p of `kept` on a device
+        kept = (n - key % p + p - 1) // p
+        yield key // p <= kept - l + i
+        yield key // p <= position
+    for devices in range(2, 9):  # stripes of several keys, bounded as if they were of one
+        for rank in range(devices):
+            yield key < local_lengths(position + 1, devices, rank, 1)
+
+
+def _regrouped(h: int) -> Iterator[np.ndarray]:
+    """Orders in which the heads stand after they were dealt one way and gathered another."""
+    heads = np.arange(h)
+    for groups in range(2, h):
+        if h % groups == 0:
+            yield heads.reshape(groups, -1).T.ravel()
+    for by in range(1, h):
+        yield np.roll(heads, by)
+
+
+def _rise_of_maximum(q, k, **options) -> np.ndarray:
+    """How far the largest score of all keys lies above that of the seen ones: (b, l, h)."""
+    seen = scores(q, k, **options).max(0)
+    largest = scores(q, k, scale=options.get("scale")).max(0)
+    return np.where(np.isneginf(seen), 0, largest - seen)
+
+
+def check_attention(kernel: Callable, *, dtype: str = "float32", tolerance=None) -> Report:
+    """Ask `kernel` all `attention_cases`, whose options are those of `attend`; as `check_merge`."""
+    return check(kernel, attention_cases(dtype), wrong_attentions, dtype, tolerance)
