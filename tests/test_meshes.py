@@ -102,9 +102,11 @@ def along(mesh, axes):
     return math.prod(mesh.shape[name] for name in axes)
 
 
-def among_several(program, p):
-    """The collectives, without those of a device with itself, of p along the keys' axes."""
-    found = collectives(program)
+def among_several(program, mesh, keys):
+    """The collectives, without those of a device with itself: they cross the keys' axes alone."""
+    found = collectives(program, mesh)
+    p = along(mesh, keys)
+    assert {name for c in found for name in c.axes} <= set(keys)
     assert p > 1 or not any("permute" in c.kind for c in found)
     return [c for c in found if c.devices > 1 or "permute" in c.kind]
 
@@ -154,7 +156,7 @@ def test_decoding_on_any_mesh(where, name, kind, seed):
     out, lse = program(q, k, v, **options)
     np.testing.assert_allclose(out, dense_attention(q, k, v, **options), atol=1e-12)
     np.testing.assert_allclose(lse, dense_weights(q, k, **options)[1], atol=1e-12)
-    found = among_several(program, p)
+    found = among_several(program, mesh, keys)
     sizes = [mesh.shape[name] for name in keys]
     own = {"b": b, "l": l, "h": 2 * h_kv, "d": d, "item": 8, "shard": shard}
     if name == "hierarchical":
@@ -178,7 +180,7 @@ def test_prefill_on_any_mesh(where, name, causal, seed):
         jax.jit(functools.partial(CAUSAL[name], causal=causal, **options)).lower(q, k, v).compile()
     )
     np.testing.assert_allclose(program(q, k, v), dense_attention(q, k, v, mask=mask), atol=1e-12)
-    found = among_several(program, p)
+    found = among_several(program, mesh, keys)
     if p == 1:
         expected = 0, 0
     elif name == "ulysses":

@@ -183,13 +183,17 @@ def test_groups_of_a_mesh_with_two_axes(axes, devices):
 
 
 def test_groups_as_newer_and_older_programs_write_them():
-    for groups, devices in (
-        ("{}", 0),
-        ("{{0,1},{2,3},{4,5}}", 2),
-        ("[2,3]<=[6]", 3),
-        ("[2,3]<=[3,2]T(1,0)", 3),
-        ("mesh['node'=2,'device'=3] {'device'}", 3),
-        ("mesh['node'=2,'device'=3], device_ids=([3,2]T(1,0)) {'device','node'}", 6),
+    """In a mesh of 3 nodes of 2 devices, 0 1, 2 3 and 4 5."""
+    mesh = AbstractMesh((3, 2), ("node", "device"))
+    for groups, devices, axes in (
+        ("{}", 0, ("node", "device")),
+        ("{{0,1},{2,3},{4,5}}", 2, ("device",)),
+        ("{{0},{1},{2},{3},{4},{5}}", 1, ()),
+        ("[2,3]<=[6]", 3, ("node", "device")),
+        ("[2,3]<=[3,2]T(1,0)", 3, ("node",)),
+        ("mesh['node'=3,'device'=2] {'device'}", 2, ("device",)),
+        ("mesh['a'=2,'b'=3], device_ids=([3,2]T(1,0)) {'b'}", 3, ("node",)),
+        ("mesh['a'=2,'b'=3], device_ids=([3,2]T(1,0)) {'b','a'}", 6, ("node", "device")),
     ):
         text = f"""HloModule m
 ENTRY main {{
@@ -197,7 +201,12 @@ ENTRY main {{
   ROOT s = f32[2] all-reduce(x), channel_id=1, replica_groups={groups}, to_apply=none
 }}
 """
-        assert collectives(text)[0].devices == devices, groups
+        (found,) = collectives(text, mesh)
+        assert (found.devices, found.axes) == (devices, axes), groups
+        assert collectives(text)[0].axes is None
+    few = AbstractMesh((2,), ("kv",))
+    with pytest.raises(ValueError, match="mesh: the program has a device 5, got 2 devices"):
+        collectives(text, few)
 
 
 def test_lowered_for_cuda_over_devices_that_are_not_there():

@@ -18,7 +18,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
+from treeattn.cost.groups import axes_crossed, group_size
 from treeattn.cost.report import columns
 
 COLLECTIVE_KINDS = (
@@ -43,6 +45,7 @@ class Collective(NamedTuple):
                    the order in which XLA joins them means nothing
     devices:       how many take part in a group; for a collective-permute, pairs that send;
                    0 when the program does not say, which means all
+    axes:          the axes of the mesh that `collectives` was given which it crosses; else None
     """
 
     kind: str
@@ -51,6 +54,7 @@ class Collective(NamedTuple):
     result_bytes: int
     shapes: tuple[str, ...]
     devices: int
+    axes: tuple[str, ...] | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -93,19 +97,23 @@ class Memory(NamedTuple):
         return self.argument_bytes + self.temporary_bytes
 
 
-def collectives(program: jax.stages.Lowered | jax.stages.Compiled | str) -> list[Collective]:
+def collectives(
+    program: jax.stages.Lowered | jax.stages.Compiled | str,
+    mesh: Mesh | AbstractMesh | None = None,
+) -> list[Collective]:
     """The collectives of a program, in the order of its text.
 
     program: what `jax.jit(f).lower(...)` returns, for the collectives that were written; what
              its `.compile()` returns, for those that run, after XLA has joined, moved or
              removed some; or HLO text.
+    mesh:    the mesh that it is for, where the axes that each crosses are wanted
 
     Of a conditional's branches, the one that puts in most counts. Raises TypeError for anything
-    else, and ValueError for a collective in a loop without a trip count: XLA notes it when it
-    compiles, where the program fixes it.
+    else, and ValueError for a mesh of other devices, and for a collective in a loop without a trip
+    count: XLA notes it when it compiles, where the program fixes it.
     """
     computations, entry = _parse(_text(program))
-    return _walk(entry, computations)
+    return _walk(entry, computations, mesh)
 
 
 def memory(compiled: jax.stages.Compiled) -> Memory:
@@ -137,16 +145,18 @@ def sent_bytes(found: Iterable[Collective], kind: str | None = None) -> int:
 
 def collectives_table(found: Iterable[Collective]) -> str:
     """The collectives as lines of text: what runs, how often, what each device puts into all
-    runs, and what it must send at least."""
+    runs, and what it must send at least; and, where that is known, between whom."""
     found = list(found)
     if not found:
         return "no collectives"
-    rows = [("collective", "runs", "bytes put in", "sent", "operands")]
+    over = any(c.axes is not None for c in found)
+    rows = [("collective", "runs", "bytes put in", "sent", *["over"] * over, "operands")]
     for c in found:
         numbers = f"{c.count:,}", f"{c.total_bytes:,}", f"{c.sent_bytes:,}"
-        rows.append((c.kind, *numbers, " ".join(c.shapes)))
+        axes = [", ".join(c.axes or ())] * over
+        rows.append((c.kind, *numbers, *axes, " ".join(c.shapes)))
     numbers = f"{count_collectives(found):,}", f"{total_bytes(found):,}", f"{sent_bytes(found):,}"
-    return columns([*rows, ("all", *numbers, "")])
+    return columns([*rows, ("all", *numbers, *[""] * over, "")])
 
 
 def _text(program: jax.stages.Lowered | jax.stages.Compiled | str) -> str:
@@ -204,7 +214,7 @@ def _parse(text: str) -> tuple[dict[str, _Computation], str]:
     return computations, entry
 
 
-def _walk(name: str, computations: dict[str, _Computation]) -> list[Collective]:
+def _walk(name: str, computations: dict[str, _Computation], mesh) -> list[Collective]:
     """The collectives of one run of the computation `name`, with those that it calls."""
     inside = computations[name]
     found = []
@@ -213,20 +223,20 @@ def _walk(name: str, computations: dict[str, _Computation]) -> list[Collective]:
         if instruction.opcode.endswith(("-update", "-done")):
             continue  # counted where it starts
         if kind in COLLECTIVE_KINDS:
-            found.append(_collective(kind, instruction, inside))
+            found.append(_collective(kind, instruction, inside, mesh))
         elif instruction.opcode == "while":
             parts = instruction.called("condition", "body")
-            looped = [c for part in parts for c in _walk(part, computations)]
+            looped = [c for part in parts for c in _walk(part, computations, mesh)]
             if looped:  # a loop that sends nothing may run as often as it likes
                 trips = _trip_count(instruction)
                 found += [c._replace(count=c.count * trips) for c in looped]
         elif instruction.opcode == "conditional":
             names = ("branch_computations", "true_computation", "false_computation")
-            branches = [_walk(branch, computations) for branch in instruction.called(*names)]
+            branches = [_walk(branch, computations, mesh) for branch in instruction.called(*names)]
             found += max(branches, key=total_bytes)
         else:
             for callee in instruction.called("calls", "to_apply", "called_computations"):
-                found += _walk(callee, computations)
+                found += _walk(callee, computations, mesh)
     return found
 
 
@@ -241,7 +251,7 @@ def _trip_count(loop: _Instruction) -> int:
     return int(known[1])
 
 
-def _collective(kind: str, instruction: _Instruction, inside: _Computation) -> Collective:
+def _collective(kind: str, instruction: _Instruction, inside: _Computation, mesh) -> Collective:
     """The instruction, one of the computation `inside`, which has its operands' shapes."""
     names = re.findall(r"[\w.\-]+", instruction.rest.partition(")")[0])
     operands = [shape for name in names for shape in _shapes(inside[name].type)]
@@ -255,7 +265,8 @@ def _collective(kind: str, instruction: _Instruction, inside: _Computation) -> C
         operand_bytes=sum(map(_shape_bytes, operands)),
         result_bytes=sum(map(_shape_bytes, results)),
         shapes=tuple(sorted(operands, key=_shape_bytes, reverse=True)),
-        devices=_devices(instruction.rest),
+        devices=group_size(instruction.rest),
+        axes=None if mesh is None else axes_crossed(instruction.rest, mesh),
     )
 
 
@@ -269,21 +280,3 @@ def _shape_bytes(shape: str) -> int:
     dtype, dims = shape[:-1].split("[")
     bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
     return math.ceil(math.prod(int(n) for n in dims.split(",") if n) * bits / 8)
-
-
-def _devices(attributes: str) -> int:
-    """The size of a group, which is written in one of four ways.
-
-    Pairs {{0,1},{1,0}}; groups {{0,1},{2,3}}; [2,2]<=[4], whose last number it is; or the axes of
-    a mesh, as in mesh['node'=2,'device'=4] {'device'}.
-    """
-    if pairs := re.search(r"source_target_pairs=\{([\d,{}]*)\}", attributes):
-        return pairs[1].count("{")
-    if short := re.search(r"replica_groups=\[\d+,(\d+)\]<=", attributes):
-        return int(short[1])
-    if axes := re.search(r"replica_groups=mesh\[(.*?)\][^{]*\{(.*?)\}", attributes):
-        sizes = dict(re.findall(r"'(.*?)'=(\d+)", axes[1]))
-        return math.prod(int(sizes[name]) for name in re.findall(r"'(.*?)'", axes[2]))
-    if long := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
-        return len(long[1].split(","))
-    return 0
