@@ -133,7 +133,7 @@ def test_the_kernel_is_in_the_program_for_a_gpu(model):
     cache, static = model.new_cache(2, 64), model._static(cached=True)
 
     def step(weights, tokens, cache):
-        how = {"static": static, "see_cache": True, "out": None}
+        how = {"static": static, "see_cache": True}
         return layers.run_layers(weights, tokens, cache, None, None, None, **how)
 
     text = lowered(step, model.weights, TEXT[:, :1], cache, context=on_cuda()[1])

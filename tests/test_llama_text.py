@@ -18,6 +18,7 @@ import tokenizers
 
 from treeattn import Llama
 from treeattn.__main__ import arguments
+from treeattn.llama.placement import Placement
 from treeattn.llama.reading.gguf_tokenizer import from_gguf
 from treeattn.llama.reading.tokenizer import Tokenizer, from_directory
 from treeattn.llama.sampling import nucleus, sample
@@ -156,11 +157,12 @@ def word_tokenizer(**options) -> Tokenizer:
 
 
 class Parrot:
-    """Says the tokens it was given, as a model does: `stream` calls nothing else."""
+    """Says the tokens it was given, as a model does: `stream` asks for nothing else."""
 
     def __init__(self, tokenizer, ids):
         self.tokenizer, self.ids = tokenizer, ids
         self.config = types.SimpleNamespace(vocabulary=256)
+        self.place = Placement()
 
     def new_cache(self, batch, capacity):
         return 0
@@ -319,12 +321,12 @@ def command(*arguments):
 
 
 def test_the_command_line_answers():
-    done = command(
-        "What is the capital of France?", "--devices", "2", "--attention", "tree", "--tokens", "9"
-    )
+    """From two devices for each key head."""
+    devices = "--devices", "6", "--heads", "3", "--shard-weights"
+    done = command("What is the capital of France?", *devices, "--tokens", "9")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "The capital of France is Paris."
-    assert "2 devices; prompt: 37 tokens" in done.stderr and "tokens/s" in done.stderr
+    assert "6 devices; prompt: 37 tokens" in done.stderr and "tokens/s" in done.stderr
 
 
 def test_the_command_line_drafts():

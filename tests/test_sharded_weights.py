@@ -9,7 +9,7 @@ import pytest
 
 from treeattn import Llama, ancestor_mask, depths, kv_mesh
 from treeattn.cost.program import collectives, memory, total_bytes
-from treeattn.llama.dealt import SHARDED_AXIS
+from treeattn.llama.dealing import SHARDED_AXIS
 from treeattn.llama.layers import extend_layer
 
 pytestmark = pytest.mark.slow

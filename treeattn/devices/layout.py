@@ -34,7 +34,9 @@ class Layout(NamedTuple):
 
     def spec(self, length: Axes = ()) -> P:
         """Of an array (batch, length, heads, …), whose length lies along the given axes."""
-        return P(self.batch or None, length or None, self.heads or None)
+        if not self.heads:  # as XLA says it: one more None would be another program
+            return P(self.batch or None, length or None)
+        return P(self.batch or None, length or None, self.heads)
 
     def rows(self) -> P:
         """Of an array (batch,)."""

@@ -8,11 +8,11 @@ a function of arrays that are sharded along the text.
 from collections.abc import Callable
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
 from treeattn.devices.heads import gather_heads
+from treeattn.devices.layout import Layout
 from treeattn.devices.merge import SCATTERED
 from treeattn.devices.on_device import ON_DEVICE
 from treeattn.devices.prefill import ring_attention, ulysses_attention
@@ -22,7 +22,7 @@ from treeattn.idea.state import AttentionState
 from treeattn.kernel.attend import attend_inputs
 from treeattn.kernel.choice import platform_of, resolve
 from treeattn.kernel.inputs import Inputs
-from treeattn.llama.cache import axes_of, shard_lengths, shards_of
+from treeattn.llama.cache import shard_lengths, shards_of
 
 # What each device does with the queries and its shard: q, k, v, and the (batch,) number of keys
 # that are in use, to the state of the queries after *all* devices' keys. Called inside shard_map
@@ -42,12 +42,12 @@ def check_cache_attention(attention: str | ShardAttention) -> None:
         raise ValueError(f"attention: expected one of {names}, got {attention!r}")
 
 
-def prompt_attention(prefill_with: str | Callable | None, mesh: Mesh | None) -> Callable | None:
+def prompt_attention(prefill_with: str | Callable | None, layout: Layout | None) -> Callable | None:
     """The attention of that name for a whole prompt; None: the prompt goes in chunks."""
     names = ("chunks", *PROMPT_ATTENTIONS)
     if not callable(prefill_with) and prefill_with not in (None, *names):
         raise ValueError(f"prefill_with: expected one of {names}, got {prefill_with!r}")
-    if mesh is None or prefill_with == "chunks":
+    if layout is None or not layout.axes or prefill_with == "chunks":
         return None
     return prefill_with if callable(prefill_with) else PROMPT_ATTENTIONS[prefill_with or "ring"]
 
@@ -57,24 +57,26 @@ def attend_cache(
     k: Float[Array, "b n h_kv d"],
     v: Float[Array, "b n h_kv d"],
     lengths: Int[Array, " b"],
-    mesh: Mesh | None,
+    layout: Layout | None,
     attention: str | ShardAttention,
     implementation: str | None,
 ) -> AttentionState:
     """The state of q, present on every device, after one layer's cached keys.
 
     k, v:    the cache's, dealt over the mesh in stripes
+    layout:  of which only the text's axes are of more than one device
     lengths: how many tokens of each text they hold
     """
     inputs = cache_inputs(q, k, v, lengths, implementation)
-    axes = axes_of(mesh)
-    along = P(None, axes)
+    if layout is None:
+        return attend_shard(inputs, 0, None, attention)
+    along = layout.spec(layout.axes)
     specs = inputs.replace(q=P(), k=along, v=along, lengths=P())
 
     def body(rank, inputs):
-        return attend_shard(inputs, rank, mesh, attention)
+        return attend_shard(inputs, rank, layout, attention)
 
-    return over_shards(body, mesh, axes, (specs,))(inputs)
+    return over_shards(body, layout.mesh, layout.axes, (specs,))(inputs)
 
 
 def cache_inputs(q, k, v, lengths, implementation: str | None) -> Inputs:
@@ -90,7 +92,7 @@ def cache_inputs(q, k, v, lengths, implementation: str | None) -> Inputs:
 def attend_shard(
     inputs: Inputs,
     rank,
-    mesh: Mesh | None,
+    layout: Layout | None,
     attention: str | ShardAttention,
     *,
     scatter: bool = False,
@@ -102,13 +104,13 @@ def attend_shard(
     scatter: whether "reduce_scatter" and "all_to_all" leave each device the state of its ⌈h/p⌉
              heads; otherwise every device gets that of all h
     """
-    axes = axes_of(mesh)
-    own = shard_lengths(inputs.lengths, rank, shards_of(mesh))
+    axes = () if layout is None else layout.axes
+    own = shard_lengths(inputs.lengths, rank, shards_of(layout))
     # A traced step cannot refuse to count more tokens than there is room for.
     inputs = inputs.replace(lengths=jnp.minimum(own, inputs.k.shape[1]))
     if callable(attention):
         return attention(inputs.q, inputs.k, inputs.v, inputs.lengths, axes)
-    if mesh is None:
+    if not axes:
         return attend_inputs(inputs)
     state = CACHE_ATTENTIONS[attention](inputs, axes)
     if attention in SCATTERED and not scatter:

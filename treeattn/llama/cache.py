@@ -21,13 +21,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
+from treeattn.devices.layout import Layout, count_devices
 from treeattn.devices.shards import over_shards
 from treeattn.idea.arrays import Array, integer
 
 
 class Cache(NamedTuple):
     """One pair of arrays a layer, each (batch, capacity, kv_heads, head_dim), sharded along
-    capacity; and how many tokens of each text they hold.
+    capacity, and along batch and kv_heads where the mesh has axes for these; and how many tokens of
+    each text they hold.
 
     Shard r of p, rows r·capacity/p and on, holds tokens r, r + p, r + 2p, … (`token_rows`).
     """
@@ -51,14 +53,21 @@ class Cache(NamedTuple):
 NewEntries = tuple[tuple[Array, Array], ...]
 
 
-def axes_of(mesh: Mesh | None) -> tuple[str, ...]:
-    """The axes that a cache is sharded over: all of the mesh's."""
-    return () if mesh is None else mesh.axis_names
+def shards_of(layout: Layout | None) -> int:
+    """The number of shards that a text is dealt over."""
+    return 1 if layout is None else count_devices(layout.mesh, layout.axes)
 
 
-def shards_of(mesh: Mesh | None) -> int:
-    """The number of shards."""
-    return 1 if mesh is None else mesh.size
+def _on_devices(body, layout: Layout | None, *kinds: str):
+    """`body` under `shard_map`, from arguments of these kinds to what lies as a cache does.
+
+    "cache"; "entries", which are whole on every device that has keys of their texts; "rows" (b,).
+    """
+    if layout is None:
+        return over_shards(body, None, (), ())
+    specs = {"cache": layout.spec(layout.axes), "entries": layout.spec(), "rows": layout.rows()}
+    given = tuple(specs[kind] for kind in kinds)
+    return over_shards(body, layout.mesh, layout.axes, given, specs["cache"])
 
 
 def shard_lengths(lengths: Int[Array, " b"], rank, p: int) -> Int[Array, " b"]:
@@ -72,18 +81,26 @@ def token_rows(tokens, capacity: int, p: int):
 
 
 def new_cache(
-    layers: int, batch: int, capacity: int, kv_heads: int, head_dim: int, dtype, mesh: Mesh | None
+    layers: int,
+    batch: int,
+    capacity: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype,
+    layout: Layout | None,
 ) -> Cache:
-    """An empty cache for `capacity` tokens a text, rounded up to a multiple of the devices."""
+    """An empty cache for `capacity` tokens a text, rounded up to a multiple of the shards."""
     batch = integer("batch", batch, 1)
     capacity = integer("capacity", capacity, 1)
-    p = shards_of(mesh)
+    p = shards_of(layout)
     shape = (batch, p * -(-capacity // p), kv_heads, head_dim)
-    return _empty(layers, shape, jnp.dtype(dtype), mesh)()
+    return _empty(layers, shape, jnp.dtype(dtype), layout)()
 
 
 @functools.cache  # so that another cache of the same kind compiles nothing
-def _empty(layers: int, shape: tuple[int, ...], dtype, mesh: Mesh | None) -> Callable[[], Cache]:
+def _empty(
+    layers: int, shape: tuple[int, ...], dtype, layout: Layout | None
+) -> Callable[[], Cache]:
     """A compiled function that makes an empty cache, every shard on its device."""
 
     def build():
@@ -92,14 +109,14 @@ def _empty(layers: int, shape: tuple[int, ...], dtype, mesh: Mesh | None) -> Cal
         return Cache(k, v, jnp.zeros(shape[0], jnp.int32))
 
     shardings = None
-    if mesh is not None:
-        along = (NamedSharding(mesh, P(None, axes_of(mesh))),) * layers
-        shardings = Cache(along, along, NamedSharding(mesh, P()))
+    if layout is not None:
+        along = (NamedSharding(layout.mesh, layout.spec(layout.axes)),) * layers
+        shardings = Cache(along, along, NamedSharding(layout.mesh, P()))
     return jax.jit(build, out_shardings=shardings)
 
 
-@functools.partial(jax.jit, static_argnames="mesh", donate_argnames="cached")
-def append(cached, new, lengths: Int[Array, " b"], counts: Int[Array, " b"], mesh, select=None):
+@functools.partial(jax.jit, static_argnames="layout", donate_argnames="cached")
+def append(cached, new, lengths: Int[Array, " b"], counts: Int[Array, " b"], layout, select=None):
     """A layer's part of a cache, with new tokens after those of each text.
 
     cached, new: keys and values, (b, capacity, h_kv, d) and (b, l, h_kv, d)
@@ -109,11 +126,12 @@ def append(cached, new, lengths: Int[Array, " b"], counts: Int[Array, " b"], mes
 
     With lengths [7], counts [2] and select [[0, 2, 2]], new tokens 0 and 2 become tokens 7 and 8.
     """
-    if select is not None:
-        new = jax.tree.map(lambda x: jnp.take_along_axis(x, select[..., None, None], axis=1), new)
-    p = shards_of(mesh)
+    p = shards_of(layout)
 
-    def body(rank, cached, new, lengths, counts):
+    def body(rank, cached, new, lengths, counts, select):
+        if select is not None:
+            at = select[..., None, None]
+            new = jax.tree.map(lambda x: jnp.take_along_axis(x, at, axis=1), new)
         m = jax.tree.leaves(new)[0].shape[1]
         past_the_end = jax.tree.leaves(cached)[0].shape[1]
         tokens = lengths[:, None] + jnp.arange(m)
@@ -123,10 +141,8 @@ def append(cached, new, lengths: Int[Array, " b"], counts: Int[Array, " b"], mes
         texts = jnp.arange(len(lengths))[:, None]
         return jax.tree.map(lambda x, y: x.at[texts, rows].set(y, mode="drop"), cached, new)
 
-    axes = axes_of(mesh)
-    along_text = P(None, axes)
-    specs = (along_text, P(), P(), P())
-    return over_shards(body, mesh, axes, specs, along_text)(cached, new, lengths, counts)
+    kinds = "cache", "entries", "rows", "rows", "rows"
+    return _on_devices(body, layout, *kinds)(cached, new, lengths, counts, select)
 
 
 advance = jax.jit(jnp.add)  # lengths by counts: dispatched at once, as the layers' programs are
@@ -142,7 +158,7 @@ def wait_on_cpus(arrays, mesh: Mesh | None) -> None:
         jax.block_until_ready(arrays)
 
 
-def fill(cached, new, mesh: Mesh):
+def fill(cached, new, layout: Layout):
     """A layer's part of an empty cache, with the tokens of whole prompts.
 
     cached, new: keys and values, (b, capacity, h_kv, d) and (b, n, h_kv, d), both sharded along
@@ -150,39 +166,36 @@ def fill(cached, new, mesh: Mesh):
     8 tokens, two devices have 0 1 2 3 and 4 5 6 7, and then 0 2 4 6 and 1 3 5 7. Else, for prompts
     of fewer than p² tokens, each device gets all of them and keeps its own.
     """
-    p = shards_of(mesh)
-    axes = axes_of(mesh)
+    p = shards_of(layout)
     b, n = new[0].shape[:2]
     if n % (p * p):
-        return append(cached, new, jnp.zeros(b, jnp.int32), jnp.full(b, n, jnp.int32), mesh)
+        return append(cached, new, jnp.zeros(b, jnp.int32), jnp.full(b, n, jnp.int32), layout)
 
     def body(_, cached, new):
         def deal(x, y):
             # This device's n/p neighbours as n/p² rounds of p cards, one for each device.
             y = y.reshape(len(y), -1, p, *y.shape[2:])
-            y = jax.lax.all_to_all(y, axes, split_axis=2, concat_axis=1, tiled=True)[:, :, 0]
+            y = jax.lax.all_to_all(y, layout.axes, split_axis=2, concat_axis=1, tiled=True)[:, :, 0]
             y = y[:, : x.shape[1]]  # what does not fit is padding
             return jax.lax.dynamic_update_slice_in_dim(x, y, 0, axis=1)
 
         return jax.tree.map(deal, cached, new)
 
-    along_text = P(None, axes)
-    specs = (along_text, along_text)
-    return over_shards(body, mesh, axes, specs, along_text)(cached, new)
+    return _on_devices(body, layout, "cache", "cache")(cached, new)
 
 
-def grow(cache: Cache, capacity: int, mesh: Mesh | None) -> Cache:
+def grow(cache: Cache, capacity: int, layout: Layout | None) -> Cache:
     """The same texts in a cache of at least `capacity` tokens. No token changes its device."""
-    p = shards_of(mesh)
+    p = shards_of(layout)
     capacity = integer("capacity", capacity, 1)
     added = -(-capacity // p) - cache.capacity // p
     if added < 0:
         raise ValueError(f"capacity: expected at least the {cache.capacity} of now, got {capacity}")
-    return Cache(*_with_more_rows((cache.k, cache.v), added, mesh), cache.lengths)
+    return Cache(*_with_more_rows((cache.k, cache.v), added, layout), cache.lengths)
 
 
-@functools.partial(jax.jit, static_argnames=("added", "mesh"))
-def _with_more_rows(arrays, added: int, mesh: Mesh | None):
+@functools.partial(jax.jit, static_argnames=("added", "layout"))
+def _with_more_rows(arrays, added: int, layout: Layout | None):
     """Arrays of a cache, with `added` rows at the end of each shard."""
 
     widths = (0, 0), (0, added), (0, 0), (0, 0)
@@ -190,8 +203,7 @@ def _with_more_rows(arrays, added: int, mesh: Mesh | None):
     def body(_, arrays):
         return jax.tree.map(lambda x: jnp.pad(x, widths), arrays)
 
-    along_text = P(None, axes_of(mesh))
-    return over_shards(body, mesh, axes_of(mesh), (along_text,), along_text)(arrays)
+    return _on_devices(body, layout, "cache")(arrays)
 
 
 def in_order(x: Float[Array, "b n ..."], p: int) -> np.ndarray:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from treeattn.idea.arrays import Array, as_array, integer
 from treeattn.llama.cache import Cache, NewEntries
 from treeattn.llama.int8 import Int8Matrix
+from treeattn.llama.placement import Placement, check_texts
 from treeattn.llama.reading.config import Config
 
 # A text's token ids, and those of several texts: lists of whole numbers, or arrays.
@@ -134,6 +135,13 @@ def integers(name: str, x, shape: tuple, what: str = "", top: int | None = None)
     return x
 
 
+def check_tokens(tokens, vocabulary: int, place: Placement) -> Array:
+    """`tokens` as an array (b, l) of ids, of as many texts as the devices can share."""
+    tokens = integers("tokens", tokens, (None, None), "ids", vocabulary - 1)
+    check_texts("tokens", place, tokens.shape[0])
+    return tokens
+
+
 def prompt_lists(prompts: Prompts) -> list[list[int]]:
     """The prompts as lists of ints, whatever they came as: lists or arrays, NumPy's or JAX's.
 
@@ -186,14 +194,20 @@ def check_cache(cache: Cache, config: Config) -> None:
         raise ValueError(f"cache: expected {shape} {expected}, as the model has, got {came}")
 
 
-def check_entries(new: NewEntries, cache: Cache) -> None:
-    """Raise a TypeError unless `new` is what `extend` returned for such a cache."""
+def check_commit(cache: Cache, new: NewEntries, counts, select) -> tuple[Array, Array | None]:
+    """(counts, select) as arrays, if they fit each other, the cache, and `new`: a TypeError unless
+    that is what `extend` returned for such a cache."""
     if not isinstance(new, tuple) or len(new) != len(cache.k):
         kind = f"a tuple of {len(cache.k)} layers, as extend returns it"
         raise TypeError(f"new: expected {kind}, got {type(new).__name__} {new!r:.40}")
     batch = new[0][0].shape[0]
     if batch != len(cache.lengths):
         raise ValueError(f"new: the cache has {len(cache.lengths)} texts, got those of {batch}")
+    most = new[0][0].shape[1]
+    if select is not None:
+        select = integers("select", select, (batch, None), "indices", most - 1)
+        most = select.shape[1]
+    return check_counts(counts, most, cache), select
 
 
 def check_counts(counts, most: int, cache: Cache) -> Array:

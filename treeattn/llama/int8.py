@@ -15,6 +15,7 @@ numbers,
 has sums that nothing rounds: the same bits for any number of tokens, in any order, in any parts.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -86,28 +87,31 @@ def product(x: Float[Array, "... d"], matrix: Int8Matrix) -> Float[Array, "... o
     return exact_product(x, matrix)
 
 
-def exact_product(x: Float[Array, "... d"], matrix: Int8Matrix) -> Float[Array, "... out"]:
-    """`product` of whole numbers, for any number of tokens."""
+def exact_product(
+    x: Float[Array, "... d"], matrix: Int8Matrix, axes: tuple[str, ...] = ()
+) -> Float[Array, "... out"]:
+    """`product` of whole numbers, for any number of tokens.
+
+    axes: of a mesh, each device of which has its part of x and of the matrix's columns. They agree
+          on a token's largest magnitude first: then the sums over them are of the same whole
+          numbers as on one device, and so are the bits.
+    """
     tokens = x.reshape(-1, x.shape[-1])
-    digits, step = to_digits(tokens, largest_magnitude(tokens))
-    y = from_sums(step, matrix.scale, sums_of_products(digits, matrix.rows))
-    return y.reshape(*x.shape[:-1], len(matrix.rows))
+    largest = largest_magnitude(tokens)
+    largest = jax.lax.pmax(largest, axes) if axes else largest
+    digits, step = to_digits(tokens, largest)
+    sums = sums_of_products(digits, matrix.rows)
+    sums = jax.lax.psum(sums, axes) if axes else sums
+    return from_sums(step, matrix.scale, sums).reshape(*x.shape[:-1], len(matrix.rows))
 
 
 def summed_product(
     x: Float[Array, "... part"], matrix: Int8Matrix, axes: tuple[str, ...]
 ) -> Float[Array, "... out"]:
-    """`product`, where each device of `axes` has its part of x and of the matrix's columns.
-
-    The devices agree on a token's largest magnitude first: then the sums over them are of the same
-    whole numbers as on one device, and so are the bits.
-    """
-    tokens = x.reshape(-1, x.shape[-1])
-    if len(tokens) > INTEGER_TOKENS:
+    """`product`, where each device of `axes` has its part of x and of the matrix's columns."""
+    if math.prod(x.shape[:-1]) > INTEGER_TOKENS:
         return jax.lax.psum(product(x, matrix), axes)
-    digits, step = to_digits(tokens, jax.lax.pmax(largest_magnitude(tokens), axes))
-    sums = jax.lax.psum(sums_of_products(digits, matrix.rows), axes)
-    return from_sums(step, matrix.scale, sums).reshape(*x.shape[:-1], len(matrix.rows))
+    return exact_product(x, matrix, axes)
 
 
 def product_of_floats(x: Float[Array, "n d"], rows: Int8[Array, "out d"]) -> Float[Array, "n out"]:

@@ -19,17 +19,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Bool, Float, Int
 
+from treeattn.devices.layout import Layout
+from treeattn.devices.mesh import Axes
 from treeattn.idea.arrays import Array
 from treeattn.idea.state import AttentionState, finalize, merge
 from treeattn.kernel.attend import attend
 from treeattn.llama import cache as caches
-from treeattn.llama import fixed, int8
+from treeattn.llama import fixed, int8, vocabulary
 from treeattn.llama.attentions import ShardAttention, attend_cache
 from treeattn.llama.int8 import Int8Matrix
-from treeattn.llama.products import linear, rms_norm, take_rows
+from treeattn.llama.placement import Placement
+from treeattn.llama.products import linear, rms_norm, take_token
 from treeattn.llama.reading.config import Config
 from treeattn.llama.weights import Layer, Weights
 
@@ -38,12 +40,13 @@ from treeattn.llama.weights import Layer, Weights
 class Static:
     """What the programs depend on besides arrays: another one compiles anew.
 
+    place:     how all lies on the devices
     attention: towards the cache; None where there is none
-    layer:     what computes a layer: `plain_layer`, or that of weights that are dealt over a mesh
+    layer:     what computes a layer: `plain_layer`, or another that takes the same
     """
 
     config: Config
-    mesh: Mesh | None
+    place: Placement
     attention: str | ShardAttention | None
     implementation: str | None
     layer: Callable
@@ -56,34 +59,34 @@ class Rotation(NamedTuple):
     sin: Float[Array, "#b l half"]
 
 
-@functools.partial(jax.jit, static_argnames=("out", "exact"))
+@functools.partial(jax.jit, static_argnames=("place", "along", "exact"))
 def embed(
     tokens: Int[Array, "b l"],
-    embedding: Float[Array, "vocabulary width"] | Int8Matrix,
+    embedding: Float[Array, "n width"] | Int8Matrix,
     frequencies: Float[Array, " half"],
     lengths: Int[Array, " b"] | None = None,
     positions: Int[Array, "b l"] | None = None,
     *,
-    out: NamedSharding | None = None,
+    place: Placement = Placement(),  # noqa: B008
+    along: Axes = (),
     exact: bool = False,
 ) -> tuple[Float[Array, "b l width"], Rotation]:
     """The first layer's input, and the rotation of its tokens, computed in float32.
 
     positions: None: those after a cached text of `lengths`, or from 0 on
-    out:       how the input lies on a mesh; None: as XLA has it
+    place:     how the model lies on the devices
+    along:     the axes of its mesh along which each text's tokens are dealt
     exact:     whether nothing around a token may move its bits (`fixed`)
     """
     if positions is None:
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         positions = positions if lengths is None else lengths[:, None] + positions
+    x = vocabulary.embed_tokens(embedding, tokens, place, along)
     if exact:
-        rotation = Rotation(*fixed.cos_and_sin(positions, frequencies))
-        return take_rows(embedding, tokens), rotation
+        return x, Rotation(*fixed.cos_and_sin(positions, frequencies))
     angles = positions[..., None].astype(jnp.float32) * frequencies
     cos = jnp.cos(angles).astype(embedding.dtype)
     sin = jnp.sin(angles).astype(embedding.dtype)
-    x = take_rows(embedding, tokens)
-    x = x if out is None else jax.lax.with_sharding_constraint(x, out)
     return x, Rotation(cos, sin)
 
 
@@ -105,22 +108,22 @@ def plain_layer(
         q = take_token(q, last)
     state = attend_new(q, k, v, mask, last, static.implementation)
     if cached is not None:
-        how = static.mesh, static.attention, static.implementation
+        how = static.place.layout, static.attention, static.implementation
         state = merge(attend_cache(q, *cached, lengths, *how), state)
     out = finalize(state)[0].astype(x.dtype)
     return after_attention(x, w, out, config), (k, v)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "mesh"))
+@functools.partial(jax.jit, static_argnames=("config", "place"))
 def queries_keys_values(
     x: Float[Array, "b l width"],
     w: Layer,
     rotation: Rotation,
     config: Config,
-    mesh: Mesh | None = None,
+    place: Placement = Placement(),  # noqa: B008
 ) -> tuple[Float[Array, "b l h d"], Float[Array, "b l h_kv d"], Float[Array, "b l h_kv d"]]:
     """What a layer's attention gets, from the layer's input x. Of whole weights, on any mesh."""
-    del mesh
+    del place
     normed = rms_norm(x, w.attention_norm, config.norm_epsilon)
     return split_heads(linear(normed, w.qkv, w.qkv_bias), rotation, config)
 
@@ -208,41 +211,38 @@ def prefill_layer(
     attention: a function like `ring_attention`
     """
     q, k, v = queries_keys_values(x, w, rotation, static.config)
-    axes = caches.axes_of(static.mesh)
-    out = attention(q, k, v, mesh=static.mesh, axis=axes, implementation=static.implementation)
-    return after_attention(x, w, out, static.config), caches.fill(cached, (k, v), static.mesh)
+    layout = static.place.layout
+    where = {"mesh": layout.mesh, "axis": layout.axes}
+    out = attention(q, k, v, implementation=static.implementation, **where)
+    return after_attention(x, w, out, static.config), caches.fill(cached, (k, v), layout)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "out", "exact"))
+@functools.partial(jax.jit, static_argnames=("config", "place", "along", "exact"))
 def to_logits(
     x: Float[Array, "b l width"],
     norm: Float[Array, " width"],
-    head: Float[Array, "vocabulary width"] | Int8Matrix,
+    head: Float[Array, "n width"] | Int8Matrix,
     last: Int[Array, " b"] | None = None,
     *,
     config: Config,
-    out: NamedSharding | None = None,
+    place: Placement = Placement(),  # noqa: B008
+    along: Axes = (),
     exact: bool = False,
 ) -> Float[Array, "b *l vocabulary"]:
     """After each token, or (b, vocabulary) after each row's token `last`; float32, or float64 for
     a model of float64.
 
-    out, exact: as in `embed`
+    place, along, exact: as in `embed`
     """
-    if last is not None:
-        x = take_token(x, last)[:, 0]
-    if exact:
-        return int8.exact_product(fixed.rms_norm(x, norm, config.norm_epsilon), head)
-    x = rms_norm(x, norm, config.norm_epsilon)
-    logits = linear(x, head, dtype=jnp.promote_types(x.dtype, jnp.float32))
-    logits = logits if out is None else jax.lax.with_sharding_constraint(logits, out)
+
+    def read(x, norm, head):
+        if exact:
+            return int8.exact_product(fixed.rms_norm(x, norm, config.norm_epsilon), head)
+        x = rms_norm(x, norm, config.norm_epsilon)
+        return linear(x, head, dtype=jnp.promote_types(x.dtype, jnp.float32))
+
+    logits = vocabulary.to_logits(read, x, norm, head, last, place, along)
     return logits[..., : config.vocabulary]  # a head that is dealt out may have rows of zeros
-
-
-def take_token(x: Float[Array, "b l ..."], last: Int[Array, " b"]) -> Float[Array, "b 1 ..."]:
-    """Token last[row] of every row; its first where `last` is −1, its only one too."""
-    last = jnp.clip(last, 0, x.shape[1] - 1).reshape(-1, *[1] * (x.ndim - 1))
-    return jnp.take_along_axis(x, last, axis=1)
 
 
 def rotate(x: Float[Array, "b l h d"], rotation: Rotation) -> Float[Array, "b l h d"]:
@@ -253,14 +253,14 @@ def rotate(x: Float[Array, "b l h d"], rotation: Rotation) -> Float[Array, "b l 
 
 
 class Kind(NamedTuple):
-    """How a model's layers are computed: `plain_layer`, `queries_keys_values`, or others that take
-    the same."""
+    """What computes a model's layers: functions named so here, or others that take the same."""
 
     layer: Callable
     queries_keys_values: Callable
+    prefill_layer: Callable
 
 
-PLAIN = Kind(plain_layer, queries_keys_values)
+PLAIN = Kind(plain_layer, queries_keys_values, prefill_layer)
 
 
 # A step over all layers
@@ -276,18 +276,18 @@ def run_layers(
     *,
     static: Static,
     see_cache: bool,
-    out: NamedSharding | None,
     exact: bool = False,
 ) -> tuple[Float[Array, "b _ width"], caches.NewEntries]:
     """(the last layer's output, what all layers have to write), of checked arguments.
 
     last:      (b,) as in `extend_layer`, for the last layer
     see_cache: whether the tokens see what is cached
-    out, exact: as in `embed`
+    exact:     as in `embed`
     """
     table = weights.embedding
     at = cache.lengths, positions
-    x, rotation = embed(tokens, table, weights.frequencies, *at, out=out, exact=exact)
+    how = {"place": static.place, "exact": exact}
+    x, rotation = embed(tokens, table, weights.frequencies, *at, **how)
     entries = []
     final = len(weights.layers) - 1
     for i, (w, cached) in enumerate(zip(weights.layers, cache.layers, strict=True)):
@@ -299,10 +299,10 @@ def run_layers(
     return x, tuple(entries)
 
 
-def write_entries(arrays, new: caches.NewEntries, lengths, counts, select, mesh: Mesh | None):
+def write_entries(arrays, new: caches.NewEntries, lengths, counts, select, layout: Layout | None):
     """(k, v, lengths) of a cache, of whose layers `arrays` = (k, v) are given up, and written."""
     written = [
-        caches.append(cached, entries, lengths, counts, mesh=mesh, select=select)
+        caches.append(cached, entries, lengths, counts, layout=layout, select=select)
         for cached, entries in zip(zip(*arrays, strict=True), new, strict=True)
     ]
     return (*zip(*written, strict=True), caches.advance(lengths, counts))
@@ -317,8 +317,8 @@ class Programs(NamedTuple):
 
 PROGRAM_A_LAYER = Programs(run_layers, write_entries)
 ONE_PROGRAM = Programs(
-    jax.jit(run_layers, static_argnames=("static", "see_cache", "out", "exact")),
-    jax.jit(write_entries, static_argnames="mesh", donate_argnames="arrays"),
+    jax.jit(run_layers, static_argnames=("static", "see_cache", "exact")),
+    jax.jit(write_entries, static_argnames="layout", donate_argnames="arrays"),
 )
 # More tokens than these keep a device busy layer by layer.
 MAX_TOKENS_IN_ONE_PROGRAM = {"cuda": 64, "gpu": 64}

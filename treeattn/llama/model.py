@@ -7,22 +7,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
+from treeattn.devices.mesh import AxisNames
 from treeattn.idea.arrays import Array, integer
 from treeattn.kernel.choice import platform_of
 from treeattn.llama import cache as caches
-from treeattn.llama import dealt, exact, inputs, layers, prefill
+from treeattn.llama import dealing, dealt, exact, inputs, layers, prefill
 from treeattn.llama.attentions import ShardAttention, check_cache_attention, prompt_attention
 from treeattn.llama.cache import Cache, NewEntries
 from treeattn.llama.int8 import Int8Matrix
+from treeattn.llama.placement import Placement, check_texts, place_model
 from treeattn.llama.reading.config import Config
 from treeattn.llama.reading.files import open_checkpoint
 from treeattn.llama.reading.tokenizer import Tokenizer
-from treeattn.llama.weights import Weights, load_weights, map_fields
+from treeattn.llama.weights import Weights, load_weights
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,6 +39,10 @@ class Llama:
                     values come together before the attention; by "reduce_scatter" and
                     "all_to_all" its merge leaves each device the heads that its part of the output
                     projection multiplies; the projection and the MLP end in a sum over the devices
+    batch_axis:     the mesh's axes that share out a batch's texts: nothing crosses them. None: the
+                    one called "batch", if there is one, as `kv_mesh` calls it; () for none
+    head_axis:      those that share out the heads, and the weights with them (tensor parallelism):
+                    two sums over them in a layer. None: "heads". The text has all other axes
     exact:          nothing but a text moves the bits of its logits (`treeattn.llama.exact`)
     """
 
@@ -50,19 +54,20 @@ class Llama:
     prefill_with: str | Callable | None = None
     implementation: str | None = None
     shard_weights: bool = False
+    batch_axis: AxisNames | None = None
+    head_axis: AxisNames | None = None
     exact: bool = False
 
     def __post_init__(self):
         inputs.check_exact(self)
         inputs.check_mesh(self.mesh, self.shard_weights)
         inputs.check_hashable(attention=self.attention, prefill_with=self.prefill_with)
-        prompt_attention(self.prefill_with, self.mesh)
+        prompt_attention(self.prefill_with, self.place.layout)
         check_cache_attention(self.attention)
 
     def __repr__(self) -> str:
         """Everything but the weights, of which it says the dtype."""
-        hidden = ("weights", "tokenizer")
-        names = (f.name for f in dataclasses.fields(self) if f.name not in hidden)
+        names = (f.name for f in dataclasses.fields(self) if f.name not in ("weights", "tokenizer"))
         said = [f"{n}={getattr(self, n)!r}" for n in names]
         said.append(f"dtype={self.weights.embedding.dtype}")
         if isinstance(self.weights.embedding, Int8Matrix):
@@ -82,17 +87,20 @@ class Llama:
     ) -> "Llama":
         """A GGUF file, a Hugging Face directory, or (None) the packaged SmolLM2-135M-Instruct.
 
-        mesh:    the weights are copied to each of its devices; simulated ones share one copy
-        shard_weights: they are dealt over the devices instead (`dealt.SHARDED_AXIS`)
+        mesh:    the weights are copied to each of its devices; simulated ones share one copy.
+                 Along the axis "heads" of `kv_mesh(heads=…)`, or head_axis, each device has those
+                 of its own heads, and of its part of the MLP's width, instead
+        shard_weights: they are dealt over all devices but those along the batch's axis
         dtype:   of the weights and of what is computed with them; None keeps the checkpoint's
                  (float32 where it is quantized; the embedding's for what is computed)
         weights: "int8" keeps matrices in 8 bits (`treeattn.llama.int8`): a quarter of float32's
                  bytes, less time for a step on a CPU, float32 activations, no gradients
         meanwhile: called, in a thread, with a model of the first layer, while the others are read
-        options: attention, prefill_with, implementation, exact
+        options: attention, prefill_with, implementation, batch_axis, head_axis, exact
 
-        Raises FileNotFoundError where nothing is there, ValueError for what is no readable Llama,
-        TypeError for another mesh or dtype.
+        Raises FileNotFoundError where nothing is there, ValueError for what is no readable Llama
+        and for axes that the mesh lacks or that cannot share the key heads, TypeError for another
+        mesh or dtype.
         """
         inputs.check_mesh(mesh, shard_weights)
         dtype = inputs.check_weights(weights, inputs.floating_dtype(dtype))
@@ -103,7 +111,9 @@ class Llama:
             config = dataclasses.replace(checkpoint.config, layers=len(read.layers))
             return Llama(config, read, checkpoint.tokenizer, **options)
 
-        put = dealt.placing(checkpoint.config, mesh, shard_weights)
+        axes = (options.get(name) for name in ("batch_axis", "head_axis"))
+        place = place_model(checkpoint.config, mesh, shard_weights, *axes)
+        put = dealing.placing(checkpoint.config, place)
         read = load_weights(
             checkpoint, put, dtype, lambda first: meanwhile(with_weights(first)), weights == "int8"
         )
@@ -111,23 +121,20 @@ class Llama:
 
     def on(self, mesh: Mesh | None, **options) -> "Llama":
         """The same model on another mesh, perhaps with other options. On a CPU whole weights stay
-        where they are, shared."""
-        options.setdefault("shard_weights", self.shard_weights and mesh is not None)
-        inputs.check_mesh(mesh, options["shard_weights"])
-        put = dealt.placing(self.config, mesh, options["shard_weights"])
-
-        def move(x, field: str) -> jax.Array:
-            whole = np.asarray(x)
-            if self.shard_weights:
-                whole = dealt.undealt_field(whole, field, self.config, self.mesh.size)
-            return put(whole, field)
-
-        weights = map_fields(move, self.weights, self.config.tied)
-        return dataclasses.replace(self, mesh=mesh, weights=weights, **options)
+        where they are, shared. batch_axis and head_axis are None unless given."""
+        where = {"mesh": mesh, "shard_weights": self.shard_weights and mesh is not None}
+        where |= {"batch_axis": None, "head_axis": None}
+        model = dataclasses.replace(self, **where | options)
+        weights = dealing.move(self.weights, self.config, self.place, model.place)
+        return dataclasses.replace(model, weights=weights)
 
     def using(self, attention: str | ShardAttention, **options) -> "Llama":
-        """The same model with another attention towards the cache, perhaps with other options."""
-        return dataclasses.replace(self, attention=attention, **options)
+        """The same model with another attention towards the cache, perhaps with other options: a
+        ValueError for those that `on` takes, since weights lie otherwise then."""
+        model = dataclasses.replace(self, attention=attention, **options)
+        if model.place != self.place:
+            raise ValueError(f"using: call on(mesh, …) for {sorted(options)}: weights would move")
+        return model
 
     def logits(self, token_ids: Int[Array, "b l"]) -> Float[Array, "b l vocabulary"]:
         """One full causal pass without a cache; float32, or float64 for a model of float64."""
@@ -149,7 +156,7 @@ class Llama:
         x, rotation = self._embed(self._tokens(token_ids))
         static = self._static(cached=False)
         for w in self.weights.layers:
-            yield self._kind.queries_keys_values(x, w, rotation, static.config, self.mesh)
+            yield self._kind.queries_keys_values(x, w, rotation, static.config, self.place)
             x, _ = layers.extend_layer(x, w, rotation, static=static)
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
@@ -160,13 +167,15 @@ class Llama:
         c = self.config
         dtype = self.weights.embedding.dtype
         batch = integer("batch", batch, 1)
+        check_texts("batch", self.place, batch)
         capacity = inputs.warn_of_capacity(capacity, c.context)
-        return caches.new_cache(c.layers, batch, capacity, c.kv_heads, c.head_dim, dtype, self.mesh)
+        shape = batch, capacity, c.kv_heads, c.head_dim, dtype
+        return caches.new_cache(c.layers, *shape, self.place.layout)
 
     def grow(self, cache: Cache, capacity: int) -> Cache:
         """The same texts in a larger cache. Every new capacity compiles a step anew."""
         inputs.check_cache(cache, self.config)
-        return caches.grow(cache, capacity, self.mesh)
+        return caches.grow(cache, capacity, self.place.layout)
 
     def extend(
         self,
@@ -215,12 +224,8 @@ class Llama:
         Raises ValueError for counts, indices or a number of texts that do not fit.
         """
         inputs.check_cache(cache, self.config)
-        inputs.check_entries(new, cache)
-        batch, most = new[0][0].shape[:2]
-        if select is not None:
-            select = inputs.integers("select", select, (batch, None), "indices", most - 1)
-            most = select.shape[1]
-        return self._write(cache, new, inputs.check_counts(counts, most, cache), select)
+        counts, select = inputs.check_commit(cache, new, counts, select)
+        return self._write(cache, new, counts, select)
 
     def step(
         self,
@@ -264,30 +269,21 @@ class Llama:
         Raises ValueError, before any work, for an empty prompt, ids outside the vocabulary,
         prompts that the cache has no room for, and a chunk of less than 1.
         """
-        inputs.check_cache(cache, self.config)
-        prompts, lengths = inputs.check_prompts(prompts, cache, self.config.vocabulary)
-        chunk = integer("chunk", chunk, 1)
-        attention = None if self.exact else prompt_attention(self.prefill_with, self.mesh)
-        empty = not np.asarray(cache.lengths).any()
-        if attention is None or not empty:
-            return prefill.in_chunks(self, prompts, lengths, cache, chunk, progress)
-        result = prefill.at_once(self, prompts, lengths, cache, attention)
-        progress(int(lengths.sum()))
-        return result
+        return prefill.run(self, prompts, cache, integer("chunk", chunk, 1), progress)
 
     def _run_layers(self, tokens, cache, positions=None, mask=None, see_cache=True, last=None):
         """(the last layer's output, what all layers have to write), as by `layers.run_layers`."""
         positions, mask = inputs.check_new(tokens, cache, positions, mask)
         static = self._static(cached=see_cache)
         run = self._programs(tokens.shape[1]).run
-        how = {"static": static, "see_cache": see_cache, **self._outside()}
+        how = {"static": static, "see_cache": see_cache, "exact": self.exact}
         return run(self.weights, tokens, cache, positions, mask, last, **how)
 
     def _write(self, cache: Cache, new: NewEntries, counts, select=None) -> Cache:
         caches.wait_on_cpus(new, self.mesh)
         write = self._programs(new[0][0].shape[1]).write
-        k, v, lengths = write((cache.k, cache.v), new, cache.lengths, counts, select, self.mesh)
-        return Cache(k, v, lengths)
+        given = new, cache.lengths, counts, select
+        return Cache(*write((cache.k, cache.v), *given, self.place.layout))
 
     def _programs(self, tokens: int) -> layers.Programs:
         return layers.programs(platform_of(jax.tree.leaves(self.weights.embedding)[0]), tokens)
@@ -296,7 +292,7 @@ class Llama:
         """Without a cache, one program for every attention to it."""
         return layers.Static(
             config=self._one_layer,
-            mesh=self.mesh,
+            place=self.place,
             attention=self.attention if cached else None,
             implementation=self.implementation,
             layer=self._kind.layer,
@@ -304,27 +300,31 @@ class Llama:
 
     @property
     def _kind(self) -> layers.Kind:
-        return exact.EXACT if self.exact else dealt.DEALT if self.shard_weights else layers.PLAIN
+        if self.exact:
+            return exact.EXACT
+        return layers.PLAIN if self.place.text_alone else dealt.DEALT
+
+    @functools.cached_property
+    def place(self) -> Placement:
+        """How the model lies on its devices."""
+        axes = self.batch_axis, self.head_axis
+        return place_model(self.config, self.mesh, self.shard_weights, *axes)
 
     @functools.cached_property
     def _one_layer(self) -> Config:
         """The same programs for any depth."""
         return dataclasses.replace(self.config, layers=1)
 
-    def _embed(self, tokens, lengths=None, positions=None, out=None):
+    def _embed(self, tokens, lengths=None, along=()):
+        how = {"place": self.place, "along": along, "exact": self.exact}
         w = self.weights
-        how = self._outside() | ({} if out is None else {"out": out})
-        return layers.embed(tokens, w.embedding, w.frequencies, lengths, positions, **how)
+        return layers.embed(tokens, w.embedding, w.frequencies, lengths, **how)
 
-    def _outside(self) -> dict:
-        """How embedding and head are computed: of dealt weights, for every device."""
-        out = NamedSharding(self.mesh, P()) if self.shard_weights else None
-        return {"out": out, "exact": self.exact}
-
-    def read_out(self, x, last=None) -> Float[Array, "b *l vocabulary"]:
+    def read_out(self, x, last=None, along=()) -> Float[Array, "b *l vocabulary"]:
         """The logits after each token's state, or (b, vocabulary) after each row's token `last`."""
-        how = {"config": self._one_layer, **self._outside()}
-        return layers.to_logits(x, self.weights.norm, self.weights.head, last, **how)
+        w = self.weights
+        how = {"config": self._one_layer, "place": self.place, "along": along}
+        return layers.to_logits(x, w.norm, w.head, last, **how, exact=self.exact)
 
     def _tokens(self, tokens) -> Array:
-        return inputs.integers("tokens", tokens, (None, None), "ids", self.config.vocabulary - 1)
+        return inputs.check_tokens(tokens, self.config.vocabulary, self.place)

@@ -12,10 +12,26 @@ from jaxtyping import Float
 from treeattn.idea.arrays import Array
 from treeattn.kernel.causal import CAUSAL_BLOCK
 from treeattn.llama import cache as caches
-from treeattn.llama import dealt, inputs, layers
+from treeattn.llama import inputs
+from treeattn.llama.attentions import prompt_attention
 from treeattn.llama.cache import Cache
 
 FEWEST = 16  # tokens of a chunk: shorter ones are filled up
+
+
+def run(
+    model, prompts: inputs.Prompts, cache: Cache, chunk: int, progress: Callable[[int], None]
+) -> tuple[Float[Array, "b vocabulary"], Cache]:
+    """(logits after each prompt, the cache), of arguments that are checked here."""
+    inputs.check_cache(cache, model.config)
+    prompts, lengths = inputs.check_prompts(prompts, cache, model.config.vocabulary)
+    attention = prompt_attention(model.prefill_with, model.place.layout)
+    empty = not np.asarray(cache.lengths).any()
+    if attention is None or model.exact or not empty:
+        return in_chunks(model, prompts, lengths, cache, chunk, progress)
+    result = at_once(model, prompts, lengths, cache, attention)
+    progress(int(lengths.sum()))
+    return result
 
 
 def at_once(
@@ -26,15 +42,16 @@ def at_once(
     The texts are sharded over the devices of the model's mesh.
     """
     longest = int(lengths.max())
-    p = model.mesh.size
+    layout = model.place.layout
+    p = caches.shards_of(layout)
     # Padded to a few lengths only, each of which compiles, that `fill` can deal out.
     multiple = p * p if longest >= p * p else p
     coarse = 1 << max(longest.bit_length() - 3, 0)
     tokens = inputs.pad_prompts(prompts, multiple * -(-coarse // multiple))
-    along = NamedSharding(model.mesh, P(None, caches.axes_of(model.mesh)))
+    along = NamedSharding(layout.mesh, P(layout.batch or None, layout.axes))
     tokens = jax.make_array_from_callback(tokens.shape, along, lambda index: tokens[index])
-    x, rotation = model._embed(tokens, out=along if model.shard_weights else None)
-    prefill_layer = (dealt if model.shard_weights else layers).prefill_layer
+    x, rotation = model._embed(tokens, along=layout.axes)
+    prefill_layer = model._kind.prefill_layer
     static = model._static(cached=False)
     filled = []
     for w, cached in zip(model.weights.layers, cache.layers, strict=True):
@@ -42,7 +59,7 @@ def at_once(
         filled.append(cached)
     k, v = zip(*filled, strict=True)
     cache = Cache(k, v, caches.advance(cache.lengths, lengths))
-    return model.read_out(x, lengths - 1), cache
+    return model.read_out(x, lengths - 1, along=layout.axes), cache
 
 
 def in_chunks(

@@ -34,7 +34,9 @@ def summed_linear(
     x: Float[Array, "... part"], matrix: Float[Array, "out part"] | Int8Matrix, bias, axes
 ) -> Float[Array, "... out"]:
     """`linear`, where each device has its part of x and of the matrix: summed in float32, or in
-    whole numbers."""
+    whole numbers. Without axes, `linear`."""
+    if not axes:
+        return linear(x, matrix, bias)
     if isinstance(matrix, Int8Matrix):
         y = int8.summed_product(x, matrix, axes)
     else:
@@ -50,6 +52,12 @@ def take_rows(
     if not isinstance(matrix, Int8Matrix):
         return matrix[indices]
     return matrix.rows[indices].astype(matrix.dtype) * matrix.scale[indices][..., None]
+
+
+def take_token(x: Float[Array, "b l ..."], last: Int[Array, " b"]) -> Float[Array, "b 1 ..."]:
+    """Token last[row] of every row; its first where `last` is −1, its only one too."""
+    last = jnp.clip(last, 0, x.shape[1] - 1).reshape(-1, *[1] * (x.ndim - 1))
+    return jnp.take_along_axis(x, last, axis=1)
 
 
 def rms_norm(

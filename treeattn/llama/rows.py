@@ -31,7 +31,6 @@ from treeattn.kernel.attend import attend_inputs
 from treeattn.kernel.choice import platform_of, resolve
 from treeattn.kernel.inputs import Inputs, Intervals
 from treeattn.llama import layers
-from treeattn.llama.cache import axes_of
 from treeattn.llama.model import Llama
 from treeattn.llama.products import linear, take_rows
 from treeattn.llama.reading.config import Config
@@ -65,8 +64,9 @@ def log_probs(
     Raises ValueError for ids outside the vocabulary, for dealt weights, an exact model,
     and a chunk on a mesh, and what `pack_rows` raises.
     """
-    if model.shard_weights:
-        raise ValueError("model: expected whole weights on every device, got shard_weights=True")
+    if model.place.weight_axes:
+        dealt = "shard_weights=True" if model.shard_weights else "heads over a mesh"
+        raise ValueError(f"model: expected whole weights on every device, got {dealt}")
     if model.exact:
         raise ValueError("model: log-probabilities of rows have no exact form, got exact=True")
     if chunk is not None:
@@ -192,17 +192,16 @@ def _run_part(
 ):
     """(the normalized output (size, width), the log-sum-exp of the logits (size,), (k, v))."""
     frequencies = jax.lax.stop_gradient(weights.frequencies)
-    out = None if mesh is None else NamedSharding(mesh, P(None, axes_of(mesh)))
+    out = None if mesh is None else NamedSharding(mesh, P(None, mesh.axis_names))
     positions = part.positions[None]
-    x, rotation = layers.embed(
-        part.tokens[None], weights.embedding, frequencies, None, positions, out=out
-    )
+    x, rotation = layers.embed(part.tokens[None], weights.embedding, frequencies, None, positions)
+    x = x if out is None else jax.lax.with_sharding_constraint(x, out)
     numbers = jnp.concatenate([before.numbers, part.numbers])
     ends = jnp.concatenate([before.ends, part.ends])[None]
 
     def attend(q, k, v):
         if mesh is not None:
-            how = {"mesh": mesh, "axis": axes_of(mesh), "implementation": implementation}
+            how = {"mesh": mesh, "axis": mesh.axis_names, "implementation": implementation}
             return ring_attention(q, k, v, ends=ends, **how)
         intervals = Intervals(part.numbers, numbers, ends)
         inputs = Inputs(q, k, v, intervals=intervals, scale=q.shape[-1] ** -0.5, stale=False)

@@ -18,6 +18,7 @@ from jaxtyping import Int
 from treeattn.idea.arrays import integer
 from treeattn.llama.inputs import Prompts, prompt_lists, stop_ids
 from treeattn.llama.model import Llama
+from treeattn.llama.placement import check_texts
 from treeattn.llama.sampling import Sampling
 from treeattn.llama.speculation.accept import Judge, descend
 from treeattn.llama.speculation.agreement import agreed
@@ -57,6 +58,7 @@ class Task:
         """A Task, or the error that says which argument is wrong. What is None gets its default:
         the checkpoint's end tokens, a cache of what prompts and new tokens need."""
         prompts = prompt_lists(prompts)
+        check_texts("prompts", model.place, len(prompts))
         max_new_tokens = integer("max_new_tokens", max_new_tokens, 1)
         needed = max(map(len, prompts)) + max_new_tokens - 1
         capacity = needed if capacity is None else integer("capacity", capacity, 1)
