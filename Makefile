@@ -133,7 +133,8 @@ $(GPU_PROGRAMS_STAMP): pyproject.toml
 	@echo "Setting up .venv-gpu-programs: some 1.1 GB to download"
 	$(NEWEST_PYTHON) -m venv --clear .venv-gpu-programs
 	$(GPU_PROGRAMS)/python $(PIP) jax==$(GPU_JAX) jax-cuda13-pjrt==$(GPU_JAX) \
-		jax-cuda13-plugin==$(GPU_JAX) nvidia-cuda-nvcc jaxtyping beartype pytest hypothesis
+		jax-cuda13-plugin==$(GPU_JAX) nvidia-cuda-nvcc jaxtyping beartype pytest hypothesis \
+		gguf tokenizers safetensors jinja2 tqdm
 	@touch $@
 
 $(SITE_STAMP): pyproject.toml

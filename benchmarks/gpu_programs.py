@@ -3,12 +3,15 @@
     make gpu-programs
 
 Every method of `tree_decode`, ring decoding, pass-Q and the two prefills, with the rows or the
-heads of the cache over another axis of the mesh than its keys. The collectives are those of the
-program that XLA compiles for the GPUs, kernels included: its own count, as it has joined them.
+heads of the cache over another axis of the mesh than its keys; and a Llama's step where a mesh has
+axes for all three. The collectives are those of the program that XLA compiles for the GPUs, kernels
+included: its own count, as it has joined them.
 """
 
+import dataclasses
 import functools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -19,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import treeattn
 from treeattn.cost import collectives, count_collectives, sent_bytes, total_bytes
+from treeattn.llama import Config, Layer, Llama, Weights, rotary_frequencies
 
 ROWS, HEADS, KV_HEADS, HEAD_DIM = 4, 16, 8, 128
 KEYS = 65536  # of a decoding step
@@ -74,18 +78,125 @@ def compiled(name: str, axes: dict[str, int], devices, named: bool = True):
     return jax.jit(f).lower(q, k, k).compile()
 
 
-def row(layout: str, name: str, program) -> str:
-    """A line of the table."""
-    found = collectives(program)
+# The sizes of a layer of Llama 3.2 1B, with a smaller vocabulary.
+LLAMA = Config(
+    vocabulary=32768,
+    width=2048,
+    layers=1,
+    heads=32,
+    kv_heads=8,
+    head_dim=64,
+    mlp_width=8192,
+    context=131072,
+    norm_epsilon=1e-5,
+    rotary_base=500000.0,
+    tied=True,
+)
+LLAMA_ROWS = 4
+CAPACITY = 8192  # keys of each row
+LLAMA_MESHES = {
+    "rows over 2, heads over 2, text over 2": {"batch": 2, "heads": 2},
+    "heads over 4, text over 2": {"heads": 4},
+    "rows over 2, text over 4": {"batch": 2},
+}
+LLAMA_STEPS = {
+    "tree": {"attention": "tree"},
+    "ring": {"attention": "ring"},
+    "reduce_scatter, shard_weights": {"attention": "reduce_scatter", "shard_weights": True},
+}
+
+
+def zero_weights(config: Config) -> Weights:
+    """Weights of those sizes in bfloat16: of a program, only shapes matter."""
+
+    def zeros(*shape: int):
+        return jnp.zeros(shape, jnp.bfloat16)
+
+    q = config.heads * config.head_dim
+    kv = config.kv_heads * config.head_dim
+    layer = Layer(
+        attention_norm=zeros(config.width),
+        qkv=zeros(q + 2 * kv, config.width),
+        output=zeros(config.width, q),
+        mlp_norm=zeros(config.width),
+        gate_up=zeros(2 * config.mlp_width, config.width),
+        down=zeros(config.width, config.mlp_width),
+    )
+    embedding = zeros(config.vocabulary, config.width)
+    frequencies = jnp.asarray(rotary_frequencies(config))
+    norm = zeros(config.width)
+    return Weights(embedding, (layer,) * config.layers, norm, embedding, frequencies)
+
+
+def llama_step(roles: dict[str, int], options: dict, devices):
+    """(the mesh, the program) of a Llama's step of one token a row.
+
+    The model is made on as many simulated devices; of it, only how its arrays lie is compiled for.
+    """
+    here = Llama(LLAMA, zero_weights(LLAMA), implementation="pallas")
+    here = here.on(treeattn.kv_mesh(jax.devices()[: len(devices)], **roles), **options)
+    mesh = Mesh(np.array(devices).reshape(here.mesh.devices.shape), here.mesh.axis_names)
+
+    def there(x):
+        sharding = NamedSharding(mesh, x.sharding.spec)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    weights, cache = jax.tree.map(there, (here.weights, here.new_cache(LLAMA_ROWS, CAPACITY)))
+    model = dataclasses.replace(here, mesh=mesh, weights=weights)
+    rows = NamedSharding(mesh, PartitionSpec("batch" if "batch" in roles else None))
+    tokens = jax.ShapeDtypeStruct((LLAMA_ROWS, 1), jnp.int32, sharding=rows)
+
+    def step(weights, tokens, cache):
+        return dataclasses.replace(model, weights=weights).extend(tokens, cache)
+
+    return mesh, jax.jit(step).lower(weights, tokens, cache).compile()
+
+
+def llama_table(devices) -> Iterator[str]:
+    """The lines of the second table."""
+    c = LLAMA
+    yield ""
+    yield (
+        f"A step of a Llama: {LLAMA_ROWS} rows of one token, one layer of width {c.width:,} with "
+        f"{c.heads} heads on {c.kv_heads} key heads of {c.head_dim} and an MLP of "
+        f"{c.mlp_width:,}, a vocabulary of {c.vocabulary:,}, {CAPACITY:,} keys of each row. The "
+        "embedding's row and the logits, which a step has once, are among what crosses."
+    )
+    yield ""
+    yield "| mesh | attention | collectives | sent at least | across which axes |"
+    yield "|---|---|---|---|---|"
+    for layout, roles in LLAMA_MESHES.items():
+        for name, options in LLAMA_STEPS.items():
+            yield llama_row(layout, name, *llama_step(roles, options, devices))
+
+
+def llama_row(layout: str, name: str, mesh, program) -> str:
+    """A line of the table: the collectives by the axes that they cross."""
+    found = collectives(program, mesh)
+    cells = [str(count_collectives(found)), f"{sent_bytes(found):,}"]
+    for axes in sorted({c.axes for c in found}):
+        own = [c for c in found if c.axes == axes]
+        cells.append(f"{' and '.join(axes)}: {kinds_of(own)}, {total_bytes(own):,} bytes put in")
+    return f"| {layout} | {name} | {cells[0]} | {cells[1]} | {'; '.join(cells[2:])} |"
+
+
+def kinds_of(found) -> str:
+    """How many there are of each kind."""
     kinds = {}
     for c in found:
         kinds[c.kind] = kinds.get(c.kind, 0) + c.count
-    kinds = ", ".join(f"{n} {kind}" for kind, n in kinds.items())
+    return ", ".join(f"{n} {kind}" for kind, n in kinds.items())
+
+
+def row(layout: str, name: str, program) -> str:
+    """A line of the table."""
+    found = collectives(program)
     numbers = f"{count_collectives(found)} | {total_bytes(found):,} | {sent_bytes(found):,}"
-    return f"| {layout} | {name} | {numbers} | {kinds} |"
+    return f"| {layout} | {name} | {numbers} | {kinds_of(found)} |"
 
 
 def main() -> None:
+    treeattn.simulate_devices(8)
     try:
         devices = h100s(8)
     except NotImplementedError as missing:
@@ -108,6 +219,9 @@ def main() -> None:
     blind = compiled("allreduce", LAYOUTS[layout], devices, named=False)
     lines.append(row(f"{layout}, without batch_axis", "allreduce", blind))
     print(lines[-1])
+    for line in llama_table(devices):
+        lines.append(line)
+        print(line, flush=True)
     if len(sys.argv) > 1:
         Path(sys.argv[1]).write_text("\n".join(lines) + "\n", "utf-8")
 

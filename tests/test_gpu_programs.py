@@ -55,6 +55,30 @@ def test_nothing_crosses_the_axis_of_rows_or_heads(name, layout, devices):
         assert sent_bytes(found) == 24_960  # not 134,276,096: K and V of the other rows
 
 
+ROWS, SIZES = script.LLAMA_ROWS // 2, script.LLAMA  # of a device's
+ENDS = ROWS * (2 * SIZES.width + 4 * SIZES.vocabulary // 2)  # an embedding, half of the logits
+SUMS = ROWS * 2 * 4 * SIZES.width  # a layer's two, in float32
+KEY = 2 * 2 * ROWS * SIZES.kv_heads // 2 * SIZES.head_dim  # bytes of one key and its value
+STEPS = {
+    "tree": (2, 4 * ROWS * SIZES.heads // 2 * (SIZES.head_dim + 2)),
+    "ring": (1, KEY * script.CAPACITY // 2 + 4 * ROWS),  # with the number of keys
+}
+
+
+@pytest.mark.parametrize("attention", STEPS)
+def test_a_llamas_step_on_rows_heads_and_text(attention, devices):
+    """Nothing crosses the rows' axis; the heads', two sums a layer and the model's two ends."""
+    mesh, program = script.llama_step(
+        {"batch": 2, "heads": 2}, script.LLAMA_STEPS[attention], devices
+    )
+    found = collectives(program, mesh)
+    by_axes = {axes: [c for c in found if c.axes == axes] for axes in {c.axes for c in found}}
+    assert set(by_axes) == {("heads",), ("kv",)}
+    heads, text = by_axes["heads",], by_axes["kv",]
+    assert (count_collectives(heads), total_bytes(heads)) == (4, ENDS + SUMS)
+    assert (count_collectives(text), total_bytes(text)) == STEPS[attention]
+
+
 def test_what_nobody_can_see_is_gathered(devices):
     """Without batch_axis, inside jit: the warning says so."""
     layout = script.LAYOUTS["rows over 2, keys over 4"]
