@@ -2,6 +2,7 @@
 
 python -m treeattn "What is the capital of France?"
 python -m treeattn "What is the capital of France?" --devices 8 --attention tree
+python -m treeattn "What is the capital of France?" --devices 6 --heads 3 --shard-weights
 python -m treeattn "Repeat this text: ..." --draft suffix
 python -m treeattn "Once upon a time" --plain --model path/to/checkpoint --temperature 0.8
 """
@@ -31,6 +32,7 @@ def arguments() -> argparse.Namespace:
     add("prompt")
     add("--model", help="a GGUF file or a Hugging Face directory (the packaged SmolLM2-135M)")
     add("--devices", type=int, help="simulate so many CPU devices; the machine's own if not given")
+    add("--heads", type=int, help="share out the heads, and the weights, over so many of them (1)")
     add(
         "--attention",
         default="tree",
@@ -63,7 +65,8 @@ def run(args: argparse.Namespace) -> None:
 
     if args.devices is not None:
         simulate_devices(args.devices)
-    mesh = kv_mesh() if len(jax.devices()) > 1 else None
+    many = len(jax.devices()) > 1 or args.heads is not None
+    mesh = kv_mesh(heads=args.heads) if many else None
 
     def start(model: Llama, progress=lambda tokens: None):
         """The prompt's ids, and the calls that continue it; nothing is computed yet."""
