@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treeattn import attend, attention, finalize, interval_mask, pack_rows, which_implementation
-from treeattn.kernel import blockwise, intervals
+from treeattn.kernel import blockwise, gradient, intervals
 
 NODES = 149
 BLOCK = 32  # five blocks of 30, the last of them not full
@@ -52,21 +52,23 @@ def by_intervals(arrays, ends, lengths, tangents, weights):
     return found, along, jax.vjp(run, *arrays)[1](weights)
 
 
+def dense(q, k, v, mask):
+    """out, lse (0 for a query without keys) by the softmax of all scores; mask (b, l, n)."""
+    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    s = jnp.einsum("blhd,bnhd->bhln", q, k) / np.sqrt(q.shape[-1])
+    s = jnp.where(mask[:, None], s, -1e300)
+    p = jnp.where(mask[:, None], jnp.exp(s - s.max(axis=-1, keepdims=True)), 0)
+    total = p.sum(axis=-1)
+    some = total > 0
+    p = p / jnp.where(some, total, 1)[..., None]
+    lse = jnp.where(some, s.max(axis=-1) + jnp.log(jnp.where(some, total, 1)), 0)
+    return jnp.einsum("bhln,bnhd->blhd", p, v), lse.swapaxes(1, 2)
+
+
 @jax.jit
 def by_a_mask(arrays, mask, tangents, weights):
     """The same, from the softmax of all scores."""
-
-    def run(q, k, v):
-        k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
-        s = jnp.einsum("blhd,bnhd->bhln", q, k) / np.sqrt(q.shape[-1])
-        s = jnp.where(mask[:, None], s, -1e300)
-        p = jnp.where(mask[:, None], jnp.exp(s - s.max(axis=-1, keepdims=True)), 0)
-        total = p.sum(axis=-1)
-        some = total > 0
-        p = p / jnp.where(some, total, 1)[..., None]
-        lse = jnp.where(some, s.max(axis=-1) + jnp.log(jnp.where(some, total, 1)), 0)
-        return jnp.einsum("bhln,bnhd->blhd", p, v), lse.swapaxes(1, 2)
-
+    run = functools.partial(dense, mask=mask)
     found, along = jax.jvp(run, arrays, tangents)
     return found, along, jax.vjp(run, *arrays)[1](weights)
 
@@ -120,8 +122,49 @@ def test_batches_by_vmap():
     ends = np.stack([random_ends(rng) for _ in range(6)])
     expected = attention(*arrays, ends=ends)
     split = [x.reshape(3, 2, *x.shape[1:]) for x in (*arrays, ends)]
-    run = functools.partial(jax.vmap, lambda q, k, v, e: attention(q, k, v, ends=e))
-    np.testing.assert_allclose(run()(*split).reshape(expected.shape), expected, atol=1e-6)
+
+    def total(q, k, v, ends):
+        out = attention(q, k, v, ends=ends)
+        return (out**2).sum(), out
+
+    run = jax.grad(total, (0, 1, 2), has_aux=True)
+    found, out = jax.jit(jax.vmap(run))(*split)
+    np.testing.assert_allclose(out.reshape(expected.shape), expected, atol=1e-6)
+    for a, b in zip(found, run(*arrays, ends)[0], strict=True):
+        np.testing.assert_allclose(a.reshape(b.shape), b, atol=1e-5)
+
+
+def test_derivatives_of_derivatives():
+    """The second derivative along a direction, by each way to take two of them in turn."""
+    rng = np.random.default_rng(7)
+    n = 40
+    with jax.enable_x64(True):
+        ends = random_ends(rng, n)[None]
+        arrays = random_arrays(rng, b=1, n=n, h=2, h_kv=1, d=3, dv=2)
+        along = random_arrays(rng, b=1, n=n, h=2, h_kv=1, d=3, dv=2)
+
+        def total(q, k, v):
+            return (attention(q, k, v, ends=ends) ** 3).sum()
+
+        def dense_total(q, k, v):
+            return (dense(q, k, v, interval_mask(ends[0])[None])[0] ** 3).sum()
+
+        def slope(*x):
+            return jax.jvp(total, x, along)[1]
+
+        def slope_by_gradient(*x):
+            slopes = jax.grad(total, (0, 1, 2))(*x)
+            return sum((g * t).sum() for g, t in zip(slopes, along, strict=True))
+
+        def by_each_way(*x):
+            yield jax.jvp(jax.grad(total, (0, 1, 2)), x, along)[1]
+            yield jax.grad(slope, (0, 1, 2))(*x)
+            yield jax.grad(slope_by_gradient, (0, 1, 2))(*x)
+
+        expected = jax.jit(lambda *x: jax.jvp(jax.grad(dense_total, (0, 1, 2)), x, along)[1])
+        for found in jax.jit(lambda *x: list(by_each_way(*x)))(*arrays):
+            for a, b in zip(found, expected(*arrays), strict=True):
+                np.testing.assert_allclose(a, b, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("kind", ["random", "one path", "eight texts", "a prompt and answers"])
@@ -134,22 +177,31 @@ def test_blocks_that_nobody_sees_are_skipped(kind, monkeypatch):
         "eight texts": np.minimum((node // 19 + 1) * 19, NODES),
         "a prompt and answers": np.where(node < 49, NODES, 49 + ((node - 49) // 20 + 1) * 20),
     }[kind]
-    counted = []
+    counted = {"forward": 0, "backward": 0}
     jax.clear_caches()
-    compute = blockwise.products.matrix_scores
 
-    def counting(q, k):
-        jax.debug.callback(lambda: counted.append(1))
-        return compute(q, k)
+    def counting(compute, name):
+        def count(s):
+            counted[name] += 1
+            return np.zeros_like(s)
 
-    monkeypatch.setattr(blockwise.products, "matrix_scores", counting)
-    arrays = random_arrays(np.random.default_rng(4), b=1)
-    jax.block_until_ready(jax.jit(functools.partial(attention, ends=ends[None]))(*arrays))
-    jax.effects_barrier()
+        def computed(q, k):
+            s = compute(q, k)
+            return s + jax.pure_callback(count, s[..., :1], jax.lax.stop_gradient(s[..., :1]))
+
+        return computed
+
+    matrix_scores = counting(blockwise.products.matrix_scores, "forward")
+    monkeypatch.setattr(blockwise.products, "matrix_scores", matrix_scores)
+    monkeypatch.setattr(gradient, "scores", counting(gradient.scores, "backward"))
+    arrays = random_arrays(np.random.default_rng(4), b=2)
+    both = np.stack([ends, np.arange(1, NODES + 1)])  # beside it a row in which all are alone
+    run = jax.value_and_grad(lambda *x: attention(*x, ends=both).sum(), (0, 1, 2))
+    jax.block_until_ready(jax.jit(run)(*arrays))
     mask = np.pad(interval_mask(ends), ((0, 1), (0, 1)))
     pairs = mask.reshape(5, 30, 5, 30).any(axis=(1, 3))
     visited = intervals.blocks_visited(ends)
-    assert len(counted) == visited
+    assert counted == {"forward": visited + 5, "backward": visited + 5}
     assert pairs.sum() <= visited <= 15
     assert visited == {"one path": 15, "eight texts": 9}.get(kind, visited)
 

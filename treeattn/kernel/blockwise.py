@@ -7,6 +7,7 @@ once, where they lie; what is held besides them does not grow with their number.
     blocks     how large a block is, and which are read at all
     products   how its scores and its sums are computed
     masks      who sees which of its keys
+    intervals  which of them, in a tree, by two integers a token; gradient: that of such a loop
 
 Here queries are (b, h_kv, group, l, d), grouped by the key head that they read, and already
 scaled; scores (b, h_kv, group, l, size); mask and bias (b, h_kv, group, l, n), or 1 for an
@@ -24,6 +25,7 @@ from treeattn.idea.arrays import varying_like
 from treeattn.idea.state import AttentionState, finite, merge
 from treeattn.kernel import products
 from treeattn.kernel.blocks import block_size, over_blocks, split_blocks
+from treeattn.kernel.gradient import gradients_of_sums, with_transpose
 from treeattn.kernel.inputs import Grouped, Inputs
 from treeattn.kernel.intervals import by_query_blocks
 from treeattn.kernel.masks import (
@@ -202,7 +204,17 @@ def _attend_jvp(primals, tangents):
     def sums(moving):
         return by_query_blocks(_sums, inputs.replace(**moving), state.max)
 
-    _, (d, n) = jax.jvp(sums, (moving,), (tangents,))
+    def derivative(tangents):
+        return jax.jvp(sums, (moving,), (tangents,))[1]
+
+    def gradient(cotangents):
+        found = gradients_of_sums(inputs, state.max, *cotangents)
+        return {name: found[name] for name in tangents}
+
+    if inputs.intervals is None:
+        d, n = derivative(tangents)
+    else:
+        d, n = with_transpose(derivative, gradient, tangents)
     n = jnp.where((state.max == -jnp.inf)[..., None], 0, n)  # what it does not see may be NaN
     return state, AttentionState(jnp.zeros_like(state.max), d, n)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Bool, Float, Integer
 
 from treeattn.idea.arrays import (
@@ -17,6 +18,7 @@ from treeattn.idea.arrays import (
     check_ends,
     check_floating,
     check_integers,
+    check_nodes,
     check_rank,
     check_same_dtype,
     check_scale,
@@ -32,7 +34,11 @@ Mask = Bool[Array, "#b #h #l #n"]
 Bias = Float[Array, "#b #h #l #n"]
 Lengths = Integer[Array, " b"]
 Ends = Integer[Array, "b n"]
+DealtEnds = Integer[Array, "b nodes"]  # of trees whose nodes stand at the places of `Nodes`
+Nodes = Integer[Array, " n"]
 Output = Float[Array, "b l h dv"]
+
+NOBODY = np.iinfo(np.int32).max  # the number of a place without a node: it sees no key
 
 _static = functools.partial(dataclasses.field, metadata={"static": True})
 
@@ -42,10 +48,9 @@ _static = functools.partial(dataclasses.field, metadata={"static": True})
 class Intervals:
     """Trees in depth-first order instead of a mask: query i sees key j where j ≤ i < ends[j].
 
-    queries: (l,) int32 the numbers of the queries' nodes; the largest int32 for one that is none,
-             and sees no key
+    queries: (l,) int32 the numbers of the queries' nodes; NOBODY for one that is none
     keys:    (n,) int32 the numbers of the keys' nodes, in any order
-    ends:    (b, n) int32 where each key's subtree ends
+    ends:    (b, n) int32 where each key's subtree ends; 0 for one that nobody sees
     """
 
     queries: Any
@@ -151,9 +156,23 @@ class Grouped:
 
 
 def check_inputs(
-    q, k, v, mask=None, bias=None, kv_lengths=None, scale=None, *, causal: bool = False, ends=None
+    q,
+    k,
+    v,
+    mask=None,
+    bias=None,
+    kv_lengths=None,
+    scale=None,
+    *,
+    causal: bool = False,
+    ends=None,
+    nodes=None,
 ) -> Inputs:
-    """The `Inputs`, or the TypeError or ValueError that `attend` documents, naming the argument."""
+    """The `Inputs`, or the TypeError or ValueError that `attend` documents, naming the argument.
+
+    nodes: which node of the tree stands at each place of q, k and v, as `deal_tree` returns them;
+           None where they stand in order
+    """
     _check_queries_and_keys(q, k, v, causal)
     b, l, h, d = q.shape
     n = k.shape[1]
@@ -174,10 +193,12 @@ def check_inputs(
         scale = 1.0
     lengths = _check_lengths(kv_lengths, b, n)
     intervals = None
+    if nodes is not None and ends is None:
+        raise ValueError("nodes: expected ends beside them, which say who sees whom")
     if ends is not None:
         if mask is not None or bias is not None:
             raise ValueError("ends: say who sees whom, and take neither mask nor bias beside them")
-        intervals = _check_ends(ends, b, l, n, lengths)
+        intervals = _check_ends(ends, b, l, n, lengths, nodes)
         lengths = None
         causal = False  # every interval begins with its own node
     return Inputs(q, k, v, mask, bias, lengths, factor, intervals, float(scale), causal)
@@ -218,12 +239,18 @@ def _check_lengths(kv_lengths, b: int, n: int) -> Array | None:
     return bounded("kv_lengths", kv_lengths, 0, n, f"0 to kv_len = {n} keys")
 
 
-def _check_ends(ends, b: int, l: int, n: int, lengths) -> Intervals:
-    """The intervals of trees of n nodes, of which `lengths` count, or the error that names them."""
+def _check_ends(ends, b: int, l: int, n: int, lengths, nodes) -> Intervals:
+    """The intervals of trees of n nodes, of which `lengths` count, or the error that names them.
+
+    With `nodes` the trees have as many as `ends` says, dealt over n places.
+    """
     ends = as_array("ends", ends)
     check_integers(ends=ends)
     if l != n:
         raise ValueError(f"q: with ends, expected as many queries as keys, {n}, got {l}")
+    if nodes is not None:
+        check_rank(2, "(batch, nodes)", ends=ends)
+        return _dealt(ends, b, n, nodes)
     if ends.shape != (b, n):
         raise ValueError(f"ends: expected shape (batch, kv_len) = ({b}, {n}), got {ends.shape}")
     ends = check_ends(ends)
@@ -231,3 +258,15 @@ def _check_ends(ends, b: int, l: int, n: int, lengths) -> Intervals:
     if lengths is not None:  # nobody sees the others, not even they themselves
         ends = jnp.where(nodes < lengths[:, None], ends, 0)
     return Intervals(nodes, nodes, ends)
+
+
+def _dealt(ends, b: int, places: int, nodes) -> Intervals:
+    """The intervals of trees whose nodes stand at these places."""
+    if len(ends) != b:
+        raise ValueError(f"ends: expected shape (batch, nodes) = ({b}, …), got {ends.shape}")
+    nodes = check_nodes(nodes, ends.shape[1])
+    if nodes.shape != (places,):
+        raise ValueError(f"nodes: expected q's {places} places, got {len(nodes)}")
+    ends = jnp.pad(check_ends(ends), ((0, 0), (0, 1)))[:, nodes]  # of place −1 the added one, 0
+    numbers = jnp.where(nodes < 0, NOBODY, nodes)
+    return Intervals(numbers, numbers, ends)

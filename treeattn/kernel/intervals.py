@@ -12,14 +12,17 @@ import numpy as np
 from jax import lax
 
 from treeattn.idea.arrays import pad_axis
-from treeattn.kernel.inputs import Grouped, Intervals
+from treeattn.kernel.inputs import NOBODY, Grouped, Intervals
 
 INTERVAL_BLOCK = 256  # queries, and keys, a block: of smaller ones more are skipped
-NOBODY = np.iinfo(np.int32).max  # the number of a query that only fills a block: it sees no key
 
 
 def visible_keys(intervals: Intervals, first, size: int):
-    """(b, 1, 1, l, size) bool: which of the keys first … first + size − 1 each query sees."""
+    """(b, 1, 1, l, size) bool: which of the keys first … first + size − 1 each query sees.
+
+    A block that all of its queries see whole is masked like any other: on a CPU that takes 1 to 4 %
+    of the block's time.
+    """
     key = lax.dynamic_slice_in_dim(intervals.keys, first, size)[None, None]
     end = lax.dynamic_slice_in_dim(intervals.ends, first, size, axis=1)[:, None]
     query = intervals.queries[None, :, None]
