@@ -1,4 +1,4 @@
-"""Trees whose keys are sharded: ring and Ulysses by intervals, against a single device."""
+"""Trees whose keys are sharded, and dealt: ring, gather, Ulysses by intervals, against the mask."""
 
 import functools
 
@@ -7,17 +7,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
+from oracles import dense_attention, dense_gradients
 
 import treeattn
-from treeattn import attention
-from treeattn.kernel import blockwise
+from treeattn import attention, blocks_by_device, deal_tree, interval_mask
+from treeattn.devices.dealing import DEALINGS
+from treeattn.kernel import blockwise, gradient, intervals
 
 NODES = 75
-
-
+FORMS = {
+    "ring": treeattn.ring_attention,
+    "gather": treeattn.gather_attention,
+    "Ulysses": treeattn.ulysses_attention,
+}
 NODE = np.arange(NODES)
 TEXTS = (NODE // 15 + 1) * 15  # five texts side by side, of 15 nodes each
 ANSWERS = np.where(NODE < 20, NODES, np.minimum(20 + ((NODE - 20) // 11 + 1) * 11, NODES))
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    monkeypatch.setattr(intervals, "INTERVAL_BLOCK", 8)
 
 
 def arrays(rng, b=2, h=8, h_kv=2, d=8):
@@ -25,54 +35,120 @@ def arrays(rng, b=2, h=8, h_kv=2, d=8):
     return tuple(jnp.array(rng.normal(size=shape)) for shape in shapes)
 
 
-@pytest.mark.parametrize("prefill", [treeattn.ring_attention, treeattn.ulysses_attention])
-@pytest.mark.parametrize("sizes", [(1,), (3,), (8,), (2, 2)])
-def test_values_and_gradients(prefill, sizes):
-    if prefill is treeattn.ulysses_attention and sizes == (3,):
-        pytest.skip("three devices cannot share eight heads")
+def make_mesh(sizes):
     names = ("kv", "device")[: len(sizes)]
-    mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
+    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def value_and_gradients(form, mesh, axes):
+    """(q, k, v, weights, ends, nodes) to `out` and the gradients of Σ weights · out."""
+
+    def total(q, k, v, w, ends, nodes):
+        out = FORMS[form](q, k, v, mesh=mesh, axis=axes, ends=ends, nodes=nodes)
+        return (out * w).sum(), out
+
+    return jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))
+
+
+def check(found, given, ends, at):
+    """`found` at the places `at` of the nodes, against the softmax of all scores."""
+    mask = np.stack([interval_mask(line) for line in ends])[:, None]
+    gradients, out = found
+    expected = *dense_gradients(*given, mask=mask), dense_attention(*given[:3], mask=mask)
+    for a, b in zip((*gradients, out), expected, strict=True):
+        np.testing.assert_allclose(a[:, at], b, rtol=0, atol=1e-12)
+
+
+def devices_of(form):
+    """1 to 8 of them, where they can share 8 heads; only some in the quick runs."""
+    quick = {"ring": (3, 8), "gather": (2, 5), "Ulysses": (4,)}[form]
+    for p in range(1, 9):
+        if form != "Ulysses" or 8 % p == 0:
+            yield pytest.param(form, p, marks=[] if p in quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("form", "p"), [case for form in FORMS for case in devices_of(form)])
+def test_dealt_nodes(form, p):
+    """However the nodes of a tree are dealt, each has the attention and the gradients it has."""
+    mesh = make_mesh((p,))
+    rng = np.random.default_rng(p)
+    with jax.enable_x64(True):
+        ends = np.stack([ANSWERS, TEXTS])  # both rows are dealt as is best for one of them
+        given = *arrays(rng), jnp.array(rng.normal(size=(2, NODES, 8, 8)))
+        run = value_and_gradients(form, mesh, "kv")
+        for dealing in DEALINGS:
+            nodes = deal_tree(ANSWERS, p, dealing=dealing)
+            # An empty place holds anything.
+            dealt = (x[:, nodes] for x in given)
+            check(run(*dealt, ends, nodes), given, ends, np.argsort(nodes)[-NODES:])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nodes_in_order(form):
+    """On two axes, named in another order than the mesh has them; 75 do not divide by 4."""
+    mesh = make_mesh((2, 2))
     rng = np.random.default_rng(0)
     with jax.enable_x64(True):
         ends = np.stack([ANSWERS, TEXTS])
-        q, k, v = arrays(rng)
-        weights = jnp.array(rng.normal(size=q.shape))
-
-        def total(f, *x):
-            out = f(*x)
-            return (out * weights).sum(), out
-
-        one = functools.partial(attention, ends=ends)
-        many = functools.partial(prefill, mesh=mesh, axis=names, ends=ends)
-        run = [
-            jax.jit(jax.grad(functools.partial(total, f), (0, 1, 2), has_aux=True))
-            for f in (one, many)
-        ]
-        expected, found = (f(q, k, v) for f in run)
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
+        given = *arrays(rng), jnp.array(rng.normal(size=(2, NODES, 8, 8)))
+        run = value_and_gradients(form, mesh, ("device", "kv"))
+        check(run(*given, ends, None), given, ends, NODE)
 
 
-def test_shards_that_nobody_sees_are_skipped(monkeypatch):
-    """Five texts on five devices: of the 25 pairs of shards a ring computes five."""
-    rng = np.random.default_rng(0)
-    computed = []
+@pytest.mark.parametrize("form", ["ring", "gather"])
+def test_what_each_device_computes_is_what_was_counted(form, monkeypatch):
+    """Forward and backward, of each dealing; a shard that nobody sees is skipped as a whole."""
+    counted = np.zeros((2, 5), int)
     jax.clear_caches()
-    compute = blockwise.products.matrix_scores
 
-    def counting(q, k):
-        jax.debug.callback(lambda: computed.append(1))
-        return compute(q, k)
+    def counting(compute, which):
+        def count(rank, s):
+            counted[which, rank] += 1
+            return np.zeros_like(s)
 
-    monkeypatch.setattr(blockwise.products, "matrix_scores", counting)
-    mesh = jax.make_mesh((5,), ("kv",), axis_types=(AxisType.Auto,))
-    q, k, v = arrays(rng, b=1)
-    for ends, pairs in ((TEXTS, 5), (np.full(NODES, NODES), 15)):
-        computed.clear()
-        run = functools.partial(treeattn.ring_attention, mesh=mesh, axis="kv", ends=ends[None])
-        jax.block_until_ready(run(q, k, v))
-        jax.effects_barrier()
-        assert len(computed) == pairs
+        def computed(q, k):
+            s = compute(q, k)
+            some = jax.lax.stop_gradient(s[..., :1])
+            return s + jax.pure_callback(count, some, jax.lax.axis_index("kv"), some)
+
+        return computed
+
+    matrix_scores = counting(blockwise.products.matrix_scores, 0)
+    monkeypatch.setattr(blockwise.products, "matrix_scores", matrix_scores)
+    monkeypatch.setattr(gradient, "scores", counting(gradient.scores, 1))
+    run = value_and_gradients(form, make_mesh((5,)), "kv")
+    rng = np.random.default_rng(0)
+    given = *arrays(rng, b=1), jnp.array(rng.normal(size=(1, NODES, 8, 8)))
+    for ends in TEXTS, ANSWERS:
+        for dealing in DEALINGS:
+            nodes = deal_tree(ends, 5, dealing=dealing)
+            counted[:] = 0
+            jax.block_until_ready(run(*(x[:, nodes] for x in given), ends[None], nodes))
+            work = blocks_by_device(ends, nodes, 5)
+            np.testing.assert_array_equal(counted, [work.sum(axis=1)] * 2)
+    five = np.repeat(np.arange(16, 96, 16), 16)  # texts on five devices, which see no other's
+    work = blocks_by_device(five, deal_tree(five, 5, dealing="contiguous"), 5)
+    np.testing.assert_array_equal(work > 0, np.eye(5))
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("form", FORMS)
+def test_wrong_nodes(form):
+    given = arrays(np.random.default_rng(0), b=1)
+    run = functools.partial(FORMS[form], *given, mesh=make_mesh((2,)), axis="kv")
+    ends = ANSWERS[None]
+    for error, message, options in (
+        (ValueError, "nodes: expected ends", {"nodes": NODE}),
+        (ValueError, "nodes: expected each of 75", {"ends": ends, "nodes": NODE // 2}),
+        (ValueError, "nodes: expected q's 75", {"ends": ends, "nodes": np.append(NODE, -1)}),
+        (TypeError, "nodes: ", {"ends": ends, "nodes": NODE / 2}),
+        (ValueError, "ends: ", {"ends": ANSWERS, "nodes": NODE}),
+        (ValueError, "ends: ", {"ends": np.stack([ANSWERS, TEXTS]), "nodes": NODE}),
+        (ValueError, "ends: expected depth-first", {"ends": ends[:, ::-1], "nodes": NODE}),
+        (ValueError, "ends: the pallas", {"ends": ends, "implementation": "pallas"}),
+    ):
+        with pytest.raises(error, match=message):
+            run(**options)
 
 
 def test_named_rows():

@@ -16,7 +16,11 @@ from test_decode import make_mesh
 import treeattn
 from treeattn.cost.program import collectives, total_bytes
 
-PREFILLS = {"ring": treeattn.ring_attention, "Ulysses": treeattn.ulysses_attention}
+PREFILLS = {
+    "ring": treeattn.ring_attention,
+    "gather": treeattn.gather_attention,
+    "Ulysses": treeattn.ulysses_attention,
+}
 
 
 @functools.cache
@@ -33,11 +37,12 @@ def prefill_value_and_gradients(shape, name, causal):
 # 12 query heads read 2 key heads: Ulysses repeats these 1, 3 or 2 times.
 CAUSAL = [((2,), 16, True), ((3,), 19, True), ((2, 2), 19, True), ((6,), 4, True)]
 FULL = [((3,), 19, False), ((2, 2), 4, False)]
+CASES = [(name, *case) for name in ("ring", "Ulysses") for case in CAUSAL + FULL]
+CASES += [("gather", *case) for case in (CAUSAL[2], FULL[0])]  # otherwise it does what a ring does
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PREFILLS)
-@pytest.mark.parametrize(("shape", "length", "causal"), CAUSAL + FULL)
+@pytest.mark.parametrize(("name", "shape", "length", "causal"), CASES)
 def test_prefill_values_and_gradients(shape, length, name, causal):
     mask = np.tri(length, dtype=bool)[None, None] if causal else None
 
@@ -80,6 +85,15 @@ def test_ulysses_exchanges_four_times():
     found = collectives(f.lower(*shapes(mesh, 256, 8, 4, 32, q_len=256)).compile())
     assert {c.kind for c in found} == {"all-to-all"}
     elements = 2 * 64 * 32 * (8 + 4 + 4 + 8)  # q, k and v there, the output back
+    assert total_bytes(found) == 4 * elements
+
+
+def test_gather_gathers_keys_and_values():
+    mesh = make_mesh((4,))
+    f = jax.jit(functools.partial(treeattn.gather_attention, mesh=mesh, axis="kv"))
+    found = collectives(f.lower(*shapes(mesh, 256, 8, 4, 32, q_len=256)).compile())
+    assert {c.kind for c in found} == {"all-gather"}
+    elements = 2 * 64 * 32 * (4 + 4)  # of a device's own k and v
     assert total_bytes(found) == 4 * elements
 
 

@@ -18,7 +18,7 @@ from treeattn.devices.dealing import blocks_by_device, deal_tree
 from treeattn.devices.decode import pass_q_decode, ring_decode, tree_decode
 from treeattn.devices.merge import merge_across
 from treeattn.devices.mesh import initialize, kv_mesh, simulate_devices
-from treeattn.devices.prefill import ring_attention, ulysses_attention
+from treeattn.devices.prefill import gather_attention, ring_attention, ulysses_attention
 from treeattn.idea.energy import (
     attention_from_energy,
     causal_energy,
@@ -76,6 +76,7 @@ __all__ = [
     "expand_tree",
     "finalize",
     "from_output",
+    "gather_attention",
     "generate",
     "initialize",
     "interval_mask",

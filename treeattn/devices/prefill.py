@@ -1,8 +1,8 @@
 """Prefill with the sequence sharded: the queries of a whole prompt, dealt out like its keys.
 
 Tree decoding has one query that every device can hold; a prompt has as many queries as keys.
-`ring_attention` lets the keys visit the queries, `ulysses_attention` trades shards of the
-sequence for shards of the heads.
+`ring_attention` lets the keys visit the queries, `gather_attention` brings all of them at once,
+`ulysses_attention` trades shards of the sequence for shards of the heads.
 """
 
 import functools
@@ -25,10 +25,11 @@ from treeattn.idea.arrays import Scale, pad_axis
 from treeattn.idea.state import finalize, merge
 from treeattn.kernel.attend import attend_inputs
 from treeattn.kernel.inputs import (
-    Ends,
+    DealtEnds,
     Inputs,
     Intervals,
     Keys,
+    Nodes,
     Output,
     Queries,
     Values,
@@ -45,7 +46,8 @@ def ring_attention(
     mesh: AnyMesh,
     axis: AxisNames,
     causal: bool = True,
-    ends: Ends | None = None,
+    ends: DealtEnds | None = None,
+    nodes: Nodes | None = None,
     scale: Scale = None,
     implementation: str | None = None,
     batch_axis: AxisNames | None = None,
@@ -55,20 +57,53 @@ def ring_attention(
 
     Every device keeps its queries and sees all shards of the cache pass. With `causal`, query
     i sees keys 0 … i, and a device skips the shards that lie after its queries. The result is
-    sharded along its length. Without `causal`, q may be of another length than k. With `ends`, as
-    in `attend`, a device skips the shards of whose trees its queries see nothing.
-    batch_axis and head_axis are `tree_decode`'s, and as important where nobody can see how the
-    arrays lie.
+    sharded along its length. Without `causal`, q may be of another length than k. batch_axis and
+    head_axis are `tree_decode`'s, and as important where nobody can see how the arrays lie.
+
+    With `ends`, as in `attend`, a device skips the shards of whose trees its queries see nothing.
+    nodes: (kv_len,) the node at each place of q, k, v and the result, as `deal_tree` deals them; −1
+           at an empty place, which sees nothing and is not seen. `ends` is (b, number of nodes)
+           then, each row's tree in its own order. None: place i has node i
 
     Raises ValueError for a causal q whose length is not k's, an axis that the mesh lacks, the
-    implementation "exact", since the devices merge states that are rounded, and whatever `attend`
-    refuses.
+    implementation "exact", since the devices merge states that are rounded, nodes without ends or
+    that are not each at one place, and whatever `attend` refuses.
     """
     refuse_exact(implementation)
-    inputs = check_inputs(q, k, v, scale=scale, causal=causal, ends=ends)
+    inputs = check_inputs(q, k, v, scale=scale, causal=causal, ends=ends, nodes=nodes)
     layout = lay_out(inputs, mesh, axis, batch_axis, head_axis)
     inputs = resolve_on_mesh(implementation, inputs, layout)
     return _prefill(inputs, layout, _ring, layout.axes)
+
+
+def gather_attention(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    mesh: AnyMesh,
+    axis: AxisNames,
+    causal: bool = True,
+    ends: DealtEnds | None = None,
+    nodes: Nodes | None = None,
+    scale: Scale = None,
+    implementation: str | None = None,
+    batch_axis: AxisNames | None = None,
+    head_axis: AxisNames | None = None,
+) -> Output:
+    """Prefill by one Allgather: every device gets all keys, and keeps its queries.
+
+    What Llama 3 was trained with on long texts (Grattafiori et al. 2024, §3.3.2). The bytes are the
+    ring's, in one message, and every device needs room for all keys and values. It attends to them
+    shard by shard, and skips what the ring skips; but no device waits for another's shard, so that
+    only what each computes in all has to be even. Arguments, result and errors as in
+    `ring_attention`.
+    """
+    refuse_exact(implementation)
+    inputs = check_inputs(q, k, v, scale=scale, causal=causal, ends=ends, nodes=nodes)
+    layout = lay_out(inputs, mesh, axis, batch_axis, head_axis)
+    inputs = resolve_on_mesh(implementation, inputs, layout)
+    return _prefill(inputs, layout, _gather, layout.axes)
 
 
 def ulysses_attention(
@@ -79,7 +114,8 @@ def ulysses_attention(
     mesh: AnyMesh,
     axis: AxisNames,
     causal: bool = True,
-    ends: Ends | None = None,
+    ends: DealtEnds | None = None,
+    nodes: Nodes | None = None,
     scale: Scale = None,
     implementation: str | None = None,
     batch_axis: AxisNames | None = None,
@@ -94,7 +130,7 @@ def ulysses_attention(
 
     Raises ValueError when p does not divide the query heads, and as `ring_attention` does.
     """
-    inputs = check_inputs(q, k, v, scale=scale, causal=causal, ends=ends)
+    inputs = check_inputs(q, k, v, scale=scale, causal=causal, ends=ends, nodes=nodes)
     layout = lay_out(inputs, mesh, axis, batch_axis, head_axis)
     inputs = resolve_on_mesh(implementation, inputs, layout)
     p = count_devices(mesh, layout.axes)
@@ -156,51 +192,71 @@ def _ring(inputs: Inputs, rank, axes):
     A shard of `out` (b, ⌈l/p⌉, h, dv), from those of q (b, ⌈l/p⌉, h, d), k and v (b, t, …).
     """
     p = jax.lax.axis_size(axes)
-    unseen = no_keys(inputs)
 
-    def state_of_whole_shard(shard, owner):
-        k, v = shard
-        return attend_inputs(own_lengths(inputs.replace(k=k, v=v, causal=False), owner))
-
-    def state_of_diagonal(shard, owner):
-        k, v = shard
-        return attend_inputs(inputs.replace(k=k, v=v))
-
-    def state_of_nothing(shard, owner):
-        return unseen
-
-    def state_of_trees(shard):
-        k, v, keys, ends = shard
-        intervals = inputs.intervals.replace(keys=keys, ends=ends)
-        seen = blocks_seen(intervals, max(k.shape[1], 1))
-
-        def state_of_shard():
-            return attend_inputs(inputs.replace(k=k, v=v, intervals=intervals))
-
-        return jax.lax.cond(seen.any(), state_of_shard, lambda: unseen)
-
-    def merge_shard(state, shard, step):
-        owner = (rank - step) % p
-        if inputs.intervals is not None:
-            return merge(state, state_of_trees(shard))
-        if not inputs.causal:
-            return merge(state, state_of_whole_shard(shard, owner))
-        case = jnp.sign(owner - rank) + 1  # 0 earlier keys, 1 the queries' own, 2 later ones
-        cases = state_of_whole_shard, state_of_diagonal, state_of_nothing
-        return merge(state, jax.lax.switch(case, cases, shard, owner))
+    def owner(step):
+        return (rank - step) % p
 
     def visit(carry, step):
         state, shard = carry
         arriving = pass_on(shard, axes)  # under way while this device computes
-        return (merge_shard(state, shard, step), arriving), None
+        return (_merge_shard(state, inputs, rank, shard, owner(step)), arriving), None
 
-    shard = inputs.k, inputs.v
-    if inputs.intervals is not None:
-        shard += inputs.intervals.keys, inputs.intervals.ends
-    start = unseen, shard
+    start = no_keys(inputs), _shard(inputs)
     (state, shard), _ = jax.lax.scan(visit, start, jnp.arange(p - 1))
-    out, _ = finalize(merge_shard(state, shard, p - 1))
+    out, _ = finalize(_merge_shard(state, inputs, rank, shard, owner(p - 1)))
     return out.astype(inputs.q.dtype)
+
+
+def _gather(inputs: Inputs, rank, axes):
+    """All shards at once, and then one after the other. Takes and returns what `_ring` does."""
+    p = jax.lax.axis_size(axes)
+
+    def gather(x):  # (p, …), where XLA gathers no arrays of no elements
+        return jax.lax.all_gather(x, axes) if x.size else jnp.zeros((p, *x.shape), x.dtype)
+
+    def visit(state, shard):
+        return _merge_shard(state, inputs, rank, *shard), None
+
+    shards = jax.tree.map(gather, _shard(inputs))
+    state, _ = jax.lax.scan(visit, no_keys(inputs), (shards, jnp.arange(p)))
+    out, _ = finalize(state)
+    return out.astype(inputs.q.dtype)
+
+
+def _shard(inputs: Inputs):
+    """What other devices need of this one: k, v, and the intervals of its keys."""
+    intervals = inputs.intervals
+    return inputs.k, inputs.v, intervals and (intervals.keys, intervals.ends)
+
+
+def _merge_shard(state, inputs: Inputs, rank, shard, owner):
+    """The state of device `rank`'s queries after the shard of `owner`, too; skipped if unseen."""
+    k, v, intervals = shard
+    unseen = no_keys(inputs)
+
+    def state_of_whole_shard():
+        return attend_inputs(own_lengths(inputs.replace(k=k, v=v, causal=False), owner))
+
+    def state_of_diagonal():
+        return attend_inputs(inputs.replace(k=k, v=v))
+
+    def state_of_nothing():
+        return unseen
+
+    if intervals is not None:
+        keys, ends = intervals
+        intervals = inputs.intervals.replace(keys=keys, ends=ends)
+
+        def state_of_trees():
+            return attend_inputs(inputs.replace(k=k, v=v, intervals=intervals))
+
+        seen = blocks_seen(intervals, max(k.shape[1], 1)).any()
+        return merge(state, jax.lax.cond(seen, state_of_trees, state_of_nothing))
+    if not inputs.causal:
+        return merge(state, state_of_whole_shard())
+    case = jnp.sign(owner - rank) + 1  # 0 earlier keys, 1 the queries' own, 2 later ones
+    cases = state_of_whole_shard, state_of_diagonal, state_of_nothing
+    return merge(state, jax.lax.switch(case, cases))
 
 
 def _ulysses(inputs: Inputs, rank, axes):
