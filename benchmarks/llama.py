@@ -15,12 +15,16 @@ beside the cache; `table` is the experiment of the paper's Table 1, a prompt and
 Caches of a given context are filled with random numbers: a step's time does not depend on them.
 `steps` has the time of a step of 1 … 64 packed candidates, with positions and a tree mask, all of
 their logits computed, and its ratio to a step of one: of the fastest of each, and the median over
-the rounds. `int8` has both models' decoding, prefill and steps: the fastest of each, the ratio of
-processor times (which other programs disturb less), and how far the two agree on 2,560 tokens of
-English with code, Python's own documentation. Writes benchmarks/results/llama.json.
+the rounds. `int8` has the decoding, prefill and steps of both models, decoding also of the exact
+model, decoding and prefill of llama.cpp with weights of 4 and of 8 bits (made of those of 4): the
+fastest of each, the ratio of processor times (which other programs disturb less), and how far the
+two agree on 2,560 tokens of English with code, Python's own documentation; kept for each version
+of JAX that it was run with. Writes benchmarks/results/llama.json.
 """
 
 import argparse
+import ctypes
+import dataclasses
 import datetime
 import functools
 import importlib.util
@@ -29,6 +33,7 @@ import os
 import platform
 import pydoc_data.topics
 import statistics
+import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -158,15 +163,29 @@ def transformers_runs(model, context: int, n: int):
     return prefill, decode
 
 
-def llama_cpp_runs(prompt: list[int], contexts, n: int):
+def in_8_bits(path: Path, folder: str) -> Path:
+    """The checkpoint with llama.cpp's weights of 8 bits, a scale for each 32, in that folder."""
+    import llama_cpp
+
+    how = llama_cpp.llama_model_quantize_default_params()
+    how.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0
+    how.allow_requantize = True
+    out = Path(folder) / "8_bits.gguf"
+    files = (str(x).encode() for x in (path, out))
+    if llama_cpp.llama_model_quantize(*files, ctypes.byref(how)):
+        raise RuntimeError(f"llama.cpp could not write {path} in 8 bits")
+    return out
+
+
+def llama_cpp_runs(path: Path, prompt: list[int], contexts, n: int):
     """(prefill of the prompt, {context: decoding of n tokens after it}), by llama.cpp's kernels
-    for the 4-bit weights of the packaged file. Prefill returns the last token's logits."""
+    for the weights of that file. Prefill returns the last token's logits."""
     import llama_cpp
 
     longest = max(contexts)
     threads = os.cpu_count()
     model = llama_cpp.Llama(
-        str(packaged_model()),
+        str(path),
         n_ctx=longest + ROOM,
         n_threads=threads,
         n_threads_batch=threads,
@@ -206,7 +225,7 @@ def single(model: Llama, rounds: int = 5, n: int = 4) -> dict:
         for context in contexts:
             runs[context]["transformers"] = transformers_runs(other, context, n)[1]
     if find("llama_cpp"):
-        cpp, after = llama_cpp_runs(prompt, contexts, n)
+        cpp, after = llama_cpp_runs(packaged_model(), prompt, contexts, n)
         for context in contexts:
             runs[context]["llama.cpp, 4 bit"] = after[context]
     result = {}
@@ -328,45 +347,65 @@ def agreement(model: Llama, small: Llama, texts: int = 5, tokens: int = 512) -> 
 def int8(model: Llama, rounds: int = 10, n: int = 4) -> dict:
     """Milliseconds of both models' tokens, prefill and steps, and their agreement."""
     models = {"float32": model, "int8": Llama.load(None, weights="int8")}
+    exact = dataclasses.replace(models["int8"], exact=True)
     result = {"agreement": agreement(*models.values())}
     print(result["agreement"], flush=True)
 
     def report(name, candidates, scale, rounds=rounds):
-        busy = {k: [] for k in candidates}
-
-        def counted(k):
-            began = time.process_time()
-            jax.block_until_ready(candidates[k]())
-            busy[k].append(time.process_time() - began)
-
-        runs = {k: functools.partial(counted, k) for k in candidates}
-        fastest = {k: 1000 * min(t) / scale for k, t in all_in_turn(runs, rounds).items()}
-        typical = {k: statistics.median(t[1:]) for k, t in busy.items()}
-        result[name] = fastest | {
-            "ratio": fastest["float32"] / fastest["int8"],
-            "ratio of processor time": typical["float32"] / typical["int8"],
-        }
+        result[name] = compared(candidates, scale, rounds)
         print(name, {k: round(x, 2) for k, x in result[name].items()}, flush=True)
 
-    for context in (64, 2048):
-        runs = {k: decoder(one, context, n) for k, one in models.items()}
+    contexts = (2048, 64)  # falling: llama.cpp forgets what comes after
+    prompt = (np.arange(1024) % 1000 + 100).tolist()
+    others = llama_cpp_in_bits(prompt, contexts, n)
+    for context in contexts:
+        runs = {k: decoder(one, context, n) for k, one in {**models, "exact": exact}.items()}
+        runs |= {k: after[context] for k, (_, after) in others.items()}
         report(f"a token after {context}", runs, n)
     cache = full_cache(model, 512)
-    sizes = (2, 4, 8, 16, 32, 64)
+    sizes = (2, 4, 8, 16, 32, 64, 128)
     steps = {k: verifiers(one, cache, sizes) for k, one in models.items()}
     for size in sizes:
         report(f"a step of {size}", {k: runs[size] for k, runs in steps.items()}, 1)
-    prompt = (np.arange(1024) % 1000 + 100).tolist()
     prefills = {
         k: lambda one=one: one.prefill([prompt], one.new_cache(1, 1024))[0]
         for k, one in models.items()
     }
-    report("prefill of 1024", prefills, 1, 5)
+    prefills |= {k: first for k, (first, _) in others.items()}
+    report("prefill of 1024", prefills, 1, 3)
     prompt = model.tokenizer.chat(REPEAT)
     for draft in (None, "suffix"):
         texts = {k: functools.partial(written, one, prompt, draft) for k, one in models.items()}
         report(f"a text by {draft or 'plain decoding'}", texts, 1, 5)
     return result
+
+
+def compared(candidates: dict, scale: int, rounds: int) -> dict[str, float]:
+    """Milliseconds of the fastest run of each, and float32's over int8's, by both clocks."""
+    busy = {k: [] for k in candidates}
+
+    def counted(k):
+        began = time.process_time()
+        jax.block_until_ready(candidates[k]())
+        busy[k].append(time.process_time() - began)
+
+    runs = {k: functools.partial(counted, k) for k in candidates}
+    fastest = {k: 1000 * min(t) / scale for k, t in all_in_turn(runs, rounds).items()}
+    typical = {k: statistics.median(t[1:]) for k, t in busy.items()}
+    return fastest | {
+        "ratio": fastest["float32"] / fastest["int8"],
+        "ratio of processor time": typical["float32"] / typical["int8"],
+    }
+
+
+def llama_cpp_in_bits(prompt: list[int], contexts, n: int) -> dict[str, tuple]:
+    """`llama_cpp_runs` of the packaged weights in 4 bits and in 8; none where it is missing."""
+    if not importlib.util.find_spec("llama_cpp"):
+        return {}
+    four = packaged_model()
+    with tempfile.TemporaryDirectory() as folder:
+        files = {"llama.cpp, 4 bit": four, "llama.cpp, 8 bit": in_8_bits(four, folder)}
+        return {k: llama_cpp_runs(path, prompt, contexts, n) for k, path in files.items()}
 
 
 def written(model: Llama, prompt: list[int], draft: str | None) -> None:
@@ -388,7 +427,10 @@ def main() -> None:
         f"{jax.default_backend()}, jax {version('jax')}"
     )
     for part in wanted:
-        results[part] = parts[part](model)
+        found = parts[part](model)
+        if part == "int8":
+            found = results.get(part, {}) | {f"jax {version('jax')}": found}
+        results[part] = found
         results.setdefault("machine", {})[part] = here
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")

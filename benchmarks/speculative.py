@@ -4,6 +4,7 @@
     python benchmarks/speculative.py counts packed    parts of it; the others' results stay
     python benchmarks/speculative.py --quick          four prompts, 32 tokens; about 2 minutes
     python benchmarks/speculative.py readme           print the README's table from the results
+    python benchmarks/speculative.py int8             with weights of 8 bits; about 2 minutes
 
 Sixteen prompts of four kinds (speculative_prompts.toml), each continued greedily by 96 tokens or up
 to where the model ends its text. `counts`: tokens a step over all steps, tokens verified before and
@@ -12,7 +13,10 @@ clock decides anything. The drafts that read nothing but the text are replayed a
 plain decoding wrote, which is the text that they would have led to; token recycling runs the model.
 `times`: the default (the suffix draft, with its adaptive budget) in turn with plain decoding, after
 prefill. `packed`: one call on beams of 8 candidates of 8 tokens, packed and not. `devices`: the
-default over 8 simulated devices. Writes results/speculative.json and results/speculative.md.
+default over 8 simulated devices. `int8`, which is not part of all: two prompts of each kind, plain
+and with the default draft, with weights of float32 and of 8 bits, and with these the recurrent
+draft of `training` as well, in turn; kept for each version of JAX that it was run with. Writes
+results/speculative.json and results/speculative.md.
 """
 
 import argparse
@@ -334,6 +338,42 @@ def packed(model: Llama, options) -> list[dict]:
         yield rows
 
 
+def int8(model: Llama, options) -> list[dict]:
+    """Rows of each way's tokens a second after prefill, and what becomes of its text."""
+    small = Llama.load(None, weights="int8")
+    ways = {
+        "float32": (model, None),
+        "float32, suffix": (model, "suffix"),
+        "int8": (small, None),
+        "int8, suffix": (small, "suffix"),
+        "int8, recurrent": (small, "recurrent"),
+    }
+    for one in (model, small):
+        warm_up(one)
+    every = prompts(model, False)
+    chosen = [p for kind in KINDS for p in [p for p in every if p["kind"] == kind][:2]]
+    for one, draft in ways.values():
+        decode(one, chosen[-1]["ids"], 24, draft)  # compiles
+    rows = []
+    for p in tqdm(chosen, unit="text", desc="int8"):
+        times = {name: [] for name in ways}
+        texts, calls = {}, {}
+        for _ in range(options.rounds):
+            for name, (one, draft) in ways.items():
+                seconds, calls[name], texts[name] = decode(one, p["ids"], options.tokens, draft)
+                times[name].append((len(texts[name]) - 1) / seconds)
+        row = {"kind": p["kind"], "name": p["name"]}
+        for name in ways:
+            plain, *_ = name.split(", ")
+            row[name] = {
+                "tokens_a_second": round(max(times[name]), 2),
+                "tokens_a_step": round((len(texts[name]) - 1) / calls[name], 3),
+                "same_text": texts[name] == texts[plain],
+            }
+        rows.append(row)
+        yield rows
+
+
 def devices(model: Llama, options) -> list[dict]:
     placed = model.on(kv_mesh())
     tokens = min(options.tokens, 32)
@@ -441,6 +481,29 @@ def steps_text(steps: dict[str, float]) -> str:
     return "## A call of the model, after 256 tokens\n\n" + table(["tokens", "ms", "of one"], lines)
 
 
+def int8_text(by_version: dict[str, list[dict]]) -> str:
+    parts = []
+    for version_, rows in by_version.items():
+        ways = [name for name in rows[0] if name not in ("kind", "name")]
+        lines = []
+        for r in rows:
+            found = (r[way] for way in ways)
+            cells = (
+                f"{x['tokens_a_second']:.1f} ({x['tokens_a_step']:.2f})"
+                + ("" if x["same_text"] else " *")
+                for x in found
+            )
+            lines.append([r["kind"], r["name"], *cells])
+        means = (statistics.geometric_mean(r[way]["tokens_a_second"] for r in rows) for way in ways)
+        lines.append(["**all**", "geometric mean", *(f"**{m:.1f}**" for m in means)])
+        parts.append(f"With {version_}:\n\n" + table(["kind", "prompt", *ways], lines))
+    return (
+        "## Weights of 8 bits: tokens a second after prefill (and tokens a step)\n\n"
+        "The fastest of the rounds. *: another text than plain decoding's with the same weights, "
+        "after a near tie.\n\n" + "\n\n".join(parts)
+    )
+
+
 def packed_text(rows: list[dict]) -> str:
     lines = [
         [r["kind"], r["name"], r["nodes"], r["unpacked_ms"], r["packed_ms"], spread_text(r)]
@@ -456,6 +519,7 @@ def write(results: dict) -> None:
         "times": lambda rows: times_text(rows, "Time after prefill, against plain decoding"),
         "steps": steps_text,
         "packed": packed_text,
+        "int8": int8_text,
         "devices": lambda rows: times_text(rows, "The same over 8 simulated devices"),
     }
     parts = [f"# Speculative decoding\n\n{results['machine']}; `benchmarks/speculative.py`."]
@@ -506,8 +570,9 @@ def main() -> None:
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     if options.parts == ["readme"]:
         return print(readme(results))
-    if unknown := set(options.parts) - set(PARTS):
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(PARTS)}, readme")
+    known = (*PARTS, "int8", "readme")
+    if unknown := set(options.parts) - set(known[:-1]):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
     wanted = options.parts or list(PARTS)
     if len(wanted) > 1 and "devices" in wanted:  # simulated devices slow a single one down
         for parts in ([p for p in wanted if p != "devices"], ["devices"]):
@@ -515,18 +580,21 @@ def main() -> None:
             flags += ["--quick"] if options.quick else []
             subprocess.run([sys.executable, __file__, *parts, *flags], check=True)
         return None
-    minutes = sum(PARTS[p] for p in wanted) / (8 if options.quick else 1)
+    minutes = sum(PARTS.get(p, 2) for p in wanted) / (8 if options.quick else 1)
     print(f"{', '.join(wanted)}: about {minutes + 0.5:.0f} min on two quiet cores", flush=True)
     if wanted == ["devices"]:
         simulate_devices(8)
     model = Llama.load(None)
-    results["machine"] = (
+    here = (
         f"{datetime.date.today()}, {os.cpu_count()} {os.uname().machine} cores, "
         f"{jax.default_backend()}, jax {version('jax')}, {options.tokens} new tokens"
     )
+    if wanted != ["int8"] or "machine" not in results:  # whose rows name their JAX
+        results["machine"] = here
     for part in wanted:
         for rows in globals()[part](model, options):
-            results[part] = rows
+            by_version = results.get(part, {}) | {f"jax {version('jax')}": rows}
+            results[part] = by_version if part == "int8" else rows
             write(results)
     return None
 
