@@ -32,12 +32,12 @@ LARGEST_ACTIVATION = LARGEST * BASE  # in steps: its low digit is then 0
 LONGEST_ROW = (2**31 - 1) // (LARGEST * 128)
 
 # Products of up to so many tokens are those of whole numbers. With AVX-512 VNNI, a model's step
-# then takes 0.65 to 0.75 of float32's time for 1 to 128 tokens, and 0.9 for 512; up to jax 0.10 XLA
-# had no fast ones: 0.85 for one token, 1 for 8, 1.2 for 16 and 1.9 for 64.
+# then takes 0.65 of float32's time for 1 to 32 tokens, 0.8 for 64 and 128, and 0.9 for 512; up to
+# jax 0.10 XLA had no fast ones: 0.7 for one token, 1 for 8, 1.2 for 16 and 1.9 for 64.
 INTEGER_TOKENS = 1024 if jax.__version_info__ >= (0, 11) else 8
 # More tokens are multiplied with floats, of which so many bytes are made at a time: they are read
-# again where they were written, in a core's cache of 2 MB. That takes 1.1 of float32's time for 16
-# tokens and 1.3 for 64; with half as many bytes 1.25 and 1.5.
+# again where they were written, in a core's cache of 2 MB. That takes 1.0 to 1.1 of float32's time
+# for 16 tokens, 1.2 for 32 and 1.3 for 64; with half as many bytes 1.25, 1.35 and 1.5.
 FLOAT_BYTES = 2**21
 # For more tokens than these the whole matrix is made first, which is 2 % of the work for 1,024.
 MANY_TOKENS = 64
