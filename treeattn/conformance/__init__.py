@@ -18,6 +18,15 @@ their *fingerprints*. Steps that draw random numbers are run once for each way t
 under any name.
 """
 
+from .acceptance import (
+    ACCEPTANCE_RULES,
+    DrawnTree,
+    beam_candidates,
+    draw_tree,
+    longest_of_tosses,
+    mean_length,
+    step_law,
+)
 from .attention import attend, attention_cases, check_attention, wrong_attentions
 from .axes import AXES
 from .candidates import TOP_K_FINGERPRINTS, check_top_k, top_k, top_k_questions
@@ -26,6 +35,7 @@ from .exporting import export, vectors
 from .invariance import check_invariance
 from .judging import FINGERPRINTS, TOLERANCES, Case
 from .merging import check_merge, merge, merge_cases, wrong_merges
+from .optimum import best_rule_program, best_single_node, drafted_trees, proved_bound
 from .packed_loss import RowCase, check_packed_loss, row_cases, separate_rows
 from .packing import PACKING_FINGERPRINTS
 from .report import Difference, Report, Result
@@ -38,6 +48,7 @@ from .verifying import VerifierCase, check_verifier, verifier_cases
 from .wrong_steps import VERIFIER_FINGERPRINTS
 
 __all__ = [
+    "ACCEPTANCE_RULES",
     "AXES",
     "FINGERPRINTS",
     "PACKING_FINGERPRINTS",
@@ -48,6 +59,7 @@ __all__ = [
     "VERIFIER_FINGERPRINTS",
     "Case",
     "Difference",
+    "DrawnTree",
     "OwnChance",
     "Report",
     "Result",
@@ -57,6 +69,9 @@ __all__ = [
     "VerifierCase",
     "attend",
     "attention_cases",
+    "beam_candidates",
+    "best_rule_program",
+    "best_single_node",
     "bfloat16",
     "check_attention",
     "check_invariance",
@@ -66,16 +81,23 @@ __all__ = [
     "check_top_k",
     "check_tree",
     "check_verifier",
+    "drafted_trees",
+    "draw_tree",
     "export",
+    "kernel_cases",
     "law",
     "local_lengths",
+    "longest_of_tosses",
+    "mean_length",
     "merge",
     "merge_cases",
     "outcomes",
+    "proved_bound",
     "rounded",
     "row_cases",
     "run_step",
     "separate_rows",
+    "step_law",
     "stripe_questions",
     "top_k",
     "top_k_questions",
