@@ -22,6 +22,7 @@ from treeattn.conformance import (
 )
 from treeattn.conformance.steps import softmax
 from treeattn.conformance.verifying import difference
+from treeattn.figures import acceptance as figures
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -117,9 +118,9 @@ def test_the_documents_project_is_not_lossless_at_a_temperature():
 def test_the_checker_sees_it(width):
     def step(target, draft, rng):
         p, q = (lambda path, f=f: softmax(f(path)) for f in (target, draft))
-        return longest_of_tosses(beam_candidates(q, width, 2), p, q, rng)
+        return longest_of_tosses(beam_candidates(q, width, 1), p, q, rng)
 
-    report = check_verifier(step)
+    report = check_verifier(step, widths=(width,))
     assert len(report.names("failed")) > 1, str(report)
     assert "likeliest tokens judged as drawn" in report.fingerprints
 
@@ -213,3 +214,22 @@ def test_any_prices_prove_a_bound():
         prices = {text: Fraction(int(random.integers(-5, 6)), 4) for text in program.texts}
         assert proved_bound(program, target, prices) >= most
     assert proved_bound(program, target, {}) == 2  # a token drafted, and one more
+
+
+# ---------------------------------------------------------------- drawn
+
+
+def test_the_figure_has_a_mark_for_each_rule():
+    bounds = {shape: Fraction(3) for shape, _, _ in figures.SHAPES}
+    figure = figures.tokens_by_rule(figures.TextModel(1), figures.TextModel(2), bounds)
+    marks = [line for line in figure.axes[0].lines if line.get_marker() != "None"]
+    assert len(marks) == 4 + 4 + 3 + 4 + 3
+    assert "matching 1.43, token by token 2.36, block 2.61, traversal 2.61" in figure.alt
+
+
+def test_the_bars_are_what_is_tossed():
+    figure = figures.likeliest_tossed_for()
+    heights = [bar.get_height() for bar in figure.axes[0].patches]
+    expected = [1 / 2, 3 / 10, 1 / 5, 5 / 6, 0, 1 / 6, 5 / 6, 1 / 6, 0]
+    np.testing.assert_allclose(heights, expected)
+    assert "5/6, 1/6, 0: token 0 comes much too often" in figure.alt

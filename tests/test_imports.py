@@ -39,7 +39,7 @@ BELOW = {
     "cost": ("idea",),
     "conformance": (),
     "llama": ("idea", "kernel", "devices", "trees", "extras"),
-    "figures": ("idea", "kernel", "devices", "trees", "cost", "llama", "extras"),
+    "figures": ("idea", "kernel", "devices", "trees", "cost", "llama", "conformance", "extras"),
     "__init__": ("idea", "kernel", "devices", "trees", "llama"),
     "__main__": ("idea", "kernel", "devices", "trees", "llama", "extras"),
 }

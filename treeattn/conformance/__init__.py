@@ -84,7 +84,6 @@ __all__ = [
     "drafted_trees",
     "draw_tree",
     "export",
-    "kernel_cases",
     "law",
     "local_lengths",
     "longest_of_tosses",
