@@ -33,6 +33,8 @@ def deal_tree(
 
     Device r has the places r · t … (r + 1) · t − 1, as `ring_attention` and its like deal them, and
     in them whole blocks of nodes, in ascending order. Empty places only fill up the last blocks.
+    Queries, keys and values are put into this order, x[:, nodes], and `ring_attention`,
+    `gather_attention` and `ulysses_attention` told of it by `nodes=nodes`.
 
     ends:    (n,) where each node's subtree ends, of nodes in depth-first order (`pack_rows`)
     dealing: "contiguous": the first blocks to the first device, the next to the second
