@@ -359,13 +359,26 @@ def test_a_wrong_mask_or_position_is_seen(model, want, monkeypatch, change):
 
 def test_argmax_instead_of_sampling_is_seen(model, monkeypatch):
     prompts, options = prompts_of(10)[:3], {"temperature": 0.7, "key": jax.random.key(5)}
-    monkeypatch.setattr(
-        verify, "_draw_after", lambda logits, b, node, *_, cut: logits[b, node].argmax()
-    )
+    monkeypatch.setattr(verify, "_draw_for", lambda row, *_, cut, batch: row.argmax())
     made = generate(
         model, prompts, draft="suffix", max_new_tokens=NEW, capacity=CAPACITY, **options
     )
     assert made.tokens != plain(model, prompts, **options)
+
+
+def test_trees_of_all_sizes_are_drawn_from_by_one_program(model, monkeypatch):
+    sampling = {"temperature": 0.7, "top_p": 0.9, "key": jax.random.key(5)}
+    traced = []
+    settled = verify._settled
+    monkeypatch.setattr(verify, "_settled", lambda *x: traced.append(x[0].shape) or settled(*x))
+    verify._draw_for.clear_cache()
+    options = {"max_new_tokens": NEW, "capacity": CAPACITY, **sampling}
+    sizes = set()
+    for budget in (4, 8):
+        made = generate(model, prompts_of(8)[:3], draft="suffix", budget=budget, **options)
+        sizes |= {step.size for step in made.trace}
+    assert len(sizes) > 1
+    assert traced == [(model.config.vocabulary,)]
 
 
 def test_claims_that_are_not_what_was_drawn_from_are_seen(model, unchecked):

@@ -106,7 +106,7 @@ def one_step(model: Llama | None = None) -> Figure:
     first, cache = model.prefill([ids], model.new_cache(1, 128))
     certain = int(np.asarray(first).argmax())
     draft.observe([[*ids, certain]])
-    tree, _ = draft.propose(14)
+    tree, _ = draft.propose(15)
     tokens = np.concatenate([[[certain]], tree.tokens], axis=1).astype(np.int32)
     parents = np.concatenate([[[-1]], tree.parents + 1], axis=1).astype(np.int32)
     packed = pack_tree(tree._replace(tokens=tokens, parents=parents, sizes=tree.sizes + 1))

@@ -86,30 +86,41 @@ def what_the_model_says(
 
     def draw(b, node):
         key = sampling.for_token(int(index[b, node]))
-        cut = sampling.top_p < 1
-        settings = sampling.temperature, sampling.top_p
-        return agreed(int(_draw_after(logits, b, node, key, *settings, cut=cut)))
+        settings = {"cut": sampling.top_p < 1, "batch": len(logits)}
+        row = _after(logits, b, node)
+        return agreed(int(_draw_for(row, b, key, sampling.temperature, sampling.top_p, **settings)))
 
     return draw
 
 
-@functools.partial(jax.jit, static_argnames="cut")
-def _draw_after(logits, b, node, key, temperature, top_p, *, cut):
-    """What `Sampling.draw` draws for text b of the batch with this key."""
-    row = _settled(logits, b, node, temperature, top_p, cut)
-    all_texts = jnp.zeros((len(logits), len(row)), row.dtype).at[b].set(row)
+@jax.jit
+def _after(logits, b, node):
+    """The logits (vocabulary,) after a node: what is computed from them is then one program for
+    trees of any size."""
+    return logits[b, node]
+
+
+@functools.partial(jax.jit, static_argnames=("cut", "batch"))
+def _draw_for(row, b, key, temperature, top_p, *, cut, batch):
+    """What `Sampling.draw` draws from these logits for text b of the batch with this key."""
+    row = _settled(row, temperature, top_p, cut)
+    all_texts = jnp.zeros((batch, len(row)), row.dtype).at[b].set(row)
     return jax.random.categorical(key, all_texts, axis=-1)[b]
 
 
-@functools.partial(jax.jit, static_argnames="cut")
 def probabilities_after(logits, b, node, temperature, top_p, *, cut):
     """(vocabulary,) what a token after node (b, node) is drawn from."""
-    return jax.nn.softmax(_settled(logits, b, node, temperature, top_p, cut))
+    return _probabilities(_after(logits, b, node), temperature, top_p, cut=cut)
 
 
-def _settled(logits, b, node, temperature, top_p, cut):
-    """(vocabulary,) the logits at (b, node), with temperature and nucleus."""
-    row = tempered(logits[b, node], temperature)
+@functools.partial(jax.jit, static_argnames="cut")
+def _probabilities(row, temperature, top_p, *, cut):
+    return jax.nn.softmax(_settled(row, temperature, top_p, cut))
+
+
+def _settled(row, temperature, top_p, cut):
+    """(vocabulary,) these logits with temperature and nucleus."""
+    row = tempered(row, temperature)
     return nucleus(row, top_p) if cut else row
 
 
