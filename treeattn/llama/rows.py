@@ -10,10 +10,13 @@ A tree that is too large for memory is computed in parts, of consecutive nodes. 
 nodes see outside of it is on the path from the root to the part's first node: for a node before the
 part is seen by one of its nodes only if its interval reaches into the part, and then it holds the
 part's first node, too. So of each part its keys and values are kept, for the paths of later ones,
-and all else is computed again when the gradient comes back through it.
+and all else is computed again when the gradient comes back through it: a part after the other, the
+last one first, each adding its share to the gradients of the keys that it saw.
 """
 
 import functools
+import itertools
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -37,7 +40,10 @@ from treeattn.llama.reading.config import Config
 from treeattn.llama.weights import Weights
 from treeattn.trees.rows import RowTree, pack_rows
 
-LOGITS = 256  # nodes whose logits are held at a time; longer parts are padded to a multiple
+LOGITS = 256  # nodes whose logits are held at a time; longer parts are filled up to a multiple
+# Shorter ones are filled up to a power of two, and to so many: few programs to compile. (And of
+# more than 8 tokens: products of fewer with weights of 8 bits are of whole numbers.)
+FEWEST = 16
 
 
 def log_probs(
@@ -47,7 +53,8 @@ def log_probs(
     weights: Weights | None = None,
     max_tokens: int | None = None,
     chunk: int | None = None,
-) -> Float[Array, "rows next"]:
+    return_entropies: bool = False,
+) -> Float[Array, "rows next"] | tuple[Float[Array, "rows next"], Float[Array, "rows next"]]:
     """log P(token t + 1 | tokens 0 … t) of every row, at [row, t]; 0 where a row has no such token.
 
     rows, max_tokens: as in `pack_rows`
@@ -56,10 +63,23 @@ def log_probs(
              both uses. The rotary frequencies have none
     chunk:   nodes that are computed at a time; None: a whole tree at once. Of the others memory
              holds the keys and values, and the last layer's output
+    return_entropies: (log-probabilities, entropies), both (rows, longest − 1): of the distribution
+             that token t + 1 was read from, −Σ P log P over the vocabulary, in nats; 0 where a row
+             has no such token
 
     In float32, or float64 for a model of float64. With a mesh, a tree's nodes are dealt over it,
     and their keys go around a ring. What a layer computes inside is computed again for the
-    gradient: memory holds each layer's input.
+    gradient: memory holds each layer's input, and the logits of 256 nodes. Weights of 8 bits are
+    taken, too; `jax.grad` refuses integers by a TypeError, and has the gradients of what is float.
+
+    For the gradient of a part of SmolLM2-135M, after a path of 1,024 nodes, XLA plans so much
+    beside the weights and their gradients of 513 MiB each (benchmarks/partition_memory.py):
+
+        256 nodes   875 MiB     1,024 nodes  1,079 MiB     4,096 nodes  1,485 MiB
+
+    of which 810 are all layers' weights and gradients again, stacked. A node's keys and values are
+    45 KiB, and as much for their gradients. That is so where the call is not inside `jax.jit`: in
+    one program, XLA may compute the parts side by side.
 
     Raises ValueError for ids outside the vocabulary, for dealt weights, an exact model,
     and a chunk on a mesh, and what `pack_rows` raises.
@@ -76,38 +96,62 @@ def log_probs(
     weights = model.weights if weights is None else weights
     trees = pack_rows(rows, max_tokens=max_tokens)
     longest = max((tree.row_map.shape[1] for tree in trees), default=1)
+    features = 2 if return_entropies else 1
     dtype = jnp.promote_types(weights.embedding.dtype, jnp.float32)
-    found = jnp.zeros((len(rows), longest - 1), dtype)
+    of_slots = [jnp.zeros((1, features), dtype)]  # slot 0 is that of the tokens that are not there
+    read = np.zeros((len(rows), longest - 1), np.int32)
+    slots = 1
     for tree in trees:
-        of_rows = tree.unpack(_of_nodes(model, tree, weights, chunk))[:, 1:]
-        found = found.at[tree.rows, : of_rows.shape[1]].set(of_rows)
-    return found
+        of_nodes, places = _of_nodes(model, tree, weights, chunk, return_entropies)
+        nodes = tree.row_map[:, 1:]
+        read[tree.rows, : nodes.shape[1]] = np.where(nodes >= 0, slots + places[nodes], 0)
+        of_slots.append(of_nodes)
+        slots += len(of_nodes)
+    found = _gathered(jnp.concatenate(of_slots), read)
+    return (found[..., 0], found[..., 1]) if return_entropies else found[..., 0]
 
 
-def _of_nodes(model: Llama, tree: RowTree, weights: Weights, chunk) -> Float[Array, " nodes"]:
-    """(n,) the log-probability of each node's token after its parent's; 0 at roots."""
+_gathered = jax.jit(operator.getitem)
+
+
+def _of_nodes(
+    model: Llama, tree: RowTree, weights: Weights, chunk: int | None, entropies: bool
+) -> tuple[Float[Array, "slots features"], Int[np.ndarray, " nodes"]]:
+    """(slots, 1) the log-probability of each node's token after its parent's, or (slots, 2), and
+    the entropy there; 0 at roots. And each node's slot: the parts are filled up, all in one way, so
+    that trees of many sizes share their programs."""
     vocabulary = model.config.vocabulary
     outside = tree.tokens[tree.tokens >= vocabulary]
     if outside.size:
         raise ValueError(f"rows: expected token ids below {vocabulary}, got {outside[0]}")
     nodes = len(tree.tokens)
-    how = {"config": model.config, "mesh": model.mesh, "implementation": model.implementation}
-    run = jax.checkpoint(functools.partial(_run_part, **how))
+    chunk = min(chunk or nodes, nodes)
+    cuts = [*range(0, nodes, chunk), nodes]
+    parts = [_cut(tree, first, last) for first, last in itertools.pairwise(cuts)]
+    node = np.arange(nodes)
+    places = node // chunk * len(parts[0].tokens) + node % chunk  # only the last has another size
+    how = {
+        "config": model.config,
+        "mesh": model.mesh,
+        "implementation": model.implementation,
+        "entropies": entropies,
+    }
+
+    @jax.checkpoint
+    def run(weights, part, path, kept):
+        return _run_part(weights, part, _keys_of_path(path, kept, weights, model.config), **how)
+
     outputs = []
-    sums = []
-    kept = None
-    for first in range(0, nodes, chunk or nodes):
-        part = _cut(tree, first, min(first + (chunk or nodes), nodes))
-        before = _keys_of_path(tree, first, kept, model.config, weights.embedding.dtype)
-        x, lse, entries = run(weights, part, before)
-        size = min(first + (chunk or nodes), nodes) - first
-        outputs.append(x[:size])
-        sums.append(lse[:size])
-        new = jax.tree.map(lambda x, size=size: x[:, :size], entries)
-        kept = new if kept is None else jax.tree.map(_joined, kept, new)
-    x = jnp.concatenate(outputs)
-    lse = jnp.concatenate(sums)
-    return _read(weights, x, lse, tree.tokens, tree.parents, tied=model.config.tied)
+    kept = []  # (k, v) of each part
+    for first, part in zip(cuts, parts, strict=False):
+        x, sums, entries = run(weights, part, _path_to(tree, first, places), kept)
+        outputs.append((x, sums))
+        kept.append(entries)
+    x, sums = (jnp.concatenate(x) for x in zip(*outputs, strict=True))
+    tokens = np.concatenate([part.tokens for part in parts])
+    parents = np.full(len(tokens), -1, np.int32)
+    parents[places] = np.where(tree.parents >= 0, places[tree.parents], -1)
+    return _read(weights, x, sums, tokens, parents, tied=model.config.tied), places
 
 
 class Part(NamedTuple):
@@ -122,22 +166,28 @@ class Part(NamedTuple):
     ends: Int[Array, " size"]
 
 
-class Before(NamedTuple):
+class Path(NamedTuple):
     """The nodes of a path that leads to a part, and after them some that nobody sees.
 
-    numbers, ends: (m,) int32
-    k, v:          (layers, m, h_kv, d)
+    numbers, ends, places: (m,) int32, `places` being where their keys are among those kept
     """
 
     numbers: Int[Array, " m"]
+    places: Int[Array, " m"]
     ends: Int[Array, " m"]
+
+
+class Before(NamedTuple):
+    """A path with the keys and values of its nodes: k, v (layers, m, h_kv, d)."""
+
+    path: Path
     k: Float[Array, "layers m h_kv d"]
     v: Float[Array, "layers m h_kv d"]
 
 
 def _cut(tree: RowTree, first: int, last: int) -> Part:
     """The nodes first … last − 1, filled up so that parts of many sizes share a program."""
-    size = _rounded_up(last - first)
+    size = _filled_up(last - first)
     numbers = np.arange(first, first + size)
     ends = np.arange(first, first + size) + 1
     ends[: last - first] = tree.ends[first:last]
@@ -150,15 +200,15 @@ def _cut(tree: RowTree, first: int, last: int) -> Part:
     )
 
 
-def _rounded_up(size: int) -> int:
-    """A power of two up to LOGITS, and a multiple of that from there on; 0 for 0."""
+def _filled_up(size: int) -> int:
+    """0, a power of two from FEWEST to LOGITS, or a multiple of LOGITS."""
     if size > LOGITS:
         return size + -size % LOGITS
-    return 1 << (size - 1).bit_length() if size else 0
+    return max(FEWEST, 1 << (size - 1).bit_length()) if size else 0
 
 
-def _keys_of_path(tree: RowTree, first: int, kept, config: Config, dtype) -> Before:
-    """The path to node `first`, without it, and what is kept of its nodes: (layers, nodes, …)."""
+def _path_to(tree: RowTree, first: int, places) -> Path:
+    """The path to node `first`, without it."""
     parents = tree.parents
     path = []
     node = parents[first]
@@ -166,21 +216,21 @@ def _keys_of_path(tree: RowTree, first: int, kept, config: Config, dtype) -> Bef
         path.append(node)
         node = parents[node]
     path = np.array(path[::-1], np.int32)
-    missing = _rounded_up(len(path)) - len(path)
-    numbers = np.pad(path, (0, missing))
-    ends = np.pad(tree.ends[path], (0, missing))
-    if kept is None or not len(path):
-        nothing = jnp.zeros((config.layers, 0, config.kv_heads, config.head_dim), dtype)
-        return Before(numbers, ends, nothing, nothing)
-    return Before(numbers, ends, *(x[:, numbers] for x in kept))
+    missing = _filled_up(len(path)) - len(path)
+    return Path(*(np.pad(x, (0, missing)) for x in (path, places[path], tree.ends[path])))
 
 
-def _joined(a, b):
-    """(layers, n, …) and (layers, m, …) as (layers, n + m, …)."""
-    return jnp.concatenate([a, b], axis=1)
+def _keys_of_path(path: Path, kept, weights: Weights, config: Config) -> Before:
+    """With what is kept of the parts before, a list of (k, v), each (slots, layers, …)."""
+    if not len(path.numbers):
+        shape = (config.layers, 0, config.kv_heads, config.head_dim)
+        nothing = jnp.zeros(shape, weights.embedding.dtype)
+        return Before(path, nothing, nothing)
+    k, v = (jnp.concatenate(x)[path.places] for x in zip(*kept, strict=True))
+    return Before(path, jnp.swapaxes(k, 0, 1), jnp.swapaxes(v, 0, 1))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "mesh", "implementation"))
+@functools.partial(jax.jit, static_argnames=("config", "mesh", "implementation", "entropies"))
 def _run_part(
     weights: Weights,
     part: Part,
@@ -189,15 +239,17 @@ def _run_part(
     config: Config,
     mesh: Mesh | None,
     implementation: str | None,
+    entropies: bool,
 ):
-    """(the normalized output (size, width), the log-sum-exp of the logits (size,), (k, v))."""
+    """(the normalized output (size, width), of the logits what `_over_vocabulary` gives, and the
+    keys and values, (k, v), each (size, layers, h_kv, d))."""
     frequencies = jax.lax.stop_gradient(weights.frequencies)
     out = None if mesh is None else NamedSharding(mesh, P(None, mesh.axis_names))
     positions = part.positions[None]
     x, rotation = layers.embed(part.tokens[None], weights.embedding, frequencies, None, positions)
     x = x if out is None else jax.lax.with_sharding_constraint(x, out)
-    numbers = jnp.concatenate([before.numbers, part.numbers])
-    ends = jnp.concatenate([before.ends, part.ends])[None]
+    numbers = jnp.concatenate([before.path.numbers, part.numbers])
+    ends = jnp.concatenate([before.path.ends, part.ends])[None]
 
     def attend(q, k, v):
         if mesh is not None:
@@ -219,19 +271,31 @@ def _run_part(
     stacked = jax.tree.map(lambda *fields: jnp.stack(fields), *weights.layers)
     x, entries = jax.lax.scan(layer, x, (stacked, before.k, before.v))  # one layer to compile
     x = layers.rms_norm(x[0], weights.norm, config.norm_epsilon)
-    return x, _log_sum_exp(x, _head(weights, config.tied), config.vocabulary), entries
+    sums = _over_vocabulary(x, _head(weights, config.tied), config.vocabulary, entropies)
+    return x, sums, jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), entries)
 
 
-def _log_sum_exp(x, head, vocabulary: int):
-    """(n,) of the logits of each output (n, width)."""
+def _over_vocabulary(x, head, vocabulary: int, entropies: bool):
+    """(n, 1) the log-sum-exp of each output's logits, or (n, 2), and the entropy of their softmax.
+
+    The logits of some LOGITS nodes at a time. Those are not neighbours: where the nodes are dealt
+    over a mesh, every device has its share of them.
+    """
     dtype = jnp.promote_types(x.dtype, jnp.float32)
 
     @jax.checkpoint  # of a chunk's logits the gradient keeps nothing
     def of_chunk(x):
-        return jax.nn.logsumexp(linear(x, head, dtype=dtype)[..., :vocabulary], axis=-1)
+        logits = linear(x, head, dtype=dtype)[..., :vocabulary]
+        lse = jax.nn.logsumexp(logits, axis=-1)
+        if not entropies:
+            return lse[:, None]
+        mean = jnp.sum(jnp.exp(logits - lse[:, None]) * logits, axis=-1)
+        return jnp.stack([lse, lse - mean], axis=-1)
 
-    chunks = x.reshape(-1, min(LOGITS, len(x)), x.shape[1])
-    return jax.lax.map(of_chunk, chunks).reshape(-1)
+    at_a_time = min(LOGITS, len(x))
+    chunks = jnp.swapaxes(x.reshape(at_a_time, -1, x.shape[1]), 0, 1)
+    found = jax.lax.map(of_chunk, chunks)
+    return jnp.swapaxes(found, 0, 1).reshape(len(x), -1)
 
 
 def _head(weights: Weights, tied: bool):
@@ -239,8 +303,11 @@ def _head(weights: Weights, tied: bool):
 
 
 @functools.partial(jax.jit, static_argnames="tied")
-def _read(weights: Weights, x, lse, tokens, parents, *, tied: bool):
-    """(n,): the logit of each node's token after its parent, less that parent's log-sum-exp."""
-    rows = take_rows(_head(weights, tied), tokens).astype(lse.dtype)
-    logit = jnp.sum(x[parents].astype(lse.dtype) * rows, axis=-1)
-    return jnp.where(parents >= 0, logit - lse[parents], 0)
+def _read(weights: Weights, x, sums, tokens, parents, *, tied: bool):
+    """(n, 1): the logit of each token after its parent, less that parent's log-sum-exp; or (n, 2),
+    and the parent's entropy."""
+    rows = take_rows(_head(weights, tied), tokens).astype(sums.dtype)
+    logit = jnp.sum(x[parents].astype(sums.dtype) * rows, axis=-1)
+    of_parents = sums[parents]
+    found = of_parents.at[:, 0].set(logit - of_parents[:, 0])
+    return jnp.where(parents[:, None] >= 0, found, 0)
