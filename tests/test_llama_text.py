@@ -108,6 +108,21 @@ def test_stream_is_greedy_decoding_of_each_prompt(small):
     ]
 
 
+def test_equal_prompts_are_read_once(small):
+    """A group of samples of one prompt: its keys are computed once, and every text has them."""
+    done = []
+    prompts = [[3, 1, 4], [1, 5], [3, 1, 4], [3, 1, 4]]
+    how = {"max_new_tokens": 6, "temperature": 1.0, "key": jax.random.key(2)}
+    found = generate(small, prompts, progress=done.append, **how)
+    assert sum(done) == 5
+    greedy = generate(small, prompts, max_new_tokens=6).tokens
+    assert (
+        greedy[0] == greedy[2] == greedy[3] == generate(small, [3, 1, 4], max_new_tokens=6).tokens
+    )
+    assert greedy[1] == generate(small, [1, 5], max_new_tokens=6).tokens
+    assert len({tuple(found.tokens[i]) for i in (0, 2, 3)}) == 3
+
+
 def test_stream_stops_each_text_after_its_end_token(small):
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8]]
     want = [greedy(small, p, 6) for p in prompts]

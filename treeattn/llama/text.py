@@ -53,7 +53,8 @@ def stream(
     top_p:       draws come from the fewest tokens whose probabilities reach this
     stop:        ids after which a text is over; by default the checkpoint's
     capacity:    of the cache, in tokens; by default what all of this needs
-    progress:    called during prefill with the number of tokens done
+    progress:    called during prefill with the number of tokens done. On one device, prompts that
+                 are equal are read once
 
     The text is the same for every draft: greedy, token for token; sampling, with the same key,
     draw for draw. (Candidates that were drawn at random, `Drawn`, are accepted by rejection: then

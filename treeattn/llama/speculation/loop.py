@@ -43,7 +43,7 @@ class Task:
 
     prompts:  lists of token ids; max_new_tokens of each
     stop:     ids after which a text is over; capacity: of the cache, in tokens
-    progress: called during prefill with the number of tokens done
+    progress: called during prefill with the number of tokens done, those of equal prompts once
     """
 
     prompts: list[list[int]]
@@ -109,10 +109,18 @@ class Loop:
         return self._step()
 
     def _prefill(self) -> list[list[int]]:
-        """Read the prompts, and write the token after each."""
+        """Read the prompts, and write the token after each. On one device, equal prompts are read
+        once, and the keys copied to every text of the group."""
         batch = len(self.texts)
-        cache = self.model.new_cache(batch, self.task.capacity)
-        logits, self.cache = self.model.prefill(self.texts, cache, progress=self.task.progress)
+        prompts = [list(text) for text in dict.fromkeys(map(tuple, self.texts))]
+        if len(prompts) < batch and self.model.mesh is not None:
+            prompts = self.texts
+        cache = self.model.new_cache(len(prompts), self.task.capacity)
+        logits, cache = self.model.prefill(prompts, cache, progress=self.task.progress)
+        if len(prompts) < batch:
+            group = np.array([prompts.index(text) for text in self.texts])
+            logits, cache = jax.tree.map(lambda x: x[group], (logits, cache))
+        self.cache = cache
         first = np.zeros((batch, 1), int)
         says = what_the_model_says(self.task.sampling, np.asarray(logits)[:, None], first)
         return self._take([[says(b, 0)] for b in range(batch)], None)
