@@ -11,6 +11,7 @@ from treeattn.figures import (
     autodiff,
     bayes,
     energy,
+    learning,
     llama,
     llama_times,
     mass,
@@ -205,6 +206,13 @@ def test_figures_of_speculation_show_what_was_measured():
     assert [ax.lines[0].get_ydata().tolist() for ax in axes] == [[3, 2], [1, 2]]
 
 
+def test_a_learning_curve_shows_each_step_and_a_mean():
+    steps = [{"reward": 0.1 * i, "right": 0.05 * i} for i in range(7)]
+    rewards, mean, *_ = learning.learning_curve({"steps": steps}).axes[0].lines
+    np.testing.assert_allclose(rewards.get_ydata(), 0.1 * np.arange(7))
+    np.testing.assert_allclose(mean.get_xydata(), [[5, 0.2], [6, 0.3], [7, 0.4]], atol=1e-12)
+
+
 def test_the_loop_that_is_drawn_accepts_what_the_model_says():
     texts = [text.get_text() for ax in speculation.loop().axes for text in ax.texts]
     assert [text for text in texts if text.startswith("✓ ")] == [
@@ -249,5 +257,7 @@ def test_without_measurements_the_error_says_where_they_are_from(tmp_path, monke
     ):
         with pytest.raises(ValueError, match=message.format(name)):
             draw()
+    with pytest.raises(ValueError, match=r"as examples/train_on_a_tree\.py writes it"):
+        learning.learning_curve()
     (tmp_path / "other.json").write_text("[1]")
     assert measured("other", tmp_path) == [1]

@@ -6,15 +6,18 @@ from pathlib import Path
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
-def measured(name: str, results: str | Path | None = None):
+def measured(name: str, results: str | Path | None = None, *, script: str | None = None):
     """The contents of {name}.json in the folder `results`; a checkout's own when None.
+
+    script: which writes it; benchmarks/{name}.py when None
 
     Raises ValueError where there is no such file: an installed package has none.
     """
+    script = script or f"benchmarks/{name}.py"
     path = Path(RESULTS if results is None else results) / f"{name}.json"
     if not path.is_file():
         raise ValueError(
-            f"results: expected a folder with {path.name}, as benchmarks/{name}.py writes it and "
-            f"a checkout has it in benchmarks/results, got {path.parent}"
+            f"results: expected a folder with {path.name}, as {script} writes it and a checkout "
+            f"has it in benchmarks/results, got {path.parent}"
         )
     return json.loads(path.read_text(encoding="utf-8"))
