@@ -34,8 +34,8 @@ def learning_curve(results: Mapping | None = None) -> Figure:
         ax.plot(number, values, marker, color=color, ms=4, alpha=0.45)
         ax.plot(number[width - 1 :], mean, color=color, lw=2, label=label)
         ends[name] = mean[0], mean[-1]
-    ax.set(xlabel="step", ylim=(0, 1), title="Rewards on the prefix tree")
-    ax.legend(loc="upper left", fontsize=9)
+    ax.set(xlabel="step", ylim=(0, 1.04), title="The packaged model learns sums, 32 answers a step")
+    ax.legend(loc="lower right", fontsize=9)
     return figure.describe(
         f"Dots for each of {len(steps)} steps, and lines of the mean over {width} of them. "
         f"The mean reward goes from {ends['reward'][0]:.2f} to {ends['reward'][1]:.2f}, "

@@ -72,10 +72,10 @@ def log_probs(
     gradient: memory holds each layer's input, and the logits of 256 nodes. Weights of 8 bits are
     taken, too; `jax.grad` refuses integers by a TypeError, and has the gradients of what is float.
 
-    For the gradient of a part of SmolLM2-135M, after a path of 1,024 nodes, XLA plans so much
-    beside the weights and their gradients of 513 MiB each (benchmarks/partition_memory.py):
+    For the gradient of a tree or part of SmolLM2-135M, XLA plans so much beside the weights and
+    their gradients, of 513 MiB each (benchmarks/partition_memory.py):
 
-        256 nodes   875 MiB     1,024 nodes  1,079 MiB     4,096 nodes  1,485 MiB
+        256 nodes   875 MiB     1,024 nodes  1,036 MiB     4,096 nodes  1,314 MiB
 
     of which 810 are all layers' weights and gradients again, stacked. A node's keys and values are
     45 KiB, and as much for their gradients. That is so where the call is not inside `jax.jit`: in
