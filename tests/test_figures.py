@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from treeattn import attend_exact, finalize, reduce_tree
+from treeattn import attend_exact, finalize, pack_rows, reduce_tree
 from treeattn.figures import (
     autodiff,
     bayes,
@@ -22,6 +22,7 @@ from treeattn.figures import (
     rounds,
     sent,
     speculation,
+    training,
     tree,
 )
 from treeattn.figures import speculation_results as results_of
@@ -261,3 +262,35 @@ def test_without_measurements_the_error_says_where_they_are_from(tmp_path, monke
         learning.learning_curve()
     (tmp_path / "other.json").write_text("[1]")
     assert measured("other", tmp_path) == [1]
+
+
+def test_what_a_tree_of_rows_saves():
+    """The formula, against trees of rows that share their prompt alone."""
+    for answers, prompt, answer in ((1, 5, 3), (4, 40, 10), (16, 3, 7)):
+        rows = [[0] * prompt + [1 + i] * answer for i in range(answers)]
+        (tree,) = pack_rows(rows)
+        saved = tree.row_tokens / len(tree.tokens)
+        assert training.tokens_saved(answers, prompt, answer) == pytest.approx(saved, rel=1e-12)
+
+
+def test_subtrees_are_runs_depth_first_and_have_holes_level_by_level():
+    (tree,) = pack_rows(training.rows_of())
+    node = np.arange(len(tree.tokens))
+    depth_first = training.renumbered_mask(tree, node)
+    for j, seen_by in enumerate(depth_first.T):
+        np.testing.assert_array_equal(np.flatnonzero(seen_by), np.arange(j, tree.ends[j]))
+    order = training.by_depth(tree)
+    by_level = training.renumbered_mask(tree, order)
+    assert not np.triu(by_level, 1).any()  # an ancestor still comes first
+    spans = [np.flatnonzero(seen_by) for seen_by in by_level.T]
+    holes = [
+        training.WORDS[tree.tokens[order[j]]]
+        for j, x in enumerate(spans)
+        if np.diff(x).max(initial=1) > 1
+    ]
+    assert holes == ["cat", "dog", "sat"]
+    hatched = [
+        sum(box.get_hatch() is not None for box in ax.patches)
+        for ax in training.subtrees_as_intervals().axes
+    ]
+    assert hatched == [0, 5]

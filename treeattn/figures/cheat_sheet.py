@@ -36,6 +36,11 @@ LOGARITHM = (
     r"lse $= \ln 2 \cdot$ lse$_2$."
 )
 
+TREE = (
+    r"Tokens of a prefix tree, depth first: query $i$ sees key $j$ exactly when "
+    r"$j \leq i < \mathrm{ends}[j]$."
+)
+
 
 def sent_by_method(p: int, heads: int, head_dim: int, cache: int) -> dict[str, tuple[str, float]]:
     """Method -> (formula, bytes) that each of p devices sends for one query; float32.
@@ -121,8 +126,8 @@ def _sent_table(ax) -> dict[str, tuple[str, float]]:
 @styled
 def cheat_sheet() -> Figure:
     """State, identity, merge, finalize, the logarithm's base, and bytes by method, on a page."""
-    figure, ax = new_figure(8.6, 7.6)
-    ax.set(xlim=(-0.3, 86.3), ylim=(75, -0.4), xticks=[], yticks=[])
+    figure, ax = new_figure(8.6, 7.9)
+    ax.set(xlim=(-0.3, 86.3), ylim=(78, -0.4), xticks=[], yticks=[])
     ax.spines[:].set_visible(False)
     places = ((0, 0, 42, 20.5), (44, 0, 42, 20.5), (0, 22.5, 42, 14), (44, 22.5, 42, 14))
     for (title, lines), (x, y, width, height) in zip(CARDS.items(), places, strict=True):
@@ -132,6 +137,7 @@ def cheat_sheet() -> Figure:
         for i, line in enumerate(lines):
             ax.text(x + 1.2, y + 6 + 3.2 * i, line, va="center", fontsize=10.5, color=INK)
     ax.text(0, 39.2, LOGARITHM, va="center", fontsize=9.5, color=INK)
+    ax.text(0, 76.6, TREE, va="center", fontsize=9.5, color=INK)
 
     rows = _sent_table(ax)
     table = "; ".join(f"{method} {count:,.0f}" for method, (_, count) in rows.items())
@@ -139,8 +145,9 @@ def cheat_sheet() -> Figure:
         f"""A cheat sheet. The state of a set of keys is (m, d, n): the largest score, the sum of
         exp(s − m), and that sum weighted by the values. The identity, of no keys, is (−∞, 0, 0).
         Merging takes the larger m and adds both sums, each times exp(its m − m). Finalizing gives
-        out = n / d and lse = m + ln d, a natural logarithm. Bytes that each of eight devices sends
-        for one query of 16 heads of 128: {table}."""
+        out = n / d and lse = m + ln d, a natural logarithm. In a prefix tree of tokens in
+        depth-first order query i sees key j exactly when j ≤ i < ends[j]. Bytes that each of eight
+        devices sends for one query of 16 heads of 128: {table}."""
     )
 
 
