@@ -250,7 +250,28 @@ def from_outside(at):
     return ~at["shared"][:, None] & at["shared"]
 
 
+def same_token_at_the_same_depth(at):
+    """One node for it, whatever stands before it: the first one that was made."""
+    first = {}
+    places = zip(at["positions"].tolist(), at["tokens"].tolist(), strict=True)
+    merged = np.array([first.setdefault(place, i) for i, place in enumerate(places)])
+    visible = np.zeros_like(at["visible"])
+    for node in range(at["count"]):
+        above = node
+        while above >= 0:
+            visible[node, above] = True
+            parent = at["parents"][above]
+            above = merged[parent] if parent >= 0 else -1
+    nodes = merged[at["nodes"]]
+    return {
+        "visible": visible,
+        "sources": merged[at["parents"][nodes]],
+        "targets": at["tokens"][nodes],
+    }
+
+
 MISTAKES = {
+    "one node for two prefixes": [same_token_at_the_same_depth],
     "one child's target": [first_child, last_childs_label],
     "targets by order": [lambda at: {"sources": at["nodes"] - 1}],
     "a node counted once": [one_write_a_node],

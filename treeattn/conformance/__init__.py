@@ -8,6 +8,7 @@
     print(check_tree(build))           a token tree's mask, positions and links; what is kept of it
     print(check_verifier(step))        step(target, draft, rng) -> tokens of a speculative step
     print(check_local_lengths(f))      f(lengths, devices, rank, interleave) -> keys on that device
+    print(check_scan(scan))            scan(merge, states) -> all prefixes, in few rounds
     print(check_top_k(f))              f(shards, k) -> the k best (scores, positions) of all shards
 
 In any framework: they get NumPy arrays, and what they return goes through `np.asarray`. q is
@@ -40,6 +41,7 @@ from .packed_loss import RowCase, check_packed_loss, row_cases, separate_rows
 from .packing import PACKING_FINGERPRINTS
 from .report import Difference, Report, Result
 from .rounding import bfloat16, rounded
+from .scans import SCAN_FINGERPRINTS, check_scan
 from .steps import run_step
 from .stripes import STRIPE_FINGERPRINTS, check_local_lengths, local_lengths, stripe_questions
 from .token_trees import TreeCase, tree_cases
@@ -52,6 +54,7 @@ __all__ = [
     "AXES",
     "FINGERPRINTS",
     "PACKING_FINGERPRINTS",
+    "SCAN_FINGERPRINTS",
     "STRIPE_FINGERPRINTS",
     "TOLERANCES",
     "TOP_K_FINGERPRINTS",
@@ -78,6 +81,7 @@ __all__ = [
     "check_local_lengths",
     "check_merge",
     "check_packed_loss",
+    "check_scan",
     "check_top_k",
     "check_tree",
     "check_verifier",

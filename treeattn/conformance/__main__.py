@@ -8,6 +8,7 @@ python -m treeattn.conformance tree my_module:build_my_tree
 python -m treeattn.conformance verifier my_module:my_step
 python -m treeattn.conformance local_lengths my_module:my_local_lengths
 python -m treeattn.conformance top_k my_module:my_top_k
+python -m treeattn.conformance scan my_module:my_scan
 
 Or write the questions and the expected answers into a folder, as npz and as JSON:
 
@@ -27,6 +28,7 @@ from .invariance import check_invariance
 from .judging import TOLERANCES
 from .merging import check_merge
 from .packed_loss import check_packed_loss
+from .scans import check_scan
 from .stripes import check_local_lengths
 from .trees import check_tree
 from .verifying import check_verifier
@@ -40,8 +42,9 @@ CHECKS = {
     "verifier": check_verifier,
     "local_lengths": check_local_lengths,
     "top_k": check_top_k,
+    "scan": check_scan,
 }
-OF_NO_DTYPE = ("tree", "verifier", "local_lengths", "top_k")
+OF_NO_DTYPE = ("tree", "verifier", "local_lengths", "top_k", "scan")
 
 
 def named(place: str) -> Callable:

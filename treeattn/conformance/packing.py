@@ -26,6 +26,8 @@ PACKING_FINGERPRINTS = {
     "prefix detached": "keys and values of a shared prefix need the gradient of all that see them",
     "prefix of older weights": "a shared prefix that is kept belongs to the weights it was "
     "computed with: compute it anew after each update",
+    "one node for two prefixes": "a node is a prefix: the same token at the same depth behind "
+    "another prefix is another node",
     "equal rows counted once": "rows that are equal share their nodes, and each has its weights",
     "row that ends within another": "a row may end at a node with children: keep every row's own "
     "end and weights",
@@ -69,6 +71,22 @@ def share_prefixes(rows: Sequence[Sequence[int]], order: Sequence[int]) -> Packi
                 parents.append(parent)
             parent = made[key]
             paths[r].append(parent)
+    return Packing(np.array(tokens), np.array(parents), paths)
+
+
+def share_tokens_of_a_depth(rows: Sequence[Sequence[int]], order: Sequence[int]) -> Packing:
+    """A node for each token and depth, whatever stands before it: the mistake of that name."""
+    made: dict[tuple, int] = {}
+    tokens = []
+    parents = []
+    paths = [[] for _ in rows]
+    for r in order:
+        for depth, token in enumerate(rows[r]):
+            if (depth, token) not in made:
+                made[depth, token] = len(tokens)
+                tokens.append(token)
+                parents.append(paths[r][-1] if depth else -1)
+            paths[r].append(made[depth, token])
     return Packing(np.array(tokens), np.array(parents), paths)
 
 
@@ -167,6 +185,10 @@ def wrong_passes(rows, weights, reduction: str) -> Iterator[tuple[str, Pass]]:
         yield from _wrong_places(packing, right)
         yield from _wrong_gradients(packing, right)
     yield from _wrong_rows(rows, weights, reduction)
+    numbers = range(len(rows))
+    for order in (numbers, sorted(numbers, key=lambda r: rows[r])):
+        merged = share_tokens_of_a_depth(rows, order)
+        yield "one node for two prefixes", right_pass(merged, weighted(merged, of_loss))
 
 
 def _wrong_targets(packing: Packing, asked: Weighted, right: Pass) -> Iterator[tuple[str, Pass]]:

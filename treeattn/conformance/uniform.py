@@ -44,7 +44,7 @@ class Uniform:
         if other != other:
             return False
         threshold = (other - self._shift) / self._slope
-        return self._interval.below(threshold) == (self._slope > 0)
+        return self._interval.below(threshold) == bool(self._slope > 0)
 
     def __gt__(self, other) -> bool:
         if isinstance(other, Uniform):

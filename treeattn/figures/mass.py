@@ -69,7 +69,7 @@ def merge_mass() -> Figure:
 # ---------------------------------------------------------------- faults, on a lever
 
 
-def _draw_lever(ax, masses, pivot: float, title: str, note: str, wrong: bool) -> None:
+def draw_lever(ax, masses, pivot: float, title: str, note: str, wrong: bool) -> None:
     """Masses {place: mass} under a beam from 0 to 8, a pivot where the output is said to be."""
     right = sum(place * mass for place, mass in masses.items()) / sum(masses.values())
     tilt = 0.06 * (right - pivot) if wrong else 0.0
@@ -109,7 +109,7 @@ def levers() -> Figure:
         ({0: 3, 8: 5}, 5.0, "a shard without keys", "no mass: nowhere to hang it", right),
     )
     for ax, arguments in zip(axes.flat, drawn, strict=True):
-        _draw_lever(ax, *arguments)
+        draw_lever(ax, *arguments)
     last = axes.flat[-1]
     last.scatter(6.2, -0.75, s=560, fc="white", ec=GREY, ls=(0, (3, 2)), zorder=2)
     last.text(6.2, -0.75, "NaN?", ha="center", va="center", fontsize=8, color=GREY, zorder=3)
