@@ -137,9 +137,11 @@ def _of_nodes(
         "entropies": entropies,
     }
 
-    @jax.checkpoint
     def run(weights, part, path, kept):
         return _run_part(weights, part, _keys_of_path(path, kept, weights, model.config), **how)
+
+    if len(parts) > 1:  # of one part each layer keeps its input, and nothing else
+        run = jax.checkpoint(run)
 
     outputs = []
     kept = []  # (k, v) of each part
