@@ -28,6 +28,7 @@ import numpy as np
 from tqdm import tqdm
 
 import treeattn
+from treeattn.kernel import digit_products, digits, exactly
 
 try:
     import torch
@@ -142,16 +143,50 @@ def exact_row(name: str, n: int, dtype: str, queries: int, rounds: int) -> str:
     for times in (wall, cores):
         plain, whole = (statistics.median(times[x]) for x in EXACT)
         cells += [f"{plain:.1f}", f"{whole:.1f}", f"{whole / plain:.1f}"]
+    products = products_alone(queries * heads // kv_heads, kv_heads, d, n, dtype)
+    cells.append(f"{products:.1f}, {products / whole:.0%}")
     return "| " + " | ".join(cells) + " |"
+
+
+def products_alone(rows: int, kv_heads: int, d: int, n: int, dtype: str) -> float:
+    """Processor milliseconds of nothing but the products of digits, of `rows` queries a key head.
+
+    Those of a block of keys, as treeattn/kernel/exactly.py forms them, times the blocks.
+    """
+    size = min(max(exactly.SCORES // (rows * kv_heads), exactly.LEAST), exactly.BLOCK)
+    few = rows <= digit_products.FEW
+    count_of = digits.VALUE_DIGITS - (dtype != "float32")
+    product = functools.partial(jnp.einsum, preferred_element_type="float32" if few else "int32")
+    pairs = []
+    for j in range(digit_products.SCORE_DIGITS):
+        left = jnp.ones((kv_heads, rows * (digit_products.SCORE_DIGITS - j), d))
+        pairs.append((digit_products.dots, left[None], jnp.ones((1, kv_heads, size, d))))
+    for j in range(count_of):
+        count = (digits.LEVELS - j) if few else 1
+        left = jnp.ones((kv_heads, rows * count, size), "float32" if few else "int8")
+        weigh = functools.partial(product, "krn,knd->krd")
+        one = (weigh, left, jnp.ones((kv_heads, size, d), left.dtype))
+        pairs += [one] * (1 if few else digits.LEVELS - j)
+    took = 0.0
+    for f, left, right in pairs:
+        run = jax.jit(f)
+        times = []
+        for _ in range(9):
+            start = time.process_time()
+            jax.block_until_ready(run(left, right))
+            times.append(time.process_time() - start)
+        took += 1e3 * statistics.median(times)
+    return took * -(-n // size)
 
 
 def exact_lines(rounds: int) -> list[str]:
     """The table of "exact" beside "blockwise"; 256 queries see fewer keys, in fewer rounds."""
     head = ["queries", *(f"{x}, ms" for x in EXACT), "ratio"]
-    head += [*(f"{x}, processor ms" for x in EXACT), "ratio"]
+    head += [*(f"{x}, processor ms" for x in EXACT), "ratio", "products of digits alone"]
     lines = [
         f"The implementations {EXACT[0]!r} and {EXACT[1]!r} in turn, medians. 256 queries see all "
-        f"keys. {machine()}.",
+        f"keys. Last, nothing but the products of digits: processor ms, and their share of those of "
+        f"{EXACT[1]!r}. {machine()}.",
         "",
         "| " + " | ".join(head) + " |",
         "|---" * len(head) + "|",

@@ -5,7 +5,7 @@ import numpy as np
 
 from treeattn.figures.canvas import styled
 from treeattn.figures.style import BLUE, GREY, INK, PALE, RED, Figure, new_figure
-from treeattn.kernel.digits import LEVELS, PER_NAT, weight_digits, weight_of
+from treeattn.kernel.digits import LEVELS, PER_NAT, level_digits, place_word, power_of, word_of
 
 SCORES = 3.0, 0.5, -8.0, -20.0
 LARGER = 9.0
@@ -14,8 +14,9 @@ POSITIONS = range(1, -8, -1)  # the columns, from the left
 
 def digits_of(score: float) -> dict[int, int]:
     """The digits of e^score by position, as `ExactState` has them: six from its own index."""
-    index, weight = weight_of(jnp.float32(score) * np.float32(PER_NAT))
-    digits = np.asarray(weight_digits(jnp.float32(0), weight, 0))
+    index, eighths, factor = power_of(jnp.float32(score) * np.float32(PER_NAT))
+    word = word_of(factor, eighths.astype(jnp.int32))
+    digits = level_digits(*place_word(word, jnp.int32(0)))
     return {int(index) - i: int(digit) for i, digit in enumerate(digits)}
 
 

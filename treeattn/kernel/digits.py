@@ -14,7 +14,7 @@ from jax import lax
 
 from treeattn.kernel.products import row_max
 
-VALUE_DIGITS = 4  # of a value, 31 bits below the largest of its key's
+VALUE_DIGITS = 4  # of a float32 value, to the base 256: 32 bits below the largest of its key's
 LEVELS = 6  # digits of a weight to the base 256, from the highest position that any weight reaches
 PER_NAT = math.log2(math.e) / 8  # e^s is 256^(s · PER_NAT)
 LARGEST = float(np.float32(np.finfo(np.float32).max * PER_NAT))
@@ -53,33 +53,42 @@ def _power(exponent):
     return lax.bitcast_convert_type(bits.astype(jnp.int32), jnp.float32)
 
 
-def digits(x, axis: int, count: int, bits: int, whole=jnp.round):
-    """The first `count` digits of x to the base 2^bits, along a new axis; digit 0 is whole(x).
+def digit(x, i: int, bits: int):
+    """Digit i of x to the base 2^bits; digit 0 is x rounded, the others are at most 2^(bits − 1).
 
-    Each is whole(x 2^(i·bits)), less what the digits before it are in the same units: a digit at a
-    time, from x itself. With `whole` jnp.round, they are at most 2^(bits − 1), but for digit 0.
+    It is round(x 2^(i·bits)), less what the digits before it are in the same units: each by itself,
+    from x, which is all that a compiler has to keep.
     """
-    shape = [1] * (x.ndim + 1)
-    shape[axis] = count
-    finer = np.exp2(bits * np.arange(count)).astype(np.float32)
-    coarser = np.where(finer == 1, 0, finer / np.float32(1 << bits))
-    x = jnp.expand_dims(x, axis)
-    before = whole(x * coarser.reshape(shape)) * np.float32(1 << bits)
-    return whole(x * finer.reshape(shape)) - before
+    if i == 0:
+        return jnp.round(x)
+    before = jnp.round(x * np.float32(2.0 ** (bits * (i - 1))))
+    return jnp.round(x * np.float32(2.0 ** (bits * i))) - before * np.float32(1 << bits)
 
 
 def to_whole(x, bits: int, partitioned: bool = True):
     """(x, exponent, number): x with its last axis scaled to whole numbers of `bits` bits and sign.
 
-    What came is x · 2^exponent, exponent (...,) int32, |x| < 2^(bits − 1). Where the row holds what
-    is no number, or ∞, `number` (...,) is False, and x is 0.
+    What came is x · 2^exponent, exponent (...,) int32, |x| < 127/128 · 2^(bits − 1). Where the row
+    holds what is no number, or ∞, `number` (...,) is False, and x is 0.
     """
     size = jnp.where(x == x, jnp.abs(x), jnp.inf)
     largest = lax.bitcast_convert_type(row_max(size, partitioned), jnp.int32)
     number = largest < 0x7F800000
-    exponent = jnp.where(number, (jnp.maximum(largest, 0) >> 23) - 126, -126) - (bits - 1)
+    above = (jnp.maximum(largest, 0) + 0x20000) >> 23  # the next power from 127/128 of it on
+    exponent = jnp.where(number, above - 126, -126) - (bits - 1)
     x = jnp.where(number[..., None], x, 0)
     return ldexp(x, -exponent[..., None]), exponent, number
+
+
+def value_digits(x, count: int):
+    """`count` digits to the base 256, −128 … 127, int32, of x of 8 · count bits and sign, rounded.
+
+    |x| < 127/128 · 2^(8·count − 1), so that the first has room for what is carried into it.
+    """
+    halves = sum(128 << 8 * i for i in range(count - 1))
+    x = jnp.round(x).astype(jnp.int32) + halves
+    first = x >> 8 * (count - 1)
+    return [first] + [((x >> 8 * i) & 0xFF) - 128 for i in range(count - 2, -1, -1)]
 
 
 def score_bits(d: int) -> int:
@@ -87,37 +96,62 @@ def score_bits(d: int) -> int:
     return (24 - (d - 1).bit_length()) // 2 + 1
 
 
-def weight_of(tau):
-    """(index, weight) with 256^tau = 256^index · weight, 1 ≤ weight < 256 (to 1e-7); tau float32.
+def power_of(tau):
+    """(index, eighths, factor): 256^tau = 256^index · 2^eighths · factor (to 1e-7); tau float32.
 
-    Both are float32, index a whole number. A tau of −∞ has the index −∞ and the weight 0.
+    index and eighths are whole float32, eighths 0 … 7, factor 0.7 … 1.42. A tau of −∞ has the index
+    −∞ and the factor 0.
     """
     hidden = tau == -jnp.inf
     tau = jnp.where(jnp.isfinite(tau), tau, 0)
     index = jnp.floor(tau)
     power = (tau - index) * 8
-    whole = jnp.round(power)
-    weight = polynomial(EXP2, power - whole) * _power(whole.astype(jnp.int32))
-    # 256 would be a digit of the position above.
-    weight = jnp.minimum(weight, np.float32(256 - 2**-16))
-    return jnp.where(hidden, -jnp.inf, index), jnp.where(hidden, 0, weight)
+    eighths = jnp.round(power)
+    factor = polynomial(EXP2, power - eighths)
+    above = eighths == 8
+    index = jnp.where(hidden, -jnp.inf, jnp.where(above, index + 1, index))
+    return index, jnp.where(above, 0, eighths), jnp.where(hidden, 0, factor)
 
 
-def times_power(offset, weight, exponent):
-    """(offset, weight) of 256^offset · weight · 2^exponent, the new weight below 256 again."""
-    weight = weight * _power(exponent & 7)
-    above = weight >= 256
-    weight = jnp.where(above, weight / 256, weight)
-    return offset + (exponent >> 3) + above, weight
+def weight_of(tau):
+    """(index, weight) with 256^tau = 256^index · weight, 0.7 < weight < 182 (to 1e-7); tau float32.
 
-
-def weight_digits(offset, weight, axis: int):
-    """LEVELS digits, 0 … 255, of 256^offset · weight, offset ≤ 0, along a new axis, highest first.
-
-    They are cut off, not rounded: a digit must not depend on the position of the first.
+    Both are float32, index a whole number. A tau of −∞ has the index −∞ and the weight 0.
     """
-    rest = weight * _power(8 * jnp.maximum(offset, -15).astype(jnp.int32))
-    return digits(rest, axis, LEVELS, 8, jnp.floor)
+    index, eighths, factor = power_of(tau)
+    return index, factor * _power(eighths.astype(jnp.int32))
+
+
+def word_of(factor, eighths):
+    """2^eighths · factor, factor below 2 and 0 or more than 1/2, as int32 of 32 bits without sign.
+
+    Its four bytes are its digits to the base 256, of which the first stands at 256^0.
+    """
+    bits = lax.bitcast_convert_type(factor, jnp.int32)
+    mantissa = (bits & 0x007FFFFF) | 0x00800000
+    shift = (bits >> 23) - 126 + eighths
+    return jnp.where(factor > 0, mantissa << jnp.clip(shift, 0, 8), 0)
+
+
+def place_word(word, down):
+    """(first, rest): the digits of a word that begins `down` levels lower, int32, 0 or more.
+
+    The bytes of `first` are the levels 0 … 3, the lower bytes of `rest` those from 4 on. They are
+    cut off, not rounded: a digit must not depend on the position of the first.
+    """
+    down = jnp.minimum(down, 7)
+    first = lax.shift_right_logical(lax.shift_right_logical(word, 4 * down), 4 * down)
+    more = LEVELS - 4
+    up = 8 * jnp.clip(more - down, 0, more)
+    further = 4 * jnp.clip(down - more, 0, 7)
+    rest = lax.shift_right_logical(lax.shift_right_logical(word << up, further), further)
+    return first, rest
+
+
+def level_digits(first, rest):
+    """The LEVELS digits, 0 … 255, int32, of what `place_word` gave, the highest first."""
+    levels = [(first >> 24 - 8 * i) & 0xFF for i in range(4)]
+    return levels + [(rest >> 8 * (LEVELS - 1 - i)) & 0xFF for i in range(4, LEVELS)]
 
 
 def log(x):

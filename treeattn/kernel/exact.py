@@ -27,17 +27,19 @@ from treeattn.kernel.digits import (
     LEVELS,
     PER_NAT,
     VALUE_DIGITS,
-    digits,
     ldexp,
+    level_digits,
     log,
-    times_power,
+    place_word,
+    power_of,
     to_whole,
     unfused,
-    weight_digits,
-    weight_of,
+    value_digits,
+    word_of,
 )
 
 MAX_KEYS = 1 << 28  # the sum of a position stays below keys · 2^17, in halves of 16 and 32 bits
+LEAST_OFFSET = -32  # values that count for less than 2^−250 of a weight are 0 in float32
 
 
 class ExactState(NamedTuple):
@@ -76,8 +78,7 @@ class ExactState(NamedTuple):
     def counted_from(self, index: Float[Array, "..."]) -> "ExactState":
         """The same, the weights' digits beginning at `index`, which is not below its own."""
         down = _distance(index, self.index)
-        # Values that count for less than 2^−250 of a weight are 0 in float32.
-        offset = jnp.where(self.offset - down < -32, -jnp.inf, self.offset - down)
+        offset = jnp.where(self.offset - down < LEAST_OFFSET, -jnp.inf, self.offset - down)
         return self._replace(
             index=index, offset=offset, denominator=_move_down(self.denominator, down)
         )
@@ -122,29 +123,28 @@ def from_state(state: AttentionState) -> ExactState:
     state: float32, (...,) and (..., dv)
     """
     out, lse = finalize(state)
-    values, exponent, number = to_whole(finite(out), 8)
+    values, exponent, number = to_whole(finite(out), 8 * VALUE_DIGITS)
     tau = jnp.clip(lse * np.float32(PER_NAT), -LARGEST, LARGEST)
-    index, weight = weight_of(jnp.where(lse == -jnp.inf, -jnp.inf, tau))
-    offset, weighted = times_power(jnp.zeros_like(weight), weight, exponent)
-    nothing = jnp.zeros_like(weight)
-    weighted = weight_digits(nothing, weighted, 0)[:, None, ..., None]
+    index, eighths, factor = power_of(jnp.where(lse == -jnp.inf, -jnp.inf, tau))
+    eighths = eighths.astype(jnp.int32)
+    power = eighths + exponent + 8 * (VALUE_DIGITS - 1)  # that of the values' first digit
+
+    def digits_of(eighths):
+        word = word_of(factor, eighths)
+        return level_digits(*place_word(word, jnp.zeros_like(word)))
+
+    weighted = digits_of(power & 7)
+    levels = [jnp.zeros(out.shape, jnp.int32)] * LEVELS
+    for j, digit in enumerate(value_digits(values, VALUE_DIGITS)):
+        for i in range(LEVELS - j):
+            levels[i + j] += weighted[i][..., None] * digit
     return ExactState(
         index,
-        jnp.where(index == -jnp.inf, -jnp.inf, offset),
-        in_halves(weight_digits(nothing, weight, 0)),
-        sum_by_level(weighted * digits(values, 0, VALUE_DIGITS, 8)),
+        jnp.where(index == -jnp.inf, -jnp.inf, (power >> 3).astype(jnp.float32)),
+        in_halves(jnp.stack(digits_of(eighths))),
+        in_halves(jnp.stack(levels)),
         ~number | jnp.isnan(lse),
     )
-
-
-def sum_by_level(products) -> Int[Array, "6 2 ..."]:
-    """Σ products[a, b] of each level a + b. The products, (6, digits, ...), are whole float32."""
-    products = products.astype(jnp.int32)
-    levels = []
-    for level in range(LEVELS):
-        terms = [products[level - b, b] for b in range(products.shape[1]) if b <= level]
-        levels.append(sum(terms[1:], terms[0]))
-    return in_halves(jnp.stack(levels))
 
 
 def in_halves(levels) -> Int[Array, "6 2 ..."]:

@@ -8,6 +8,7 @@ treeattn/kernel/blockwise.py: queries (b, h_kv, group, l, d), scores (b, h_kv, g
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,32 +16,33 @@ import numpy as np
 from jax import lax
 
 from treeattn.idea.arrays import varying_like
-from treeattn.idea.state import AttentionState, finalize, from_output
+from treeattn.idea.state import AttentionState, finalize, finite, from_output
 from treeattn.kernel.blocks import over_blocks
 from treeattn.kernel.blockwise import attend_blockwise, group_heads, hide_future
+from treeattn.kernel.digit_products import SCORE_DIGITS, scores_of, weighted_sums
 from treeattn.kernel.digits import (
     LARGEST,
     LEVELS,
     PER_NAT,
     VALUE_DIGITS,
-    digits,
-    ldexp,
+    digit,
+    level_digits,
+    place_word,
+    power_of,
     score_bits,
-    times_power,
     to_whole,
     unfused,
-    weight_digits,
-    weight_of,
+    value_digits,
+    word_of,
 )
-from treeattn.kernel.exact import MAX_KEYS, ExactState, in_halves, sum_by_level
+from treeattn.kernel.exact import LEAST_OFFSET, MAX_KEYS, ExactState
 from treeattn.kernel.inputs import Grouped, Inputs
 from treeattn.kernel.masks import block_visibility
-from treeattn.kernel.products import EXACT, may_be_partitioned, read_block, row_max
+from treeattn.kernel.products import may_be_partitioned, read_block, row_max
 
-SCORE_DIGITS = 3  # of a query's and a key's entries, relative to their largest
 BLOCK = 512  # keys: 512 products of a weight's digit, below 256, and a value's, up to 128, are 2^24
-SCORES = 1 << 19  # held at a time, about, and
-LEAST = 64  # keys at least
+SCORES = 1 << 20  # held at a time, about, and
+LEAST = 128  # keys at least
 
 
 def obstacle(inputs: Inputs) -> str | None:
@@ -123,101 +125,133 @@ def _attend_rows(inputs: Grouped, scale, row) -> ExactState:
     most = min(max(SCORES // (q.size // d), LEAST), BLOCK)
     size = -(-n // -(-n // most))
     bits = score_bits(d)
-    value_digits = VALUE_DIGITS if inputs.v.dtype == jnp.float32 else VALUE_DIGITS - 1
+    count = VALUE_DIGITS if inputs.v.dtype == jnp.float32 else VALUE_DIGITS - 1
     whole, exponent, number = to_whole(q, bits, inputs.partitioned)
-    queries = digits(whole, 2, SCORE_DIGITS, bits), exponent[..., None], number[..., None]
+    levels = jnp.stack([digit(whole, i, bits) for i in range(SCORE_DIGITS)], axis=2)
+    queries = levels, exponent[..., None], number[..., None]
     read = functools.partial(read_block, row=row, rows=len(q), size=size, dtype=q.dtype)
 
     def add_block(state, start):
         first, visible, bias = block_visibility(inputs, start, size)
-        tau = _scores(queries, read(inputs.k, first), scale, bits, inputs.partitioned)
+        tau = scores_of(queries, read(inputs.k, first), scale, bits, inputs.partitioned)
         if bias is not None:
             bias = jnp.clip(bias, -LARGEST / PER_NAT, LARGEST / PER_NAT)
             tau = jnp.clip(tau + unfused(bias * np.float32(PER_NAT)), -LARGEST, LARGEST)
         visible = True if visible is None else visible
-        block = _sums(tau, read(inputs.v, first), visible, value_digits, inputs.partitioned)
-        return state.merge(block)
+        v = read(inputs.v, first)
+        return _add_block(state, tau, v, count, visible, inputs.partitioned)
 
-    state = ExactState.identity(q.shape[:-1], inputs.v.shape[-1])
-    return over_blocks(add_block, _varying(state, inputs.arrays), size, inputs)
-
-
-def _scores(queries, k, scale, bits: int, partitioned: bool):
-    """τ = scale · q·k, (b, h_kv, group, l, size), NaN where an entry is no number."""
-    query_digits, exponent, number = queries
-    b, h_kv, _, group, l, d = query_digits.shape
-    k, key_exponent, key_number = to_whole(jnp.moveaxis(k, 1, 2), bits, partitioned)
-    key_digits = digits(k, 2, SCORE_DIGITS, bits)
-    rows = query_digits.reshape(b, h_kv, -1, d)
-    if rows.shape[2] < key_digits.shape[3]:  # XLA:CPU transposes the second factor
-        dots = lax.dot_general(key_digits, rows, (((4,), (3,)), ((0, 1), (0, 1))), EXACT)
-        dots = jnp.moveaxis(dots, -1, 2)
-    else:
-        dots = jnp.einsum("bkrd,bkjnd->bkrjn", rows, key_digits, precision=EXACT)
-    dots = dots.astype(jnp.int32).reshape(b, h_kv, SCORE_DIGITS, group, l, SCORE_DIGITS, -1)
-    s = 0
-    for level in range(SCORE_DIGITS - 1, -1, -1):
-        terms = [dots[:, :, i, :, :, level - i] for i in range(level + 1)]
-        whole = sum(terms[1:], terms[0]).astype(jnp.float32)
-        s = s * np.float32(2.0**-bits) + whole  # the product is exact
-    tau = ldexp(s * scale, exponent + key_exponent[:, :, None, None])
-    number &= key_number[:, :, None, None]
-    return jnp.where(number, jnp.clip(tau, -LARGEST, LARGEST), jnp.nan)
+    state = _Sums.none(q.shape[:-1], inputs.v.shape[-1])
+    return over_blocks(add_block, _varying(state, inputs.arrays), size, inputs).state()
 
 
-def _sums(tau, v, visible, value_digits: int, partitioned: bool) -> ExactState:
-    """The state of a block of keys: τ (b, h_kv, group, l, size), values (b, size, h_kv, dv)."""
-    b, h_kv, group, l, size = tau.shape
+class _Sums(NamedTuple):
+    """An `ExactState` in parts that XLA:CPU need not put together in every block.
+
+    index, offset: (...,) where the weights' digits begin, and how far above it weighted values'
+    denominator, numerator: LEVELS of (...,), and of (..., dv): the sums, in pairs (high, low)
+    invalid: (...,)
+    """
+
+    index: Any
+    offset: Any
+    denominator: Any
+    numerator: Any
+    invalid: Any
+
+    @staticmethod
+    def none(shape: tuple[int, ...], value_dim: int) -> "_Sums":
+        nowhere = jnp.full(shape, -jnp.inf, jnp.float32)
+        denominator = [(jnp.zeros(shape, jnp.int32),) * 2] * LEVELS
+        numerator = [(jnp.zeros((*shape, value_dim), jnp.int32),) * 2] * LEVELS
+        return _Sums(nowhere, nowhere, denominator, numerator, jnp.zeros(shape, bool))
+
+    def state(self) -> ExactState:
+        denominator, numerator = (
+            jnp.stack([jnp.stack(pair) for pair in x]) for x in (self.denominator, self.numerator)
+        )
+        return ExactState(self.index, self.offset, denominator, numerator, self.invalid)
+
+
+def _add_block(sums: _Sums, tau, v, count: int, visible, partitioned: bool) -> _Sums:
+    """The sums with a block of keys: τ (b, h_kv, group, l, size), values (b, size, h_kv, dv).
+
+    count: how many digits of a value count
+    """
     largest = jnp.finfo(v.dtype).max
     v = lax.clamp(-largest, jnp.moveaxis(v, 1, 2), largest)
-    v, exponent, number = to_whole(v, 8, partitioned)
+    v, exponent, number = to_whole(v, 8 * count, partitioned)
     invalid = jnp.any(visible & ~(number[:, :, None, None] & (tau == tau)), axis=-1)
-    tau = jnp.where(visible, tau, -jnp.inf)
-    # Written down once, in a branch: otherwise XLA:CPU computes a weight again for each digit.
+    tau = jnp.where(visible & (tau == tau), tau, -jnp.inf)
+    exponent = exponent[:, :, None, None] + 8 * (count - 1)  # that of the first digit
+    index = jnp.maximum(sums.index, row_max(power_of(tau)[0], partitioned))
+    down = jnp.where(index == sums.index, 0, index - sums.index)
+    first = finite(index)[..., None]
     seen = jnp.any(tau > -jnp.inf)
-    cut = functools.partial(digits, axis=3, count=value_digits, bits=8)
-    zeros = jnp.zeros((b, h_kv, size, value_digits, v.shape[-1]), v.dtype)
-    values = lax.cond(seen, cut, lambda v: varying_like(zeros, v), v)
-    weigh = functools.partial(_weigh, partitioned=partitioned)
-    first, below, weight, first_offset, offset, weighted = lax.cond(
-        seen, weigh, _weigh_nothing, tau, exponent
+    weights = _digits_from(tau, first, None, 0, seen)
+    own = sums.offset - down
+    offset = jnp.maximum(own, row_max(_offset(tau, first, exponent), partitioned))
+    none = offset < LEAST_OFFSET
+    moved = jnp.where(none, jnp.inf, offset - own)
+    begin = jnp.where(none, jnp.inf, offset)[..., None]  # so that all digits are 0
+    weighted = _digits_from(tau, first, exponent, begin, seen)
+    weights = [jnp.sum(x, axis=-1, dtype=jnp.int32) for x in weights]
+    weighted = weighted_sums(weighted, value_digits(v, count))
+    return _Sums(
+        index,
+        jnp.where(none, -jnp.inf, offset),
+        _add(sums.denominator, down, weights),
+        _add(sums.numerator, moved[..., None], weighted),
+        sums.invalid | invalid,
     )
-    rows = weight_digits(offset, weighted, 2).reshape(b, h_kv, -1, size)
-    sums = jnp.einsum("bkrn,bknjd->bkrjd", rows, values, precision=EXACT)
-    sums = sums.reshape(b, h_kv, LEVELS, group, l, value_digits, -1)
-    return ExactState(
-        first[..., 0],
-        first_offset[..., 0],
-        in_halves(jnp.sum(weight_digits(below, weight, 0), axis=-1)),
-        sum_by_level(jnp.moveaxis(sums, (2, 5), (0, 1))),
-        invalid,
-    )
 
 
-def _weigh(tau, exponent, partitioned: bool):
-    """(index, below, weight, offset, under, weighted) of a block, as an `ExactState` counts.
+def _add(sums, down, more):
+    """LEVELS of sums in pairs, so many levels lower, and `more`, LEVELS of int32."""
+    added = []
+    for level, x in enumerate(more):
+        high, low = sums[level]
+        for step in range(1, level + 2):
+            above = sums[level - step] if step <= level else (0, 0)
+            high = jnp.where(down >= step, above[0], high)
+            low = jnp.where(down >= step, above[1], low)
+        low = low + x
+        added.append((high + (low >> 16), low & 0xFFFF))
+    return added
 
-    The weights, weight · 256^(index + below), and those of values, weighted · 256^(index + offset
-    + under), whose keys' exponent (b, h_kv, size) is part of them; index, offset (..., 1).
-    """
-    index, weight = weight_of(tau)
-    first = row_max(index, partitioned)[..., None]
+
+def _offset(tau, first, exponent):
+    """How many levels above `first` the digits of 256^tau · 2^exponent begin; float32, or −∞."""
+    index, eighths, _ = power_of(tau)
     below = jnp.where(index == first, 0, index - first)
-    offset, weighted = times_power(below, weight, exponent[:, :, None, None])
-    offset = jnp.where(weight > 0, offset, -jnp.inf)
-    first_offset = row_max(offset, partitioned)[..., None]
-    under = jnp.where(offset == first_offset, 0, offset - first_offset)
-    return first, below, weight, first_offset, under, weighted
+    return below if exponent is None else below + ((eighths.astype(jnp.int32) + exponent) >> 3)
 
 
-def _weigh_nothing(tau, exponent):
-    """What `_weigh` gives where nobody sees a key."""
-    nowhere = jnp.full((*tau.shape[:-1], 1), -jnp.inf, tau.dtype)
-    zero = jnp.zeros(tau.shape, tau.dtype)
-    return varying_like((nowhere, zero, zero, nowhere, zero, zero), tau, exponent)
+def _digits_from(tau, first, exponent, offset, seen):
+    """The digits of 256^tau · 2^exponent, (b, h_kv, group, l, size), from first + offset on.
+
+    first, offset: (b, h_kv, group, l, 1), whole float32; no key stands above their sum. All digits
+    are 0 where nobody sees a key, `seen` being False.
+    """
+
+    def place(tau, first, exponent, offset, part: int):
+        _, eighths, factor = power_of(tau)
+        eighths = eighths.astype(jnp.int32)
+        down = offset - _offset(tau, first, exponent)
+        if exponent is not None:
+            eighths = (eighths + exponent) & 7
+        return place_word(word_of(factor, eighths), jnp.clip(down, 0, 7).astype(jnp.int32))[part]
+
+    def nothing(tau, first, exponent, offset):
+        return (tau * 0).astype(jnp.int32)
+
+    # Written down once, in branches: otherwise XLA:CPU computes a weight again for each digit.
+    parts = [functools.partial(place, part=part) for part in (0, 1)]
+    found = [lax.cond(seen, f, nothing, tau, first, exponent, offset) for f in parts]
+    return level_digits(*found)
 
 
-def _varying(state: ExactState, arrays) -> ExactState:
+def _varying(state, arrays):
     """The state as a loop's first carry, as `varying_like` has it, integers as well."""
     zero = varying_like(jnp.float32(0), *arrays)
     return jax.tree.map(lambda x: x + zero.astype(x.dtype), state)
