@@ -185,8 +185,8 @@ def exact_lines(rounds: int) -> list[str]:
     head += [*(f"{x}, processor ms" for x in EXACT), "ratio", "products of digits alone"]
     lines = [
         f"The implementations {EXACT[0]!r} and {EXACT[1]!r} in turn, medians. 256 queries see all "
-        f"keys. Last, nothing but the products of digits: processor ms, and their share of those of "
-        f"{EXACT[1]!r}. {machine()}.",
+        f"keys. Last, nothing but the products of digits: processor ms, and their share of "
+        f"those of {EXACT[1]!r}. {machine()}.",
         "",
         "| " + " | ".join(head) + " |",
         "|---" * len(head) + "|",
