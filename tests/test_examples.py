@@ -62,6 +62,13 @@ def test_a_kernel_of_ones_own():
     assert passed == ["plain", "batch = queries = heads", "large scores", "a masked query"]
 
 
+def test_adapters_of_other_libraries():
+    """tests/test_adapters.py asks them; here is what the script says where one is missing."""
+    printed = run("adapters.py", "gym_merge")
+    if importlib.util.find_spec("attn_gym") is None:
+        assert printed == "gym_merge: attn_gym is not installed\n\n"
+
+
 def test_a_growing_cache():
     lines = run("growing_cache.py").splitlines()
     tokens = [f"{n} tokens, allclose: True" for n in (1, 14, 27, 40)]
