@@ -18,6 +18,7 @@ import nbformat
 from accessibility import violations
 from ledger import ledger_page
 from links import broken, fetched
+from llms import fault_links, llms_text
 from sphinx.cmd.build import build_main
 
 HERE = Path(__file__).parent
@@ -44,7 +45,8 @@ def lay_out(folder: Path) -> None:
         place.write_text(as_page(page), encoding="utf-8")
     (folder / CARD_HERE).write_text(as_page(REPOSITORY / CARD), encoding="utf-8")
     for page in HERE.glob("*.md"):
-        shutil.copy(page, folder)
+        text = fault_links(page.read_text(encoding="utf-8"), "")
+        (folder / page.name).write_text(text, encoding="utf-8")
     for name in ("treeattn", "tests", "examples", "figures", "site"):
         (folder / name).symlink_to(REPOSITORY / name, target_is_directory=True)
     for path in sorted((REPOSITORY / "notebooks").glob("*.ipynb")):
@@ -63,7 +65,8 @@ def lay_out(folder: Path) -> None:
 
 
 def for_site(text: str, top: str) -> str:
-    """The Markdown, its links to the steppers and its images' words as the site needs them."""
+    """The Markdown, its links to steppers and faults and its images' words as the site needs."""
+    text = fault_links(text, top)
     text = re.sub(r"!\[[^\]]*\]", lambda found: " ".join(found[0].split()), text)
     link = r"\[([^\]]+)\]\((?:\.\./)?site/(\w+_stepper\.html[^)]*)\)"
     return re.sub(link, rf'<a href="{top}\2">\1</a>', text)
@@ -125,6 +128,7 @@ def main() -> int:
     pages = sorted(site.rglob("*.html"))
     for page in pages:
         repair(page)
+    (site / "llms.txt").write_text(llms_text(), encoding="utf-8")
     shutil.copytree(MATHJAX, site / "_static" / "mathjax", ignore=LEFT_OUT)
     wrong = [f"broken link: {x}" for x in broken(pages)]
     wrong += [f"not offline: {x}" for x in fetched(pages)]

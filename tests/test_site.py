@@ -10,6 +10,7 @@ import pytest
 from browser import Browser, chromium
 
 import treeattn
+import treeattn.conformance
 import treeattn.llama
 
 SITE = Path(__file__).parent.parent / "site"
@@ -20,7 +21,7 @@ def site(monkeypatch):
     """The modules beside site/build.py can be imported."""
     monkeypatch.syspath_prepend(str(SITE))
     yield
-    for name in ("docstrings", "ledger", "links"):
+    for name in ("docstrings", "ledger", "links", "llms"):
         sys.modules.pop(name, None)
 
 
@@ -73,6 +74,42 @@ def test_the_ledgers_page_has_every_row(site):
     )
     linked = set(re.findall(r'<a href="#([^"]+)">', page))
     assert linked and linked <= {id.lower() for id in ids}
+
+
+def test_every_fault_has_an_anchor_of_its_own(site):
+    from llms import FAULTS, anchor
+
+    page = (SITE.parent / "CONFORMANCE.md").read_text("utf-8")
+    wanted = [anchor(kind, fault) for kind, (faults, _) in FAULTS.items() for fault in faults]
+    assert sorted(re.findall(r'<a id="([^"]+)"></a>', page)) == sorted(wanted)
+    assert len(set(wanted)) == len(wanted)
+    lists = {name for name in treeattn.conformance.__all__ if name.endswith("FINGERPRINTS")}
+    assert len(lists) == len(FAULTS)
+
+
+def test_llms_txt_names_pages_that_are_there(site):
+    from llms import llms_text
+
+    text = llms_text()
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text)
+    notebooks = {x.stem for x in (SITE.parent / "notebooks").glob("*.ipynb")}
+    named = {Path(x).stem for x in links if x.startswith("notebooks/")}
+    assert named == notebooks
+    sources = {x.stem for folder in (SITE, SITE.parent) for x in folder.glob("*.md")} - {"index"}
+    assert {Path(x).stem for x in links if "/" not in x} == sources | {"ledger"}
+    assert all(x.endswith(".html") for x in links)
+
+
+def test_links_to_faults_lead_to_faults(site):
+    from llms import FAULTS, anchor, fault_links
+
+    ids = {anchor(kind, fault) for kind, (faults, _) in FAULTS.items() for fault in faults}
+    pages = [*SITE.glob("*.md"), *SITE.parent.glob("*.md")]
+    text = "".join(fault_links(page.read_text("utf-8"), "") for page in pages)
+    assert set(re.findall(r'href="CONFORMANCE\.html#([^"]+)"', text)) <= ids
+    kept = "[x](CONFORMANCE.md#a-merge) [y](../CONFORMANCE.md#fault-log-base-2)"
+    wanted = '[x](CONFORMANCE.md#a-merge) <a href="../CONFORMANCE.html#fault-log-base-2">y</a>'
+    assert fault_links(kept, "../") == wanted
 
 
 def as_html(markdown: str) -> str:
