@@ -69,6 +69,33 @@ def test_adapters_of_other_libraries():
         assert printed == "gym_merge: attn_gym is not installed\n\n"
 
 
+def test_attention_over_shards_with_transformers(monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    example = imported("with_transformers.py")
+    example.main()
+    same = "24 tokens of 2 texts, 4 shards, the same: True"
+    assert capsys.readouterr().out.splitlines() == [
+        "conforms: True",
+        same,
+        "logits, allclose: True",
+    ]
+    monkeypatch.setattr(example, "merge", lambda parts: (sum(out for out, _ in parts) / 4, None))
+    monkeypatch.setattr(example, "conforms", lambda: False)
+    example.main()
+    assert capsys.readouterr().out.count("False") == 3
+
+
+def test_errors_grow_with_the_devices_where_16_bits_are_kept_in_a_chain():
+    _, *rows = run("error_and_devices.py").splitlines()
+    found = {row[:24].strip(): [float(x) for x in row[24:].split()] for row in rows}
+    grown = {way: row[-1] / row[1] for way, row in found.items()}  # from 2 devices to 256
+    assert max(found["all in float32, chain"]) < 1e-5
+    for kept in ("out", "lse", "sums"):
+        assert grown[f"{kept} in bfloat16, chain"] > 5
+    for kept in ("all in float32", "out in bfloat16", "lse in bfloat16"):
+        assert grown[f"{kept}, tree"] < 4
+
+
 def test_a_growing_cache():
     lines = run("growing_cache.py").splitlines()
     tokens = [f"{n} tokens, allclose: True" for n in (1, 14, 27, 40)]
