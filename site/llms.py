@@ -3,6 +3,8 @@
 Addresses are relative to the file, which lies at the site's root.
 """
 
+import importlib
+import inspect
 import re
 from pathlib import Path
 
@@ -51,8 +53,23 @@ def _links(pages: list[Path], root: Path) -> list[str]:
     return [f"- [{_title(x)}]({x.relative_to(root).with_suffix('.html')})" for x in pages]
 
 
+def _api() -> list[str]:
+    """A line for each public name on the API's page: its address there, and its first sentence."""
+    lines = []
+    module = ""
+    page = (HERE / "api.md").read_text(encoding="utf-8")
+    for kind, name in re.findall(r"(?m)^\.\. (currentmodule|autofunction|autoclass):: (\S+)", page):
+        if kind == "currentmodule":
+            module = name
+            continue
+        known = getattr(importlib.import_module(module), name)
+        first = (inspect.getdoc(known) or "").split("\n\n")[0].replace("\n", " ")
+        lines.append(f"- [{module}.{name}](api.html#{module}.{name}): {first}")
+    return lines
+
+
 def llms_text() -> str:
-    """The file: what this is, its conventions, pages, notebooks, and every fault with its cure."""
+    """The file: what this is, its conventions, pages, notebooks, names, and faults with cures."""
     index = (HERE / "index.md").read_text(encoding="utf-8")
     idea = re.search(r"(?s)\*\*(.+?)\*\*", index)[1].replace("\n", " ")
     pages = [x for x in sorted(HERE.glob("*.md")) if x.name != "index.md"]
@@ -62,6 +79,7 @@ def llms_text() -> str:
     lines += [*_links(pages, HERE), "- [The ledger](ledger.html)"]
     lines += ["", "## Notebooks", ""]
     lines += [f"- [{title}]({page}.html): {words}" for title, page, words in chapters]
+    lines += ["", "## API", "", *_api()]
     for kind, (faults, who) in FAULTS.items():
         lines += ["", f"## Faults that {who} name{'' if ' and ' in who else 's'}", ""]
         for fault, cure in faults.items():

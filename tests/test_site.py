@@ -98,6 +98,7 @@ def test_llms_txt_names_pages_that_are_there(site):
     sources = {x.stem for folder in (SITE, SITE.parent) for x in folder.glob("*.md")} - {"index"}
     assert {Path(x).stem for x in links if "/" not in x} == sources | {"ledger"}
     assert all(x.endswith(".html") for x in links)
+    assert {f"treeattn.{name}" for name in treeattn.__all__} <= set(re.findall(r"\[(\S+)\]", text))
 
 
 def test_links_to_faults_lead_to_faults(site):
