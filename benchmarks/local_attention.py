@@ -28,7 +28,6 @@ import numpy as np
 from tqdm import tqdm
 
 import treeattn
-from treeattn.kernel import digit_products, digits, exactly
 
 try:
     import torch
@@ -42,6 +41,15 @@ SHAPES = {  # heads, key heads, head_dim
 }
 KEYS = {"MHA": (1 << 14, 1 << 16), "GQA-4": (1 << 14, 1 << 16), "SmolLM2": (1 << 13, 1 << 16)}
 DTYPES = "float32", "bfloat16"
+# The exact sums' products of digits: digits of a score's factors, of a value, of a weight; keys of
+# a block, at most and at least, scores at a time; queries from which 8-bit products are formed.
+SCORE_DIGITS = 3
+VALUE_DIGITS = {"float32": 4, "bfloat16": 3}
+LEVELS = 6
+BLOCK = 512
+LEAST = 128
+SCORES = 1 << 20
+FEW = 64
 EXACT = "blockwise", "exact"  # the implementations of the other table, the plain one first
 TORCH = "PyTorch SDPA"
 OURS = "treeattn"
@@ -151,22 +159,25 @@ def exact_row(name: str, n: int, dtype: str, queries: int, rounds: int) -> str:
 def products_alone(rows: int, kv_heads: int, d: int, n: int, dtype: str) -> float:
     """Processor milliseconds of nothing but the products of digits, of `rows` queries a key head.
 
-    Those of a block of keys, as treeattn/kernel/exactly.py forms them, times the blocks.
+    Those of a block of keys, as treeattn/kernel/{exactly,digit_products}.py form them, times the
+    blocks.
     """
-    size = min(max(exactly.SCORES // (rows * kv_heads), exactly.LEAST), exactly.BLOCK)
-    few = rows <= digit_products.FEW
-    count_of = digits.VALUE_DIGITS - (dtype != "float32")
+    size = min(max(SCORES // (rows * kv_heads), LEAST), BLOCK)
+    few = rows <= FEW
     product = functools.partial(jnp.einsum, preferred_element_type="float32" if few else "int32")
     pairs = []
-    for j in range(digit_products.SCORE_DIGITS):
-        left = jnp.ones((kv_heads, rows * (digit_products.SCORE_DIGITS - j), d))
-        pairs.append((digit_products.dots, left[None], jnp.ones((1, kv_heads, size, d))))
-    for j in range(count_of):
-        count = (digits.LEVELS - j) if few else 1
+    for j in range(SCORE_DIGITS):
+        left = jnp.ones((kv_heads, rows * (SCORE_DIGITS - j), d))
+        keys = jnp.ones((kv_heads, size, d))
+        if left.shape[1] < size:  # XLA:CPU transposes the second factor
+            left, keys = keys, left
+        pairs.append((functools.partial(jnp.einsum, "kmd,knd->kmn"), left, keys))
+    for j in range(VALUE_DIGITS[dtype]):
+        count = (LEVELS - j) if few else 1
         left = jnp.ones((kv_heads, rows * count, size), "float32" if few else "int8")
         weigh = functools.partial(product, "krn,knd->krd")
         one = (weigh, left, jnp.ones((kv_heads, size, d), left.dtype))
-        pairs += [one] * (1 if few else digits.LEVELS - j)
+        pairs += [one] * (1 if few else LEVELS - j)
     took = 0.0
     for f, left, right in pairs:
         run = jax.jit(f)
