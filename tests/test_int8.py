@@ -132,6 +132,34 @@ def test_parts_on_several_devices_have_the_bits_of_the_whole():
         np.testing.assert_array_equal(jax.jit(summed)(x, matrix), whole)
 
 
+@pytest.mark.parametrize("tokens", [1, 8, 9, 70])
+@pytest.mark.parametrize("limit", [8, 1024])  # of tokens, for products of whole numbers
+def test_derivatives_are_those_of_floats(tokens, limit, monkeypatch):
+    """For any number of tokens, forward and reverse, on one device and on two."""
+    monkeypatch.setattr(int8, "INTEGER_TOKENS", limit)
+    matrix = matrix_of(some(20, 64))
+    x, dx = some(tokens, 64, seed=3), some(tokens, 64, seed=4)
+    dy = some(tokens, 20, seed=5)
+    dscale = some(20, seed=6)
+    replicated, along = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(None, "kv")
+    on_two = jax.shard_map(
+        lambda x, rows, scale: int8.summed_product(x, Int8Matrix(rows, scale), ("kv",)),
+        mesh=kv_mesh(jax.devices()[:2]),
+        in_specs=(along, along, replicated),
+        out_specs=replicated,
+    )
+    on_one = lambda x, rows, scale: int8.product(x, Int8Matrix(rows, scale))  # noqa: E731
+    rows = np.asarray(matrix.rows, np.float64)
+    forward = dx @ floats(matrix).T + x @ rows.T * dscale
+    backward = dy @ floats(matrix), (x @ rows.T * dy).sum(axis=0)
+    for product in (jax.jit(on_one), jax.jit(on_two)):
+        of_floats = lambda x, scale, product=product: product(x, matrix.rows, scale)  # noqa: E731
+        _, tangent = jax.jvp(of_floats, (x, matrix.scale), (dx, dscale))
+        _, pull = jax.vjp(of_floats, x, matrix.scale)
+        for found, expected in zip((tangent, *pull(dy)), (forward, *backward), strict=True):
+            np.testing.assert_allclose(found, expected, atol=1e-4 * abs(expected).max())
+
+
 def test_vmap_is_a_loop():
     matrix = matrix_of(some(20, 64))
     x = some(3, 2, 64, seed=4)
@@ -265,13 +293,24 @@ def test_the_weights_are_a_pytree_to_compile_with(one):
     )
 
 
-def test_there_is_no_gradient_and_it_says_so(one):
-    def loss(norm):
-        weights = one.weights._replace(norm=norm)
-        return dataclasses.replace(one, weights=weights).logits(TEXT[None, :4]).sum()
+def test_gradients_of_what_is_float(one):
+    """Those of a model of the matrices' values; whole numbers have none, and JAX says so."""
 
-    with pytest.raises(TypeError, match=r'weights: products of 8-bit integers .*"float32"'):
-        jax.grad(loss)(one.weights.norm)
+    def loss(norm, model, few):
+        tokens = TEXT[None, : 4 if few else None]
+        weights = model.weights._replace(norm=norm)
+        return (dataclasses.replace(model, weights=weights).logits(tokens) ** 2).sum()
+
+    is_matrix = lambda leaf: isinstance(leaf, Int8Matrix)  # noqa: E731
+    as_floats = jax.tree.map(
+        lambda leaf: jnp.asarray(floats(leaf), jnp.float32) if is_matrix(leaf) else leaf,
+        one.weights,
+        is_leaf=is_matrix,
+    )
+    of_floats = dataclasses.replace(one, weights=as_floats)
+    for few in (True, False):
+        found, expected = (jax.grad(loss)(one.weights.norm, m, few) for m in (one, of_floats))
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3 * abs(expected).max())
     with pytest.raises(TypeError, match="int8"):
         jax.grad(lambda w: dataclasses.replace(one, weights=w).logits(TEXT[None]).sum())(
             one.weights

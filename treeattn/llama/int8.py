@@ -15,6 +15,7 @@ numbers,
 has sums that nothing rounds: the same bits for any number of tokens, in any order, in any parts.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -87,6 +88,7 @@ def product(x: Float[Array, "... d"], matrix: Int8Matrix) -> Float[Array, "... o
     return exact_product(x, matrix)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def exact_product(
     x: Float[Array, "... d"], matrix: Int8Matrix, axes: tuple[str, ...] = ()
 ) -> Float[Array, "... out"]:
@@ -95,6 +97,9 @@ def exact_product(
     axes: of a mesh, each device of which has its part of x and of the matrix's columns. They agree
           on a token's largest magnitude first: then the sums over them are of the same whole
           numbers as on one device, and so are the bits.
+
+    Its derivative is that of the product of floats, which digits approach in steps: a step's own
+    derivative is 0 and says nothing.
     """
     tokens = x.reshape(-1, x.shape[-1])
     largest = largest_magnitude(tokens)
@@ -103,6 +108,20 @@ def exact_product(
     sums = sums_of_products(digits, matrix.rows)
     sums = jax.lax.psum(sums, axes) if axes else sums
     return from_sums(step, matrix.scale, sums).reshape(*x.shape[:-1], len(matrix.rows))
+
+
+@exact_product.defjvp
+def _derivative_of_floats(axes, primals, tangents):
+    x, matrix = primals
+    dx, dmatrix = tangents
+
+    def of_floats(x, scale):
+        y = product_of_floats(x.reshape(-1, x.shape[-1]), matrix.rows) * scale
+        y = jax.lax.psum(y, axes) if axes else y
+        return y.reshape(*x.shape[:-1], len(scale))
+
+    _, dy = jax.jvp(of_floats, (x, matrix.scale), (dx, dmatrix.scale))
+    return exact_product(x, matrix, axes), dy
 
 
 def summed_product(
@@ -132,18 +151,9 @@ def product_of_floats(x: Float[Array, "n d"], rows: Int8[Array, "out d"]) -> Flo
     return jnp.concatenate([first.reshape(whole, len(x)), last]).T
 
 
-@jax.custom_jvp
 def largest_magnitude(x: Float[Array, "n d"]) -> Float[Array, " n"]:
     """Of each token's activations. A maximum is exact: in any order the same number."""
     return jnp.max(jnp.abs(x), axis=-1)
-
-
-@largest_magnitude.defjvp
-def _no_derivative(primals, tangents):
-    del primals, tangents
-    raise TypeError(
-        'weights: products of 8-bit integers have no derivative; load with weights="float32"'
-    )
 
 
 def to_digits(

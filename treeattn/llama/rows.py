@@ -70,7 +70,7 @@ def log_probs(
     In float32, or float64 for a model of float64. With a mesh, a tree's nodes are dealt over it,
     and their keys go around a ring. What a layer computes inside is computed again for the
     gradient: memory holds each layer's input, and the logits of 256 nodes. Weights of 8 bits are
-    taken, too; `jax.grad` refuses integers by a TypeError, and has the gradients of what is float.
+    taken, too: `jax.grad` has the gradients of what is float, and refuses integers (TypeError).
 
     For the gradient of a tree or part of SmolLM2-135M, XLA plans so much beside the weights and
     their gradients, of 513 MiB each (benchmarks/partition_memory.py):
