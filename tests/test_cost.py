@@ -8,7 +8,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
@@ -26,6 +26,7 @@ from treeattn.cost.formulas import (
     v_tree,
 )
 from treeattn.cost.merges import merge_in_pieces, merge_messages, traffic
+from treeattn.cost.network import collective_seconds
 from treeattn.cost.prefill import prefill_seconds
 from treeattn.cost.program import (
     collectives,
@@ -41,7 +42,7 @@ from treeattn.cost.strategies import (
     decode_cost,
     memory_bytes,
 )
-from treeattn.cost.topology import CORNERS, PRESETS, preset
+from treeattn.cost.topology import CORNERS, PRESETS, corners, preset
 from treeattn.cost.work import count_rounds, count_tree
 
 DGX = preset("dgx-h100")
@@ -415,6 +416,89 @@ def test_a_ring_loses_less_on_a_torus():
         assert ring / tree == pytest.approx(times, rel=0.02)
 
 
+# ------------------------------------------------- latent values, and a cache of another dtype
+
+
+def test_latent_values_are_stored_with_their_keys():
+    """DeepSeek-V2 and V3: 576 numbers a token, attended to with 128 heads, outputs of 512."""
+    w = Workload(10_000, batch=3, heads=128, kv_heads=1, head_dim=576, value_dim=512, latent=True)
+    assert (w.d, w.d_out, w.d_kv, w.kv_width) == (128 * 576, 128 * 512, 576, 576)
+    assert numel_kv(w, 8) == 3 * 1250 * 576
+    assert numel_kv(replace(w, latent=False), 8) == 3 * 1250 * (576 + 512)
+    assert numel_state(w) == 3 * 128 * (512 + 2)
+    reading = 3 * 1250 * 576 * 2 / 3.35e12
+    assert attend_seconds(w, 1250, 1, DGX.device) == pytest.approx(reading)
+    multiplying = 2 * 3 * 1250 * 128 * (576 + 512) / 989e12
+    assert attend_seconds(w, 1250, 1, DGX.device) / multiplying == pytest.approx(1.22, abs=0.01)
+    # What is gathered are queries of 576 numbers, what is sent on, outputs of 512.
+    sent = merge_bytes("a2a", w, 8)
+    assert sent == pytest.approx(7 / 8 * 3 * 128 * (2 * 576 + 2 * 512 + 4))
+    # A ring has one thing to send; the heads' all-to-alls have outputs shorter than the queries.
+    ring, plain = (decode_cost("ring", x, 8, DGX) for x in (w, replace(w, latent=False)))
+    assert ring.sent_bytes == 7 * 2 * numel_kv(w, 8) and 2 * ring.rounds == plain.rounds
+    many = replace(w, queries=1000)
+    sending = [
+        prefill_seconds("ulysses", x, 8, DGX)[1] for x in (many, replace(many, latent=False))
+    ]
+    assert sending[0] < sending[1]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_cache_of_bytes_is_half_of_one_of_bfloat16(strategy):
+    """The queries and the outputs stay; so does a merge, which is the point."""
+    w = Workload(100_000, kv_heads=4)
+    half = replace(w, cache_dtype="float8")
+    assert replace(w, cache_dtype="int8").cache_bytes == half.cache_bytes == 1
+    sent, sent_half = (decode_cost(strategy, x, 8, DGX).sent_bytes for x in (w, half))
+    assert sent_half == (sent / 2 if strategy in ("ring", "kv-gather") else sent)
+    saved = memory_bytes(strategy, w, 8) - memory_bytes(strategy, half, 8)
+    copies = {"ring": 2, "kv-gather": 9}.get(strategy, 1)
+    assert saved == copies * numel_kv(w, 8)
+    times = [attend_seconds(x, w.chunk(8), 1, DGX.device) for x in (w, half)]
+    assert times[1] == pytest.approx(times[0] / 2)
+
+
+# --------------------------------------------------------------------------- other networks
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_presets_own_hop_between_nodes_stays_in_every_corner(name):
+    """TCP does not become InfiniBand because a library is older, or its kernels are fused."""
+    base = preset(name)
+    for corner, there in corners(base).items():
+        hops = {x.far for x in there.protocols}
+        if base.far is not None:
+            assert hops == {base.far * (2.2 if corner == "slow" else 1.0)}
+        assert all(x.far >= 2.7e-6 for x in there.protocols)
+    two = 2 * base.node_size
+    if name == "ethernet":
+        times = [collective_seconds("allreduce", two, 8192, t) for t in corners(base).values()]
+        assert min(times) > 60e-6
+
+
+def test_no_kernel_reads_another_cards_memory_where_it_cannot():
+    cards = preset("rtx4090")
+    assert all(x.algorithm != "direct" for x in cards.protocols)
+    for kind in ("one-shot", "in-switch"):
+        with pytest.raises(ValueError, match=f"kind: {kind} reads other devices' memory"):
+            collective_seconds(kind, 2, 8192, cards)
+    # PCIe's hops, not NVLink's: NCCL's own formula for a ring of two, 6.6 + 2 · 1.0 µs.
+    assert collective_seconds("ring-allreduce", 2, 0, cards) == pytest.approx(8.6e-6)
+    assert collective_seconds("ring-allreduce", 2, 0, DGX) == pytest.approx(7.8e-6)
+    for there in corners(cards).values():
+        assert not there.peers
+
+
+def test_choices_of_constants_have_the_networks_own_names():
+    assert list(corners(DGX)) == list(CORNERS)
+    pod = corners(preset("tpu-v5p"))
+    assert not any("NCCL" in name for name in pod) and pod["assumed"] == preset("tpu-v5p")
+    base, fast, slow = (
+        collective_seconds("allreduce", 64, 8192, pod[x]) for x in ("assumed", "halved", "slow")
+    )
+    assert fast < base < slow
+
+
 # --------------------------------------------------------------------------- whole steps
 
 
@@ -503,6 +587,7 @@ def test_plans_come_to_the_devices_and_fit_or_come_last():
 def test_monotone(strategy, name, p, context, more, kv_heads):
     """More keys, batch, layers or key heads never cost less; nor does anything cost nothing."""
     topology = preset(name)
+    assume(topology.peers or strategy != "one-shot")
     w = Workload(context, kv_heads=kv_heads)
     base = decode_cost(strategy, w, p, topology)
     assert base.seconds > 0
@@ -603,6 +688,10 @@ def test_bad_input():
         Workload(10, kv_heads=3)
     with pytest.raises(ValueError, match="dtype: expected one of"):
         Workload(10, dtype="int8")
+    with pytest.raises(ValueError, match=r"cache_dtype: expected one of .*, int8, got 'int3'"):
+        Workload(10, cache_dtype="int3")
+    with pytest.raises(ValueError, match=r"value_dim: a latent value .* of 128 numbers, got 256"):
+        Workload(10, value_dim=256, latent=True)
     with pytest.raises(ValueError, match=r"strategy: expected one of ring, .* got 'star'"):
         decode_cost("star", Workload(10), 8, DGX)
     with pytest.raises(ValueError, match="p: expected an integer of at least 1, got 0"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from treeattn.cost.network import (
@@ -401,6 +401,7 @@ def test_trees_and_nodes_beat_a_flat_ring():
 def test_monotone(kind, p, message_bytes, factor, name):
     """More bytes, slower links or longer latencies never take less time."""
     topology = preset(name)
+    assume(topology.peers or kind not in ("one-shot", "in-switch"))
 
     def seconds(topology, message_bytes):
         return collective_seconds(kind, p, message_bytes, topology)

@@ -18,6 +18,7 @@ Everything public is here, under one name: `from treeattn.cost import collective
 
 from treeattn.cost.formulas import (
     DTYPE_BYTES,
+    STORED_BYTES,
     Workload,
     mem_ring,
     mem_tree,
@@ -98,6 +99,7 @@ from treeattn.cost.topology import (
     Level,
     Protocol,
     Topology,
+    corners,
     preset,
 )
 from treeattn.cost.work import (
@@ -127,6 +129,7 @@ __all__ = [
     "RTX4090_1B",
     "SCATTERING",
     "SCHEDULES",
+    "STORED_BYTES",
     "STRATEGIES",
     "TABLE_1_H100",
     "TABLE_1_MI300X",
@@ -161,6 +164,7 @@ __all__ = [
     "collectives",
     "collectives_table",
     "common_seconds",
+    "corners",
     "count_collectives",
     "count_merges",
     "count_rounds",

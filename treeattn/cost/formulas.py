@@ -15,23 +15,29 @@ from treeattn.idea.arrays import integer
 Number = int | float
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
+STORED_BYTES = DTYPE_BYTES | {"int8": 1}  # of what is stored and not computed with; no scales
 
 
 @dataclass(frozen=True)
 class Workload:
     """One decode step: what attends to what.
 
-    context:  keys and values in the cache, N
-    batch:    sequences, b
-    heads:    query heads, n_h
-    kv_heads: key and value heads, n_kv; as many as query heads when None
-    head_dim: d_h
-    queries:  new tokens that attend at once: 1, or more for speculative decoding
-    dtype:    of the cache and the queries, one of `DTYPE_BYTES`
-    layers:   attention layers, each with its own cache
+    context:     keys and values in the cache, N
+    batch:       sequences, b
+    heads:       query heads, n_h
+    kv_heads:    key and value heads, n_kv; as many as query heads when None
+    head_dim:    d_h
+    queries:     new tokens that attend at once: 1, or more for speculative decoding
+    dtype:       of the queries and outputs, one of `DTYPE_BYTES`
+    layers:      attention layers, each with its own cache
+    value_dim:   of a value and an output; d_h when None
+    latent:      whether a value is the first `value_dim` numbers of its key, as in MLA (arXiv
+                 2405.04434): then the cache holds keys alone
+    cache_dtype: of the cache, one of `STORED_BYTES`; as `dtype` when None
 
     Raises TypeError for a size that is not a whole number, ValueError for one below 1, for heads
-    that the key heads do not divide, and for an unknown dtype.
+    that the key heads do not divide, for latent values longer than their keys, and for an unknown
+    dtype.
     """
 
     context: int
@@ -42,12 +48,17 @@ class Workload:
     queries: int = 1
     dtype: str = "bfloat16"
     layers: int = 1
+    value_dim: int | None = None
+    latent: bool = False
+    cache_dtype: str | None = None
 
     def __post_init__(self):
-        if self.kv_heads is None:
-            object.__setattr__(self, "kv_heads", self.heads)
+        usual = {"kv_heads": self.heads, "value_dim": self.head_dim, "cache_dtype": self.dtype}
+        for name, value in usual.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         for field in fields(self):
-            if field.name != "dtype":
+            if field.name not in ("dtype", "cache_dtype", "latent"):
                 size = integer(field.name, getattr(self, field.name), 1)
                 object.__setattr__(self, field.name, size)  # NumPy's would overflow
         if self.heads % self.kv_heads:
@@ -56,6 +67,14 @@ class Workload:
             )
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype: expected one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
+        if self.cache_dtype not in STORED_BYTES:
+            known = ", ".join(STORED_BYTES)
+            raise ValueError(f"cache_dtype: expected one of {known}, got {self.cache_dtype!r}")
+        if self.latent and self.value_dim > self.head_dim:
+            raise ValueError(
+                f"value_dim: a latent value is a part of its key, of {self.head_dim} numbers, "
+                f"got {self.value_dim}"
+            )
 
     @property
     def d(self) -> int:
@@ -68,9 +87,25 @@ class Workload:
         return self.kv_heads * self.head_dim
 
     @property
+    def d_out(self) -> int:
+        """Width of a token's output: d, where values are as long as keys."""
+        return self.heads * self.value_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers of a token in the cache: 2 d_kv, where values are as long as keys."""
+        values = 0 if self.latent else self.kv_heads * self.value_dim
+        return self.d_kv + values
+
+    @property
     def dtype_bytes(self) -> int:
-        """Bytes of an element of the cache."""
+        """Bytes of an element of the queries and the outputs."""
         return DTYPE_BYTES[self.dtype]
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of an element of the cache."""
+        return STORED_BYTES[self.cache_dtype]
 
     def chunk(self, p: int) -> int:
         """Keys on a device, t = ⌈N/p⌉: the longest chunk where p does not divide N."""
@@ -84,7 +119,7 @@ def mem_ring(w: Workload, p: int) -> int:
 
     Its own keys and values, those that are coming in, the queries and the output.
     """
-    return 4 * w.batch * w.chunk(p) * w.d_kv + 2 * w.batch * w.queries * w.d
+    return 2 * numel_kv(w, p) + w.batch * w.queries * (w.d + w.d_out)
 
 
 def mem_tree(w: Workload, p: int) -> int:
@@ -94,7 +129,7 @@ def mem_tree(w: Workload, p: int) -> int:
 
     Its own keys and values, the queries and the state (numerator, denominator, max).
     """
-    return 2 * w.batch * w.chunk(p) * w.d_kv + w.batch * w.queries * w.d + numel_state(w)
+    return numel_kv(w, p) + w.batch * w.queries * w.d + numel_state(w)
 
 
 def v_ring(w: Workload, p: int) -> int:
@@ -111,7 +146,7 @@ def v_ring(w: Workload, p: int) -> int:
 
 def numel_kv(w: Workload, p: int) -> int:
     """numel(k, v) = 2 b t d_kv: elements of one chunk. (2024 eq. 32, 2025 eq. 11.)"""
-    return 2 * w.batch * w.chunk(p) * w.d_kv
+    return w.batch * w.chunk(p) * w.kv_width
 
 
 def v_allreduce(numel: Number, p: int) -> float:
@@ -126,7 +161,7 @@ def v_allreduce(numel: Number, p: int) -> float:
 
 def numel_state(w: Workload) -> int:
     """numel(n, d, m) = b d + 2 b n_h: elements of a state. (2024 eq. 34, 2025 eq. 13.)"""
-    return w.batch * w.queries * (w.d + 2 * w.heads)
+    return w.batch * w.queries * (w.d_out + 2 * w.heads)
 
 
 def v_tree(w: Workload, p: int) -> float:

@@ -76,9 +76,10 @@ def merge_messages(
         return []
     rows = w.batch * w.queries * w.heads  # one for each query of each head
     lse = rows * state_bytes(w)
-    out = rows * w.head_dim * w.dtype_bytes
+    out = rows * w.value_dim * w.dtype_bytes
     state = numel_state(w) * state_bytes(w)
-    gather = [Message("all-gather", out / p)] if gather_queries else []
+    queries = rows * w.head_dim * w.dtype_bytes
+    gather = [Message("all-gather", queries / p)] if gather_queries else []
     return {
         "tree": [Message("allreduce", lse, 2), Message("allreduce", state - 2 * lse)],
         "tree-joined": [Message("allreduce", lse), Message("allreduce", state - lse)],

@@ -176,9 +176,12 @@ def collective_seconds(kind: str, p: int, message_bytes: Number, topology: Topol
     """Seconds of one collective on p devices, by the fastest protocol, its launches included.
 
     kind and message_bytes as in `schedules.SCHEDULES`; or one of `CHOICES`, for its fastest
-    algorithm. Raises ValueError for an unknown kind, and when the topology has fewer devices.
+    algorithm. Raises ValueError for an unknown kind, when the topology has fewer devices, and for
+    kernels that read their peers' memory where devices cannot.
     """
     topology.check_devices(p)
+    if ALGORITHMS.get(kind) == "direct" and not topology.peers:
+        raise ValueError(f"kind: {kind} reads other devices' memory, which {topology.name} lacks")
     if kind in CHOICES:
         return min(collective_seconds(k, p, message_bytes, topology) for k in CHOICES[kind])
     rounds = list(schedule(kind, p, float(message_bytes), topology.node_size))

@@ -1,8 +1,9 @@
 """What a prefill takes, by ring, by gathering the keys, by Ulysses and by a tree."""
 
-from treeattn.cost.formulas import Workload, numel_kv
+from treeattn.cost.formulas import Workload
 from treeattn.cost.merges import Message, state_bytes, traffic
 from treeattn.cost.roofline import attend_seconds
+from treeattn.cost.strategies import kv_messages_bytes
 from treeattn.cost.topology import Topology
 
 
@@ -35,14 +36,9 @@ def _compute_seconds(w: Workload, p: int, topology: Topology, causal: bool) -> f
     old = w.context - new
     pairs_of_new = new * (new + 1) / 2 if causal else new * new
     pairs = new * old + pairs_of_new
-    multiplying = 4 * w.batch * pairs * w.d / p / topology.device.flops
+    multiplying = 2 * w.batch * pairs * (w.d + w.d_out) / p / topology.device.flops
     reading = attend_seconds(w, w.chunk(p), 0, topology.device)
     return max(multiplying, reading)
-
-
-def _keys_bytes(w: Workload, p: int) -> int:
-    """Bytes of a device's keys, and as many of its values."""
-    return numel_kv(w, p) // 2 * w.dtype_bytes
 
 
 def _queries_bytes(w: Workload, p: int) -> int:
@@ -56,7 +52,7 @@ def _queries_bytes(w: Workload, p: int) -> int:
 
 def _ring(w: Workload, p: int, topology: Topology, compute: float) -> tuple[float, float]:
     """Keys go round in p − 1 steps, each while the chunk at hand is attended to."""
-    messages = [Message("ring", _keys_bytes(w, p), 2)]
+    messages = [Message("ring", x) for x in kv_messages_bytes(w, p)]
     send = traffic(messages, p, topology).seconds
     step = compute / p + topology.launch
     return step + (p - 1) * max(step, send / (p - 1)), send
@@ -64,7 +60,7 @@ def _ring(w: Workload, p: int, topology: Topology, compute: float) -> tuple[floa
 
 def _kv_gather(w: Workload, p: int, topology: Topology, compute: float) -> tuple[float, float]:
     """All keys to everybody, and then attending."""
-    messages = [Message("all-gather", _keys_bytes(w, p), 2)]
+    messages = [Message("all-gather", x) for x in kv_messages_bytes(w, p)]
     send = traffic(messages, p, topology).seconds
     return compute + topology.launch + send, send
 
@@ -74,11 +70,11 @@ def _ulysses(w: Workload, p: int, topology: Topology, compute: float) -> tuple[f
     if p > w.heads:
         raise ValueError(f"strategy: ulysses needs a query head a device, got {w.heads} heads")
     heads_sent = max(w.kv_heads, p)  # a key head goes to every device that needs it
-    keys = w.batch * w.context * heads_sent * w.head_dim * w.dtype_bytes / p
-    messages = [
-        Message("all-to-all", _queries_bytes(w, p), 2),  # queries there, outputs back
-        Message("all-to-all", keys, 2),  # keys, and values
-    ]
+    copies = heads_sent / w.kv_heads
+    queries = _queries_bytes(w, p)
+    sent = [queries, queries * w.value_dim / w.head_dim]  # there, and outputs back
+    sent += [copies * x for x in kv_messages_bytes(w, p)]
+    messages = [Message("all-to-all", x) for x in sent]
     send = traffic(messages, p, topology).seconds
     return compute + topology.launch + send, send
 
@@ -90,7 +86,7 @@ def _tree(w: Workload, p: int, topology: Topology, compute: float) -> tuple[floa
     messages = [
         Message("all-gather", _queries_bytes(w, p) / pieces),
         Message("allreduce", rows),
-        Message("reduce-scatter", rows * (w.head_dim + 1)),
+        Message("reduce-scatter", rows * (w.value_dim + 1)),
     ]
     send = traffic(messages, p, topology).seconds
     step = compute / pieces + topology.launch

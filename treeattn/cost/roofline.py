@@ -21,10 +21,11 @@ def attend_seconds(w: Workload, keys: int, queries: int, device: Device) -> floa
     """Roofline (Williams et al. 2009) of `queries` over `keys` on one device, for the whole batch.
 
     Reads keys and values once, 2 b keys d_kv elements; multiplies and adds each with every query
-    head, 4 b queries keys d operations.
+    head, 4 b queries keys d operations. Of latent values (`Workload`) the keys alone are read.
     """
-    read = 2 * w.batch * keys * w.d_kv * w.dtype_bytes / device.memory_bandwidth
-    return max(read, 4 * w.batch * queries * keys * w.d / device.flops)
+    read = w.batch * keys * w.kv_width * w.cache_bytes / device.memory_bandwidth
+    operations = 2 * w.batch * queries * keys * (w.d + w.d_out)
+    return max(read, operations / device.flops)
 
 
 def step_seconds(

@@ -48,17 +48,23 @@ def strategy_messages(strategy: str, w: Workload, p: int) -> list[Message]:
         return merge_messages(strategy, w, p, gather_queries=False)
     if p == 1:
         return []
-    chunk = numel_kv(w, p) // 2 * w.dtype_bytes  # keys, or values
     share = w.batch * -(-w.queries // p)
     return {
-        "ring": [Message("ring", chunk, 2)],
-        "kv-gather": [Message("all-gather", chunk, 2)],
+        "ring": [Message("ring", x) for x in kv_messages_bytes(w, p)],
+        "kv-gather": [Message("all-gather", x) for x in kv_messages_bytes(w, p)],
         "pass-q": [  # the queries, max and denominator, numerator
             Message("round-trip", share * w.d * w.dtype_bytes),
             Message("round-trip", share * w.heads * state_bytes(w), 2),
-            Message("round-trip", share * w.d * state_bytes(w)),
+            Message("round-trip", share * w.d_out * state_bytes(w)),
         ],
     }[strategy]
+
+
+def kv_messages_bytes(w: Workload, p: int) -> list[int]:
+    """Bytes of a device's keys and of its values; of latent ones the keys' alone."""
+    keys = w.batch * w.chunk(p) * w.d_kv * w.cache_bytes
+    both = numel_kv(w, p) * w.cache_bytes
+    return [keys] if w.latent else [keys, both - keys]
 
 
 def memory_bytes(strategy: str, w: Workload, p: int) -> int:
@@ -66,8 +72,8 @@ def memory_bytes(strategy: str, w: Workload, p: int) -> int:
 
     A ring and the trees as 2024 eq. 29 and 30 (2025 8 and 9), the others in their manner.
     """
-    chunk = numel_kv(w, p) * w.dtype_bytes
-    whole = numel_kv(w, 1) * w.dtype_bytes
+    chunk = numel_kv(w, p) * w.cache_bytes
+    whole = numel_kv(w, 1) * w.cache_bytes
     state = numel_state(w) * state_bytes(w)
     query = w.batch * w.queries * w.d * w.dtype_bytes
     working = {

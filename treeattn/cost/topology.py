@@ -112,6 +112,9 @@ class Topology:
                latencies and bandwidths count
     reduces:   whether the innermost switch can add up what passes through it
     gap:       seconds between two messages over a link, at least: NCCL's "arity serialization"
+    peers:     whether a kernel may read and write the memory of another device of its node
+    table:     name of the protocols' table, to find another version's
+    far:       seconds of a hop between nodes where it is not the protocols' own
     """
 
     name: str
@@ -121,6 +124,9 @@ class Topology:
     protocols: tuple[Protocol, ...] = ()
     reduces: bool = False
     gap: Number = 0.4e-6
+    peers: bool = True
+    table: str = ""
+    far: Number | None = None
 
     def __post_init__(self):
         number("launch", self.launch, 0)
@@ -172,7 +178,8 @@ class Topology:
         )
         launch = latency * self.launch
         gap = latency * self.gap
-        return replace(self, levels=levels, launch=launch, gap=gap, protocols=protocols)
+        far = None if self.far is None else latency * self.far
+        return replace(self, levels=levels, launch=launch, gap=gap, protocols=protocols, far=far)
 
     @property
     def node_size(self) -> int:
@@ -229,14 +236,13 @@ def _protocols(table: str, far: Number | None = None) -> tuple[Protocol, ...]:
 
 def _topology(name: str, device: str, levels: list[str], launch: Number, **more) -> Topology:
     """A row of the presets' topologies: levels and protocols by their names there."""
-    far = more.pop("far", None)
-    table = more.pop("protocols", None)
+    table = more.pop("protocols", "")
     links = tuple(Level(**DATA["levels"][level]) for level in levels)
-    protocols = _protocols(table, far) if table else ()
-    return Topology(name, DEVICES[device], links, launch, protocols, **more)
+    protocols = _protocols(table, more.get("far")) if table else ()
+    return Topology(name, DEVICES[device], links, launch, protocols, table=table, **more)
 
 
-NCCL_2_28, NCCL_2_8 = (_protocols(table) for table in DATA["protocols"])
+NCCL_2_28, NCCL_2_8 = (_protocols(table) for table in ("NCCL 2.28", "NCCL 2.8"))
 PRESETS = {name: _topology(name, **x) for name, x in DATA["topologies"].items()}
 
 # Other choices of the constants. "fused": everything in kernels of one's own, at the 2.3 us that
@@ -244,16 +250,37 @@ PRESETS = {name: _topology(name, **x) for name, x in DATA["topologies"].items()}
 # NCCL's latencies times 2.2, as on two DGX A100 (issue 812 there) and two p6-b200 (dstack, 3961).
 CORNERS: dict[str, Callable[[Topology], Topology]] = {
     "fused": lambda t: replace(
-        t, launch=min(t.launch, 1.7e-6), protocols=tuple(map(_fused, t.protocols))
+        t, launch=min(t.launch, 1.7e-6), protocols=tuple(_fused(x, t) for x in t.protocols)
     ),
     "NCCL 2.28": lambda t: t,
-    "NCCL 2.8": lambda t: replace(t, protocols=NCCL_2_8 if t.protocols else ()),
+    "NCCL 2.8": lambda t: replace(t, protocols=_of_nccl_2_8(t) if t.protocols else ()),
     "slow": lambda t: t.scaled(latency=2.2),
 }
 
 
-def _fused(x: Protocol) -> Protocol:
-    return replace(x, launch=1.7e-6, alone=0.6e-6, near=0.6e-6, far=min(x.far, 5e-6))
+def _fused(x: Protocol, t: Topology) -> Protocol:
+    """The links' own hops in a node; those between nodes stay where the topology has its own."""
+    hop = t.levels[0].latency
+    far = min(x.far, 5e-6) if t.far is None else t.far
+    return replace(x, launch=1.7e-6, alone=hop, near=hop, far=far)
+
+
+def _of_nccl_2_8(t: Topology) -> tuple[Protocol, ...]:
+    return _protocols(t.table.replace("2.28", "2.8") or "NCCL 2.8", t.far)
+
+
+def corners(topology: Topology) -> dict[str, Topology]:
+    """This topology by other choices of its constants too, each by the choice's name.
+
+    `CORNERS` for one whose protocols are NCCL's; for another, half and 2.2 times its latencies.
+    """
+    if topology.protocols:
+        return {name: choice(topology) for name, choice in CORNERS.items()}
+    return {
+        "halved": topology.scaled(latency=0.5),
+        "assumed": topology,
+        "slow": topology.scaled(latency=2.2),
+    }
 
 
 def preset(name: str, **changes) -> Topology:
