@@ -10,6 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from treeattn.cost.network import (
+    collective_launches,
     collective_rounds,
     collective_seconds,
     collective_sent_bytes,
@@ -120,14 +121,40 @@ def test_how_far_a_ring_lies_from_nccls_formula():
 
 
 def test_what_nccl_printed_that_it_expected():
-    """24 H100s, a tree (github.com/NVIDIA/nccl/issues/1453): right with few bytes only."""
+    """24 H100s, a tree (github.com/NVIDIA/nccl/issues/1453): latencies as NCCL has them, bytes at
+    no more than LL's bandwidth between nodes; NCCL counts each byte twice, the simulation where it
+    goes, so that it is up to a fifth faster. Without that bound it was half of the last row."""
     for size, expected, ratio in (
-        (128, 25.214764e-6, 1.0),
-        (65_536, 37.798233e-6, 0.68),
-        (131_072, 51.603912e-6, 0.51),
+        (128, 25.214764, 1.0),
+        (2_048, 25.495272, 0.995),
+        (4_096, 25.874907, 0.987),
+        (8_192, 26.549810, 0.975),
+        (65_536, 37.798233, 0.82),
+        (131_072, 51.603912, 0.81),
     ):
-        found = collective_seconds("tree-allreduce", 24, size, DGX)
-        assert found / expected == pytest.approx(ratio, abs=1e-3 if ratio == 1 else 0.01)
+        found = 1e6 * collective_seconds("tree-allreduce", 24, size, DGX)
+        assert found / expected == pytest.approx(ratio, abs=1e-3 if ratio > 0.9 else 0.01)
+
+
+def test_between_nodes_a_protocol_moves_no_more_than_it_can():
+    """LL's ring: NCCL's 39 GB/s of "bus bandwidth" on two nodes of Intel's, 20.4 on more."""
+    (ring,) = (x for x in NCCL_2_28 if (x.name, x.algorithm) == ("LL", "ring"))
+    alone = replace(DGX, protocols=(ring,))
+    for p, rate in ((16, 39e9), (32, 20.4e9)):
+        seconds = collective_seconds("ring-allreduce", p, 2**34, alone)
+        assert 2 * (p - 1) / p * 2**34 / seconds == pytest.approx(rate, rel=0.01)
+        wide = collective_seconds("ring-allreduce", p, 2**34, alone.scaled(bandwidth=2.0))
+        assert seconds / wide == pytest.approx(2, rel=0.01)
+
+
+def test_an_allreduce_by_nodes_has_three_launches():
+    """A reduce-scatter, an Allreduce between the nodes and a gather; two of them on one node."""
+    launches = [collective_launches("hierarchical-allreduce", p, 8) for p in (8, 16, 128)]
+    assert launches == [2, 3, 3]
+    assert collective_launches("hierarchical-allreduce", 12, 8) == 1  # a plain tree there
+    found = collective_seconds("hierarchical-allreduce", 128, 0, DGX)
+    hops = 6 * 0.6e-6 + 4 * 5e-6  # log₂ 8 there and back, log₂ 16 between
+    assert found == pytest.approx(3 * 6.8e-6 + hops)
 
 
 def test_large_messages_move_what_a_ring_moves():
@@ -388,7 +415,7 @@ def test_trees_and_nodes_beat_a_flat_ring():
     """2024 §5.3: an Allreduce of a state on 16 nodes of 8: a ring, NCCL's tree, nodes first."""
     kinds = ("ring-allreduce", "tree-allreduce", "hierarchical-allreduce")
     times = [1e6 * collective_seconds(kind, 128, 8320, DGX) for kind in kinds]
-    assert times == pytest.approx([315, 55, 30], rel=0.02)
+    assert times == pytest.approx([315, 56, 44], rel=0.02)
 
 
 @given(

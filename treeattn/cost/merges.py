@@ -7,7 +7,7 @@ needs a share of the heads on each device only.
 |----------------|----------------------------------------------------------------|--------------|
 | tree           | Allreduce of max, of denominators, of numerators (Algorithm 3) | every device |
 | tree-joined    | Allreduce of max, of both sums in one: what XLA makes of tree  | every device |
-| nodes          | the same two, scattered in each node before they leave it      | every device |
+| nodes          | the same two, each in three: in the nodes, between them, back  | every device |
 | butterfly      | packed states to a partner a round, a permute each             | every device |
 | gather         | packed states to everybody                                     | every device |
 | one-shot       | the same in one kernel that reads its peers' memory            | every device |
@@ -124,18 +124,25 @@ def traffic(messages: list[Message], p: int, topology: Topology) -> Traffic:
     g = topology.node_size
     total = Traffic()
     for kind, size, times in messages:
-        launches = collective_launches(kind, p)
+        launches = collective_launches(kind, p, g)
         latency = collective_seconds(kind, p, 0, topology)
         once = Traffic(
             collectives=launches,
             rounds=collective_rounds(kind, p, g),
-            operand_bytes=launches * size,
+            operand_bytes=_operand_bytes(kind, size, launches, min(p, g)),
             sent_bytes=collective_sent_bytes(kind, p, size, g),
             latency=latency,
             volume=collective_seconds(kind, p, size, topology) - latency,
         )
         total = Traffic(*(a + times * b for a, b in zip(total, once, strict=True)))
     return total
+
+
+def _operand_bytes(kind: str, size: Number, launches: int, g: int) -> Number:
+    """Bytes that a device puts into a collective's launches; by nodes, all of it into the first."""
+    if kind == "hierarchical-allreduce":
+        return size + (launches - 1) * size / g
+    return launches * size
 
 
 def merge_seconds(

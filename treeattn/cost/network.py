@@ -7,7 +7,8 @@ its bandwidth. This is the α-β model, as in Thakur, Rabenseifner and Gropp (20
 collective communication operations in MPICH"), with data dependencies where they assume rounds.
 
 A collective that the library runs is pipelined: a device hands on the first bytes before the last
-have come. One that JAX writes as permutes is not, and pays a launch for each round.
+have come. One rule for launches: as many as the program has collectives. What JAX writes as
+permutes has one for each round, an Allreduce by nodes three; they wait for each other's last bytes.
 """
 
 import functools
@@ -187,7 +188,7 @@ def collective_seconds(kind: str, p: int, message_bytes: Number, topology: Topol
     rounds = list(schedule(kind, p, float(message_bytes), topology.node_size))
     if p == 1:
         return 0.0
-    launches = collective_launches(kind, p)
+    launches = collective_launches(kind, p, topology.node_size)
     algorithm = ALGORITHMS.get(kind, "ring")
     return min(
         launches * choice.launch + simulate(rounds, p, choice, pipelined=launches == 1)
@@ -220,6 +221,16 @@ def collective_sent_bytes(kind: str, p: int, message_bytes: Number, g: int = 1) 
     return _counts(kind, p, g)[1] * message_bytes
 
 
-def collective_launches(kind: str, p: int) -> int:
-    """Collectives of the program: a collective-permute a round for some, one for the others."""
-    return collective_rounds(kind, p) if kind in PERMUTES else 1
+def collective_launches(kind: str, p: int, g: int = 1) -> int:
+    """Collectives of the program on p devices, g in a node.
+
+    A collective-permute a round for some; for an Allreduce by nodes a reduce-scatter in the nodes,
+    an Allreduce between them and a gather in them, as no library has it in one call; else one.
+    """
+    if kind in PERMUTES:
+        return collective_rounds(kind, p)
+    if kind == "hierarchical-allreduce" and p % min(g, p) == 0:
+        inside = 2 if g > 1 else 0
+        between = 1 if p > g else 0
+        return inside + between
+    return 1

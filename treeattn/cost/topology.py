@@ -92,6 +92,8 @@ class Protocol:
     alone:     seconds of a hop within a node, for a collective that stays there
     near, far: seconds of a hop within a node and between nodes, for one that leaves it
     shares:    of the bandwidth that carries data, within a node and between nodes
+    between:   bytes per second that all rings or trees of a collective bring into a node together,
+               at most: where there are two nodes, and where there are more
     """
 
     name: str
@@ -101,6 +103,7 @@ class Protocol:
     near: Number
     far: Number
     shares: tuple[Number, Number]
+    between: tuple[Number, Number] = (math.inf, math.inf)
 
 
 @dataclass(frozen=True)
@@ -155,8 +158,11 @@ class Topology:
         near_share, far_share = protocol.shares
         levels = [replace(inside, latency=near, bandwidth=inside.bandwidth * near_share)]
         for level in outside:
-            ports = (level.links or self.node_size) if spread else 1
-            bandwidth = level.bandwidth * far_share * ports
+            bandwidth = level.bandwidth * far_share
+            if spread:
+                more_than_two = p > 2 * self.node_size
+                bandwidth *= level.links or self.node_size
+                bandwidth = min(bandwidth, protocol.between[more_than_two])
             levels.append(replace(level, latency=protocol.far, bandwidth=bandwidth))
         return replace(self, levels=tuple(levels), launch=protocol.launch, protocols=())
 
@@ -173,6 +179,7 @@ class Topology:
                 alone=latency * x.alone,
                 near=latency * x.near,
                 far=latency * x.far,
+                between=tuple(bandwidth * b for b in x.between),
             )
             for x in self.protocols
         )
@@ -220,7 +227,7 @@ H100, H200, MI300X, RTX4090, TPU_V5P = DEVICES.values()
 def _protocols(table: str, far: Number | None = None) -> tuple[Protocol, ...]:
     """The protocols of a library's table, in seconds; `far` replaces their hops between nodes."""
     found = []
-    for name, algorithm, launch, alone, near, between, shares in DATA["protocols"][table]:
+    for name, algorithm, launch, alone, near, between, shares, *most in DATA["protocols"][table]:
         protocol = Protocol(
             name,
             algorithm,
@@ -229,6 +236,7 @@ def _protocols(table: str, far: Number | None = None) -> tuple[Protocol, ...]:
             near=1e-6 * near,
             far=far or 1e-6 * between,
             shares=tuple(shares),
+            between=tuple(1e9 * x for x in most) or (math.inf, math.inf),
         )
         found.append(protocol)
     return tuple(found)
