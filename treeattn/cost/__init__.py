@@ -8,6 +8,7 @@ Everything public is here, under one name: `from treeattn.cost import collective
 - `topology`: devices, links, protocols, and presets with their sources
 - `schedules`: collectives as algorithms, round by round; `network`: how long they take, simulated
 - `roofline`: reading against multiplying, on one device
+- `ridge`: how many tokens of each text a step verifies for the price of one
 - `merges`: the ways to merge a sharded cache's states, the papers' and serving systems'
 - `strategies`: what rings and merges send, hold and take in a step of decoding
 - `prefill`: the same for many new tokens at once
@@ -81,6 +82,7 @@ from treeattn.cost.program import (
     total_bytes,
 )
 from treeattn.cost.report import advice_table, bytes_text
+from treeattn.cost.ridge import VerifyWork, cache_fits, free_tokens, verify_seconds, verify_work
 from treeattn.cost.roofline import MACHINES, attend_seconds, step_seconds
 from treeattn.cost.schedules import SCHEDULES, Round, schedule
 from treeattn.cost.sharding import MODELS, Model, Plan, Step, advise, plans, step_cost
@@ -152,11 +154,13 @@ __all__ = [
     "TimedRound",
     "Topology",
     "Traffic",
+    "VerifyWork",
     "Workload",
     "advice_table",
     "advise",
     "attend_seconds",
     "bytes_text",
+    "cache_fits",
     "collective_launches",
     "collective_rounds",
     "collective_seconds",
@@ -172,6 +176,7 @@ __all__ = [
     "decode_cost",
     "fit_machine",
     "flops",
+    "free_tokens",
     "least_seconds",
     "mem_ring",
     "mem_tree",
@@ -201,4 +206,6 @@ __all__ = [
     "v_allreduce",
     "v_ring",
     "v_tree",
+    "verify_seconds",
+    "verify_work",
 ]
