@@ -36,6 +36,7 @@ from treeattn.idea.state import AttentionState, finalize
 from treeattn.kernel.attend import attend_inputs
 from treeattn.kernel.inputs import (
     Bias,
+    Implementation,
     Inputs,
     Keys,
     Lengths,
@@ -61,7 +62,7 @@ def tree_decode(
     bias: Bias | None = None,
     scale: Scale = None,
     method: str = "allreduce",
-    implementation: str | None = None,
+    implementation: Implementation = None,
     return_lse: bool = False,
     scatter: bool = False,
     block: int | None = None,
@@ -155,7 +156,7 @@ def ring_decode(
     mask: Mask | None = None,
     bias: Bias | None = None,
     scale: Scale = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
     return_lse: bool = False,
     batch_axis: AxisNames | None = None,
     head_axis: AxisNames | None = None,
@@ -186,7 +187,7 @@ def pass_q_decode(
     mask: Mask | None = None,
     bias: Bias | None = None,
     scale: Scale = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
     return_lse: bool = False,
     batch_axis: AxisNames | None = None,
     head_axis: AxisNames | None = None,
@@ -207,7 +208,7 @@ def pass_q_decode(
     return (out, lse) if return_lse else out
 
 
-def _check_exact(implementation: str | None) -> str:
+def _check_exact(implementation: Implementation) -> str:
     """ "exact", of which method "exact" is made; a ValueError for another implementation."""
     if implementation not in (None, "exact"):
         raise ValueError(

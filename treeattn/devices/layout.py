@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from treeattn.devices.mesh import AnyMesh, Axes, AxisNames
 from treeattn.kernel.choice import device_platform, resolve
-from treeattn.kernel.inputs import Inputs
+from treeattn.kernel.inputs import Implementation, Inputs
 
 
 class Layout(NamedTuple):
@@ -163,7 +163,7 @@ def count_devices(mesh: AnyMesh, axes: Axes) -> int:
     return math.prod(mesh.shape[name] for name in axes)
 
 
-def refuse_exact(implementation: str | None) -> None:
+def refuse_exact(implementation: Implementation) -> None:
     """A ValueError for "exact" where devices merge states that are rounded."""
     if implementation == "exact":
         raise ValueError(
@@ -173,7 +173,7 @@ def refuse_exact(implementation: str | None) -> None:
         )
 
 
-def resolve_on_mesh(implementation: str | None, inputs: Inputs, layout: Layout) -> Inputs:
+def resolve_on_mesh(implementation: Implementation, inputs: Inputs, layout: Layout) -> Inputs:
     """`resolve` for the mesh's devices; with a warning where they would gather the cache.
 
     An AbstractMesh names no devices, so that a program can be lowered for CUDA where there is none.
@@ -186,8 +186,8 @@ def resolve_on_mesh(implementation: str | None, inputs: Inputs, layout: Layout) 
     if layout.left and inputs.implementation not in ("blockwise", "exact"):
         warnings.warn(
             f"Nobody can tell, while JAX traces, whether rows or heads lie along {layout.left}; a "
-            "GPU's kernel will be given all of them, gathered. Name these axes as batch_axis or "
-            "head_axis, or give batch_axis=() if nothing lies along them.",
+            "kernel that XLA cannot split, as a GPU's, will be given all of them, gathered. Name "
+            "these axes as batch_axis or head_axis, or give batch_axis=() if nothing lies there.",
             stacklevel=3,
         )
     return inputs

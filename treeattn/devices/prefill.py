@@ -26,6 +26,7 @@ from treeattn.idea.state import finalize, merge
 from treeattn.kernel.attend import attend_inputs
 from treeattn.kernel.inputs import (
     DealtEnds,
+    Implementation,
     Inputs,
     Intervals,
     Keys,
@@ -49,7 +50,7 @@ def ring_attention(
     ends: DealtEnds | None = None,
     nodes: Nodes | None = None,
     scale: Scale = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
     batch_axis: AxisNames | None = None,
     head_axis: AxisNames | None = None,
 ) -> Output:
@@ -87,7 +88,7 @@ def gather_attention(
     ends: DealtEnds | None = None,
     nodes: Nodes | None = None,
     scale: Scale = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
     batch_axis: AxisNames | None = None,
     head_axis: AxisNames | None = None,
 ) -> Output:
@@ -117,7 +118,7 @@ def ulysses_attention(
     ends: DealtEnds | None = None,
     nodes: Nodes | None = None,
     scale: Scale = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
     batch_axis: AxisNames | None = None,
     head_axis: AxisNames | None = None,
 ) -> Output:

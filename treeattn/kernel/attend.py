@@ -13,9 +13,11 @@ from treeattn.kernel.causal import attend_causal
 from treeattn.kernel.choice import KERNELS, load_kernel, platform_of, resolve
 from treeattn.kernel.exact import ExactState
 from treeattn.kernel.exactly import attend_exactly, attend_rounded
+from treeattn.kernel.hook import attend_by_hook
 from treeattn.kernel.inputs import (
     Bias,
     Ends,
+    Implementation,
     Inputs,
     Keys,
     Lengths,
@@ -38,7 +40,7 @@ def attend(
     scale: Scale = None,
     causal: bool = False,
     ends: Ends | None = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
 ) -> AttentionState:
     """The state of each query after its keys: fields (b, l, h) and numerator (b, l, h, dv).
 
@@ -55,7 +57,7 @@ def attend(
                 trees whose nodes are in depth-first order (`pack_rows`), of as many keys as
                 queries. Blocks of keys that a block of queries does not see are skipped. By
                 "blockwise" and "exact" only.
-    implementation: one of these, or None: the first whose line fits
+    implementation: a function, or one of these, or None: the first whose line fits
 
         on          dtypes         queries, keys                             implementation
         CUDA        float16, bf16  a text of more than 128 queries, no mask  "flash"
@@ -83,14 +85,25 @@ def attend(
     An infinite query or key counts as NaN there, and a NaN in anything that a query sees makes all
     of its state NaN. `attend_exact` has the state before it is rounded, which merges exactly.
 
+    A function is a kernel of one's own, kernel(q, k, v, *, scale, mask=None, bias=None,
+    kv_lengths=None, causal=False), which returns the state, or (out, lse) as `from_output` reads:
+    out (b, l, h, dv) in any floating-point dtype, lse (b, l, h) and a state's fields in float32 or
+    wider (float64 for inputs of float64). It is called with what has been checked, as it is here:
+    arrays of the shapes and dtypes above and no axis of 0, kv_lengths in int32 from 0 to n, scale a
+    float, or an array () where it came as one. Of the other options it is given those that the call
+    has, and need only have parameters for them; kv_lengths may be added where devices cannot share
+    the keys evenly. jit, vmap, gradients and meshes reach as far as they do in the function; a new
+    function compiles anew. examples/kernels.py has other libraries' kernels as such functions.
+
     The state is in float32, or float64 when an input is. A score above the dtype's range
     counts as the largest finite one, and sums saturate. A query that sees no key has the state
     (−∞, 0, 0), and zero gradients. Keys and values that no query of their row and head sees may be
     NaN or ∞; a NaN in one that some of them see may reach the others, too (0 · NaN).
 
     Raises TypeError for dtypes that are not floating-point or differ, ValueError for shapes
-    that do not fit, lengths out of range, a scale that is not finite, and a kernel by name where
-    it cannot run.
+    that do not fit, lengths out of range, a scale that is not finite, a kernel by name where it
+    cannot run, and an option that a function does not take; both for a function that returns
+    something else than promised.
     """
     inputs = check_inputs(q, k, v, mask, bias, kv_lengths, scale, causal=causal, ends=ends)
     return attend_inputs(resolve(implementation, inputs, platform_of(q)))
@@ -125,9 +138,11 @@ def attention(q, k, v, **options) -> Output:
 
 
 def which_implementation(
-    q, k, v, *, implementation: str | None = None, platform: str | None = None, **options
-) -> str:
+    q, k, v, *, implementation: Implementation = None, platform: str | None = None, **options
+) -> Implementation:
     """The implementation with which `attend` runs these arguments: "flash", "pallas", "blockwise".
+
+    A function is returned as it is.
 
     options:  as in `attend`
     platform: where; None for the device of `q`. "cuda" asks for NVIDIA's GPUs that the kernels
@@ -145,6 +160,8 @@ def attend_inputs(inputs: Inputs) -> AttentionState:
     """`attend` for checked inputs, by the implementation that they name."""
     if inputs.elsewhere is not None:
         return _attend_where_it_compiles_for(inputs)
+    if callable(inputs.implementation):
+        return attend_by_hook(inputs)
     if inputs.implementation in KERNELS:
         return load_kernel(inputs.implementation).attend(inputs)
     if inputs.implementation == "exact":

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import jax
 
 from treeattn.idea.state import AttentionState
-from treeattn.kernel import exactly, flash
+from treeattn.kernel import exactly, flash, hook
 from treeattn.kernel.causal import CAUSAL_BLOCK
-from treeattn.kernel.inputs import Inputs
+from treeattn.kernel.inputs import Implementation, Inputs
 
 KERNELS = "flash", "pallas"
 AMPERE = (8, 0)  # the least compute capability that FlashAttention-2 and XLA's Triton take
@@ -32,18 +32,25 @@ def load_kernel(name: str) -> Kernel:
     return Kernel(pallas.pallas_attend, pallas.obstacle)
 
 
-def resolve(implementation: str | None, inputs: Inputs, platform: str | None) -> Inputs:
+def resolve(implementation: Implementation, inputs: Inputs, platform: str | None) -> Inputs:
     """The inputs with the implementation that will run them on that platform.
 
     platform: as `platform_of` gives it; None when only the program's compiler will know, which
     then chooses between CUDA and the rest.
-    Raises ValueError for another name, and for a kernel that cannot run.
+    Raises ValueError for another name, and for a kernel that cannot run; TypeError for a function
+    that cannot be hashed.
     """
     names = (None, "blockwise", *KERNELS, "exact")
-    if implementation not in names:
-        raise ValueError(f"implementation: expected one of {names}, got {implementation!r}")
     elsewhere = None
-    if implementation in KERNELS:
+    if callable(implementation):
+        hook.check_hashable(implementation)
+        if (problem := hook.obstacle(inputs, implementation)) is not None:
+            raise ValueError(problem)
+    elif implementation not in names:
+        raise ValueError(
+            f"implementation: expected one of {names}, or a function, got {implementation!r}"
+        )
+    elif implementation in KERNELS:
         problem = _wrong_platform(implementation, platform)
         problem = problem or load_kernel(implementation).obstacle(inputs)
         if problem is not None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -37,6 +38,9 @@ Ends = Integer[Array, "b n"]
 DealtEnds = Integer[Array, "b nodes"]  # of trees whose nodes stand at the places of `Nodes`
 Nodes = Integer[Array, " n"]
 Output = Float[Array, "b l h dv"]
+
+# What computes it: a name, a kernel of one's own (`treeattn.kernel.hook`), or None for the best.
+Implementation = str | Callable | None
 
 NOBODY = np.iinfo(np.int32).max  # the number of a place without a node: it sees no key
 
@@ -75,7 +79,7 @@ class Inputs:
                 compiled in; None where all of it is in `scale`
     scale:      the part that is a number: the scores are scale · factor · q·k
     causal:     whether query i sees keys 0 … i only
-    implementation: the name of what runs it
+    implementation: the name of what runs it, or a function of one's own
     elsewhere:  the name of what runs it unless the compiler finds that it compiles for CUDA; None
                 where the devices are known, and `implementation` runs it on all
     by_row:     whether rows with lengths of their own are computed one after another, so that a
@@ -95,7 +99,7 @@ class Inputs:
     intervals: Any = None
     scale: float = _static(default=1.0)
     causal: bool = _static(default=False)
-    implementation: str = _static(default="blockwise")
+    implementation: Implementation = _static(default="blockwise")  # noqa: RUF009
     elsewhere: str | None = _static(default=None)
     by_row: bool = _static(default=True)
     stale: bool = _static(default=True)

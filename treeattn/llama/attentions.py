@@ -21,7 +21,7 @@ from treeattn.idea.arrays import Array
 from treeattn.idea.state import AttentionState
 from treeattn.kernel.attend import attend_inputs
 from treeattn.kernel.choice import platform_of, resolve
-from treeattn.kernel.inputs import Inputs
+from treeattn.kernel.inputs import Implementation, Inputs
 from treeattn.llama.cache import shard_lengths, shards_of
 
 # What each device does with the queries and its shard: q, k, v, and the (batch,) number of keys
@@ -59,7 +59,7 @@ def attend_cache(
     lengths: Int[Array, " b"],
     layout: Layout | None,
     attention: str | ShardAttention,
-    implementation: str | None,
+    implementation: Implementation,
 ) -> AttentionState:
     """The state of q, present on every device, after one layer's cached keys.
 
@@ -79,7 +79,7 @@ def attend_cache(
     return over_shards(body, layout.mesh, layout.axes, (specs,))(inputs)
 
 
-def cache_inputs(q, k, v, lengths, implementation: str | None) -> Inputs:
+def cache_inputs(q, k, v, lengths, implementation: Implementation) -> Inputs:
     """What a layer attends to in the cache, and the kernel that will do it: decided once.
 
     The model made these arrays itself: there is nothing to check. A cache begins as zeros: nothing

@@ -26,6 +26,7 @@ from treeattn.devices.mesh import Axes
 from treeattn.idea.arrays import Array
 from treeattn.idea.state import AttentionState, finalize, merge
 from treeattn.kernel.attend import attend
+from treeattn.kernel.inputs import Implementation
 from treeattn.llama import cache as caches
 from treeattn.llama import fixed, int8, vocabulary
 from treeattn.llama.attentions import ShardAttention, attend_cache
@@ -48,7 +49,7 @@ class Static:
     config: Config
     place: Placement
     attention: str | ShardAttention | None
-    implementation: str | None
+    implementation: Implementation
     layer: Callable
 
 
@@ -139,7 +140,7 @@ def split_heads(
     return rotate(q, rotation), rotate(k, rotation), v
 
 
-def attend_new(q, k, v, mask, last, implementation: str | None) -> AttentionState:
+def attend_new(q, k, v, mask, last, implementation: Implementation) -> AttentionState:
     """The state of the new tokens' queries after the new tokens: the arguments of `extend_layer`.
 
     q: (b, l, h, d), or those of the `last` tokens alone (b, 1, h, d)

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from treeattn.devices.mesh import AxisNames
 from treeattn.idea.arrays import Array, integer
 from treeattn.kernel.choice import platform_of
+from treeattn.kernel.inputs import Implementation
 from treeattn.llama import cache as caches
 from treeattn.llama import dealing, dealt, exact, inputs, layers, prefill
 from treeattn.llama.attentions import ShardAttention, check_cache_attention, prompt_attention
@@ -52,7 +53,7 @@ class Llama:
     mesh: Mesh | None = None
     attention: str | ShardAttention = "tree"
     prefill_with: str | Callable | None = None
-    implementation: str | None = None
+    implementation: Implementation = None
     shard_weights: bool = False
     batch_axis: AxisNames | None = None
     head_axis: AxisNames | None = None

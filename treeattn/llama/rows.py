@@ -32,7 +32,7 @@ from treeattn.idea.arrays import Array, integer
 from treeattn.idea.state import finalize
 from treeattn.kernel.attend import attend_inputs
 from treeattn.kernel.choice import platform_of, resolve
-from treeattn.kernel.inputs import Inputs, Intervals
+from treeattn.kernel.inputs import Implementation, Inputs, Intervals
 from treeattn.llama import layers
 from treeattn.llama.model import Llama
 from treeattn.llama.products import linear, take_rows
@@ -240,7 +240,7 @@ def _run_part(
     *,
     config: Config,
     mesh: Mesh | None,
-    implementation: str | None,
+    implementation: Implementation,
     entropies: bool,
 ):
     """(the normalized output (size, width), of the logits what `_over_vocabulary` gives, and the
