@@ -69,6 +69,13 @@ def test_adapters_of_other_libraries():
         assert printed == "gym_merge: attn_gym is not installed\n\n"
 
 
+def test_kernels_of_other_libraries():
+    """tests/test_hook.py asks them; here is what the script says where one is missing."""
+    printed = run("kernels.py", "of_numpy", "cudnn")
+    assert "plain                    passed" in printed and "failed" not in printed
+    assert printed.endswith("cudnn: needs a GPU\n\n")
+
+
 def test_attention_over_shards_with_transformers(monkeypatch, capsys):
     pytest.importorskip("transformers")
     example = imported("with_transformers.py")
