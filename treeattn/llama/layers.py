@@ -25,8 +25,7 @@ from treeattn.devices.layout import Layout
 from treeattn.devices.mesh import Axes
 from treeattn.idea.arrays import Array
 from treeattn.idea.state import AttentionState, finalize, merge
-from treeattn.kernel.attend import attend
-from treeattn.kernel.inputs import Implementation
+from treeattn.kernel.attend import Implementation, attend
 from treeattn.llama import cache as caches
 from treeattn.llama import fixed, int8, vocabulary
 from treeattn.llama.attentions import ShardAttention, attend_cache

@@ -12,8 +12,7 @@ from jaxtyping import Bool, Float, Int
 
 from treeattn.devices.mesh import AxisNames
 from treeattn.idea.arrays import Array, integer
-from treeattn.kernel.choice import platform_of
-from treeattn.kernel.inputs import Implementation
+from treeattn.kernel.choice import Implementation, platform_of
 from treeattn.llama import cache as caches
 from treeattn.llama import dealing, dealt, exact, inputs, layers, prefill
 from treeattn.llama.attentions import ShardAttention, check_cache_attention, prompt_attention
