@@ -176,7 +176,7 @@ class Parrot:
 
     def __init__(self, tokenizer, ids):
         self.tokenizer, self.ids = tokenizer, ids
-        self.config = types.SimpleNamespace(vocabulary=256)
+        self.config = types.SimpleNamespace(vocabulary=256, context=64)
         self.place = Placement()
 
     def new_cache(self, batch, capacity):

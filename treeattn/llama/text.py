@@ -46,13 +46,15 @@ def stream(
     draft:       None (plain decoding), one of `speculation.DRAFTS` by name ("suffix", "ngram",
                  "recycling", "layers", …), or an object that proposes and observes (`Draft`)
     budget:      tokens of one call, the certain one included: a budget of 16 asks the draft for 15.
-                 None: adaptive, up to 16 (`Budget`); a number: all that is drafted, up to so many;
-                 or a Budget. What is drawn at random (`Drawn`) is verified whole
+                 None: adaptive, up to 16 (`Budget`), by the times that the model's steps took in
+                 earlier calls, too; a number: all that is drafted, up to so many; or a Budget. What
+                 is drawn at random (`Drawn`) is verified whole
     temperature: 0 is greedy; above it tokens are drawn with `key` (`Sampling`), each new token with
                  a key of its own
     top_p:       draws come from the fewest tokens whose probabilities reach this
     stop:        ids after which a text is over; by default the checkpoint's
-    capacity:    of the cache, in tokens; by default what all of this needs
+    capacity:    of the cache, in tokens; by default what all of this needs, rounded up so that
+                 texts of other lengths run the same compiled programs
     progress:    called during prefill with the number of tokens done. On one device, prompts that
                  are equal are read once
 
@@ -75,8 +77,8 @@ def stream(
         capacity=capacity,
         progress=progress,
     )
-    if not isinstance(budget, Budget):
-        budget = Budget() if budget is None else Budget(budget, adaptive=False)
+    if budget is not None and not isinstance(budget, Budget):
+        budget = Budget(budget, adaptive=False)
     return Loop(model, task, make_draft(draft, model), budget)
 
 

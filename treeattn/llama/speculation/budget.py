@@ -1,5 +1,6 @@
 """How many tokens one model call should verify: measured costs against chances of acceptance."""
 
+import collections
 import statistics
 from collections.abc import Sequence
 
@@ -60,11 +61,11 @@ class Budget:
               corrected by how they came out lately, over the time that steps of this size took.
               Else every step takes all that is drafted, up to `most`
 
-    Steps are padded to one of `sizes`, each of which compiles once. Where drafts fail, the best
-    size is 1, a plain step; a draft that costs time and is not worth it then pauses for 1, 2, 4, …
-    up to 32 steps, fewer the less it costs: what takes 2 % of a step never does. Where there are
-    several (`MostExpectedDraft`), each has a cost, a trust and pauses of its own. What is drawn at
-    random (`Drawn`) may not be cut, nor left out: it is verified whole.
+    Steps are padded to one of `sizes`, of those that are `ready`: each compiles once. Where drafts
+    fail, the best size is 1, a plain step; a draft that costs time and is not worth it then pauses
+    for 1, 2, 4, … up to 32 steps, fewer the less it costs: what takes 2 % of a step never does.
+    Where there are several (`MostExpectedDraft`), each has a cost, a trust and pauses of its own.
+    What is drawn at random (`Drawn`) may not be cut, nor left out: it is verified whole.
 
     Keep a Budget for several calls of `generate`, and it keeps the times that it has measured; it
     trusts each draft anew, and none pauses at the beginning of a text.
@@ -73,23 +74,34 @@ class Budget:
     def __init__(self, most: int = 16, *, adaptive: bool = True):
         self.most = integer("budget", most, 1)
         self.adaptive = adaptive
-        # 2 is no size of its own: such a step takes little less than one of 4.
-        steps = range(2 if adaptive or self.most > 2 else 1, (self.most - 1).bit_length() + 1)
-        self.sizes = (1, *(1 << i for i in steps))
+        self.sizes = _sizes(self.most, adaptive)
         self._seconds: dict[int, list[float]] = {}  # of steps by size
         self._known: dict[tuple[int, str], Record] = {}
         self.begin()
 
-    def begin(self, drafts: Sequence[str] = ("",)) -> None:
-        """New texts, and the names of the drafts that propose candidates for them."""
+    def begin(self, drafts: Sequence[str] = ("",), ready=None, wished=None) -> None:
+        """New texts, and the names of the drafts that propose candidates for them.
+
+        ready:  a set of the sizes that are compiled, one that holds `most` among them; None: all
+        wished: a Counter, which counts the steps that would have been shorter with other sizes
+        """
         keys = list(enumerate(drafts))
         self.records = [self._known.setdefault(key, Record()) for key in keys]
         for record in self.records:
             record.begin()
+        self.ready = set(self.sizes) if ready is None else ready
+        self.wished = collections.Counter() if wished is None else wished
 
     def size_for(self, nodes: int) -> int:
-        """The smallest size that holds so many nodes."""
-        return next(size for size in self.sizes if size >= nodes)
+        """The smallest size that is ready and holds so many nodes."""
+        if not self.adaptive:
+            self._wish(_smallest(self.sizes, nodes))
+        return _smallest(self.ready, nodes)
+
+    def _wish(self, size: int) -> None:
+        """A step of this size would be best."""
+        if size not in self.ready:
+            self.wished[size] += 1
 
     def asks(self, draft: int = 0) -> bool:
         """Whether to ask this draft for candidates at this step."""
@@ -124,19 +136,21 @@ class Budget:
         """How many of these nodes (B, L) to verify, where drafting has cost so many seconds."""
         if not self.adaptive:
             return min(self.most - 1, _nodes_of_largest(chances))
+        best = max(self._rates(chances, cost, self.sizes), key=lambda pair: pair[0])[1]
+        self._wish(_smallest(self.sizes, best + 1))
         return max(self._rates(chances, cost), key=lambda pair: pair[0])[1]
 
     def rate(self, chances: np.ndarray, cost: float) -> float:
         """Tokens a second of the best number of nodes."""
         return max(rate for rate, _ in self._rates(chances, cost))
 
-    def _rates(self, chances: np.ndarray, cost: float) -> list[tuple[float, int]]:
-        """(tokens a second, nodes) for each size, the smallest first."""
+    def _rates(self, chances: np.ndarray, cost: float, sizes=None) -> list[tuple[float, int]]:
+        """(tokens a second, nodes) for each size (None: that is ready), the smallest first."""
         texts = len(chances)
         found = min(_nodes_of_largest(chances), self.most - 1)
         gained = np.cumsum(chances.sum(axis=0))
         rates = [(texts / (self.seconds(1) + cost), 0)]
-        for size in self.sizes[1:]:
+        for size in sorted(self.ready if sizes is None else sizes)[1:]:
             nodes = min(size - 1, found)
             if nodes > rates[-1][1]:
                 tokens = texts + gained[nodes - 1]
@@ -174,6 +188,24 @@ def surest(chances: Sequence[np.ndarray], budget: int) -> tuple[np.ndarray, np.n
     same = np.stack([np.pad(x, [(0, 0), (0, longest - x.shape[1])]) for x in cut])
     which = same.sum(axis=2).argmax(axis=0)
     return which, same[which, np.arange(same.shape[1])]
+
+
+def _sizes(most: int, adaptive: bool) -> tuple[int, ...]:
+    """The nodes of a step, with padding: 1, 4, 8, 16, … up to the first that holds `most`; for who
+    chooses among them also those half between, 6, 12, ….
+
+    2 is none unless it is `most`: such a step takes little less than one of 4.
+    """
+    powers = [1 << i for i in range(2, most.bit_length() + 1)]
+    between = [3 << i for i in range(1, most.bit_length())] if adaptive else []
+    larger = sorted(powers + between) if adaptive or most != 2 else [2]
+    needed = [size for size in larger if size < most]
+    return (1, *needed, *larger[len(needed) : len(needed) + (most > 1)])
+
+
+def _smallest(sizes, nodes: int) -> int:
+    """The smallest of the sizes that holds so many nodes."""
+    return min(size for size in sizes if size >= nodes)
 
 
 def _nodes_of_largest(chances: np.ndarray) -> int:

@@ -19,6 +19,7 @@ from treeattn.llama.speculation.candidates import (
     ranked,
 )
 from treeattn.llama.speculation.most_expected import MostExpectedDraft
+from treeattn.llama.speculation.sizes import Sizes
 
 
 class Candidates(NamedTuple):
@@ -42,9 +43,10 @@ class Drafting:
     ask, and how much of what they propose to verify.
 
     sampled: whether tokens are drawn at random, so that drafts must not have chance of their own
+    sizes:   of steps, that are compiled
     """
 
-    def __init__(self, draft: Any, budget: Budget, vocabulary: int, *, sampled: bool):
+    def __init__(self, draft: Any, budget: Budget, vocabulary: int, sizes: Sizes, *, sampled: bool):
         self.draft = draft
         self.drafts = draft.drafts if isinstance(draft, MostExpectedDraft) else (draft,)
         if draft is None:
@@ -54,7 +56,7 @@ class Drafting:
         self.sampled = sampled
         self.wants_states = getattr(draft, "states", False)
         self.wants_likely = min(getattr(draft, "likely", 0), vocabulary)
-        budget.begin([type(each).__name__ for each in self.drafts])
+        budget.begin([type(each).__name__ for each in self.drafts], sizes.ready, sizes.wished)
 
     def begin(self, key: Key[Array, ""]) -> None:
         """New texts: whoever draws at random draws with this key."""

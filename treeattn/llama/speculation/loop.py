@@ -26,9 +26,11 @@ from treeattn.llama.speculation.budget import Budget
 from treeattn.llama.speculation.candidates import Seen
 from treeattn.llama.speculation.drafting import Candidates, Drafting
 from treeattn.llama.speculation.reject import judge_of_drawn
+from treeattn.llama.speculation.sizes import compile_step, sizes_of
 from treeattn.llama.speculation.verify import (
     Step,
     Tree,
+    at_hand,
     likeliest_tokens,
     tree_of,
     what_the_model_says,
@@ -56,18 +58,31 @@ class Task:
     @staticmethod
     def checked(model: Llama, prompts: Prompts, *, max_new_tokens, stop, capacity, **others):
         """A Task, or the error that says which argument is wrong. What is None gets its default:
-        the checkpoint's end tokens, a cache of what prompts and new tokens need."""
+        the checkpoint's end tokens, a cache of what prompts and new tokens need (rounded)."""
         prompts = prompt_lists(prompts)
         check_texts("prompts", model.place, len(prompts))
         max_new_tokens = integer("max_new_tokens", max_new_tokens, 1)
         needed = max(map(len, prompts)) + max_new_tokens - 1
-        capacity = needed if capacity is None else integer("capacity", capacity, 1)
-        if needed > capacity:
+        if capacity is None:
+            capacity = rounded_capacity(needed, model.config.context)
+        if needed > integer("capacity", capacity, 1):
             raise ValueError(
                 f"capacity: the longest prompt and max_new_tokens need {needed}, got {capacity}"
             )
         stop = stop_ids(stop, model.tokenizer.stop if model.tokenizer else frozenset())
         return Task(prompts, max_new_tokens=max_new_tokens, stop=stop, capacity=capacity, **others)
+
+
+def rounded_capacity(tokens: int, context: int) -> int:
+    """A cache's room for so many tokens, or more: each room compiles a step's programs anew, and a
+    few rooms serve texts of all lengths. What is not in use of them is not read.
+
+    A power of two from 128 to 1,024, then a multiple of a quarter of the one below; no more than
+    the model's `context`, unless it is asked for: 130 tokens get 256, 3,000 get 3,072.
+    """
+    power = 1 << (tokens - 1).bit_length()
+    step = power if power <= 1024 else power // 8
+    return max(tokens, min(max(128, step * -(-tokens // step)), context))
 
 
 class Loop:
@@ -77,19 +92,22 @@ class Loop:
     texts: prompts and what was written so far; trace: a `Step` for each call after prefill
     """
 
-    def __init__(self, model: Llama, task: Task, draft: Any, budget: Budget):
+    def __init__(self, model: Llama, task: Task, draft: Any, budget: Budget | None):
         sampling = task.sampling
         self.model = model
         self.task = task
+        self.sizes = sizes_of(model, len(task.prompts), task.capacity)
+        self.budget = self.sizes.budget if budget is None else budget
+        vocabulary = model.config.vocabulary
         self.drafting = Drafting(
-            draft, budget, model.config.vocabulary, sampled=not sampling.greedy
+            draft, self.budget, vocabulary, self.sizes, sampled=not sampling.greedy
         )
-        self.budget = budget
         self.texts = [list(prompt) for prompt in task.prompts]
         self.begin = self.lengths
         self.end = self.begin + task.max_new_tokens
         self.over = np.zeros(len(self.texts), bool)
         self.cache = None
+        self.sizes.texts += 1
         self.trace: list[Step] = []
         chance = jax.random.key(0) if sampling.key is None else sampling.key  # greedy has none
         self.drafting.begin(jax.random.fold_in(chance, DRAFTS_CHANCE))
@@ -112,6 +130,7 @@ class Loop:
         """Read the prompts, and write the token after each. On one device, equal prompts are read
         once, and the keys copied to every text of the group."""
         batch = len(self.texts)
+        self._make_ready()
         prompts = [list(text) for text in dict.fromkeys(map(tuple, self.texts))]
         if len(prompts) < batch and self.model.mesh is not None:
             prompts = self.texts
@@ -122,11 +141,27 @@ class Loop:
             logits, cache = jax.tree.map(lambda x: x[group], (logits, cache))
         self.cache = cache
         first = np.zeros((batch, 1), int)
-        says = what_the_model_says(self.task.sampling, np.asarray(logits)[:, None], first)
+        says = what_the_model_says(self.task.sampling, at_hand(logits)[:, None], first)
         return self._take([[says(b, 0)] for b in range(batch)], None)
+
+    def _make_ready(self) -> None:
+        """Compile what steps with candidates need."""
+        if not self.drafting.drafts:
+            return
+        batch = len(self.texts)
+        due = self.sizes.due(self.budget.sizes)
+        same = agreed(np.array([size in due for size in self.budget.sizes]))
+        for size in np.array(self.budget.sizes)[same.astype(bool)].tolist():
+            logits = at_hand(compile_step(self.model, batch, self.task.capacity, size))
+            what_the_model_says(self.task.sampling, logits, np.zeros((batch, size), int))(0, 0)
+            if self.drafting.wants_likely:
+                likeliest_tokens(logits, self.drafting.wants_likely)
+            self.sizes.ready.add(size)
 
     def _step(self) -> list[list[int]]:
         """Draft, pack, verify, accept, commit."""
+        if self.sizes.texts == 1:  # the first texts may wait for what all others will have
+            self._make_ready()
         room = np.where(self.over, 0, self.end - self.lengths)
         candidates = self.drafting.candidates(self.texts, ~self.over, room)
         began = time.perf_counter()
@@ -153,15 +188,14 @@ class Loop:
             logits, self.cache = self.model.step(
                 packed.packed_beam, self.cache, counts=tree.nodes, last=True
             )
-            return np.asarray(logits)[:, None], None, None
+            return at_hand(logits)[:, None], None, None
         positions = (self.lengths[:, None] - 1 + packed.position_offsets).astype(np.int32)
         where = {"positions": positions, "mask": packed.attention_mask}
         if tree.size == 1 and tree.nodes.all():
             where = {}  # the next token of each text: by the program of a plain step
         states, keys = self.model.states(packed.packed_beam, self.cache, **where)
-        logits = self.model.read_out(states)
-        # Several simulated devices would each do all that follows.
-        logits = logits if self.model.mesh is None else np.asarray(logits)
+        # Several simulated devices would each do what follows.
+        logits = at_hand(self.model.read_out(states))
         return logits, keys, states if wanted else None
 
     def _accept(self, candidates: Candidates, tree: Tree, logits):

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
 from treeattn.idea.arrays import Array
-from treeattn.llama.sampling import Sampling, nucleus, tempered
+from treeattn.llama.sampling import Sampling, settled
 from treeattn.llama.speculation.agreement import agreed
 from treeattn.llama.speculation.candidates import candidate_lengths, pad_packed
 from treeattn.trees.beam import PackedBeam, pack
@@ -65,47 +64,51 @@ def tree_of(beam: np.ndarray, scores: np.ndarray, size_for: Callable[[int], int]
     return Tree(packed, lengths, nodes, unpacked)
 
 
+def at_hand(logits: Float[Array, "..."]) -> Float[Array, "..."]:
+    """As NumPy's array where that copies nothing, on CPUs; elsewhere they stay on their device, and
+    only what is made of them goes to the host."""
+    if isinstance(logits, np.ndarray):
+        return logits
+    on_host = all(device.platform == "cpu" for device in logits.devices())
+    return np.asarray(logits) if on_host else logits
+
+
 def what_the_model_says(
     sampling: Sampling, logits: Float[Array, "b l vocabulary"], index: Int[np.ndarray, "b l"]
 ) -> Callable[[int, int], int]:
     """(b, node) -> the token that the model puts after a node of text b's tree.
 
-    index: after the node comes the text's new token number index[b, node], from 0. It is drawn with
-    that number's key, so that it is the one that plain decoding draws
+    logits: as `at_hand` gives them
+    index:  after the node comes the text's new token number index[b, node], from 0. It is drawn
+            with that number's key, so that it is the one that plain decoding draws
     """
+    index = index.astype(np.int32)
     if sampling.greedy:
-        tokens = agreed(np.asarray(jnp.argmax(logits, axis=-1), np.int32))
+        of = _on_host if isinstance(logits, np.ndarray) else _on_device
+        tokens = agreed(np.asarray(of(logits), np.int32))
         return lambda b, node: int(tokens[b, node])
     if logits.shape[1] == 1:  # without candidates: of all texts at once
-
-        @functools.cache
-        def drawn(i: int) -> np.ndarray:
-            return agreed(np.asarray(sampling.draw(logits[:, 0], sampling.for_token(i)), np.int32))
-
-        return lambda b, node: int(drawn(int(index[b, node]))[b])
+        texts = np.arange(len(logits))
+        drawn = sampling.draw_at(logits[:, 0], index[:, 0], texts)
+        tokens = agreed(np.asarray(drawn, np.int32))
+        return lambda b, node: int(tokens[b])
 
     def draw(b, node):
-        key = sampling.for_token(int(index[b, node]))
-        settings = {"cut": sampling.top_p < 1, "batch": len(logits)}
-        row = _after(logits, b, node)
-        return agreed(int(_draw_for(row, b, key, sampling.temperature, sampling.top_p, **settings)))
+        row = _after(logits, b, node)[None]
+        return agreed(int(sampling.draw_at(row, index[b, node : node + 1], np.array([b]))[0]))
 
     return draw
 
 
-@jax.jit
+_on_host = functools.partial(np.argmax, axis=-1)
+_on_device = jax.jit(lambda logits: jax.lax.argmax(logits, logits.ndim - 1, np.int32))
+_taken = jax.jit(lambda logits, b, node: logits[b, node])
+
+
 def _after(logits, b, node):
     """The logits (vocabulary,) after a node: what is computed from them is then one program for
     trees of any size."""
-    return logits[b, node]
-
-
-@functools.partial(jax.jit, static_argnames=("cut", "batch"))
-def _draw_for(row, b, key, temperature, top_p, *, cut, batch):
-    """What `Sampling.draw` draws from these logits for text b of the batch with this key."""
-    row = _settled(row, temperature, top_p, cut)
-    all_texts = jnp.zeros((batch, len(row)), row.dtype).at[b].set(row)
-    return jax.random.categorical(key, all_texts, axis=-1)[b]
+    return logits[b, node] if isinstance(logits, np.ndarray) else _taken(logits, b, node)
 
 
 def probabilities_after(logits, b, node, temperature, top_p, *, cut):
@@ -115,13 +118,7 @@ def probabilities_after(logits, b, node, temperature, top_p, *, cut):
 
 @functools.partial(jax.jit, static_argnames="cut")
 def _probabilities(row, temperature, top_p, *, cut):
-    return jax.nn.softmax(_settled(row, temperature, top_p, cut))
-
-
-def _settled(row, temperature, top_p, cut):
-    """(vocabulary,) these logits with temperature and nucleus."""
-    row = tempered(row, temperature)
-    return nucleus(row, top_p) if cut else row
+    return jax.nn.softmax(settled(row, temperature, top_p, cut))
 
 
 @functools.partial(jax.jit, static_argnames="k")
