@@ -172,11 +172,11 @@ PROMPTS = [[5, 9, 5, 9, 5, 9, 5], [40, 41], [7, 8, 9] * 4]
 def test_the_state_is_the_one_that_the_last_token_was_read_off(model):
     draft = Watching()
     options = {"max_new_tokens": NEW, "capacity": CAPACITY, "stop": []}
-    generate(model, PROMPTS, draft=draft, budget=8, **options)
-    assert draft.seen
+    generate(model, [*PROMPTS, PROMPTS[0]], draft=draft, budget=8, **options)
+    assert [len(text) for text in draft.seen[0][0]] == [8, 3, 13, 8]  # from prefill on
     for texts, state in draft.seen:
         logits = np.asarray(model.read_out(jnp.asarray(state)[:, None]))[:, 0]
-        for text, row, prompt in zip(texts, logits, PROMPTS, strict=True):
+        for text, row, prompt in zip(texts, logits, [*PROMPTS, PROMPTS[0]], strict=True):
             if len(text) < len(prompt) + NEW:  # of one that is over nothing is asked any more
                 assert np.argmax(row) == text[-1]
 
@@ -215,7 +215,7 @@ def test_the_text_is_the_plain_one(model, pair, where, sampling):
     draft = RecurrentDraft(model, pair, width=4, length=3)
     made = generate(model, PROMPTS, draft=draft, budget=8, capacity=CAPACITY, **options)
     assert made.tokens == want
-    assert max(made.trace[1].nodes) > 1
+    assert max(made.trace[0].nodes) > 1  # from the state that prefill has left
 
 
 def test_candidates_have_scores_and_end_with_the_room(model, pair):

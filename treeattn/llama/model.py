@@ -269,7 +269,7 @@ class Llama:
         Raises ValueError, before any work, for an empty prompt, ids outside the vocabulary,
         prompts that the cache has no room for, and a chunk of less than 1.
         """
-        return prefill.run(self, prompts, cache, integer("chunk", chunk, 1), progress)
+        return prefill.run(self, prompts, cache, integer("chunk", chunk, 1), progress)[:2]
 
     def _run_layers(self, tokens, cache, positions=None, mask=None, see_cache=True, last=None):
         """(the last layer's output, what all layers have to write), as by `layers.run_layers`."""

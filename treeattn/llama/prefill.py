@@ -15,29 +15,44 @@ from treeattn.llama import cache as caches
 from treeattn.llama import inputs
 from treeattn.llama.attentions import prompt_attention
 from treeattn.llama.cache import Cache
+from treeattn.llama.products import take_token
 
 FEWEST = 16  # tokens of a chunk: shorter ones are filled up
 
 
+Read = tuple[Float[Array, "b vocabulary"], Cache, Float[Array, "b width"] | None]
+"""(logits after each prompt, the cache, the last layer's output there, if it was asked for)."""
+
+
 def run(
-    model, prompts: inputs.Prompts, cache: Cache, chunk: int, progress: Callable[[int], None]
-) -> tuple[Float[Array, "b vocabulary"], Cache]:
-    """(logits after each prompt, the cache), of arguments that are checked here."""
+    model,
+    prompts: inputs.Prompts,
+    cache: Cache,
+    chunk: int,
+    progress: Callable[[int], None],
+    with_states: bool = False,
+) -> Read:
+    """What `Read` says, of arguments that are checked here."""
     inputs.check_cache(cache, model.config)
     prompts, lengths = inputs.check_prompts(prompts, cache, model.config.vocabulary)
     attention = prompt_attention(model.prefill_with, model.place.layout)
     empty = not np.asarray(cache.lengths).any()
     if attention is None or model.exact or not empty:
-        return in_chunks(model, prompts, lengths, cache, chunk, progress)
-    result = at_once(model, prompts, lengths, cache, attention)
+        return in_chunks(model, prompts, lengths, cache, chunk, progress, with_states)
+    result = at_once(model, prompts, lengths, cache, attention, with_states)
     progress(int(lengths.sum()))
     return result
 
 
 def at_once(
-    model, prompts: list[list[int]], lengths: np.ndarray, cache: Cache, attention: Callable
-) -> tuple[Float[Array, "b vocabulary"], Cache]:
-    """(logits after each prompt, the cache, which was empty) by a function like `ring_attention`.
+    model,
+    prompts: list[list[int]],
+    lengths: np.ndarray,
+    cache: Cache,
+    attention: Callable,
+    with_states: bool,
+) -> Read:
+    """What `run` returns, from an empty cache, by a function like `ring_attention`.
 
     The texts are sharded over the devices of the model's mesh.
     """
@@ -59,7 +74,14 @@ def at_once(
         filled.append(cached)
     k, v = zip(*filled, strict=True)
     cache = Cache(k, v, caches.advance(cache.lengths, lengths))
-    return model.read_out(x, lengths - 1, along=layout.axes), cache
+    logits = model.read_out(x, lengths - 1, along=layout.axes)
+    if not with_states:
+        return logits, cache, None
+    caches.wait_on_cpus((x, logits), layout.mesh)
+    return logits, cache, _state_at(x, lengths - 1)
+
+
+_state_at = jax.jit(lambda x, last: take_token(x, last)[:, 0])
 
 
 def in_chunks(
@@ -69,8 +91,9 @@ def in_chunks(
     cache: Cache,
     chunk: int,
     progress: Callable[[int], None],
-) -> tuple[Float[Array, "b vocabulary"], Cache]:
-    """(logits after each prompt, the cache), `chunk` tokens of every prompt at a time.
+    with_states: bool,
+) -> Read:
+    """What `run` returns, by `chunk` tokens of every prompt at a time.
 
     Each chunk attends to the cache like any step. progress is called with its number of tokens.
     """
@@ -78,6 +101,7 @@ def in_chunks(
     tokens = inputs.pad_prompts(prompts, max(chunk, FEWEST))
     empty = not np.asarray(cache.lengths).any()
     logits = None
+    state = None
     for start in range(0, longest, chunk):
         # The last piece is padded to a power of two: few lengths, each of which compiles.
         size = min(chunk, max(FEWEST, 1 << (longest - start - 1).bit_length()))
@@ -90,5 +114,8 @@ def in_chunks(
         cache = model._write(cache, new, counts)
         seen = model.read_out(x, counts - 1)
         logits = seen if logits is None else jnp.where(counts[:, None] > 0, seen, logits)
+        if with_states:
+            at = _state_at(x, counts - 1)
+            state = at if state is None else jnp.where(counts[:, None] > 0, at, state)
         progress(int(counts.sum()))
-    return logits, cache
+    return logits, cache, state

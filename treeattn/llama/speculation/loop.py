@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Int
 
 from treeattn.idea.arrays import integer
+from treeattn.llama import prefill
 from treeattn.llama.inputs import Prompts, prompt_lists, stop_ids
 from treeattn.llama.model import Llama
 from treeattn.llama.placement import check_texts
@@ -36,6 +37,7 @@ from treeattn.llama.speculation.verify import (
     what_the_model_says,
 )
 
+CHUNK = 1024  # tokens of a prompt that are read at once, where it is not read whole
 DRAFTS_CHANCE = 2**32 - 1  # the key's number for drafts: those below it are the new tokens'
 
 
@@ -135,14 +137,26 @@ class Loop:
         if len(prompts) < batch and self.model.mesh is not None:
             prompts = self.texts
         cache = self.model.new_cache(len(prompts), self.task.capacity)
-        logits, cache = self.model.prefill(prompts, cache, progress=self.task.progress)
+        logits, cache, states = self._read(prompts, cache)
         if len(prompts) < batch:
             group = np.array([prompts.index(text) for text in self.texts])
-            logits, cache = jax.tree.map(lambda x: x[group], (logits, cache))
+            logits, cache, states = jax.tree.map(lambda x: x[group], (logits, cache, states))
         self.cache = cache
         first = np.zeros((batch, 1), int)
         says = what_the_model_says(self.task.sampling, at_hand(logits)[:, None], first)
-        return self._take([[says(b, 0)] for b in range(batch)], None)
+        seen = None
+        if states is not None:
+            none = np.zeros((batch, 0), np.int32)
+            likely = np.zeros((batch, 0, self.drafting.wants_likely), int)
+            seen = Seen(none, none.astype(bool), likely, np.asarray(states))
+        return self._take([[says(b, 0)] for b in range(batch)], seen)
+
+    def _read(self, prompts: list[list[int]], cache):
+        """(logits, cache) of the prompts, and each one's last state, or None if nobody asks."""
+        progress = self.task.progress
+        if not self.drafting.wants_states:
+            return *self.model.prefill(prompts, cache, progress=progress), None
+        return prefill.run(self.model, prompts, cache, CHUNK, progress, with_states=True)
 
     def _make_ready(self) -> None:
         """Compile what steps with candidates need."""
