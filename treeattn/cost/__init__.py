@@ -14,6 +14,7 @@ Everything public is here, under one name: `from treeattn.cost import collective
 - `prefill`: the same for many new tokens at once
 - `sharding`: whole decode steps of a model by heads, sequence, both or the batch
 - `papers`: what the papers print, and what their authors' scripts would take
+- `whole_steps`: forecasts of whole steps, to be held against measured ones
 - `report`: tables of text; `python -m treeattn.cost` prints advice
 """
 
@@ -104,6 +105,15 @@ from treeattn.cost.topology import (
     corners,
     preset,
 )
+from treeattn.cost.whole_steps import (
+    Rates,
+    StepForecast,
+    data_sheet,
+    fit_attending,
+    forecast,
+    forecast_step,
+    one_a_node,
+)
 from treeattn.cost.work import (
     count_merges,
     count_rounds,
@@ -146,10 +156,12 @@ __all__ = [
     "Model",
     "Plan",
     "Protocol",
+    "Rates",
     "Round",
     "ScriptMachine",
     "ScriptSetting",
     "Step",
+    "StepForecast",
     "TableRow",
     "TimedRound",
     "Topology",
@@ -173,9 +185,13 @@ __all__ = [
     "count_merges",
     "count_rounds",
     "count_tree",
+    "data_sheet",
     "decode_cost",
+    "fit_attending",
     "fit_machine",
     "flops",
+    "forecast",
+    "forecast_step",
     "free_tokens",
     "least_seconds",
     "mem_ring",
@@ -187,6 +203,7 @@ __all__ = [
     "merge_seconds",
     "numel_kv",
     "numel_state",
+    "one_a_node",
     "plans",
     "prefill_seconds",
     "preset",
