@@ -392,11 +392,18 @@ def devices(model: Llama, options) -> list[dict]:
 # What is written
 
 
-def by_kind(rows: list[dict], value: str, draft: str | None = None) -> dict[str, float]:
-    """kind -> the mean over its prompts."""
-    rows = [r for r in rows if draft in (None, r.get("draft"))]
-    kinds = [k for k in KINDS if any(r["kind"] == k for r in rows)]
-    return {k: statistics.mean(r[value] for r in rows if r["kind"] == k) for k in kinds}
+def pooled(rows: list[dict], kind: str, draft: str | None = None) -> float | None:
+    """New tokens over steps, of all rows of a kind together ("all": of all kinds); None without
+    any."""
+    rows = [r for r in rows if kind in (r["kind"], "all") and draft in (None, r.get("draft"))]
+    steps = sum(r.get("steps") or r["tokens"] / r["tokens_a_step"] for r in rows)
+    return sum(r["tokens"] for r in rows) / steps if rows else None
+
+
+def in_all(rows: list[dict], kind: str) -> tuple[float, float]:
+    """(plain decoding's seconds, the draft's) of all prompts of a kind; the fastest of each."""
+    rows = [r for r in rows if kind in (r["kind"], "all")]
+    return tuple(sum(min(r[key]) for r in rows) for key in ("plain_seconds", "seconds"))
 
 
 def table(head: list[str], rows: list[list]) -> str:
@@ -422,9 +429,9 @@ def counts_text(rows: list[dict]) -> str:
         for kind, name in names
     ]
     for kind in KINDS:
-        means = [by_kind(rows, "tokens_a_step", d).get(kind) for d in drafts]
+        found = [pooled(rows, kind, d) for d in drafts]
         lines.append(
-            [f"**{kind}**", "mean", *("–" if m is None else f"**{m:.2f}**" for m in means)]
+            [f"**{kind}**", "in all", *("–" if m is None else f"**{m:.2f}**" for m in found)]
         )
     saved = []
     for d in drafts:
@@ -439,7 +446,7 @@ def counts_text(rows: list[dict]) -> str:
     head = ["draft", "tokens before packing", "after", *(f"depth {d}" for d in DEPTHS)]
     return (
         f"## Tokens a step\n\nOver all steps, {BUDGET} tokens a call at most (“longest suffix, 4 "
-        "of 8”: 33). A dash: not run.\n\n"
+        "of 8”: 33). A dash: not run. In all: new tokens over steps of the prompts that ran.\n\n"
         + table(["kind", "prompt", *drafts], lines)
         + "\n\n## Tokens verified in a step, and acceptance by depth\n\nOf the steps with a "
         "candidate so long, the share in which so many of its tokens were accepted.\n\n"
@@ -461,7 +468,12 @@ def times_text(rows: list[dict], title: str) -> str:
         ]
         for r in rows
     ]
-    means = by_kind(rows, "speedup")
+    for kind in (*[k for k in KINDS if any(r["kind"] == k for r in rows)], "all"):
+        plain, drafted = in_all(rows, kind)
+        mine = [r for r in rows if kind in (r["kind"], "all")]
+        told = [sum(r["tokens"] for r in mine), f"{plain:.2f}", f"{drafted:.2f}"]
+        told += [f"{plain / drafted:.2f}", f"{pooled(rows, kind):.2f}"]
+        lines.append([f"**{kind}**", "in all", *(f"**{x}**" for x in told), ""])
     head = [
         "kind",
         "prompt",
@@ -472,8 +484,8 @@ def times_text(rows: list[dict], title: str) -> str:
         "tokens a step",
         "same text",
     ]
-    total = ", ".join(f"{k} {v:.2f}" for k, v in means.items())
-    return f"## {title}\n\n" + table(head, lines) + f"\n\nMeans of the ratios: {total}."
+    about = "Of each prompt the median of its rounds; in all, their fastest, added up."
+    return f"## {title}\n\n{about}\n\n" + table(head, lines)
 
 
 def steps_text(steps: dict[str, float]) -> str:
@@ -531,26 +543,26 @@ def write(results: dict) -> None:
 
 def readme(results: dict) -> str:
     """The README's table."""
-    suffix = by_kind(results["counts"], "tokens_a_step", "suffix")
-    chain = by_kind(results["counts"], "tokens_a_step", "ngram")
-    speed = by_kind(results["times"], "speedup")
     rows = []
-    for kind in KINDS:
-        mine = [r for r in results["times"] if r["kind"] == kind]
+    for kind in (*KINDS, "all"):
+        mine = [r for r in results["times"] if kind in (r["kind"], "all")]
         low = min(r["speedup"] for r in mine)
         high = max(r["speedup"] for r in mine)
+        plain, drafted = in_all(mine, kind)
         rows.append(
             [
                 kind,
-                f"{chain[kind]:.2f}",
-                f"{suffix[kind]:.2f}",
-                f"{speed[kind]:.2f} ({low:.2f}–{high:.2f})",
+                f"{pooled(results['counts'], kind, 'ngram'):.2f}",
+                f"{pooled(results['counts'], kind, 'suffix'):.2f}",
+                f"{plain:.1f} and {drafted:.1f}",
+                f"{plain / drafted:.2f} ({low:.2f}–{high:.2f})",
             ]
         )
     head = [
         "four prompts each",
         "tokens a step, n-gram chain",
         "suffix tree (the default)",
+        "seconds, plain and with it",
         "times plain decoding's speed (by prompt)",
     ]
     return table(head, rows)
