@@ -35,9 +35,9 @@ from training.recurrent import RecurrentDraft, draft_beam
 from treeattn import Llama, pack
 from treeattn.llama import generate
 from treeattn.llama.speculation import (
-    MostExpectedDraft,
     Seen,
     SuffixDraft,
+    UnitedDraft,
     candidate_lengths,
     draft_candidate_tokens,
 )
@@ -175,7 +175,7 @@ DRAFTS = {
     "recurrent, chain of 4": lambda model: RecurrentDraft(model, width=1, length=4),
     "recurrent, beam of 8 × 5": lambda model: RecurrentDraft(model, with_pruned=False),
     "recurrent": RecurrentDraft,
-    "surer": lambda model: MostExpectedDraft(SuffixDraft(), RecurrentDraft(model)),
+    "surer": lambda model: UnitedDraft(SuffixDraft(), RecurrentDraft(model)),
 }
 
 

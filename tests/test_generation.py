@@ -14,10 +14,10 @@ from treeattn.llama.speculation import (
     Budget,
     DrawnDraft,
     LlamaDraft,
-    MostExpectedDraft,
     NGramDraft,
     RecyclingDraft,
     SuffixDraft,
+    UnitedDraft,
     first_layers,
 )
 from treeattn.llama.text import generate, stream
@@ -77,7 +77,7 @@ class Moody(Budget):
     def asks(self, draft):
         return bool(self.random.random() < 0.8)
 
-    def nodes(self, chances, cost):
+    def nodes(self, chances):
         return int(self.random.integers(0, min(self.most - 1, chances.shape[1]) + 1))
 
 
@@ -86,7 +86,7 @@ DRAFTS = {
     "suffix": lambda *_: SuffixDraft(),
     "ngram": lambda *_: NGramDraft(length=5, rows=3),
     "recycling": lambda *_: RecyclingDraft(),
-    "surer": lambda *args: MostExpectedDraft(NGramDraft(), Scribbler(*args)),
+    "surer": lambda *args: UnitedDraft(NGramDraft(), Scribbler(*args)),
 }
 CAPACITY = 24  # of every cache, so that few programs are compiled
 

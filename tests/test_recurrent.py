@@ -15,6 +15,7 @@ import safetensors.numpy
 from training import distil, prompts
 from training.recurrent import (
     PACKAGED,
+    SHAPES,
     Drafter,
     RecurrentDraft,
     Shared,
@@ -26,12 +27,16 @@ from training.recurrent import (
 from treeattn import Llama, kv_mesh
 from treeattn.llama.layers import extend_layer
 from treeattn.llama.speculation import (
-    MostExpectedDraft,
+    Budget,
     SuffixDraft,
+    UnitedDraft,
     by_name,
     candidate_lengths,
     make_draft,
+    ranked,
 )
+from treeattn.llama.speculation.drafting import Drafting
+from treeattn.llama.speculation.sizes import sizes_of
 from treeattn.llama.text import generate, stream
 
 pytestmark = pytest.mark.slow
@@ -254,18 +259,90 @@ class Fixed:
         return self.found
 
 
-def test_the_draft_that_expects_most_is_taken_for_each_text():
+def test_candidates_of_two_drafts_make_one_tree():
+    """Packed, what both begin with is there once; its chance is the larger one."""
     short = Fixed([[[1, 2]], [[3, 4]]], np.log([[[0.9, 0.9]], [[0.1, 0.1]]]))
-    long = Fixed([[[5, 6, 7], [5, 8, 9]]] * 2, np.log(np.full((2, 2, 3), 0.4)))
-    beam, scores = MostExpectedDraft(short, long).propose(8)
-    assert candidate_lengths(scores).tolist() == [[2, 0], [3, 3]]
-    assert beam[0, 0, :2].tolist() == [1, 2] and beam[1].tolist() == [[5, 6, 7], [5, 8, 9]]
+    long = Fixed([[[1, 6, 7], [5, 8, 9]]] * 2, np.log(np.full((2, 2, 3), 0.4)))
+    beam, scores = UnitedDraft(short, long).propose(8)
+    assert candidate_lengths(scores).tolist() == [[2, 3, 3]] * 2
+    assert beam[:, 0, :2].tolist() == [[1, 2], [3, 4]] and beam[0, 1].tolist() == [1, 6, 7]
+    _, chances = ranked(beam, scores)
+    want = [0.9, 0.81, 0.4, 0.16, 0.16, 0.064, 0.064, 0.0], [0.4, 0.4, *[0.16] * 2]
+    np.testing.assert_allclose(chances[0, :7], want[0][:7])
+    np.testing.assert_allclose(chances[1, :4], want[1])
+
+
+def test_a_united_step_verifies_the_best_nodes_of_both(model):
+    """And each draft is told what came of its own."""
+    short = Fixed([[[1, 2]]], np.log([[[0.9, 0.9]]]))
+    long = Fixed([[[1, 6, 7], [5, 8, 9]]], np.log(np.full((1, 2, 3), 0.4)))
+    budget = Budget(5, adaptive=False)
+    sizes = sizes_of(model, 1, CAPACITY)
+    drafting = Drafting(UnitedDraft(short, long), budget, 96, sizes, sampled=False)
+    found = drafting.candidates([[3]], np.ones(1, bool), np.array([9]))
+    paths = beam_paths(found.beam[0], candidate_lengths(found.scores)[0])
+    assert paths == {(3,), (3, 1), (3, 1, 2), (3, 5), (3, 1, 6)}
+    expected = [float(proposal.expected[0]) for proposal in found.proposals]
+    np.testing.assert_allclose(expected, [0.9 + 0.81, 0.4 + 0.4 + 0.16])
+    drafting.came_out(found, [[1, 6]])
+    accepted = [record._accepted - 0.95 for record in budget.records]
+    np.testing.assert_allclose(accepted, [1, 2])
+
+
+def beam_paths(beam, lengths) -> set[tuple[int, ...]]:
+    rows = zip(beam.tolist(), lengths.tolist(), strict=True)
+    return {tuple(row[: i + 1]) for row, n in rows for i in range(n)}
 
 
 def test_two_drafts_write_the_plain_text(model, pair):
-    draft = MostExpectedDraft(SuffixDraft(), RecurrentDraft(model, pair, width=2, length=2))
+    draft = UnitedDraft(SuffixDraft(), RecurrentDraft(model, pair, width=2, length=2))
     made = generate(model, PROMPTS, draft=draft, budget=8, max_new_tokens=NEW, capacity=CAPACITY)
     assert made.tokens == plain(model, max_new_tokens=NEW)
+
+
+# Shapes
+
+
+def test_the_shape_is_chosen_before_it_is_paid_for(model, pair):
+    """By what a step and the shape's own work take, and by how much it gains."""
+    told = [shape.told for shape in SHAPES]
+    costs = {"steep": {1: 1.0, 4: 1.1, 8: 1.9, 16: 3.0}, "flat": dict.fromkeys((1, 4, 8, 16), 1.0)}
+    asked = {}
+    for name, seconds in costs.items():
+        budget = Budget(16)
+        for size, s in seconds.items():
+            for _ in range(3):
+                budget.took(size, s)
+        for _ in range(3):
+            budget.drafted(0.02, shape=1)
+        asked[name] = budget.shape(0, told)
+    assert asked == {"steep": 0, "flat": 2}
+    for _ in range(9):  # in texts that go as it thinks, more is worth its time
+        budget.records[0].came_out(1.0, 1, promised=1.0)
+    level = budget.records[0].level
+    for _ in range(9):
+        budget.records[0].came_out(1.0, 0, promised=1.0)
+    assert level == 1 > budget.records[0].level
+    dear = Budget(16)
+    for _ in range(3):  # a drafter that takes as long as its model
+        dear.took(1, 1.0)
+        dear.took(16, 1.0)
+        dear.drafted(0.3, shape=0)
+    assert dear.shape(0, told) == 1
+
+
+def test_every_shape_is_ready_from_the_first_step_on(model, pair, monkeypatch):
+    """And what is proposed is the beam of that shape, in one call of the drafter."""
+    draft = RecurrentDraft(model, pair)
+    options = {"max_new_tokens": 4, "capacity": CAPACITY, "stop": []}
+    generate(model, PROMPTS, draft=draft, budget=8, **options)
+    compiled = draft_beam._cache_size()
+    for i, shape in enumerate(SHAPES):
+        beam, _ = draft.propose(8, i)
+        lone = RecurrentDraft(model, pair, width=shape.width, length=shape.length)
+        lone._certain, lone._state = draft._certain, draft._state
+        np.testing.assert_array_equal(beam, lone.propose(8)[0])
+    assert draft_beam._cache_size() == compiled
 
 
 # The file

@@ -17,7 +17,7 @@ from treeattn.llama.speculation import (
     Drawn,
     DrawnDraft,
     LlamaDraft,
-    MostExpectedDraft,
+    UnitedDraft,
     accept_candidate_tokens,
     candidate_lengths,
     draft_candidate_tokens,
@@ -592,7 +592,7 @@ def test_what_draws_takes_its_chance_from_the_key(model, unchecked):
     with pytest.raises(ValueError, match=r"draft: call begin\(key\) before propose"):
         DrawnDraft(model).propose(3)
     with pytest.raises(ValueError, match="drafts: expected at least one"):
-        MostExpectedDraft()
+        UnitedDraft()
 
 
 def test_bad_drafts(model, unchecked):
@@ -640,26 +640,26 @@ def measured(most, costs, *drafts):
 
 
 def chosen(budget, *chances):
-    """(whose candidates, how many nodes) of the drafts with these chances."""
-    which, nodes = budget.choose([np.asarray(x) for x in chances], range(len(chances)))
-    return which.tolist(), nodes
+    """How many nodes of the tree to which the drafts give these chances."""
+    return budget.choose(np.stack([np.asarray(x) for x in chances]), range(len(chances)))
 
 
 def test_the_budget_weighs_chances_against_costs():
     sure, unsure = np.full((1, 15), 0.9), np.full((1, 15), 0.02)
     flat = measured(16, {1: 1.0, 4: 1.0, 8: 1.0, 16: 1.0})
-    assert chosen(flat, sure) == chosen(flat, unsure) == ([0], 15)
+    assert chosen(flat, sure) == chosen(flat, unsure) == 15
     steep = measured(16, {1: 1.0, 4: 2.0, 8: 9.0, 16: 20.0})
-    assert chosen(steep, sure) == ([0], 3) and chosen(steep, unsure) == ([0], 0)
+    assert chosen(steep, sure) == 3 and chosen(steep, unsure) == 0
+    record = steep.records[0]
     for _ in range(40):
-        steep.records[0].came_out(2.7, 0)  # what is sure never comes true
-    assert chosen(steep, sure) == ([0], 0)
+        record.came_out(2.7, 0)  # what is sure never comes true
+    assert chosen(steep, record.trusted(sure)) == 0
     assert measured(16, {1: 1.0, 16: 4.0}).seconds(8) == pytest.approx(1 + 3 * 7 / 15)
     assert [Budget(10).size_for(n) for n in (1, 2, 4, 5, 7, 10)] == [1, 4, 4, 6, 8, 12]
     assert Budget(16).sizes == (1, 4, 6, 8, 12, 16)
     fixed = Budget(5, adaptive=False)
     assert fixed.sizes == (1, 4, 8) and Budget(2, adaptive=False).sizes == (1, 2)
-    assert chosen(fixed, sure) == ([0], 4)
+    assert chosen(fixed, sure) == 4
     assert Budget(1).sizes == (1,) and not Budget(1).asks()
 
 
@@ -686,7 +686,7 @@ def test_a_slow_draft_that_fails_pauses():
     for _ in range(100):
         if budget.asks():
             drafted += 1
-            assert chosen(budget, np.full((1, 3), 0.01)) == ([0], 0)
+            assert chosen(budget, np.full((1, 3), 0.01)) == 0
     assert drafted <= 9
     assert not all(budget.asks() for _ in range(9))
     budget.begin([str(0)])  # of another text nobody knows that it will fail
@@ -712,8 +712,8 @@ def test_a_slow_draft_that_fails_does_not_silence_a_free_one():
         asked = [i for i in (0, 1) if budget.asks(i)]
         found = 0.9 if i % 3 == 0 else 0.0  # the free one has something to say now and then
         chances = {0: np.full((1, 15), found), 1: np.full((1, 15), 0.01)}
-        which, nodes = budget.choose([chances[i] for i in asked], asked)
-        assert nodes == (15 if found else 0) and (not nodes or asked[which[0]] == 0)
+        nodes = budget.choose(np.stack([chances[i] for i in asked]), asked)
+        assert nodes == (15 if found else 0)
         for i in asked:
             drafted[i] += 1
     assert drafted[0] == 100 and drafted[1] <= 9
@@ -721,11 +721,12 @@ def test_a_slow_draft_that_fails_does_not_silence_a_free_one():
     budget = measured(16, STEPS, 0.001, 0.1)
     for _ in range(10):
         assert budget.asks(0) and budget.asks(1)
-        assert chosen(budget, np.full((1, 15), 0.2), np.full((1, 15), 0.8)) == ([1], 15)
+        assert chosen(budget, np.full((1, 15), 0.2), np.full((1, 15), 0.8)) == 15
     # Each is trusted as much as it deserves.
     for _ in range(10):
         budget.records[1].came_out(8.0, 1)
-    assert chosen(budget, np.full((1, 15), 0.2), np.full((1, 15), 0.8))[0] == [0]
+    few, many = (r.trusted(np.array([x])) for r, x in zip(budget.records, (0.2, 0.8), strict=True))
+    assert few > many
 
 
 class Slow:
@@ -753,7 +754,7 @@ def test_two_drafts_take_no_more_steps_than_the_free_one_alone(model, want, monk
     prompts, texts = prompts_of(7)[:1], want[7][:1]
     steps = []
     for others in ((), (Slow(),)):
-        draft = MostExpectedDraft(Late(prompts, texts, wrong=0), *others)
+        draft = UnitedDraft(Late(prompts, texts, wrong=0), *others)
         made = spoken(model, prompts, draft=draft, budget=Budget(16))
         assert made.tokens == texts
         steps.append(made.steps)

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float, Int, Int8, Integer
 
 from treeattn import Llama
-from treeattn.llama.speculation import Seen, Texts
+from treeattn.llama.speculation import Seen, Shape, Texts
 
 Array = jax.Array | np.ndarray
 
@@ -227,11 +227,30 @@ def _check(drafter: Drafter, path: Path) -> None:
         raise ValueError(f"draft: {path} has parameters that are no finite numbers")
 
 
+class BeamShape(NamedTuple):
+    """Of a beam: and what `generate` is told of it."""
+
+    width: int
+    length: int
+    told: Shape
+
+
+# Work: a step of the search is some three rows' time, and a row more for each candidate. Gains are
+# those of the held-out chats (benchmarks/results/recurrent.md), of at most 15 nodes.
+SHAPES = (
+    BeamShape(1, 3, Shape(work=12, nodes=3, gain=0.50)),
+    BeamShape(4, 2, Shape(work=14, nodes=7, gain=0.75)),
+    BeamShape(8, 5, Shape(work=55, nodes=15, gain=0.98)),
+)
+
+
 class RecurrentDraft:
     """Beam search by a recurrent drafter, from the state that the model's last call has left.
 
     path: of the parameters; None: the packaged ones, for the packaged model. Or (Drafter, Shared)
-    width, length: of the beam; with_pruned: also propose what the search kept at lesser depths
+    width, length: of the beam; with_pruned: also propose what the search kept at lesser depths.
+    Without a width and a length, one of SHAPES: `generate` asks for the one that pays, and others
+    get the largest
 
     Raises as `load_drafter`, and ValueError for a width or length below 1.
     """
@@ -239,8 +258,18 @@ class RecurrentDraft:
     states = True
 
     def __init__(
-        self, model: Llama, path=None, *, width: int = 8, length: int = 5, with_pruned: bool = True
+        self,
+        model: Llama,
+        path=None,
+        *,
+        width: int | None = None,
+        length: int | None = None,
+        with_pruned: bool = True,
     ):
+        largest = SHAPES[-1]
+        self.shapes = () if width or length else [shape.told for shape in SHAPES]
+        width = largest.width if width is None else width
+        length = largest.length if length is None else length
         if width < 1 or length < 1:
             raise ValueError(f"width, length: expected at least 1, got {width}, {length}")
         pair = isinstance(path, tuple)
@@ -249,14 +278,22 @@ class RecurrentDraft:
         self.shape = {"width": width, "length": length, "with_pruned": with_pruned}
         self._certain = np.zeros(0, np.int32)
         self._state = None
+        self._compiled_for = 0  # so many texts
 
     def observe(self, texts: Texts, seen: Seen | None = None) -> None:
         self._certain = np.array([text[-1] for text in texts], np.int32)
         self._state = None if seen is None else seen.state
+        if self._state is not None and len(texts) != self._compiled_for:
+            for i in range(len(self.shapes)):  # so that no step waits for a program
+                self.propose(1, i)
+            self._compiled_for = len(texts)
 
-    def propose(self, budget: int):
+    def propose(self, budget: int, shape: int | None = None):
         if self._state is None or budget < 1:
             none = len(self._certain), 0, 0
             return np.zeros(none, np.int32), np.zeros(none)
-        found = draft_beam(self.drafter, self.shared, self._state, self._certain, **self.shape)
+        how = self.shape
+        if shape is not None:
+            how = how | {"width": SHAPES[shape].width, "length": SHAPES[shape].length}
+        found = draft_beam(self.drafter, self.shared, self._state, self._certain, **how)
         return tuple(np.asarray(x) for x in found)

@@ -22,6 +22,7 @@ from treeattn.llama.speculation.candidates import (
     Draft,
     Drawn,
     Seen,
+    Shape,
     Texts,
     candidate_lengths,
     draft_candidate_tokens,
@@ -30,8 +31,8 @@ from treeattn.llama.speculation.candidates import (
 )
 from treeattn.llama.speculation.lookup import NGramDraft, RecyclingDraft, SuffixDraft
 from treeattn.llama.speculation.models import DrawnDraft, LlamaDraft, first_layers
-from treeattn.llama.speculation.most_expected import MostExpectedDraft
 from treeattn.llama.speculation.reject import rejection
+from treeattn.llama.speculation.united import UnitedDraft
 from treeattn.llama.speculation.verify import Step
 
 __all__ = [
@@ -42,13 +43,14 @@ __all__ = [
     "Drawn",
     "DrawnDraft",
     "LlamaDraft",
-    "MostExpectedDraft",
     "NGramDraft",
     "RecyclingDraft",
     "Seen",
+    "Shape",
     "Step",
     "SuffixDraft",
     "Texts",
+    "UnitedDraft",
     "accept_candidate_tokens",
     "candidate_lengths",
     "draft_candidate_tokens",

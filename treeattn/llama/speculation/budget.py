@@ -1,56 +1,14 @@
 """How many tokens one model call should verify: measured costs against chances of acceptance."""
 
 import collections
-import statistics
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Float
 
 from treeattn.idea.arrays import integer
-
-
-class Record:
-    """What one draft is worth, lately: the time it takes, how its chances came out, its pauses."""
-
-    def __init__(self):
-        self.seconds: list[float] = []
-        self.begin()
-
-    def begin(self) -> None:
-        """For new texts: no pause, and as much trust as the draft has in itself."""
-        self._expected = 1.0
-        self._accepted = 1.0
-        self._pause = 1
-        self._waiting = 0
-
-    @property
-    def cost(self) -> float:
-        """Seconds that it takes to propose; 0 before anything is known."""
-        return _typical(self.seconds, 0.0)
-
-    @property
-    def trust(self) -> float:
-        """Accepted nodes over those that the draft's chances made expect."""
-        return (self._accepted + 0.5) / (self._expected + 0.5)
-
-    def came_out(self, expected: float, accepted: int) -> None:
-        """Of nodes whose chances add up to `expected`, so many turned out right."""
-        self._expected = 0.95 * self._expected + expected
-        self._accepted = 0.95 * self._accepted + accepted
-
-    def asks(self) -> bool:
-        """Whether to ask for candidates at this step."""
-        self._waiting -= 1
-        return self._waiting < 0
-
-    def paid(self) -> None:
-        """It was worth its time."""
-        self._pause = 1
-
-    def rest(self, longest: int) -> None:
-        """It was not: it pauses, for twice as long each time, up to `longest` steps."""
-        self._waiting = min(self._pause, longest)
-        self._pause = min(2 * self._pause, 32)
+from treeattn.llama.speculation.candidates import Shape
+from treeattn.llama.speculation.record import Record, keep, typical
 
 
 class Budget:
@@ -64,7 +22,7 @@ class Budget:
     Steps are padded to one of `sizes`, of those that are `ready`: each compiles once. Where drafts
     fail, the best size is 1, a plain step; a draft that costs time and is not worth it then pauses
     for 1, 2, 4, … up to 32 steps, fewer the less it costs: what takes 2 % of a step never does.
-    Where there are several (`MostExpectedDraft`), each has a cost, a trust and pauses of its own.
+    Where there are several (`UnitedDraft`), each has a cost, a trust and pauses of its own.
     What is drawn at random (`Drawn`) may not be cut, nor left out: it is verified whole.
 
     Keep a Budget for several calls of `generate`, and it keeps the times that it has measured; it
@@ -93,10 +51,16 @@ class Budget:
         self.wished = collections.Counter() if wished is None else wished
 
     def size_for(self, nodes: int) -> int:
-        """The smallest size that is ready and holds so many nodes."""
+        """Of the sizes that are ready and hold so many nodes the one that takes the least time: the
+        smallest, unless a larger one was measured to be faster."""
         if not self.adaptive:
             self._wish(_smallest(self.sizes, nodes))
-        return _smallest(self.ready, nodes)
+            return _smallest(self.ready, nodes)
+        return self._fastest(self.ready, nodes)
+
+    def _fastest(self, sizes, nodes: int) -> int:
+        holding = (size for size in sizes if size >= nodes)
+        return min(holding, key=lambda size: (self.seconds(size), size))
 
     def _wish(self, size: int) -> None:
         """A step of this size would be best."""
@@ -107,38 +71,47 @@ class Budget:
         """Whether to ask this draft for candidates at this step."""
         return self.most > 1 and self.records[draft].asks()
 
-    def choose(
-        self, chances: Sequence[np.ndarray], drafts: Sequence[int] = (0,)
-    ) -> tuple[np.ndarray, int]:
-        """(which (B,), nodes): whose candidates to verify for each text, as an index into `drafts`,
-        and how many nodes of their tree, best first, after the certain token.
+    def shape(self, draft: int, shapes: Sequence[Shape]) -> int:
+        """Which of its shapes to ask this draft for: the one that promises most tokens a second, by
+        what it takes and how far the draft's promises have come true in these texts."""
+        if not self.adaptive:
+            return int(np.argmax([shape.gain for shape in shapes]))
+        record = self.records[draft]
+
+        def rate(i: int) -> float:
+            size = self._fastest(self.ready, min(shapes[i].nodes + 1, self.most))
+            tokens = 1 + record.level * shapes[i].gain
+            return tokens / (self.seconds(size) + record.cost_of(i, shapes))
+
+        return max(range(len(shapes)), key=rate)
+
+    def choose(self, chances: Float[np.ndarray, "d b l"], drafts: Sequence[int] = (0,)) -> int:
+        """How many nodes of the drafts' tree to verify, best first, after the certain token.
 
         drafts:  those that were asked at this step
-        chances: of each of them (B, L), its own estimate that a node is accepted, falling along a
-                 row; B counts the texts that are not over, since only these gain by a step
+        chances: of each of them, how far it is to be trusted that each node is accepted (`Record`);
+                 0 for a node that is not of its own. B counts the texts that are not over, since
+                 only these gain by a step
         """
         records = [self.records[i] for i in drafts]
-        trusted = [np.minimum(r.trust * x, 1) for r, x in zip(records, chances, strict=True)]
-        which, found = surest(trusted, self.most - 1)
-        cost = sum(record.cost for record in records)
-        nodes = self.nodes(found, cost)
+        found = best_of(chances, self.most - 1)
+        nodes = self.nodes(found)
         if self.adaptive:
             for i, record in enumerate(records):
-                others = [*trusted[:i], *trusted[i + 1 :], np.zeros((len(found), 0))]
-                without = surest(others, self.most - 1)[1]
+                without = best_of(np.delete(chances, i, axis=0), self.most - 1)
                 if self.rate(found, record.cost) > self.rate(without, 0.0):
                     record.paid()
                 else:  # no longer than until asking in vain takes a fiftieth of the time
                     record.rest(int(min(record.cost / self.seconds(1) / 0.02, 32)))
-        return which, nodes
+        return nodes
 
-    def nodes(self, chances: np.ndarray, cost: float) -> int:
-        """How many of these nodes (B, L) to verify, where drafting has cost so many seconds."""
+    def nodes(self, chances: np.ndarray) -> int:
+        """How many of these nodes (B, L) to verify; what it took to draft them is spent."""
         if not self.adaptive:
             return min(self.most - 1, _nodes_of_largest(chances))
-        best = max(self._rates(chances, cost, self.sizes), key=lambda pair: pair[0])[1]
-        self._wish(_smallest(self.sizes, best + 1))
-        return max(self._rates(chances, cost), key=lambda pair: pair[0])[1]
+        best = max(self._rates(chances, 0.0, self.sizes), key=lambda pair: pair[0])[1]
+        self._wish(self._fastest(self.sizes, best + 1))
+        return max(self._rates(chances, 0.0), key=lambda pair: pair[0])[1]
 
     def rate(self, chances: np.ndarray, cost: float) -> float:
         """Tokens a second of the best number of nodes."""
@@ -150,11 +123,13 @@ class Budget:
         found = min(_nodes_of_largest(chances), self.most - 1)
         gained = np.cumsum(chances.sum(axis=0))
         rates = [(texts / (self.seconds(1) + cost), 0)]
-        for size in sorted(self.ready if sizes is None else sizes)[1:]:
+        sizes = self.ready if sizes is None else sizes
+        for size in sorted(sizes)[1:]:
             nodes = min(size - 1, found)
             if nodes > rates[-1][1]:
                 tokens = texts + gained[nodes - 1]
-                rates.append((tokens / (self.seconds(size) + cost), nodes))
+                seconds = self.seconds(self._fastest(sizes, nodes + 1))
+                rates.append((tokens / (seconds + cost), nodes))
         return rates
 
     def seconds(self, size: int) -> float:
@@ -162,7 +137,7 @@ class Budget:
 
         Beyond them a token costs 3 % of a step: little, so that no size is ruled out untried.
         """
-        known = {n: _typical(t) for n, t in sorted(self._seconds.items()) if len(t) > 1}
+        known = {n: typical(t) for n, t in sorted(self._seconds.items()) if len(t) > 1}
         if not known:
             return 1 + 0.03 * size
         if min(known) <= size <= max(known):
@@ -172,22 +147,17 @@ class Budget:
 
     def took(self, size: int, seconds: float) -> None:
         """A step of this size took so long."""
-        _keep(self._seconds.setdefault(size, []), seconds)
+        keep(self._seconds.setdefault(size, []), seconds)
 
-    def drafted(self, seconds: float, draft: int = 0) -> None:
-        """This draft took so long to propose."""
-        _keep(self.records[draft].seconds, seconds)
+    def drafted(self, seconds: float, draft: int = 0, shape: int = 0) -> None:
+        """This draft took so long to propose a tree of this shape."""
+        self.records[draft].took(seconds, shape)
 
 
-def surest(chances: Sequence[np.ndarray], budget: int) -> tuple[np.ndarray, np.ndarray]:
-    """(which (B,), chances (B, L)): for each text the draft that expects the most tokens accepted
-    among its `budget` best, and its chances. Those of each draft are (B, L), falling along a row.
-    """
-    cut = [x[:, :budget] for x in chances]
-    longest = max(x.shape[1] for x in cut)
-    same = np.stack([np.pad(x, [(0, 0), (0, longest - x.shape[1])]) for x in cut])
-    which = same.sum(axis=2).argmax(axis=0)
-    return which, same[which, np.arange(same.shape[1])]
+def best_of(chances: Float[np.ndarray, "d b l"], budget: int) -> Float[np.ndarray, "b budget"]:
+    """The `budget` largest of what any draft gives each text's nodes, falling along a row."""
+    most = chances.max(axis=0, initial=0.0)
+    return -np.sort(-most, axis=1)[:, :budget]
 
 
 def _sizes(most: int, adaptive: bool) -> tuple[int, ...]:
@@ -211,14 +181,3 @@ def _smallest(sizes, nodes: int) -> int:
 def _nodes_of_largest(chances: np.ndarray) -> int:
     """The nodes of the largest tree among (B, L)."""
     return int((chances > 0).sum(axis=1).max(initial=0))
-
-
-def _keep(times: list[float], seconds: float) -> None:
-    """The first time, and the last eight."""
-    times.append(seconds)
-    del times[1:-8]
-
-
-def _typical(times: list[float], default: float | None = None) -> float:
-    """The median without the first time, in which something was compiled."""
-    return statistics.median(times[1:]) if len(times) > 1 or default is None else default

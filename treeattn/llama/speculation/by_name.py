@@ -10,7 +10,7 @@ from treeattn.llama.model import Llama
 from treeattn.llama.speculation.candidates import Draft
 from treeattn.llama.speculation.lookup import NGramDraft, RecyclingDraft, SuffixDraft
 from treeattn.llama.speculation.models import LlamaDraft, first_layers
-from treeattn.llama.speculation.most_expected import MostExpectedDraft
+from treeattn.llama.speculation.united import UnitedDraft
 
 CHECKOUT = Path(__file__).parents[3]  # the folder that treeattn/ lies in
 TRAINED = "_treeattn_training_recurrent"  # the module's name: `training` may be anybody's
@@ -52,7 +52,7 @@ PACKAGED_DRAFTS = {
 
 DRAFTS = PACKAGED_DRAFTS | {
     "recurrent": recurrent,
-    "surer": lambda model: MostExpectedDraft(SuffixDraft(), recurrent(model)),
+    "surer": lambda model: UnitedDraft(SuffixDraft(), recurrent(model)),
 }
 """Those, and two that are found in a checkout, for the model that `training/` trained one on."""
 

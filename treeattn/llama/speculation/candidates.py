@@ -31,6 +31,19 @@ class Seen(NamedTuple):
     state: Float[np.ndarray, "b d"] | None = None
 
 
+class Shape(NamedTuple):
+    """One of the trees that a draft can propose, told before it is paid for.
+
+    work:  the time it takes, in any unit: in proportion to the draft's other shapes
+    nodes: of the tree
+    gain:  the tokens of it that were accepted a step, where the draft was tried
+    """
+
+    work: float
+    nodes: int
+    gain: float
+
+
 class Drawn(NamedTuple):
     """Candidates that were drawn at random, and from what: for acceptance by rejection.
 
@@ -54,6 +67,8 @@ class Draft(Protocol):
     likely:     how many of the model's likeliest tokens after each token it wants to see
     states:     whether it wants the state that each text's last token was read off
     vocabulary: the number of tokens that it knows, which must be the model's
+    shapes:     of the trees that it can propose, a `Shape` for each: the budget says which is worth
+                its time, and calls propose(budget, shape) with its number
 
     and this method, which it must have if it proposes what is `Drawn`:
 
@@ -138,13 +153,19 @@ def checked_beam(beam, scores, vocabulary: int | None = None) -> tuple[np.ndarra
 
 
 def ask(
-    draft: Draft, budget: int, vocabulary: int | None = None, batch: int | None = None
+    draft: Draft,
+    budget: int,
+    vocabulary: int | None = None,
+    batch: int | None = None,
+    **shape: int,
 ) -> tuple[np.ndarray, np.ndarray, Drawn | None]:
     """(beam, scores, the `Drawn` if it is one) of what the draft proposes for `batch` texts.
 
+    shape: which of its `shapes`, if it has some
+
     Raises the errors of `draft_candidate_tokens`.
     """
-    found = draft.propose(budget)
+    found = draft.propose(budget, **shape)
     name = type(draft).__name__
     try:
         beam, scores = _as_beam(found, vocabulary)
@@ -197,33 +218,59 @@ def _check_drawn(drawn: Drawn, beam, scores, budget: int, vocabulary: int | None
         raise ValueError("distributions: expected probabilities, got none, negative ones or NaN")
 
 
-def ranked(beam: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(ranks (B, M, C), chances (B, L)) of the tree's nodes, by the probability of their paths.
+def node_chances(
+    beam: np.ndarray, scores: np.ndarray, groups: Sequence[slice] = (slice(None),)
+) -> tuple[np.ndarray, np.ndarray]:
+    """(node (B, M, C), chances (G, B, L)): which node of the packed tree each token is, and the
+    probability that each group of candidates gives the path to it; 0 where none of them goes there.
 
-    A path's probability is the product along it, so no node comes before its parent.
+    groups: rows of the beam. Of two candidates that give a path different probabilities, the larger
     """
     lengths = candidate_lengths(scores)
     real = np.arange(beam.shape[2]) < lengths[..., None]
     node = pack(beam, lengths).unpack_map
-    path = np.full((len(beam), int(node.max(initial=-1)) + 1), -np.inf)
+    size = int(node.max(initial=-1)) + 1
     text = np.broadcast_to(np.arange(len(beam))[:, None, None], node.shape)
-    path[text[real], node[real]] = np.cumsum(scores, axis=2)[real]
-    order = np.argsort(-path, axis=1, kind="stable")
-    ranks = unpack(np.argsort(order, axis=1), node)
-    chances = np.exp(np.take_along_axis(path, order, axis=1))
-    return np.where(real, ranks, path.shape[1]), chances
+    paths = np.cumsum(np.where(real, scores, 0), axis=2)
+    found = np.full((len(groups), len(beam), size), -np.inf)
+    for of_group, rows in zip(found, groups, strict=True):
+        mine = real[:, rows]
+        at = text[:, rows][mine], node[:, rows][mine]
+        np.maximum.at(of_group, at, paths[:, rows][mine])
+    return node, np.exp(found)
 
 
-def of_each(found: Sequence[tuple[np.ndarray, np.ndarray]], which: np.ndarray):
-    """(beam, scores) in which text b has the candidates of found[which[b]], a pair like this."""
-    rows, width = np.max([beam.shape[1:] for beam, _ in found], axis=0)
-    beam = np.zeros((len(which), rows, width), np.int32)
-    scores = np.full(beam.shape, -np.inf)
-    for b, i in enumerate(which.tolist()):
-        tokens, log = (x[b] for x in found[i])
-        beam[b, : tokens.shape[0], : tokens.shape[1]] = tokens
-        scores[b, : log.shape[0], : log.shape[1]] = log
-    return beam, scores
+def ranks_of(
+    node: Int[np.ndarray, "b m c"], chances: Float[np.ndarray, "b l"]
+) -> Int[np.ndarray, "b m c"]:
+    """Each token's node's place among all, the most probable first.
+
+    A path is no more probable than its beginning, so no node comes before its parent.
+    """
+    order = np.argsort(-chances, axis=1, kind="stable")
+    return unpack(np.argsort(order, axis=1), node)
+
+
+def ranked(beam: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(ranks (B, M, C), chances (B, L)) of the tree's nodes, by the probability of their paths; the
+    rank is L beyond a candidate's end, and chances fall along a row."""
+    node, (chances,) = node_chances(beam, scores)
+    real = np.arange(beam.shape[2]) < candidate_lengths(scores)[..., None]
+    ranks = ranks_of(node, chances)
+    return np.where(real, ranks, chances.shape[1]), -np.sort(-chances, axis=1)
+
+
+def side_by_side(found: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """(beam, scores) with the candidates of all these pairs, for the same texts."""
+    width = max(beam.shape[2] for beam, _ in found)
+
+    def wider(x, fill):
+        more = [(0, 0), (0, 0), (0, width - x.shape[2])]
+        return np.pad(x, more, constant_values=fill)
+
+    beams = [wider(np.asarray(beam, np.int32), 0) for beam, _ in found]
+    scores = [wider(log, -np.inf) for _, log in found]
+    return np.concatenate(beams, axis=1), np.concatenate(scores, axis=1)
 
 
 def after_certain(beam, scores, certain) -> tuple[np.ndarray, np.ndarray]:

@@ -15,11 +15,29 @@ from treeattn.llama.speculation.candidates import (
     Texts,
     after_certain,
     ask,
-    of_each,
-    ranked,
+    candidate_lengths,
+    node_chances,
+    ranks_of,
+    side_by_side,
 )
-from treeattn.llama.speculation.most_expected import MostExpectedDraft
 from treeattn.llama.speculation.sizes import Sizes
+from treeattn.llama.speculation.united import UnitedDraft
+
+
+class Proposal(NamedTuple):
+    """What a draft was asked for, and what of it is verified.
+
+    draft:   as an index into `Drafting.drafts`
+    beam:    (B, m, c) its candidates; lengths (B, m): how many of each one's tokens are verified
+    expected: (B,) how many of its nodes among them it expects to be accepted
+    promised: how many its shape had made expect
+    """
+
+    draft: int
+    beam: Int[np.ndarray, "b m c"]
+    lengths: Int[np.ndarray, "b m"]
+    expected: Float[np.ndarray, " b"]
+    promised: float
 
 
 class Candidates(NamedTuple):
@@ -27,15 +45,13 @@ class Candidates(NamedTuple):
 
     beam, scores: (B, M, C), the certain token in the first column
     drawn:        what the candidates were drawn from, if they were
-    draft:        (B,) whose candidates each text has, as an index into `Drafting.drafts`
-    expected:     (B,) how many of them that draft expects to be accepted
+    proposals:    of the drafts that were asked, unless they were drawn
     """
 
     beam: Int[np.ndarray, "b m c"]
     scores: Float[np.ndarray, "b m c"]
     drawn: Drawn | None
-    draft: Int[np.ndarray, " b"]
-    expected: Float[np.ndarray, " b"]
+    proposals: list[Proposal]
 
 
 class Drafting:
@@ -48,10 +64,11 @@ class Drafting:
 
     def __init__(self, draft: Any, budget: Budget, vocabulary: int, sizes: Sizes, *, sampled: bool):
         self.draft = draft
-        self.drafts = draft.drafts if isinstance(draft, MostExpectedDraft) else (draft,)
+        self.drafts = draft.drafts if isinstance(draft, UnitedDraft) else (draft,)
         if draft is None:
             self.drafts = ()
         self.budget = budget
+        self._promised = [0.0] * len(self.drafts)  # by the shape that each was asked for last
         self.vocabulary = vocabulary
         self.sampled = sampled
         self.wants_states = getattr(draft, "states", False)
@@ -87,9 +104,13 @@ class Drafting:
     def _ask(self, i: int, batch: int) -> tuple[np.ndarray, np.ndarray, Drawn | None]:
         """What draft i proposes for the texts, checked; how long it took is noted."""
         draft = self.drafts[i]
+        shapes = getattr(draft, "shapes", ())
+        shape = agreed(self.budget.shape(i, shapes)) if shapes else 0
+        how = {"shape": shape} if shapes else {}
         began = time.perf_counter()
-        found = ask(draft, self.budget.most - 1, self.vocabulary, batch)
-        self.budget.drafted(time.perf_counter() - began, i)
+        found = ask(draft, self.budget.most - 1, self.vocabulary, batch, **how)
+        self.budget.drafted(time.perf_counter() - began, i, shape)
+        self._promised[i] = shapes[shape].gain if shapes else 0.0
         if found[2] is not None and self.sampled and not hasattr(draft, "begin"):
             raise TypeError(
                 f"draft: {type(draft).__name__} draws at random, but has no method begin(key) to "
@@ -99,38 +120,49 @@ class Drafting:
 
     def _chosen(self, found: dict, going: np.ndarray) -> Candidates:
         """Of what the drafts that were asked have proposed, what the budget chooses."""
-        nobody = np.zeros(len(going), int)
-        nothing = np.zeros(len(going))
         if not found:
             none = (len(going), 0, 0)
-            return Candidates(np.zeros(none, np.int32), np.zeros(none), None, nobody, nothing)
+            return Candidates(np.zeros(none, np.int32), np.zeros(none), None, [])
         drawn = found[0][2] if len(self.drafts) == 1 else None
         if drawn is not None:  # leaving out some would change how they are distributed
             scores = np.asarray(drawn.scores, np.float64)
-            return Candidates(drawn.beam, scores, drawn, nobody, nothing)
+            return Candidates(drawn.beam, scores, drawn, [])
         return self._best(found, going)
 
     def _best(self, found: dict, going: np.ndarray) -> Candidates:
-        """For each text the draft that expects most, and the best nodes of its candidates."""
-        asked = list(found)
-        ranks = []
-        chances = []
-        for beam, scores, _ in found.values():
-            rank, chance = ranked(beam, scores)
-            ranks.append(rank)
-            chances.append(chance)
-        which = np.zeros(len(going), int)
-        which[going], nodes = self.budget.choose([x[going] for x in chances], asked)
-        kept = []
-        for (beam, scores, _), rank in zip(found.values(), ranks, strict=True):
-            kept.append((beam, np.where(rank < nodes, scores, -np.inf)))
-        beam, scores = of_each(kept, which)
-        each = np.stack([x[:, :nodes].sum(axis=1) for x in chances])
-        expected = np.where(going, each[which, np.arange(len(which))], 0.0)
-        return Candidates(beam, scores, None, np.array(asked)[which], expected)
+        """The best nodes of all that was proposed, as one tree for each text."""
+        beam, scores = side_by_side([pair[:2] for pair in found.values()])
+        ends = np.cumsum([pair[0].shape[1] for pair in found.values()]).tolist()
+        rows = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
+        node, chances = node_chances(beam, scores, rows)
+        records = [self.budget.records[i] for i in found]
+        pairs = zip(records, chances, strict=True)
+        trusted = np.stack([record.trusted(chance) for record, chance in pairs])
+        nodes = self.budget.choose(trusted[:, going], list(found)) if going.any() else 0
+        scores = np.where(ranks_of(node, trusted.max(axis=0)) < nodes, scores, -np.inf)
+        lengths = candidate_lengths(scores)
+        proposals = []
+        for i, mine, chance in zip(found, rows, chances, strict=True):
+            kept = np.zeros(chance.shape, bool)
+            real = np.arange(beam.shape[2]) < lengths[:, mine, None]
+            text = np.broadcast_to(np.arange(len(beam))[:, None, None], real.shape)
+            kept[text[real], node[:, mine][real]] = True
+            expected = np.where(going, (chance * kept).sum(axis=1), 0.0)
+            promised = self._promised[i] * going.sum()
+            its = beam[:, mine], lengths[:, mine], expected, promised
+            proposals.append(Proposal(i, *its))
+        return Candidates(beam, scores, None, proposals)
 
-    def came_out(self, candidates: Candidates, accepted: Int[np.ndarray, " b"]) -> None:
-        """Of these candidates so many of each text turned out right."""
-        for i, record in enumerate(self.budget.records):
-            its = candidates.draft == i
-            record.came_out(float(candidates.expected[its].sum()), int(accepted[its].sum()))
+    def came_out(self, candidates: Candidates, accepted: list[list[int]]) -> None:
+        """Of these candidates, these tokens of each text turned out right."""
+        for draft, beam, lengths, expected, promised in candidates.proposals:
+            right = sum(map(_right, beam, lengths, accepted))
+            self.budget.records[draft].came_out(float(expected.sum()), right, promised)
+
+
+def _right(beam: np.ndarray, lengths: np.ndarray, accepted: list[int]) -> int:
+    """How many of the accepted tokens one of the candidates (m, c) begins with."""
+    n = min(len(accepted), beam.shape[1])
+    same = beam[:, :n] == np.array(accepted[:n], beam.dtype)
+    same &= np.arange(n) < lengths[:, None]
+    return int(np.cumprod(same, axis=1).sum(axis=1).max(initial=0))

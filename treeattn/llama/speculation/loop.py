@@ -179,15 +179,17 @@ class Loop:
         room = np.where(self.over, 0, self.end - self.lengths)
         candidates = self.drafting.candidates(self.texts, ~self.over, room)
         began = time.perf_counter()
-        tree = tree_of(candidates.beam, candidates.scores, self.budget.size_for)
+        size_for = lambda nodes: agreed(self.budget.size_for(nodes))  # noqa: E731
+        tree = tree_of(candidates.beam, candidates.scores, size_for)
         logits, keys, states = self._verify(tree)
         paths, select, counts = self._accept(candidates, tree, logits)
+        accepted = np.maximum(counts - 1, 0)
         if keys is not None:
             self.cache = self.model.commit(self.cache, keys, select=select, counts=counts)
+        right = [path[:count] for path, count in zip(paths, accepted.tolist(), strict=True)]
         new = self._take(paths, self._seen(tree, logits, states, select, counts))
         self.budget.took(tree.size, time.perf_counter() - began)
-        accepted = np.maximum(counts - 1, 0)
-        self.drafting.came_out(candidates, accepted)
+        self.drafting.came_out(candidates, right)
         depth = np.maximum(tree.lengths.max(axis=1) - 1, 0)
         by_text = (tree.nodes, tree.unpacked, depth, accepted, map(len, new))
         self.trace.append(Step(tree.size, *(tuple(map(int, x)) for x in by_text)))

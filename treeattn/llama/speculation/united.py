@@ -1,18 +1,19 @@
-"""Several drafts at once: for each text, the candidates of the one that expects most of its own."""
+"""Several drafts at once: the candidates of all of them in one tree."""
 
 import jax
 from jaxtyping import Key
 
 from treeattn.idea.arrays import Array
-from treeattn.llama.speculation.budget import surest
-from treeattn.llama.speculation.candidates import Seen, Texts, ask, of_each, ranked
+from treeattn.llama.speculation.candidates import Seen, Texts, ask, side_by_side
 
 
-class MostExpectedDraft:
-    """Of several drafts, for each text and step, the one that expects the most tokens accepted.
+class UnitedDraft:
+    """What any of several drafts proposes: packing makes one tree of it, in which a beginning that
+    two have in common is there once.
 
     In `generate` each of them is timed, trusted and paused by itself (`Budget`): a slow draft that
-    fails does not silence a free one.
+    fails does not silence a free one, and a node has the chance that the surest of them gives it,
+    corrected by how its chances came out.
     """
 
     def __init__(self, *drafts):
@@ -32,6 +33,4 @@ class MostExpectedDraft:
             draft.observe(texts, seen)
 
     def propose(self, budget: int):
-        found = [ask(draft, budget)[:2] for draft in self.drafts]
-        which, _ = surest([ranked(*each)[1] for each in found], budget)
-        return of_each(found, which)
+        return side_by_side([ask(draft, budget)[:2] for draft in self.drafts])
