@@ -181,9 +181,12 @@ def counts(model: Llama, options) -> list[dict]:
 # Times
 
 
-def decode(model: Llama, prompt: list[int], tokens: int, draft) -> tuple[float, int, list[int]]:
+def decode(
+    model: Llama, prompt: list[int], tokens: int, draft, **sampling
+) -> tuple[float, int, list[int]]:
     """(seconds after prefill, steps, the text)."""
-    steps = stream(model, [prompt], draft=draft, max_new_tokens=tokens, capacity=CAPACITY)
+    options = {"max_new_tokens": tokens, "capacity": CAPACITY} | sampling
+    steps = stream(model, [prompt], draft=draft, **options)
     text = list(next(steps)[0])
     count = 0
     began = time.perf_counter()
@@ -257,7 +260,7 @@ def steps(model: Llama, options) -> dict[str, float]:
     after = (np.arange(256) % 1000 + 100).tolist()
     _, cache = model.prefill([after], model.new_cache(1, CAPACITY))
     length = cache.lengths
-    milliseconds = {n: [] for n in (1, 4, 8, 16, 32, 64)}
+    milliseconds = {n: [] for n in (1, 4, 6, 8, 12, 16, 32, 64)}
     for i in tqdm(range(5 * options.rounds + 1), unit="round", desc="steps"):
         for n, times in milliseconds.items():
             tokens = np.arange(1, n + 1)[None]
@@ -488,6 +491,53 @@ def times_text(rows: list[dict], title: str) -> str:
     return f"## {title}\n\n{about}\n\n" + table(head, lines)
 
 
+def paying_text(groups: dict[str, dict]) -> str:
+    """In total time, by kind: of plain decoding and each draft the fastest of the rounds."""
+    greedy = {name: group for name, group in groups.items() if name != "sampled"}
+    lines = []
+    for name, group in greedy.items():
+        kinds = dict.fromkeys(r["kind"] for r in group["rows"])
+        for kind in kinds:
+            rows = [r for r in group["rows"] if r["kind"] == kind]
+            title = f"new: {kind}" if name == "new" else kind
+            lines.append([title, len(rows), *paying_cells(rows, ("suffix", "surer"))])
+    head = ["kind", "prompts", "tokens", "plain, s"]
+    for draft in ("suffix", "surer"):
+        head += [f"{draft}, s", "times as fast (by prompt)", "tokens a step"]
+    told = sorted({f"{g['date']}, jax {g['jax']}, {g['rounds']} rounds" for g in groups.values()})
+    text = (
+        f"## Whether drafts pay, in total time\n\n{'; '.join(told)}; `speculative_times.py`. After "
+        "prefill, compiling excluded, the fastest of the rounds of each, all prompts of a kind "
+        "together. `new`: prompts written after all of the code.\n\n" + table(head, lines)
+    )
+    if "sampled" not in groups:
+        return text
+    lines = []
+    for top_p in (1.0, 0.95):
+        rows = [r for r in groups["sampled"]["rows"] if r["top_p"] == top_p]
+        lines.append([f"top-p {top_p}", len(rows), *paying_cells(rows, ("suffix",))])
+    head = ["temperature 0.7", *head[1:7]]
+    return f"{text}\n\nSampled, a prompt of each kind, other texts for each top-p:\n\n" + table(
+        head, lines
+    )
+
+
+def paying_cells(rows: list[dict], drafts: tuple[str, ...]) -> list[str]:
+    plain = sum(min(r["plain"]["seconds"]) for r in rows)
+    cells = [sum(r["tokens"] for r in rows), f"{plain:.2f}"]
+    for draft in drafts:
+        best = [min(r[draft]["seconds"]) for r in rows]
+        ratios = [min(r["plain"]["seconds"]) / x for r, x in zip(rows, best, strict=True)]
+        steps = sum(sum(r[draft]["steps"]) / len(r[draft]["steps"]) for r in rows)
+        cells += [
+            f"{sum(best):.2f}",
+            f"{plain / sum(best):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
+            + ("" if all(r[draft]["same_text"] for r in rows) else " *"),
+            f"{cells[0] / steps:.2f}",
+        ]
+    return cells
+
+
 def steps_text(steps: dict[str, float]) -> str:
     lines = [[n, ms, f"{ms / steps['1']:.2f}"] for n, ms in steps.items()]
     return "## A call of the model, after 256 tokens\n\n" + table(["tokens", "ms", "of one"], lines)
@@ -529,6 +579,7 @@ def write(results: dict) -> None:
     texts = {
         "counts": counts_text,
         "times": lambda rows: times_text(rows, "Time after prefill, against plain decoding"),
+        "paying": paying_text,
         "steps": steps_text,
         "packed": packed_text,
         "int8": int8_text,
