@@ -279,7 +279,7 @@ def test_a_united_step_verifies_the_best_nodes_of_both(model):
     budget = Budget(5, adaptive=False)
     sizes = sizes_of(model, 1, CAPACITY)
     drafting = Drafting(UnitedDraft(short, long), budget, 96, sizes, sampled=False)
-    found = drafting.candidates([[3]], np.ones(1, bool), np.array([9]))
+    found = drafting.candidates([[3]], np.array([9]))
     paths = beam_paths(found.beam[0], candidate_lengths(found.scores)[0])
     assert paths == {(3,), (3, 1), (3, 1, 2), (3, 5), (3, 1, 6)}
     expected = [float(proposal.expected[0]) for proposal in found.proposals]

@@ -211,3 +211,75 @@ def test_of_a_devices_logits_only_tokens_go_to_the_host(unchecked):
     for b, node in np.ndindex(2, 3):
         assert says(b, node) == on_device(b, node) == int(x[b, node].argmax())
     assert verify._on_device(x).nbytes == 4 * 6
+
+
+# Certificates
+
+
+def subtrees(parents: list[int]):
+    """All sets of nodes of a forest, each with its parents."""
+    for bits in range(1 << len(parents)):
+        kept = {i for i in range(len(parents)) if bits >> i & 1}
+        if all(parents[i] < 0 or parents[i] in kept for i in kept):
+            yield kept
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_most_probable_nodes_are_the_best_tree_of_their_size(seed):
+    """Against all trees of as many nodes, and against all that the model could say: the tokens
+    that a tree is expected to give are its nodes' chances, added up."""
+    rng = np.random.default_rng(seed)
+    parents = [-1, *(int(rng.integers(-1, i)) for i in range(1, 9))]
+    own = rng.uniform(0.1, 1, 9)
+    for up in {*parents}:  # what may follow a path are outcomes that exclude each other
+        children = [i for i in range(9) if parents[i] == up]
+        own[children] *= rng.uniform(0.5, 1) / own[children].sum()
+    chance = []
+    for i, up in enumerate(parents):
+        chance.append(own[i] * (chance[up] if up >= 0 else 1))
+
+    def expected(kept) -> float:
+        """The accepted nodes of a walk that goes down where a child is what the model says."""
+
+        def below(up):
+            return sum(own[i] * (1 + below(i)) for i in kept if parents[i] == up)
+
+        return below(-1)
+
+    best = np.sort(chance)[::-1]
+    most = {}
+    for kept in subtrees(parents):
+        value = expected(kept)
+        assert value == pytest.approx(sum(chance[i] for i in kept))
+        most[len(kept)] = max(most.get(len(kept), 0), value)
+    for n, value in most.items():
+        assert value == pytest.approx(best[:n].sum())
+
+
+class Sure:
+    """Proposes [5, 6] with chances 0.5 and 0.25, and [7] with 0.125."""
+
+    def observe(self, texts, seen=None):
+        self.texts = len(texts)
+
+    def propose(self, budget):
+        beam = np.array([[[5, 6], [7, 0]]] * self.texts)
+        scores = np.log([[[0.5, 0.5], [0.125, 1e-300]]] * self.texts)
+        return beam, np.where(scores < -600, -np.inf, scores)
+
+
+def test_a_certificate_says_what_was_promised_and_what_came(model):
+    budget = Budget(4, adaptive=False)
+    options = {"max_new_tokens": 6, "stop": [], "draft": Sure(), "budget": budget}
+    made = generate(model, [prompt_of(9), prompt_of(5)], certify=True, **options)
+    assert len(made.certificates) == made.steps
+    first = made.certificates[0]
+    assert first.expected == pytest.approx(2 + 2 * (0.5 + 0.25 + 0.125))
+    assert first.planned is None and first.promised is None and first.plain is None
+    assert made.certificates[2].promised > 0 and made.certificates[2].kept > 0
+    for step, one in zip(made.trace, made.certificates, strict=True):
+        assert one.tokens == sum(step.new) and one.seconds > 0
+    last = made.certificates[-1]  # of room for one more token no candidate could be accepted
+    assert min(map(sum, zip(*(s.new for s in made.trace), strict=True))) == 5
+    assert last.expected <= 2 + 2 * 0.875
+    assert generate(model, prompt_of(9), **options).certificates == ()

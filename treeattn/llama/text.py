@@ -17,6 +17,7 @@ from treeattn.llama.reading.tokenizer import Tokenizer
 from treeattn.llama.sampling import Sampling
 from treeattn.llama.speculation.budget import Budget
 from treeattn.llama.speculation.by_name import make_draft
+from treeattn.llama.speculation.certificate import Certificate
 from treeattn.llama.speculation.loop import Loop, Task
 from treeattn.llama.speculation.verify import Step
 
@@ -33,6 +34,7 @@ def stream(
     key: Key[Array, ""] | None = None,
     stop: Sequence[int] | None = None,
     capacity: int | None = None,
+    certify: bool = False,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Iterator[list[list[int]]]:
     """Continue the prompts (lists of token ids, of any lengths), a call of the model at a time.
@@ -55,6 +57,8 @@ def stream(
     stop:        ids after which a text is over; by default the checkpoint's
     capacity:    of the cache, in tokens; by default what all of this needs, rounded up so that
                  texts of other lengths run the same compiled programs
+    certify:     keep a `Certificate` for each `Step`: the tokens a second that its tree promised,
+                 and those that came, as a list `certificates` beside the trace
     progress:    called during prefill with the number of tokens done. On one device, prompts that
                  are equal are read once
 
@@ -79,7 +83,7 @@ def stream(
     )
     if budget is not None and not isinstance(budget, Budget):
         budget = Budget(budget, adaptive=False)
-    return Loop(model, task, make_draft(draft, model), budget)
+    return Loop(model, task, make_draft(draft, model), budget, certify)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,11 +92,13 @@ class Generation:
 
     tokens: the new ids, as the prompts came: a list, or a list of lists
     steps:  model calls after prefill; trace: what happened in each of them
+    certificates: what each of them promised, if that was asked for
     """
 
     tokens: list[int] | list[list[int]]
     steps: int
     trace: tuple[Step, ...]
+    certificates: tuple[Certificate, ...] = ()
 
     @property
     def tokens_a_step(self) -> float:
@@ -116,7 +122,8 @@ def generate(
     for new in calls:
         for text, ids in zip(tokens, new, strict=True):
             text += ids
-    return Generation(tokens[0] if single else tokens, len(calls.trace), tuple(calls.trace))
+    told = tuple(calls.trace), tuple(calls.certificates)
+    return Generation(tokens[0] if single else tokens, len(calls.trace), *told)
 
 
 def _is_one_text(prompt_ids) -> bool:

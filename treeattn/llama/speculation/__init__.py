@@ -29,6 +29,7 @@ from treeattn.llama.speculation.candidates import (
     pad_packed,
     ranked,
 )
+from treeattn.llama.speculation.certificate import Certificate
 from treeattn.llama.speculation.lookup import NGramDraft, RecyclingDraft, SuffixDraft
 from treeattn.llama.speculation.models import DrawnDraft, LlamaDraft, first_layers
 from treeattn.llama.speculation.reject import rejection
@@ -39,6 +40,7 @@ __all__ = [
     "DRAFTS",
     "Accepted",
     "Budget",
+    "Certificate",
     "Draft",
     "Drawn",
     "DrawnDraft",

@@ -145,6 +145,10 @@ class Budget:
         nearest = max(known) if size > max(known) else min(known)
         return known[nearest] * (1 + 0.03 * size) / (1 + 0.03 * nearest)
 
+    def measured(self, size: int) -> float | None:
+        """What steps of this size took lately; None before one was measured."""
+        return self.seconds(size) if len(self._seconds.get(size, ())) > 1 else None
+
     def took(self, size: int, seconds: float) -> None:
         """A step of this size took so long."""
         keep(self._seconds.setdefault(size, []), seconds)

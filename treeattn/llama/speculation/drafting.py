@@ -4,11 +4,11 @@ import time
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float, Int, Key
+from jaxtyping import Float, Int, Key
 
 from treeattn.idea.arrays import Array
 from treeattn.llama.speculation.agreement import agreed, agreed_beam
-from treeattn.llama.speculation.budget import Budget
+from treeattn.llama.speculation.budget import Budget, best_of
 from treeattn.llama.speculation.candidates import (
     Drawn,
     Seen,
@@ -46,12 +46,14 @@ class Candidates(NamedTuple):
     beam, scores: (B, M, C), the certain token in the first column
     drawn:        what the candidates were drawn from, if they were
     proposals:    of the drafts that were asked, unless they were drawn
+    expected:     how many of the candidates of all texts should be accepted, by trusted chances
     """
 
     beam: Int[np.ndarray, "b m c"]
     scores: Float[np.ndarray, "b m c"]
     drawn: Drawn | None
     proposals: list[Proposal]
+    expected: float = 0.0
 
 
 class Drafting:
@@ -84,18 +86,14 @@ class Drafting:
         if self.draft is not None:
             self.draft.observe(texts, seen)
 
-    def candidates(
-        self, texts: Texts, going: Bool[np.ndarray, " b"], room: Int[np.ndarray, " b"]
-    ) -> Candidates:
-        """Candidates below each text's last token, of at most `room` tokens with it.
-
-        going: which texts are not over. Text b has room[b] more tokens, 0 where it is over
-        """
+    def candidates(self, texts: Texts, room: Int[np.ndarray, " b"]) -> Candidates:
+        """Candidates below each text's last token, of at most `room` tokens with it, (b,): 0 for a
+        text that is over."""
         found = {}
         for i in range(len(self.drafts)):
             if agreed(self.budget.asks(i)):
                 found[i] = self._ask(i, len(texts))
-        chosen = self._chosen(found, going)
+        chosen = self._chosen(found, room - 1)
         certain = np.array([text[-1] for text in texts])
         beam, scores = agreed_beam(*after_certain(chosen.beam, chosen.scores, certain))
         scores = np.where(np.arange(beam.shape[2]) < room[:, None, None], scores, -np.inf)
@@ -118,20 +116,23 @@ class Drafting:
             )
         return found
 
-    def _chosen(self, found: dict, going: np.ndarray) -> Candidates:
-        """Of what the drafts that were asked have proposed, what the budget chooses."""
+    def _chosen(self, found: dict, most: np.ndarray) -> Candidates:
+        """Of what the drafts that were asked have proposed, what the budget chooses: of candidates
+        of up to most[b] tokens, −1 for a text that is over."""
         if not found:
-            none = (len(going), 0, 0)
+            none = (len(most), 0, 0)
             return Candidates(np.zeros(none, np.int32), np.zeros(none), None, [])
         drawn = found[0][2] if len(self.drafts) == 1 else None
         if drawn is not None:  # leaving out some would change how they are distributed
             scores = np.asarray(drawn.scores, np.float64)
             return Candidates(drawn.beam, scores, drawn, [])
-        return self._best(found, going)
+        return self._best(found, most)
 
-    def _best(self, found: dict, going: np.ndarray) -> Candidates:
+    def _best(self, found: dict, most: np.ndarray) -> Candidates:
         """The best nodes of all that was proposed, as one tree for each text."""
+        going = most >= 0
         beam, scores = side_by_side([pair[:2] for pair in found.values()])
+        scores = np.where(np.arange(beam.shape[2]) < most[:, None, None], scores, -np.inf)
         ends = np.cumsum([pair[0].shape[1] for pair in found.values()]).tolist()
         rows = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
         node, chances = node_chances(beam, scores, rows)
@@ -139,7 +140,9 @@ class Drafting:
         pairs = zip(records, chances, strict=True)
         trusted = np.stack([record.trusted(chance) for record, chance in pairs])
         nodes = self.budget.choose(trusted[:, going], list(found)) if going.any() else 0
-        scores = np.where(ranks_of(node, trusted.max(axis=0)) < nodes, scores, -np.inf)
+        surest = trusted.max(axis=0)
+        expected = best_of(surest[None, going], nodes).sum()
+        scores = np.where(ranks_of(node, surest) < nodes, scores, -np.inf)
         lengths = candidate_lengths(scores)
         proposals = []
         for i, mine, chance in zip(found, rows, chances, strict=True):
@@ -147,11 +150,11 @@ class Drafting:
             real = np.arange(beam.shape[2]) < lengths[:, mine, None]
             text = np.broadcast_to(np.arange(len(beam))[:, None, None], real.shape)
             kept[text[real], node[:, mine][real]] = True
-            expected = np.where(going, (chance * kept).sum(axis=1), 0.0)
+            its_own = np.where(going, (chance * kept).sum(axis=1), 0.0)
             promised = self._promised[i] * going.sum()
-            its = beam[:, mine], lengths[:, mine], expected, promised
+            its = beam[:, mine], lengths[:, mine], its_own, promised
             proposals.append(Proposal(i, *its))
-        return Candidates(beam, scores, None, proposals)
+        return Candidates(beam, scores, None, proposals, float(expected))
 
     def came_out(self, candidates: Candidates, accepted: list[list[int]]) -> None:
         """Of these candidates, these tokens of each text turned out right."""

@@ -25,6 +25,7 @@ from treeattn.llama.speculation.accept import Judge, descend
 from treeattn.llama.speculation.agreement import agreed
 from treeattn.llama.speculation.budget import Budget
 from treeattn.llama.speculation.candidates import Seen
+from treeattn.llama.speculation.certificate import Certificate
 from treeattn.llama.speculation.drafting import Candidates, Drafting
 from treeattn.llama.speculation.reject import judge_of_drawn
 from treeattn.llama.speculation.sizes import compile_step, sizes_of
@@ -91,10 +92,13 @@ class Loop:
     """An iterator over the calls of the model: for each, the new ids of each text (a list of lists,
     [] where it is over).
 
-    texts: prompts and what was written so far; trace: a `Step` for each call after prefill
+    texts: prompts and what was written so far; trace: a `Step` for each call after prefill, and
+    certificates: a `Certificate`, if they were asked for
     """
 
-    def __init__(self, model: Llama, task: Task, draft: Any, budget: Budget | None):
+    def __init__(
+        self, model: Llama, task: Task, draft: Any, budget: Budget | None, certify: bool = False
+    ):
         sampling = task.sampling
         self.model = model
         self.task = task
@@ -111,6 +115,8 @@ class Loop:
         self.cache = None
         self.sizes.texts += 1
         self.trace: list[Step] = []
+        self.certify = certify
+        self.certificates: list[Certificate] = []
         chance = jax.random.key(0) if sampling.key is None else sampling.key  # greedy has none
         self.drafting.begin(jax.random.fold_in(chance, DRAFTS_CHANCE))
 
@@ -177,7 +183,8 @@ class Loop:
         if self.sizes.texts == 1:  # the first texts may wait for what all others will have
             self._make_ready()
         room = np.where(self.over, 0, self.end - self.lengths)
-        candidates = self.drafting.candidates(self.texts, ~self.over, room)
+        asked = time.perf_counter()
+        candidates = self.drafting.candidates(self.texts, room)
         began = time.perf_counter()
         size_for = lambda nodes: agreed(self.budget.size_for(nodes))  # noqa: E731
         tree = tree_of(candidates.beam, candidates.scores, size_for)
@@ -188,7 +195,15 @@ class Loop:
             self.cache = self.model.commit(self.cache, keys, select=select, counts=counts)
         right = [path[:count] for path, count in zip(paths, accepted.tolist(), strict=True)]
         new = self._take(paths, self._seen(tree, logits, states, select, counts))
+        measured = [self.budget.measured(size) for size in (tree.size, 1)]
         self.budget.took(tree.size, time.perf_counter() - began)
+        if self.certify:
+            planned = None if measured[0] is None else measured[0] + began - asked
+            planned = None if candidates.drawn is not None else planned
+            came = sum(map(len, new)), time.perf_counter() - asked
+            expected = (room > 0).sum() + candidates.expected
+            one = Certificate(float(expected), planned, measured[1], *came)
+            self.certificates.append(one)
         self.drafting.came_out(candidates, right)
         depth = np.maximum(tree.lengths.max(axis=1) - 1, 0)
         by_text = (tree.nodes, tree.unpacked, depth, accepted, map(len, new))
