@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from treeattn import attend_exact, finalize, pack_rows, reduce_tree
+from treeattn.cost import MODELS, free_tokens, preset
 from treeattn.figures import (
     autodiff,
     bayes,
@@ -19,6 +20,8 @@ from treeattn.figures import (
     packing,
     positions,
     prefix_tree,
+    ridge,
+    roofline,
     rounds,
     sent,
     speculation,
@@ -195,16 +198,56 @@ def test_the_first_token_and_its_shard_weigh_what_the_figure_says():
 
 def test_figures_of_speculation_show_what_was_measured():
     common = {"kind": "code", "name": "tests", "draft": "suffix", "tokens_a_step": 2.5}
-    row = common | {"by_depth": [[40, 30], [10, 5]], "speedup": 1.5, "spread": [1.4, 1.7]}
-    results = {"counts": [row, row | {"tokens_a_step": 1.5}], "times": [row]}
-    assert [text.get_text() for text in results_of.tokens_a_step(results).axes[0].texts] == ["2.00"]
-    line = results_of.acceptance_by_depth(results, least=80).axes[0].lines[0]
-    np.testing.assert_allclose(line.get_xydata(), [[1, 0.75]])  # depth 2 was reached too seldom
-    spread, dot, *_ = results_of.speedups(results).axes[0].lines
-    assert list(spread.get_xdata()) == [1.4, 1.7] and list(dot.get_xdata()) == [1.5]
+    long = common | {"tokens": 100, "steps": 40}
+    short = common | {"tokens": 20, "steps": 20, "tokens_a_step": 1.0}
+    trained = {"drafts": [short | {"draft": "surer", "mode": "greedy"}]}
+    shown = texts(results_of.tokens_a_step({"counts": [long, short]}, trained))
+    assert shown == ["2.00", "1.00"]  # 120 tokens over 60 steps, not a mean of 2.5 and 1
+    bins = [{"probability": 0.5, "accepted": 0.4}]
+    drafts = {"recurrent, chat": bins, "suffix, chat": bins}
+    for ax in results_of.calibration({"drafts": drafts}).axes:
+        diagonal, line = ax.lines
+        np.testing.assert_allclose(line.get_xydata(), [[0.5, 0.4]])
+        np.testing.assert_allclose(diagonal.get_xydata(), [[0, 0], [1, 1]])
     curve = [{"updates": n, "loss": 3 - n, "tokens_a_step": 1 + n} for n in (0, 1)]
     axes = results_of.training({"training": {"curve": curve}}).axes
     assert [ax.lines[0].get_ydata().tolist() for ax in axes] == [[3, 2], [1, 2]]
+
+
+def test_times_of_a_kind_are_added_up():
+    """A prompt that takes ten times as long weighs ten times as much; other drafts' rows do not."""
+    row = {"kind": "code", "name": "long", "tokens": 100, "tokens_a_step": 1.0}
+    row |= {"plain_seconds": [10.5, 10.0], "seconds": [10.0, 12.0], "speedup": 1.05}
+    row |= {"spread": [1.0, 1.2]}
+    short = row | {"name": "short", "plain_seconds": [1.0], "seconds": [0.1], "speedup": 10.0}
+    short |= {"tokens_a_step": 10.0, "spread": [9.0, 11.0]}
+    results = {"times": [row, short, short | {"draft": "recurrent"}]}
+    code, every = results_of.totals(results)
+    assert code == every._replace(kind="code") == ("code", 200, 110, 11.0, 10.1)
+    assert code.speedup == pytest.approx(11 / 10.1)  # the mean of ratios is 5.5
+    figure = results_of.speedups(results)
+    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert names == ["short", "long", "code, in all: 1.09"]
+    spread, dot, *_ = figure.axes[0].lines
+    assert list(spread.get_xdata()) == [9.0, 11.0] and list(dot.get_xdata()) == [10.0]
+
+
+def test_free_nodes_are_those_that_the_model_of_costs_says():
+    """Between the sizes that the figure looks at, beside every number of tokens."""
+    dgx = preset("dgx-h100")
+    for batch, context in ((1, 8192), (8, 2048), (32, 65536), (128, 2**20)):
+        exact = free_tokens(MODELS["llama-3.1-8b"], batch, context, dgx)
+        assert ridge.nodes_free(batch, context, dgx, 1) == pytest.approx(exact, rel=0.15, abs=1)
+
+
+def test_a_roofline_stands_beside_what_was_measured():
+    """Level up to 12 tokens after little context on two cores; attention's own ridge is at 4."""
+    rows = [{"batch": 1, "context": n, "ms": {"1": 10.0, "16": 30.0}} for n in (1, 10**7)]
+    left = roofline.roofline({"steps": rows}).axes[0]
+    lines = [line.get_ydata() for line in left.lines]
+    np.testing.assert_allclose(lines[1], [1, 3])  # measured
+    assert lines[0][11] < 1.05 and lines[0][12] > 1.04
+    assert lines[2][3] < 1.05 and lines[2][7] > 1.8
 
 
 def test_a_learning_curve_shows_each_step_and_a_mean():
@@ -252,9 +295,10 @@ def test_without_measurements_the_error_says_where_they_are_from(tmp_path, monke
         (llama_times.decode_times, "llama"),
         (llama_times.tree_against_ring, "llama"),
         (results_of.tokens_a_step, "speculative"),
-        (results_of.acceptance_by_depth, "speculative"),
+        (results_of.calibration, "calibration"),
         (results_of.speedups, "speculative"),
         (results_of.training, "recurrent"),
+        (roofline.roofline, "ridge"),
     ):
         with pytest.raises(ValueError, match=message.format(name)):
             draw()

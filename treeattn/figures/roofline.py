@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 from matplotlib.figure import Figure
 
-from treeattn.cost.roofline import MACHINES, step_seconds
+from treeattn.cost import DEVICES, MACHINES, MODELS, Device, Model, verify_work
 from treeattn.figures.canvas import styled
 from treeattn.figures.measured import measured
 from treeattn.figures.style import (
@@ -32,33 +32,54 @@ STYLES = (
 )
 
 
+SMOLLM2 = Model(
+    "SmolLM2-135M",
+    layers=30,
+    width=576,
+    heads=9,
+    kv_heads=3,
+    hidden=1536,
+    vocabulary=49152,
+    head_dim=64,
+)
+
+
+def two_cores() -> Device:
+    """These notebooks' machine, with 24 GB."""
+    peak, bandwidth = MACHINES["CPU"]
+    return Device("two CPU cores", memory_bytes=24e9, memory_bandwidth=bandwidth, flops=peak)
+
+
+def times_one(
+    model: Model, device: Device, batch: int, context: int, most: int, dtype: str
+) -> np.ndarray:
+    """The roofline of steps of 1, 2, …, `most` tokens of each text, over that of 1."""
+    work = [verify_work(model, n, batch, context, dtype=dtype) for n in range(1, most + 1)]
+    seconds = np.array([x.seconds(device) for x in work])
+    return seconds / seconds[0]
+
+
 @styled
-def roofline(steps: Mapping[int, float] | None = None, context: int = 2048) -> Figure:
+def roofline(results: Mapping | None = None, context: int = 2048) -> Figure:
     """How much longer a step of n tokens takes than one of 1: on two CPU cores and on an H100.
 
-    steps: {tokens: milliseconds} as benchmarks/speculative.py measured them, drawn beside the CPU's
+    results: what benchmarks/ridge.py wrote; a checkout's when None, ValueError if none.
+    context: of the texts on the H100
     """
-    n = np.arange(1, 65)
+    rows = (measured("ridge") if results is None else results)["steps"]
     figure, (left, right) = new_figure(8.4, 3.7, ncols=2, sharey=True)
-    small = {"parameters": 134.5e6, "weight_bytes": 4 * 134.5e6, "cache_bytes": context * 46080.0}
-    peak, bandwidth = MACHINES["CPU"]
-    line = step_seconds(n, 1, **small, peak=peak, bandwidth=bandwidth)
-    left.plot(n, line / line[0], color=BLUE, lw=2)
-    left.text(24, line[23] / line[0] * 0.8, "roofline", color=BLUE, ha="left", va="top")
-    if steps:
-        x = sorted(int(key) for key in steps)
-        y = [steps[str(key)] if str(key) in steps else steps[key] for key in x]
-        left.plot(x, np.array(y) / y[0], "o--", color=RED, ms=6)
-        left.text(x[2], y[2] / y[0] * 1.15, "measured", color=RED, ha="right", va="bottom")
-    left.set_title("Two CPU cores, SmolLM2-135M, float32, batch 1", fontsize=10)
-    large = {"parameters": 8.03e9, "weight_bytes": 16.06e9, "cache_bytes": context * 131072.0}
-    peak, bandwidth = MACHINES["H100"]
+    alone = [row for row in rows if row["batch"] == 1]
+    for row, color in zip((alone[0], alone[-1]), (BLUE, RED), strict=True):
+        _measured_beside_roofline(left, row, color)
+    left.legend(fontsize=8.5, loc="upper left")
+    left.set_title("Two CPU cores, SmolLM2-135M, float32, 1 text", fontsize=10)
     for batch, (color, marker) in zip((1, 8, 32, 128), STYLES[::2], strict=False):
-        line = step_seconds(n, batch, **large, peak=peak, bandwidth=bandwidth)
-        right.plot(n, line / line[0], color=color, marker=marker, markevery=[0, 15, 31, 63], ms=6)
+        line = times_one(MODELS["llama-3.1-8b"], DEVICES["H100"], batch, context, 64, "bfloat16")
+        n = np.arange(1, 65)
+        right.plot(n, line, color=color, marker=marker, markevery=[0, 15, 31, 63], ms=6)
         right.annotate(
             f"batch {batch}",
-            (64, line[-1] / line[0]),
+            (64, line[-1]),
             (6, 0),
             va="center",
             textcoords="offset points",
@@ -74,25 +95,26 @@ def roofline(steps: Mapping[int, float] | None = None, context: int = 2048) -> F
         ax.minorticks_off()
     left.set_ylabel("time over that of one token\n= tokens a step to break even")
     figure.suptitle(
-        "Verifying is nearly free while reading the weights takes longer than the products",
+        "Verifying is nearly free while reading takes longer than the products",
         x=0.01,
         ha="left",
         fontsize=11,
     )
     return figure.describe(
         "The time of a step of n tokens over that of one token, for n from 1 to 64, both axes "
-        "logarithmic. Left, two CPU cores: the roofline is level up to 12 tokens and then rises; "
-        "measured points lie above it up to the bend. Right, an H100, a line for each batch size: "
-        "level for batch 1, and rising from fewer tokens on the larger the batch is."
+        "logarithmic. Left, two CPU cores: after 256 tokens of context the roofline is level up to "
+        "12 tokens, after 16,384 it rises from 4 on; measured points lie above both. Right, an "
+        "H100, a line for each batch size: level for batch 1, rising earlier the larger the batch."
     )
 
 
-def measured_roofline() -> Figure:
-    """`roofline` with the steps that benchmarks/speculative.py measured."""
-    steps = measured("speculative").get("steps", {})
-    return roofline({int(tokens): ms for tokens, ms in steps.items()})
+def _measured_beside_roofline(ax, row: Mapping, color: str) -> None:
+    """A row of benchmarks/ridge.py as points, and what the roofline says as a line."""
+    line = times_one(SMOLLM2, two_cores(), row["batch"], row["context"], 64, "float32")
+    ax.plot(np.arange(1, 65), line, color=color, lw=2)
+    ms = np.array(list(row["ms"].values()))
+    label = f"after {row['context']:,}: roofline, and measured"
+    ax.plot([int(n) for n in row["ms"]], ms / ms[0], "o--", color=color, ms=6, label=label)
 
 
-FIGURES = {
-    "speculation_roofline": measured_roofline,
-}
+FIGURES = {"speculation_roofline": roofline}
