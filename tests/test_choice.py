@@ -12,7 +12,7 @@ from oracles import dense_attention
 from test_pallas import CALL, draw, lowered, on_cuda, shapes
 
 import treeattn
-from treeattn.kernel import choice, flash, pallas
+from treeattn.kernel import choice, flash, pallas, tiles
 from treeattn.kernel.attend import attend_inputs
 from treeattn.kernel.causal import CAUSAL_BLOCK
 from treeattn.kernel.choice import device_platform, platform_of, resolve
@@ -208,11 +208,11 @@ def test_a_jax_without_triton(monkeypatch):
     """Its backend for Pallas is deprecated: where it is gone, the module still can be imported."""
     monkeypatch.delattr(jax.experimental.pallas, "triton")
     monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
-    spec = importlib.util.spec_from_file_location("pallas_without_triton", pallas.__file__)
+    spec = importlib.util.spec_from_file_location("tiles_without_triton", tiles.__file__)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert "needs jax.experimental.pallas.triton" in module.obstacle(check_inputs(*empty()))
     monkeypatch.setattr(pallas, "triton", module.triton)
+    assert "needs jax.experimental.pallas.triton" in pallas.obstacle(check_inputs(*empty()))
     with pytest.raises(ValueError, match=r"implementation: 'pallas' needs jax\.experimental"):
         resolve("pallas", check_inputs(*empty()), "cuda")
     assert resolve(None, check_inputs(*empty()), "cuda").implementation == "blockwise"

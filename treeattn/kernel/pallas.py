@@ -2,15 +2,14 @@
 
 A decoding step has too few queries to keep a GPU busy, so the keys are split ("split-K", as in
 Flash-Decoding). One program takes a tile of queries, all those that read one key head, and a part
-of that head's keys, a block at a time. What it returns is an `AttentionState`; the states of all
-parts merge as any others do. Sums are in float32, whatever the inputs are.
+of that head's keys, a block at a time. What it returns is an `AttentionState`; a second kernel
+merges those of all parts (treeattn/kernel/splits.py). Sums are in float32, whatever the inputs are.
 
 Triton compiles the kernel for CUDA devices. Anywhere else Pallas interprets it, which is slow: for
 tests, and to look at it. The derivative is the blockwise form's.
 """
 
 import functools
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -19,23 +18,30 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from treeattn.idea.arrays import varying_like
-from treeattn.idea.state import AttentionState, finite, reduce_tree
+from treeattn.idea.state import AttentionState, finite
 from treeattn.kernel.blockwise import attend_blockwise
 from treeattn.kernel.inputs import Inputs
 from treeattn.kernel.masks import mask_and_clip, shown_by
-from treeattn.kernel.products import shrink
-from treeattn.kernel.tiles import SIDE, ceil, divide, dot, indices, side
-
-try:
-    from jax.experimental.pallas import triton
-except ImportError:  # deprecated since JAX 0.11.0
-    triton = None
+from treeattn.kernel.splits import keep_nan, merge_splits
+from treeattn.kernel.tiles import (
+    SIDE,
+    ceil,
+    divide,
+    dot,
+    float32_array,
+    grid,
+    indices,
+    load,
+    load_rows,
+    side,
+    store_state,
+    triton,
+)
 
 MAX_HEAD_DIM = 256
 TILE = 1 << 14  # bytes of queries, and of keys: so all fits in the shared memory of any GPU
 PROGRAMS = 512  # that the keys are split over, about: four for each multiprocessor of an H100
 KEYS = 256  # for each of them, at least
-CHILDREN = 8  # of a node of the tree that merges their states: XLA makes a round one kernel
 
 
 def obstacle(inputs: Inputs) -> str | None:
@@ -64,8 +70,8 @@ def pallas_attend(inputs: Inputs) -> AttentionState:
     call = functools.partial(_call, scale=inputs.scale, causal=inputs.causal)
     compiled = functools.partial(call, interpret=False)
     interpreted = functools.partial(call, interpret=True)
-    states = lax.platform_dependent(*arguments, cuda=compiled, default=interpreted)
-    return reduce_tree(AttentionState(*varying_like(states, *inputs.arrays)), arity=CHILDREN)
+    state = lax.platform_dependent(*arguments, cuda=compiled, default=interpreted)
+    return AttentionState(*varying_like(state, *inputs.arrays))
 
 
 pallas_attend.defvjp(
@@ -103,27 +109,22 @@ def _tile(q, v) -> Tiling:
     return Tiling(rows, tiles, min(side(n), most), splits)
 
 
-def _scale_queries(q, scale):
-    """(queries, root, root · scale): q·k is (queries · k) · root · (root · scale).
-
-    The factors are (b, l, h). float16 needs no root: its products are all within float32's range.
-    """
-    one = jnp.ones(q.shape[:3], jnp.float32)
-    if q.dtype == jnp.float16:
-        return q, one, one * scale
-    shrunk, root = shrink(q.astype(jnp.float32))
-    root = root[..., 0]
-    return shrunk.astype(q.dtype), root, root * scale
-
-
 def _call(q, k, v, mask, bias, lengths, factor, *, scale: float, causal: bool, interpret: bool):
+    """The state's fields (b, l, h), (b, l, h) and (b, l, h, dv)."""
+    options = {"scale": scale, "causal": causal, "interpret": interpret}
+    states = _split_states(q, k, v, mask, bias, lengths, factor, **options)
+    return merge_splits(states, interpret)
+
+
+def _split_states(
+    q, k, v, mask, bias, lengths, factor, *, scale: float, causal: bool, interpret: bool
+):
     """The states of all splits: fields (splits, b, l, h), and (splits, b, l, h, dv)."""
     b, l, h, _ = q.shape
     n, h_kv, dv = v.shape[1:]
     tiling = _tile(q, v)
-    scale = scale * (1 if factor is None else factor.astype(jnp.float32))
-    q, root, root_and_scale = _scale_queries(q, scale)
     lengths = None if lengths is None else lengths[:, None]
+    factor = None if factor is None else factor.astype(jnp.float32).reshape(1, 1)
 
     def head_spec(x):
         return pl.BlockSpec((None, n, None, x.shape[3]), lambda j, s, i: (i, 0, j % h_kv, 0))
@@ -131,12 +132,9 @@ def _call(q, k, v, mask, bias, lengths, factor, *, scale: float, causal: bool, i
     def result(*shape):
         rest = [0] * len(shape)
         spec = pl.BlockSpec((None, None, *shape), lambda _, s, i: (s, i, *rest))
-        # No ShapeDtypeStruct: inside shard_map, JAX would ask it along which axes it varies.
-        of_all = (tiling.splits, b, *shape)
-        return spec, SimpleNamespace(shape=of_all, dtype=jnp.dtype("float32"))
+        return spec, float32_array(tiling.splits, b, *shape)
 
-    by_row = q, root, root_and_scale
-    shared = mask, bias, lengths
+    by_row = mask, bias, lengths, factor
     out_specs, out_shape = zip(result(l, h), result(l, h), result(l, h, dv), strict=True)
     # A single row of tensor cores waits for memory; several need room instead.
     compiler_params = triton.CompilerParams(
@@ -144,16 +142,16 @@ def _call(q, k, v, mask, bias, lengths, factor, *, scale: float, causal: bool, i
         num_stages=3 if tiling.rows == SIDE else 2,
     )
     call = pl.pallas_call(
-        functools.partial(_kernel, h_kv=h_kv, causal=causal, tiling=tiling),
+        functools.partial(_kernel, h_kv=h_kv, scale=scale, causal=causal, tiling=tiling),
         grid=(h_kv * tiling.tiles, tiling.splits, b),
-        in_specs=[*map(_row_spec, by_row), head_spec(k), head_spec(v), *map(_row_spec, shared)],
+        in_specs=[_row_spec(q), head_spec(k), head_spec(v), *map(_row_spec, by_row)],
         out_specs=out_specs,
         out_shape=out_shape,
         compiler_params=compiler_params,
         interpret=interpret,
         name="treeattn_split_k",
     )
-    return call(*by_row, k, v, *shared)
+    return call(q, k, v, *by_row)
 
 
 def _row_spec(x):
@@ -166,13 +164,24 @@ def _row_spec(x):
 
 
 def _kernel(
-    q, root, root_and_scale, k, v, mask, bias, length, *out, h_kv: int, causal: bool, tiling: Tiling
+    q,
+    k,
+    v,
+    mask,
+    bias,
+    length,
+    factor,
+    *out,
+    h_kv: int,
+    scale: float,
+    causal: bool,
+    tiling: Tiling,
 ):
     """One program: the state of a tile of queries after one split of a head's keys.
 
-    References to q (l, h, d) with its two factors (l, h), to k (n, d) and v (n, dv) of one head,
-    mask and bias (h, l, n), an axis being 1 where all share an entry, and length (1,). out: the
-    state's fields, (l, h), (l, h) and (l, h, dv).
+    References to q (l, h, d), to k (n, d) and v (n, dv) of one head, mask and bias (h, l, n), an
+    axis being 1 where all share an entry, length (1,) and factor (1,). out: the state's fields,
+    (l, h), (l, h) and (l, h, dv).
     """
     l, heads, d = q.shape
     n, dv = v.shape
@@ -182,9 +191,8 @@ def _kernel(
     query, member = divide(tile * rows + indices(rows), group)
     place = query, head * group + member
     is_query = query < l  # past the last one is padding
-    queries = _load_rows(q, place, is_query, d)
-    root = _load(root, place, is_query)[:, None]
-    root_and_scale = _load(root_and_scale, place, is_query)[:, None]
+    queries, root = _shrink(load_rows(q, place, is_query, d), d)
+    root_and_scale = root * (scale if factor is None else scale * factor[0])
 
     length = jnp.int32(n) if length is None else length[0]
     keys_a_split = ceil(ceil(length, block), splits) * block
@@ -200,8 +208,8 @@ def _kernel(
         m, denominator, numerator = state
         key = start + i * block + indices(block)
         is_key = key < stop
-        keys = _load_rows(k, (key,), is_key, d)
-        values = _load_rows(v, (key,), is_key, dv)
+        keys = load_rows(k, (key,), is_key, d)
+        values = load_rows(v, (key,), is_key, dv)
         there = is_query[:, None] & is_key[None]
         visible, added = _visibility(there, place, key, mask, bias, causal)
         s = _mask_and_keep_nan(dot(queries, keys, 1) * root * root_and_scale, visible, added)
@@ -217,7 +225,7 @@ def _kernel(
     blocks = ceil(stop - start, block)  # none, where the split begins past the end
     state = m, jnp.zeros_like(m), numerator
     state = lax.fori_loop(jnp.int32(0), blocks, add_block, state)
-    _store(out, _without_loss(*state, most), place, is_query)
+    store_state(out, _without_loss(*state, most), place, is_query)
 
 
 def _visibility(there, place, key, mask, bias, causal: bool):
@@ -229,7 +237,7 @@ def _visibility(there, place, key, mask, bias, causal: bool):
 
     def entries(x):  # of a mask or bias (heads, queries, keys); all share an axis of 1
         at = zip((head, query, key), x.shape, strict=True)
-        return _load(x, _grid(*(i * min(size - 1, 1) for i, size in at)), there)
+        return load(x, grid(*(i * min(size - 1, 1) for i, size in at)), there)
 
     visible = there
     if causal:
@@ -242,15 +250,21 @@ def _visibility(there, place, key, mask, bias, causal: bool):
     return visible & shown_by(added), added
 
 
-def _store(out, state, place, is_query):
-    """Write the state's fields where the tile's queries have their places in them."""
-    dv = out[2].shape[-1]
-    column = indices(side(dv))
-    is_entry = is_query[:, None] & (column < dv)[None]
-    m, denominator, numerator = state
-    triton.store(out[0].at[place], m, mask=is_query)
-    triton.store(out[1].at[place], denominator, mask=is_query)
-    triton.store(out[2].at[_grid(*place, column)], numerator, mask=is_entry)
+def _shrink(q, d: int):
+    """(q / f², f) of a tile of queries (rows, d) and (rows, 1), as treeattn.kernel.products.shrink.
+
+    float16 needs no f: its products are all within float32's range.
+    """
+    if q.dtype == jnp.float16:
+        return q, jnp.ones((len(q), 1), jnp.float32)
+    wide = q.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(wide), axis=1)[:, None]
+    # Of a float32, bits 23 … 30 are its power of two and 127: 2^−126 times that is beyond it.
+    exponent = (lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 126
+    half = (jnp.maximum(exponent + (d - 1).bit_length(), 0) + 1) >> 1
+    root = lax.bitcast_convert_type((127 + half) << 23, jnp.float32)
+    inverse = lax.bitcast_convert_type((127 - half) << 23, jnp.float32)
+    return (wide * inverse * inverse).astype(q.dtype), root
 
 
 # Triton makes instructions of max, min and clamp that drop a NaN: of a number and a NaN they give
@@ -265,26 +279,6 @@ def _mask_and_keep_nan(s, visible, added):
     return jnp.where(visible & lost, jnp.nan, mask_and_clip(s, visible, added))
 
 
-def _without_loss(m, denominator, numerator, most):
-    """The state to write: a NaN stays one, and a query without keys has seen none of the values."""
-    m = jnp.where(denominator != denominator, denominator, m)
-    total = numerator * most
-    total = jnp.where(total != total, total, finite(total))
-    # A weight of 0 times a value that is NaN is NaN.
-    return m, denominator, jnp.where(denominator[:, None] == 0, 0, total)
-
-
-def _load_rows(x, at, there, size: int):
-    """Rows of `size` elements, with zeros up to the side of a tile; zeros if not `there`."""
-    column = indices(side(size))
-    return _load(x, _grid(*at, column), there[:, None] & (column < size)[None])
-
-
-def _load(x, at, there):
-    """The elements of `x` at these indices; zeros if not `there`."""
-    return triton.load(x.at[at], mask=there, other=jnp.zeros((), x.dtype))
-
-
-def _grid(*at):
-    """Indices of a tile: the last one's axis becomes its columns, the others' its rows."""
-    return *(jnp.asarray(i)[:, None] for i in at[:-1]), at[-1][None]
+def _without_loss(m, denominator, numerator, most: int):
+    """The state to write, of a numerator that was divided by `most`."""
+    return keep_nan(m, denominator, numerator * most)

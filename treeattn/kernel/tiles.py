@@ -1,11 +1,18 @@
-"""What a program computes with a tile, in Triton's terms: products of tensor cores, and indices.
+"""What a program does with a tile, in Triton's terms: products, indices, reads and writes.
 
 Triton knows no arrays of other sides than powers of two, and no integers but those of a dtype.
 """
 
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+
+try:
+    from jax.experimental.pallas import triton
+except ImportError:  # deprecated since JAX 0.11.0
+    triton = None
 
 SIDE = 16  # of a tile, at least: what tensor cores take
 
@@ -57,3 +64,39 @@ def divide(x, n: int):
 def ceil(x, n: int):
     """The quotient, rounded up."""
     return lax.div(x + (n - 1), jnp.int32(n))
+
+
+def load_rows(x, at, there, size: int):
+    """Rows of `size` elements, with zeros up to the side of a tile; zeros if not `there`."""
+    column = indices(side(size))
+    return load(x, grid(*at, column), there[:, None] & (column < size)[None])
+
+
+def load(x, at, there):
+    """The elements of `x` at these indices; zeros if not `there`."""
+    return triton.load(x.at[at], mask=there, other=jnp.zeros((), x.dtype))
+
+
+def grid(*at):
+    """Indices of a tile: the last one's axis becomes its columns, the others' its rows."""
+    return *(jnp.asarray(i)[:, None] for i in at[:-1]), at[-1][None]
+
+
+def store_state(out, state, place, there):
+    """Write the fields of a tile of states where their queries have their places in `out`.
+
+    out: references to (l, h), (l, h) and (l, h, dv); there: whether a row of the tile is a query
+    """
+    dv = out[2].shape[-1]
+    column = indices(side(dv))
+    is_entry = there[:, None] & (column < dv)[None]
+    m, denominator, numerator = state
+    triton.store(out[0].at[place], m, mask=there)
+    triton.store(out[1].at[place], denominator, mask=there)
+    triton.store(out[2].at[grid(*place, column)], numerator, mask=is_entry)
+
+
+def float32_array(*shape: int):
+    """What a kernel writes. Of a ShapeDtypeStruct JAX would ask, inside shard_map, along which axes
+    it varies."""
+    return SimpleNamespace(shape=shape, dtype=jnp.dtype("float32"))

@@ -1,0 +1,102 @@
+"""The second kernel: the states of all splits of the keys become one.
+
+As XLA compiles it, a tree of merges is three or four kernels, which start for longer than they run.
+Here a program takes one query: it reads the pivots of its splits, then their sums, and writes a
+state.
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from treeattn.idea.state import finite
+from treeattn.kernel.tiles import (
+    divide,
+    float32_array,
+    indices,
+    load,
+    load_rows,
+    side,
+    store_state,
+    triton,
+)
+
+READ = 1 << 12  # numbers that a program reads at a time
+
+
+def merge_splits(states, interpret: bool):
+    """The merge of states (splits, b, l, h), …, (splits, b, l, h, dv), a power of two of them.
+
+    Returns fields (b, l, h), (b, l, h) and (b, l, h, dv). A single split is no kernel.
+    """
+    splits, b, l, h, dv = states[2].shape
+    if splits == 1:
+        return tuple(x[0] for x in states)
+
+    def spec(x):
+        rest = [0] * (x.ndim - 2)
+        return pl.BlockSpec((splits, None, *x.shape[2:]), lambda _, i: (0, i, *rest))
+
+    def result(*shape):
+        rest = [0] * len(shape)
+        return pl.BlockSpec((None, *shape), lambda _, i: (i, *rest)), float32_array(b, *shape)
+
+    out_specs, out_shape = zip(result(l, h), result(l, h), result(l, h, dv), strict=True)
+    call = pl.pallas_call(
+        functools.partial(_kernel, splits=splits),
+        grid=(l * h, b),
+        in_specs=list(map(spec, states)),
+        out_specs=out_specs,
+        out_shape=out_shape,
+        compiler_params=triton.CompilerParams(num_warps=4),
+        interpret=interpret,
+        name="treeattn_merge_splits",
+    )
+    return call(*states)
+
+
+def _kernel(m, d, n, *out, splits: int):
+    """One program: the state of one query of one head.
+
+    References to the splits' m and d (splits, l, h) and n (splits, l, h, dv). out: the state's
+    fields, (l, h), (l, h) and (l, h, dv).
+    """
+    _, _, h, dv = n.shape
+    query, head = divide(pl.program_id(0), h)
+
+    def place(i):  # of splits
+        return i, jnp.zeros_like(i) + query, jnp.zeros_like(i) + head
+
+    def weights(i):
+        return jnp.exp(finite(load(m, place(i), i < splits)) - finite(pivot))
+
+    every = indices(splits)
+    pivot = jnp.max(load(m, place(every), every < splits))
+    denominator = jnp.sum(load(d, place(every), every < splits) * weights(every))
+    size = min(splits, READ // side(dv))
+
+    # Sums divided by their number stay in float32's range.
+    def add_some(step, total):
+        i = step * size + indices(size)
+        sums = load_rows(n, place(i), i < splits, dv) / splits
+        return total + jnp.sum(sums * weights(i)[:, None], axis=0)
+
+    total = jnp.zeros(side(dv), jnp.float32)
+    total = lax.fori_loop(jnp.int32(0), jnp.int32(splits // size), add_some, total)
+    one = indices(1)
+    state = jnp.full(1, pivot), jnp.full(1, denominator), total[None] * splits
+    store_state(out, keep_nan(*state), (one + query, one + head), one == 0)
+
+
+# Triton makes instructions of max, min and clamp that drop a NaN: of a number and a NaN they give
+# the number. So a pivot is that of the other scores, or splits, while the sums are NaN.
+
+
+def keep_nan(m, denominator, numerator):
+    """The state to write: a NaN stays one, and a query without keys has seen none of the values."""
+    m = jnp.where(denominator != denominator, denominator, m)
+    total = jnp.where(numerator != numerator, numerator, finite(numerator))
+    # A weight of 0 times a value that is NaN is NaN.
+    return m, denominator, jnp.where(denominator[:, None] == 0, 0, total)
