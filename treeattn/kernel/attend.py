@@ -134,7 +134,19 @@ def attend_exact(
 
 def attention(q, k, v, **options) -> Output:
     """softmax(scale · q kᵀ) v in the queries' layout and dtype; `options` as in `attend`."""
-    return finalize(attend(q, k, v, **options))[0].astype(jnp.result_type(q))
+    implementation = options.pop("implementation", None)
+    inputs = check_inputs(q, k, v, **options)
+    return _attention_of(resolve(implementation, inputs, platform_of(q)))
+
+
+def _attention_of(inputs: Inputs):
+    """`attention` of checked inputs."""
+    if inputs.elsewhere is not None:
+        return _where_it_compiles_for(_attention_of, inputs)
+    name = inputs.implementation
+    if name in KERNELS and (by_kernel := load_kernel(name).attention) is not None:
+        return by_kernel(inputs)
+    return finalize(attend_inputs(inputs))[0].astype(inputs.q.dtype)
 
 
 def which_implementation(
@@ -159,7 +171,7 @@ def which_implementation(
 def attend_inputs(inputs: Inputs) -> AttentionState:
     """`attend` for checked inputs, by the implementation that they name."""
     if inputs.elsewhere is not None:
-        return _attend_where_it_compiles_for(inputs)
+        return _where_it_compiles_for(attend_inputs, inputs)
     if callable(inputs.implementation):
         return attend_by_hook(inputs)
     if inputs.implementation in KERNELS:
@@ -171,16 +183,13 @@ def attend_inputs(inputs: Inputs) -> AttentionState:
     return attend_blockwise(inputs)
 
 
-def _attend_where_it_compiles_for(inputs: Inputs) -> AttentionState:
-    """By `implementation` in a program for CUDA, by `elsewhere` in any other."""
+def _where_it_compiles_for(f, inputs: Inputs):
+    """f by `implementation` in a program for CUDA, by `elsewhere` in any other."""
 
-    def attend_by(name: str):
-        chosen = inputs.replace(implementation=name, elsewhere=None)
-        return functools.partial(attend_inputs, chosen)
+    def by(name: str):
+        return functools.partial(f, inputs.replace(implementation=name, elsewhere=None))
 
-    return jax.lax.platform_dependent(
-        cuda=attend_by(inputs.implementation), default=attend_by(inputs.elsewhere)
-    )
+    return jax.lax.platform_dependent(cuda=by(inputs.implementation), default=by(inputs.elsewhere))
 
 
 def attend_in_blocks(inputs: Inputs, block: int) -> AttentionState:

@@ -17,10 +17,16 @@ AMPERE = (8, 0)  # the least compute capability that FlashAttention-2 and XLA's 
 
 
 class Kernel(NamedTuple):
-    """A kernel for GPUs: what runs it, and what says why it cannot (None where it can)."""
+    """A kernel for GPUs.
+
+    attend:    runs it: from inputs to a state
+    obstacle:  says why it cannot run (None where it can)
+    attention: from inputs to the output, where that is less than a state and `finalize`
+    """
 
     attend: Callable[[Inputs], AttentionState]
     obstacle: Callable[[Inputs], str | None]
+    attention: Callable | None = None
 
 
 def load_kernel(name: str) -> Kernel:
@@ -29,7 +35,7 @@ def load_kernel(name: str) -> Kernel:
         return Kernel(flash.flash_attend, flash.obstacle)
     from treeattn.kernel import pallas  # when asked for: it takes a fifth of JAX's time to import
 
-    return Kernel(pallas.pallas_attend, pallas.obstacle)
+    return Kernel(pallas.pallas_attend, pallas.obstacle, pallas.pallas_attention)
 
 
 def resolve(implementation: Implementation, inputs: Inputs, platform: str | None) -> Inputs:

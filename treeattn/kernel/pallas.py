@@ -18,17 +18,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from treeattn.idea.arrays import varying_like
-from treeattn.idea.state import AttentionState, finite
+from treeattn.idea.state import AttentionState, finalize, finite
 from treeattn.kernel.blockwise import attend_blockwise
 from treeattn.kernel.inputs import Inputs
 from treeattn.kernel.masks import mask_and_clip, shown_by
+from treeattn.kernel.one_key import attend_one_key
 from treeattn.kernel.splits import keep_nan, merge_splits
 from treeattn.kernel.tiles import (
     SIDE,
     ceil,
     divide,
     dot,
-    float32_array,
     grid,
     indices,
     load,
@@ -36,6 +36,7 @@ from treeattn.kernel.tiles import (
     side,
     store_state,
     triton,
+    untyped_array,
 )
 
 MAX_HEAD_DIM = 256
@@ -66,18 +67,46 @@ def pallas_attend(inputs: Inputs) -> AttentionState:
     """The state by the kernel, of inputs that have no `obstacle`."""
     if 0 in (*inputs.q.shape, *inputs.v.shape):
         return attend_blockwise(inputs)
-    arguments = varying_like(inputs.arrays, *inputs.arrays)
-    call = functools.partial(_call, scale=inputs.scale, causal=inputs.causal)
-    compiled = functools.partial(call, interpret=False)
-    interpreted = functools.partial(call, interpret=True)
-    state = lax.platform_dependent(*arguments, cuda=compiled, default=interpreted)
-    return AttentionState(*varying_like(state, *inputs.arrays))
+    if inputs.k.shape[1] == 1:
+        return attend_one_key(inputs)
+    return AttentionState(*_run(inputs))
 
 
 pallas_attend.defvjp(
     lambda inputs: (pallas_attend(inputs), inputs),
     lambda inputs, cotangent: jax.vjp(attend_blockwise, inputs)[1](cotangent),
 )
+
+
+@jax.custom_vjp
+def pallas_attention(inputs: Inputs):
+    """The output of that state (b, l, h, dv) in the queries' dtype; the second kernel divides."""
+    if 0 in (*inputs.q.shape, *inputs.v.shape):
+        return _blockwise_attention(inputs)
+    if inputs.k.shape[1] == 1:
+        return finalize(attend_one_key(inputs))[0].astype(inputs.q.dtype)
+    return _run(inputs, inputs.q.dtype)[0]
+
+
+def _blockwise_attention(inputs: Inputs):
+    return finalize(attend_blockwise(inputs))[0].astype(inputs.q.dtype)
+
+
+pallas_attention.defvjp(
+    lambda inputs: (pallas_attention(inputs), inputs),
+    lambda inputs, cotangent: jax.vjp(_blockwise_attention, inputs)[1](cotangent),
+)
+
+
+def _run(inputs: Inputs, output_dtype=None) -> tuple:
+    """What `_call` returns, compiled for CUDA, interpreted for anything else."""
+    arguments = varying_like(inputs.arrays, *inputs.arrays)
+    options = {"scale": inputs.scale, "causal": inputs.causal, "output_dtype": output_dtype}
+    call = functools.partial(_call, **options)
+    compiled = functools.partial(call, interpret=False)
+    interpreted = functools.partial(call, interpret=True)
+    found = lax.platform_dependent(*arguments, cuda=compiled, default=interpreted)
+    return varying_like(found, *inputs.arrays)
 
 
 class Tiling(NamedTuple):
@@ -109,11 +138,13 @@ def _tile(q, v) -> Tiling:
     return Tiling(rows, tiles, min(side(n), most), splits)
 
 
-def _call(q, k, v, mask, bias, lengths, factor, *, scale: float, causal: bool, interpret: bool):
-    """The state's fields (b, l, h), (b, l, h) and (b, l, h, dv)."""
-    options = {"scale": scale, "causal": causal, "interpret": interpret}
-    states = _split_states(q, k, v, mask, bias, lengths, factor, **options)
-    return merge_splits(states, interpret)
+def _call(*arrays, interpret: bool, output_dtype=None, **options) -> tuple:
+    """The state's fields (b, l, h), (b, l, h) and (b, l, h, dv), or its output alone.
+
+    arrays: as `Inputs.arrays`; options: scale and causal
+    """
+    states = _split_states(*arrays, interpret=interpret, **options)
+    return merge_splits(states, interpret, output_dtype)
 
 
 def _split_states(
@@ -132,7 +163,7 @@ def _split_states(
     def result(*shape):
         rest = [0] * len(shape)
         spec = pl.BlockSpec((None, None, *shape), lambda _, s, i: (s, i, *rest))
-        return spec, float32_array(tiling.splits, b, *shape)
+        return spec, untyped_array("float32", tiling.splits, b, *shape)
 
     by_row = mask, bias, lengths, factor
     out_specs, out_shape = zip(result(l, h), result(l, h), result(l, h, dv), strict=True)

@@ -11,39 +11,46 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from treeattn.idea.state import finite
+from treeattn.idea.state import AttentionState, finalize, finite
 from treeattn.kernel.tiles import (
     divide,
-    float32_array,
     indices,
     load,
     load_rows,
     side,
+    store_rows,
     store_state,
     triton,
+    untyped_array,
 )
 
 READ = 1 << 12  # numbers that a program reads at a time
 
 
-def merge_splits(states, interpret: bool):
+def merge_splits(states, interpret: bool, output_dtype=None) -> tuple:
     """The merge of states (splits, b, l, h), …, (splits, b, l, h, dv), a power of two of them.
 
-    Returns fields (b, l, h), (b, l, h) and (b, l, h, dv). A single split is no kernel.
+    Returns fields (b, l, h), (b, l, h) and (b, l, h, dv), or with output_dtype the output of that
+    state alone, (b, l, h, dv). Of a single split nothing is to be merged.
     """
     splits, b, l, h, dv = states[2].shape
     if splits == 1:
-        return tuple(x[0] for x in states)
+        state = AttentionState(*(x[0] for x in states))
+        return state if output_dtype is None else (finalize(state)[0].astype(output_dtype),)
 
     def spec(x):
         rest = [0] * (x.ndim - 2)
         return pl.BlockSpec((splits, None, *x.shape[2:]), lambda _, i: (0, i, *rest))
 
-    def result(*shape):
+    def result(*shape, dtype="float32"):
         rest = [0] * len(shape)
-        return pl.BlockSpec((None, *shape), lambda _, i: (i, *rest)), float32_array(b, *shape)
+        spec = pl.BlockSpec((None, *shape), lambda _, i: (i, *rest))
+        return spec, untyped_array(dtype, b, *shape)
 
-    out_specs, out_shape = zip(result(l, h), result(l, h), result(l, h, dv), strict=True)
+    results = [result(l, h), result(l, h), result(l, h, dv)]
+    if output_dtype is not None:
+        results = [result(l, h, dv, dtype=output_dtype)]
+    out_specs, out_shape = zip(*results, strict=True)
     call = pl.pallas_call(
         functools.partial(_kernel, splits=splits),
         grid=(l * h, b),
@@ -61,7 +68,7 @@ def _kernel(m, d, n, *out, splits: int):
     """One program: the state of one query of one head.
 
     References to the splits' m and d (splits, l, h) and n (splits, l, h, dv). out: the state's
-    fields, (l, h), (l, h) and (l, h, dv).
+    fields, (l, h), (l, h) and (l, h, dv); or its output, (l, h, dv).
     """
     _, _, h, dv = n.shape
     query, head = divide(pl.program_id(0), h)
@@ -86,8 +93,15 @@ def _kernel(m, d, n, *out, splits: int):
     total = jnp.zeros(side(dv), jnp.float32)
     total = lax.fori_loop(jnp.int32(0), jnp.int32(splits // size), add_some, total)
     one = indices(1)
-    state = jnp.full(1, pivot), jnp.full(1, denominator), total[None] * splits
-    store_state(out, keep_nan(*state), (one + query, one + head), one == 0)
+    place_of_one = one + query, one + head
+    state = keep_nan(jnp.full(1, pivot), jnp.full(1, denominator), total[None] * splits)
+    if len(out) > 1:
+        store_state(out, state, place_of_one, one == 0)
+        return
+    _, denominator, numerator = state
+    # Without keys both are 0. All weights are at most 1: a denominator is within range.
+    output = numerator / jnp.where(denominator == 0, 1, denominator)[:, None]
+    store_rows(out[0], output.astype(out[0].dtype), place_of_one, one == 0)
 
 
 # Triton makes instructions of max, min and clamp that drop a NaN: of a number and a NaN they give

@@ -87,16 +87,21 @@ def store_state(out, state, place, there):
 
     out: references to (l, h), (l, h) and (l, h, dv); there: whether a row of the tile is a query
     """
-    dv = out[2].shape[-1]
-    column = indices(side(dv))
-    is_entry = there[:, None] & (column < dv)[None]
     m, denominator, numerator = state
     triton.store(out[0].at[place], m, mask=there)
     triton.store(out[1].at[place], denominator, mask=there)
-    triton.store(out[2].at[grid(*place, column)], numerator, mask=is_entry)
+    store_rows(out[2], numerator, place, there)
 
 
-def float32_array(*shape: int):
+def store_rows(out, rows, place, there):
+    """Write the rows of a tile, up to the width of `out` (l, h, dv), to their places in it."""
+    dv = out.shape[-1]
+    column = indices(side(dv))
+    is_entry = there[:, None] & (column < dv)[None]
+    triton.store(out.at[grid(*place, column)], rows, mask=is_entry)
+
+
+def untyped_array(dtype, *shape: int):
     """What a kernel writes. Of a ShapeDtypeStruct JAX would ask, inside shard_map, along which axes
     it varies."""
-    return SimpleNamespace(shape=shape, dtype=jnp.dtype("float32"))
+    return SimpleNamespace(shape=shape, dtype=jnp.dtype(dtype))
