@@ -176,15 +176,19 @@ def test_blocks_past_the_lengths_are_skipped(monkeypatch):
 
 @pytest.mark.parametrize("which", range(3), ids="qkv")
 def test_a_nan_is_not_lost(which):
-    arrays, _ = draw(0, (1, 2, 2, 2, 100, 64, 64), (), "float32")
-    arrays = [x.at[:, 0].set(jnp.nan) if i == which else x for i, x in enumerate(arrays)]
-    out, lse = finalize(run(*arrays))
-    assert np.all(np.isnan(out[:, 0]))
-    assert np.all(np.isnan(lse[:, 0])) == (which < 2)
+    for n in (100, 600, 1):  # of one split, of two, and of one key
+        arrays, _ = draw(0, (1, 2, 2, 2, n, 64, 64), (), "float32")
+        arrays = [x.at[:, 0].set(jnp.nan) if i == which else x for i, x in enumerate(arrays)]
+        out, lse = finalize(run(*arrays))
+        assert np.all(np.isnan(out[:, 0]))
+        assert np.all(np.isnan(lse[:, 0])) == (which < 2)
+        output = attention(*arrays, implementation="pallas")
+        np.testing.assert_array_equal(np.isnan(output), np.isnan(out))
 
 
+@pytest.mark.parametrize("n", [600, 1])
 @pytest.mark.parametrize("dtype", ERROR)
-def test_finite_inputs_make_no_nan(dtype):
+def test_finite_inputs_make_no_nan(dtype, n):
     @settings(max_examples=20)
     @given(seed=st.integers(0, 2**32), qk=st.sampled_from([1, 100, 1e4, 1e19, 1e30, 3e38]))
     def test(seed, qk):
@@ -193,7 +197,7 @@ def test_finite_inputs_make_no_nan(dtype):
             jnp.asarray(
                 np.clip(size * rng.choice([-1, 0, 1e-3, 1], (1, x, 1, 16)), -top, top), dtype
             )
-            for x, size in ((1, qk), (600, qk), (600, 3e38))
+            for x, size in ((1, qk), (n, qk), (n, 3e38))
         )
         out, lse = finalize(compiled("extremes", (), dtype)(q, k, v))
         assert not np.any(np.isnan(out)) and np.all(np.isfinite(lse))
@@ -223,6 +227,21 @@ def test_a_sink_is_a_state_that_merges():
     check((q, k1, v1), merge(run(q, k, v), none), error=2e-6, bias=bias)
 
 
+def test_the_output_alone_is_that_of_the_state():
+    """Which the second kernel divides; also where a query sees nothing, and with its gradient."""
+    for name, which in (("few queries, odd sizes", ALL), ("one query, several splits", ())):
+        arrays, options = draw(3, SHAPES[name], which, "float32")
+        arrays = [x.astype("float32") for x in arrays]
+        found = jax.jit(functools.partial(attention, implementation="pallas"))(*arrays, **options)
+        np.testing.assert_allclose(found, dense_attention(*arrays, **options), atol=1e-5)
+
+    def loss(v):
+        return jnp.sum(attention(*arrays[:2], v, implementation="pallas") ** 2)
+
+    expected = jax.grad(lambda v: jnp.sum(attention(*arrays[:2], v) ** 2))(arrays[2])
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(arrays[2]), expected, atol=1e-5)
+
+
 def test_vmap():
     (q, k, v), options = draw(6, (3, 2, 4, 2, 300, 16, 16), ("kv_lengths",), "float32")
     one = lambda q, k, v, n: jax.tree.map(  # noqa: E731
@@ -247,6 +266,7 @@ def test_over_devices(method):
 # Lowered for CUDA, without a GPU.
 
 CALL = "custom_call @__gpu$xla.gpu.triton"
+BOTH = 2  # kernels: over the keys, and over the states of their splits
 
 
 def on_cuda(devices: int = 1):
@@ -285,7 +305,7 @@ EVERYTHING = {
 @pytest.mark.parametrize(("d", "dv"), [(64, 64), (96, 96), (128, 72), (256, 256)])
 def test_every_dtype_and_width_is_lowered(dtype, d, dv):
     text = lowered(run, *shapes(dtype, l=5, d=d, dv=dv), context=on_cuda()[1], **EVERYTHING)
-    assert text.count(CALL) == 1
+    assert text.count(CALL) == BOTH
 
 
 def test_the_kernel_reads_the_cache_where_it_lies():
@@ -297,11 +317,11 @@ def test_the_kernel_reads_the_cache_where_it_lies():
         assert not any(f"stablehlo.{copy}" in line for line in lines), copy
 
 
-def test_the_kernel_is_lowered_once_on_each_device():
+def test_the_kernels_are_lowered_once_on_each_device():
     mesh, context = on_cuda(8)
     f = functools.partial(treeattn.tree_decode, mesh=mesh, axis="kv", implementation="pallas")
     text = lowered(f, *shapes(n=4001), context=context, kv_lengths=LENGTHS)
-    assert text.count(CALL) == 1 and text.count("stablehlo.all_reduce") == 3
+    assert text.count(CALL) == BOTH and text.count("stablehlo.all_reduce") == 3
     assert "all_gather" not in text and "collective_permute" not in text
 
 
@@ -323,10 +343,16 @@ def test_what_the_parts_of_a_factor_leave_out():
     assert 0.2 * 2**-15 < np.max(np.abs((high + low) / x - 1)) <= 2**-15
 
 
-def test_the_backward_pass_has_one_call_of_the_kernel():
-    f = jax.grad(lambda q, k, v: jnp.sum(attention(q, k, v, implementation="pallas")))
+def test_the_backward_pass_calls_each_kernel_once():
+    f = jax.value_and_grad(lambda q, k, v: jnp.sum(attention(q, k, v, implementation="pallas")))
     text = lowered(f, *shapes("float32"), context=on_cuda()[1])
-    assert text.count(CALL) == 1 and "stablehlo.while" in text
+    assert text.count(CALL) == BOTH and "stablehlo.while" in text
+
+
+def test_one_split_and_one_key_take_no_merge():
+    for n, calls in ((256, 1), (1, 0)):
+        text = lowered(run, *shapes(n=n), context=on_cuda()[1], kv_lengths=LENGTHS)
+        assert text.count(CALL) == calls
 
 
 def test_why_the_residual_of_jax_nn_is_not_used():
