@@ -146,7 +146,7 @@ def _attention_of(inputs: Inputs):
     name = inputs.implementation
     if name in KERNELS and (by_kernel := load_kernel(name).attention) is not None:
         return by_kernel(inputs)
-    return finalize(attend_inputs(inputs))[0].astype(inputs.q.dtype)
+    return finalize(attend_inputs(inputs))[0].astype(jnp.result_type(inputs.q))
 
 
 def which_implementation(
