@@ -158,7 +158,7 @@ def test_compiled_for_an_h100_where_the_compiler_is():
         env=os.environ | {"PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     if "plugin for CUDA is not installed" in done.stdout:
