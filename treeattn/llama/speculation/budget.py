@@ -34,6 +34,7 @@ class Budget:
         self.adaptive = adaptive
         self.sizes = _sizes(self.most, adaptive)
         self._seconds: dict[int, list[float]] = {}  # of steps by size
+        self._estimates: dict[int, float] = {}  # what `seconds` has made of them
         self._known: dict[tuple[int, str], Record] = {}
         self.begin()
 
@@ -137,6 +138,11 @@ class Budget:
 
         Beyond them a token costs 3 % of a step: little, so that no size is ruled out untried.
         """
+        if size not in self._estimates:
+            self._estimates[size] = self._estimate(size)
+        return self._estimates[size]
+
+    def _estimate(self, size: int) -> float:
         known = {n: typical(t) for n, t in sorted(self._seconds.items()) if len(t) > 1}
         if not known:
             return 1 + 0.03 * size
@@ -152,6 +158,7 @@ class Budget:
     def took(self, size: int, seconds: float) -> None:
         """A step of this size took so long."""
         keep(self._seconds.setdefault(size, []), seconds)
+        self._estimates.clear()
 
     def drafted(self, seconds: float, draft: int = 0, shape: int = 0) -> None:
         """This draft took so long to propose a tree of this shape."""
