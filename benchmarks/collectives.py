@@ -28,10 +28,12 @@ from pathlib import Path
 
 import numpy as np
 
+from treeattn.cost import fit_ranges
+
 SMALL = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18)  # fitted
 LARGE = (1 << 19, 1 << 20, 1 << 21)  # fitted apart
 UNSEEN = (1 << 15, 1 << 17, 1 << 22, 1 << 23)  # predicted
-KINDS = {"all-reduce": "psum", "all-gather": "all_gather", "collective-permute": "ppermute"}
+KINDS = ("all-reduce", "all-gather", "collective-permute")
 METHODS = {"allreduce": "all-reduce", "butterfly": "collective-permute", "gather": "all-gather"}
 BATCHES = (16, 64)  # sequences of 64 keys, 16 heads of 128: states of 8 kB each
 REPEATS = 60  # calls, of which the fastest counts: what else runs here only adds to a time
@@ -51,37 +53,18 @@ def measure(rank: int, processes: int, address: str) -> dict:
     from jax.sharding import PartitionSpec as P
 
     import treeattn
-    from treeattn.cost import collectives
+    from treeattn.cost import Group, collectives, fastest_seconds, measure_collectives
 
     treeattn.simulate_devices(1)
     treeattn.initialize(address, processes, rank)
     mesh = treeattn.kv_mesh()
     ring = [(i, (i + 1) % processes) for i in range(processes)]
-    gather = jax.jit(
-        jax.shard_map(lambda x: jax.lax.pmax(x, "kv"), mesh=mesh, in_specs=P("kv"), out_specs=P())
-    )
+    fastest = functools.partial(fastest_seconds, mesh=mesh, repeats=REPEATS)
 
-    def place(shape, spec, fill=None):
+    def place(shape, spec):
         rng = np.random.default_rng(0)
         whole = rng.normal(size=shape).astype(np.float32)
         return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), whole.__getitem__)
-
-    together = place((processes,), P("kv"))
-
-    def fastest(program, *arguments) -> float:
-        times = []
-        for _ in range(REPEATS + 3):
-            jax.block_until_ready(gather(together))  # start together
-            start = time.perf_counter()
-            jax.block_until_ready(program(*arguments))
-            times.append(time.perf_counter() - start)
-        slowest = gather(place_local(np.min(times[3:])))
-        return float(np.asarray(slowest.addressable_shards[0].data)[0])
-
-    def place_local(value: float):
-        return jax.make_array_from_callback(
-            (processes,), NamedSharding(mesh, P("kv")), lambda _: np.array([value], np.float32)
-        )
 
     def one(kind, x):
         if kind == "all-reduce":
@@ -90,14 +73,8 @@ def measure(rank: int, processes: int, address: str) -> dict:
             return jax.lax.all_gather(x, "kv")
         return jax.lax.ppermute(x, "kv", ring)
 
-    found = {kind: {} for kind in KINDS}
-    for size in (*SMALL, *LARGE, *UNSEEN):
-        x = place((processes, size // 4), P("kv"))
-        for kind in found:
-            send = functools.partial(one, kind)
-            specs = dict(in_specs=P("kv"), out_specs=P("kv"), check_vma=False)
-            program = jax.jit(jax.shard_map(send, mesh=mesh, **specs))
-            found[kind][size] = fastest(program, x)
+    sizes = (*SMALL, *LARGE, *UNSEEN)
+    found = measure_collectives(Group(processes), kinds=KINDS, sizes=sizes, repeats=REPEATS)
 
     decode = []
     rounds = math.ceil(math.log2(processes))
@@ -155,12 +132,9 @@ def start(processes: int) -> dict:
 
 
 def fit(times: dict[str, float], sizes) -> tuple[float, float]:
-    """α and β of α + β · bytes, by least squares of relative errors, neither negative."""
-    x = np.array(sizes, float)
-    y = np.array([times[str(size)] for size in sizes])
-    a = np.stack([1 / y, x / y], axis=1)
-    alpha, beta = np.linalg.lstsq(a, np.ones(len(y)), rcond=None)[0]
-    return max(float(alpha), 0.0), max(float(beta), 0.0)
+    """α and β of α + β · bytes for these sizes."""
+    (line,) = fit_ranges({size: times[str(size)] for size in sizes})
+    return line.latency, line.seconds_per_byte
 
 
 def predicted(models, size: int) -> float:

@@ -33,10 +33,11 @@ PUBLIC = (
 BELOW = {
     "extras": (),
     "idea": (),
+    "measured": (),
     "kernel": ("idea",),
-    "devices": ("idea", "kernel"),
+    "devices": ("idea", "kernel", "measured"),
     "trees": ("idea.arrays",),
-    "cost": ("idea",),
+    "cost": ("idea", "measured"),
     "conformance": (),
     "llama": ("idea", "kernel", "devices", "trees", "extras"),
     "figures": ("idea", "kernel", "devices", "trees", "cost", "llama", "conformance", "extras"),
@@ -203,7 +204,7 @@ print("jax.experimental.pallas" in sys.modules)  # a fifth of JAX's own time
 """
     assert run(list_new).splitlines() == [
         "treeattn",
-        "treeattn.devices treeattn.idea treeattn.kernel treeattn.trees",
+        "treeattn.devices treeattn.idea treeattn.kernel treeattn.measured treeattn.trees",
         "False",
     ]
 
@@ -222,7 +223,7 @@ print(*sorted({{name.split(".")[1] for name in sys.modules if name.startswith("t
 treeattn.cost.__main__.main(["--context", "1000"])
 """
     same, rooms, _, blank, *table = run(code).splitlines()
-    assert (same, rooms, blank) == ("True", "cost devices idea kernel trees", "")
+    assert (same, rooms, blank) == ("True", "cost devices idea kernel measured trees", "")
     assert table[0].startswith("ms") and len(table) > 5
 
 

@@ -15,9 +15,17 @@ Everything public is here, under one name: `from treeattn.cost import collective
 - `sharding`: whole decode steps of a model by heads, sequence, both or the batch
 - `papers`: what the papers print, and what their authors' scripts would take
 - `whole_steps`: forecasts of whole steps, to be held against measured ones
+- `calibration`: collectives measured on the devices at hand, for a file that advice reads
 - `report`: tables of text; `python -m treeattn.cost` prints advice
 """
 
+from treeattn.cost.calibration import (
+    all_groups,
+    calibrate,
+    fastest_seconds,
+    measure_collectives,
+    measured_seconds,
+)
 from treeattn.cost.formulas import (
     DTYPE_BYTES,
     STORED_BYTES,
@@ -122,6 +130,14 @@ from treeattn.cost.work import (
     scalar_states,
     states_left,
 )
+from treeattn.measured import (
+    CollectiveTimes,
+    Fit,
+    Group,
+    fit_ranges,
+    read_measured,
+    write_measured,
+)
 
 __all__ = [
     "COLLECTIVE_KINDS",
@@ -147,8 +163,11 @@ __all__ = [
     "TABLE_1_MI300X",
     "TABLE_2_RTX4090",
     "Collective",
+    "CollectiveTimes",
     "Cost",
     "Device",
+    "Fit",
+    "Group",
     "Level",
     "Measured",
     "Memory",
@@ -170,9 +189,11 @@ __all__ = [
     "Workload",
     "advice_table",
     "advise",
+    "all_groups",
     "attend_seconds",
     "bytes_text",
     "cache_fits",
+    "calibrate",
     "collective_launches",
     "collective_rounds",
     "collective_seconds",
@@ -187,13 +208,17 @@ __all__ = [
     "count_tree",
     "data_sheet",
     "decode_cost",
+    "fastest_seconds",
     "fit_attending",
     "fit_machine",
+    "fit_ranges",
     "flops",
     "forecast",
     "forecast_step",
     "free_tokens",
     "least_seconds",
+    "measure_collectives",
+    "measured_seconds",
     "mem_ring",
     "mem_tree",
     "memory",
@@ -207,6 +232,7 @@ __all__ = [
     "plans",
     "prefill_seconds",
     "preset",
+    "read_measured",
     "run_rounds",
     "scalar_states",
     "schedule",
@@ -225,4 +251,5 @@ __all__ = [
     "v_tree",
     "verify_seconds",
     "verify_work",
+    "write_measured",
 ]

@@ -1,16 +1,20 @@
 """How to shard the cache of a model on a cluster, and what the advice rests on.
 
 python -m treeattn.cost --model llama-3.1-8b --topology dgx-h100 --nodes 2 --context 1000000
+python -m treeattn.cost --calibrate times.json    measures collectives on the devices at hand
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
 
+from treeattn.cost.calibration import CalibrateAction, measured_table
+from treeattn.cost.formulas import Workload
 from treeattn.cost.report import advice_table
 from treeattn.cost.sharding import MODELS, advise
 from treeattn.cost.topology import CORNERS, PRESETS, preset
 from treeattn.idea.arrays import integer
+from treeattn.measured import VARIABLE, CollectiveTimes, find_measured
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,6 +23,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m treeattn.cost",
         description="How to shard a model's cache on a cluster: whole decode steps, calculated "
         "from data sheets and a library's constants.",
+    )
+    parser.add_argument(
+        "--calibrate",
+        action=CalibrateAction,
+        metavar="FILE",
+        help="measure collectives on the devices of this process, write the file, and end",
+    )
+    parser.add_argument(
+        "--measured",
+        metavar="FILE",
+        help=f"a file of --calibrate, to be advised by as well (default: ${VARIABLE})",
     )
     parser.add_argument("--model", default="llama-3.1-8b", help=f"one of {', '.join(MODELS)}")
     parser.add_argument("--topology", default="dgx-h100", help=f"one of {', '.join(PRESETS)}")
@@ -35,10 +50,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         topology.check_devices(p)
         integer("context", args.context, 1)
         integer("batch", args.batch, 1)
+        times = find_measured(args.measured)
         print(_advice(args.model, args.batch, args.context, p, topology))
+        if times is not None:
+            print(f"\n{_measured_advice(args.model, args.batch, times)}")
     except (TypeError, ValueError) as error:
         parser.error(str(error))
     return 0
+
+
+def _measured_advice(name: str, batch: int, times: CollectiveTimes) -> str:
+    """What a layer's collectives take by a file of measured ones, all heads on every device."""
+    model = MODELS[name]
+    sizes = {"heads": model.heads, "kv_heads": model.kv_heads, "head_dim": model.head_dim}
+    return measured_table(times, Workload(1, batch=batch, **sizes), model.width)
 
 
 def _advice(name: str, batch: int, context: int, p: int, topology) -> str:

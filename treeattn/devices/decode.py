@@ -11,6 +11,7 @@ A call goes straight down:
 """
 
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
+from treeattn.devices.auto import fastest_method
 from treeattn.devices.heads import gather_heads
 from treeattn.devices.layout import (
     Layout,
@@ -46,6 +48,7 @@ from treeattn.kernel.inputs import (
     Values,
     check_inputs,
 )
+from treeattn.measured import CollectiveTimes, find_measured
 
 OutputAndLse = tuple[Output, Float[Array, "b l h"]]
 
@@ -69,6 +72,7 @@ def tree_decode(
     wire: DTypeLike | None = None,
     batch_axis: AxisNames | None = None,
     head_axis: AxisNames | None = None,
+    measured: CollectiveTimes | str | os.PathLike | None = None,
 ):
     """Attention of q, present on every device, over keys and values sharded along `axis`.
 
@@ -116,6 +120,12 @@ def tree_decode(
              No other method takes the implementation "exact": states that are rounded before they
              merge depend on the number of devices.
 
+    method "auto": the one whose collectives take least on these devices by a file of measured
+             times (`treeattn.measured`; `python -m treeattn.cost --calibrate FILE` writes it):
+             measured, or else the file that the environment variable TREEATTN_MEASURED names.
+             Without either, "allreduce" ("reduce_scatter" with scatter, "butterfly" with block).
+             Processes that decode together must read the same times.
+
     Returns out (b, l, h, dv) in q's dtype; with return_lse also lse (b, l, h), the natural
     logarithm of the sum of exponentials, in float32 or wider. Both are the same on every device,
     unless scattered.
@@ -123,9 +133,11 @@ def tree_decode(
     Raises ValueError for an axis that the mesh lacks or that `shard_map` has made manual, rows or
     heads that do not divide, an unknown method or wire, a method that does not scatter when asked
     to, a block that does not make such a tree, another mesh than that of `jax.set_mesh`, and
-    whatever `attend` refuses.
+    whatever `attend` refuses; and, with method "auto", for a file that cannot be read, or in which
+    groups as large as the mesh's axes were not measured.
     """
-    check_method(method)
+    if method != "auto":
+        check_method(method)
     check_wire(wire, method)
     if scatter and method in (*WHOLE, "exact"):
         can = (*SCATTERED, "hierarchical")
@@ -137,6 +149,9 @@ def tree_decode(
     inputs = check_inputs(q, k, v, mask, bias, kv_lengths, scale)
     layout = lay_out(inputs, mesh, axis, batch_axis, head_axis)
     inputs = resolve_on_mesh(implementation, inputs, layout)
+    if method == "auto":
+        times = find_measured(measured)
+        method = fastest_method(times, inputs, layout, scatter=scatter, block=block, wire=wire)
     if block is not None:
         shards = count_devices(mesh, layout.axes)
         _check_block(integer("block", block), method, k.shape[1], shards, wire)
