@@ -9,9 +9,11 @@
 It needs a JAX for CUDA, 0.8 or newer, and NumPy; what else treeattn imports may be missing. Each
 part is a process of its own with a time limit of its own, and every line that it finds is written
 at once: benchmarks/results/gpu-<name of the device>.json, with a table (.md) and, where matplotlib
-is installed, a figure (.png) from it. A part that cannot run, or is stopped, says why; the
-programs compiled so far are kept, so that a second run comes further. The exit status is 0, or 1
-where a result is wrong, or 2 where all are right but a part failed or was stopped.
+is installed, a figure (.png) from it. What was predicted of an H200 before any was at hand
+(benchmarks/results/gpu_predictions.json) stands beside what it measures. A part that cannot run, or
+is stopped, says why; the programs compiled so far are kept, so that a second run comes further. The
+exit status is 0, or 1 where a result is wrong, or 2 where all are right but a part failed or was
+stopped.
 """
 
 import argparse

@@ -190,7 +190,7 @@ def local(smoke: bool) -> Iterator[dict]:
 
 
 def cluster(smoke: bool) -> Iterator[dict]:
-    """The example's kernel, the split-K kernel with its merge, and that merge alone."""
+    """The example's kernel, the two of split-K, and a tree of merges that XLA compiles."""
     example = cluster_example()
     why = example.missing()
     if not why and not smoke and not example.on_hopper():
@@ -216,9 +216,9 @@ def cluster(smoke: bool) -> Iterator[dict]:
                 out, expected = (treeattn.finalize(x)[0] for x in (state, first))
                 case["off"] = float(jnp.abs(out - expected).max())
             yield case | ({} if smoke else {"µs": 1e6 * example.seconds(f, q, k, v)})
-    splits = 4 if smoke else 512 // 8  # what the split-K kernel leaves to its merge
+    splits = 4 if smoke else 512 // 8  # what the first split-K kernel leaves to the second
     states = jax.tree.map(lambda x: jnp.stack([x] * splits), first)
-    merge = functools.partial(treeattn.reduce_tree, arity=8)  # as the kernel's own merge
+    merge = functools.partial(treeattn.reduce_tree, arity=8)  # as XLA compiles one
     t = seconds(jax.jit(chained(merge, 1 if smoke else 100)), states)
     yield {"what": "merge alone", "states": splits, "µs": 1e6 * t / (1 if smoke else 100)}
 

@@ -4,6 +4,7 @@ import importlib.util
 import json
 from pathlib import Path
 
+PREDICTIONS = Path(__file__).parent / "results" / "gpu_predictions.json"
 MARKS = ("o-", "s--", "^-.", "D:")  # lines told apart without colour
 
 
@@ -18,6 +19,30 @@ def headline(about: dict) -> str:
     said += f"JAX {about['jax']}, Python {about['python']}."
     reasons = [f"{name} ({why})" for name, why in about["cannot run"].items()]
     return f"{said} Not run: {'; '.join(reasons)}." if reasons else f"{said} All can run."
+
+
+def with_predictions(rows: list[dict], device: str) -> list[dict]:
+    """The rows, beside what was measured what had been predicted of it on that device."""
+    predictions = json.loads(PREDICTIONS.read_text(encoding="utf-8"))
+    if predictions["device"] not in device:
+        return rows
+    found = []
+    for row in rows:
+        said = {}
+        for prediction in predictions["rows"]:
+            if is_of(prediction["of"], row):
+                field = prediction["field"]
+                said[f"{field} predicted"] = f"{prediction['low']} to {prediction['high']}"
+        found.append(row | said)
+    return found
+
+
+def is_of(fields: dict, row: dict) -> bool:
+    """Whether the row has these fields; of several values in a list, one of them."""
+    for name, values in fields.items():
+        if row.get(name) not in (values if isinstance(values, list) else [values]):
+            return False
+    return True
 
 
 def table(rows: list[dict]) -> list[str]:
@@ -42,7 +67,7 @@ def report(path: Path) -> str:
         lines += ["A rehearsal with small sizes: its times say nothing.", ""]
     for name, part in parts.items():
         lines += [f"## {name}", "", f"{part['status']}, {part.get('seconds', 0)} s.", ""]
-        rows = part["rows"]
+        rows = with_predictions(part["rows"], about["device"])
         if name == "correct":
             run = [row for row in rows if "ok" in row]
             right = [row for row in run if row["ok"]]

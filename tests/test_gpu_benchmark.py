@@ -81,6 +81,30 @@ def test_all_limits_together_are_under_ten_minutes(gpu):
     assert sum(seconds for seconds, _ in gpu.PARTS.values()) < 10 * 60
 
 
+def test_predictions_stand_beside_what_is_measured(gpu, monkeypatch):
+    """Of the device that they are of; and each is of a row that the parts can yield."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_parts
+    import gpu_report
+
+    row = {"what": "local", "dtype": "bfloat16", "keys": 65536, "heads": "32/8"}
+    row |= {"implementation": "pallas", "µs": 80.0}
+    (found,) = gpu_report.with_predictions([row], "NVIDIA H200")
+    assert found.pop("µs predicted") == "64 to 70" and found == row
+    for other, device in ((row, "NVIDIA A100"), (row | {"keys": 7}, "NVIDIA H200")):
+        assert gpu_report.with_predictions([other], device) == [other]
+    predictions = json.loads(gpu_report.PREDICTIONS.read_text("utf-8"))["rows"]
+    assert all(prediction["low"] < prediction["high"] for prediction in predictions)
+    local = [prediction["of"] for prediction in predictions if prediction["of"]["what"] == "local"]
+    assert {of["keys"] for of in local} <= {2**i for i in range(12, 21, 2)}
+    assert {of["heads"] for of in local} == {f"{gpu_parts.HEADS}/8"}
+    assert {of["implementation"] for of in local} <= set(gpu_parts.KERNELS)
+    decoded = [of["model"] for of in (p["of"] for p in predictions) if of["what"] == "decode"]
+    source = (BENCHMARKS / "gpu_llama.py").read_text("utf-8")
+    names = [x for name in decoded for x in (name if isinstance(name, list) else [name])]
+    assert all(f'"{name}"' in source for name in names)
+
+
 def test_the_exit_status_says_wrong_or_incomplete(gpu, capsys):
     right, wrong = {"ok": True}, {"ok": False}
     done = {"status": "done", "rows": [right, {"why not": "it is not installed"}]}
