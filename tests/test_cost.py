@@ -1,8 +1,6 @@
 """The papers' formulas, and the model of what each way of decoding sends, holds and takes."""
 
 import functools
-import subprocess
-import sys
 from dataclasses import replace
 
 import jax
@@ -13,7 +11,6 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from treeattn import kv_mesh, pass_q_decode, ring_decode, tree_decode
-from treeattn.cost import __main__ as cost
 from treeattn.cost import report
 from treeattn.cost.formulas import (
     Workload,
@@ -36,7 +33,6 @@ from treeattn.cost.program import (
     total_bytes,
 )
 from treeattn.cost.roofline import attend_seconds, step_seconds
-from treeattn.cost.sharding import MODELS, Plan, advise, step_cost
 from treeattn.cost.strategies import (
     STRATEGIES,
     decode_cost,
@@ -375,6 +371,11 @@ def test_prefill_by_hand():
     for strategy in ("ring", "kv-gather", "ulysses", "tree"):
         alone, nothing = prefill_seconds(strategy, w, 1, DGX)
         assert nothing == 0 and alone == pytest.approx(8 * attend, rel=1e-3)
+    # Of 2 key heads on 3 devices each is sent three times, as `ulysses_attention` repeats them.
+    few = Workload(3 * 10**6, heads=12, kv_heads=2, queries=1)
+    _, sending = prefill_seconds("ulysses", few, 3, DGX)
+    rows = [collective_seconds("all-to-all", 3, 2 * x * 128, DGX) for x in (12, 6 * 10**6)]
+    assert sending == pytest.approx(2 * sum(rows))
     with pytest.raises(ValueError, match="ulysses needs a query head a device, got 16 heads"):
         prefill_seconds("ulysses", w, 32, DGX)
     with pytest.raises(ValueError, match="strategy: expected ring, kv-gather, ulysses or tree"):
@@ -443,6 +444,15 @@ def test_latent_values_are_stored_with_their_keys():
     assert sending[0] < sending[1]
 
 
+def test_bytes_count_from_some_tokens_on():
+    """vLLM's all-to-all on 8 GPUs: 14 tokens of DeepSeek-V3, 240 of Llama 3.1 8B."""
+    latent = Workload(1, heads=128, kv_heads=1, head_dim=576, value_dim=512, latent=True)
+    for w, tokens in ((latent, 14), (Workload(1, heads=32, kv_heads=8), 240)):
+        for batch in (tokens - 1, tokens):
+            sent = traffic(merge_messages("a2a", replace(w, batch=batch), 8), 8, DGX)
+            assert (sent.volume > sent.latency) == (batch == tokens)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_cache_of_bytes_is_half_of_one_of_bfloat16(strategy):
     """The queries and the outputs stay; so does a merge, which is the point."""
@@ -499,81 +509,7 @@ def test_choices_of_constants_have_the_networks_own_names():
     assert fast < base < slow
 
 
-# --------------------------------------------------------------------------- whole steps
-
-
-LLAMA = MODELS["llama-3.1-8b"]
-
-
-def test_the_models_are_as_large_as_their_names():
-    """Weights that a step reads: all but the input embedding, where that is another matrix."""
-    for name, weights in (("1b", 1.24e9), ("8b", 7.50e9), ("70b", 69.5e9), ("405b", 403.7e9)):
-        (model,) = (m for n, m in MODELS.items() if n.endswith("-" + name))
-        assert model.weights == pytest.approx(weights, rel=0.01)
-
-
-def test_a_step_by_hand():
-    """Llama 3.1 8B, a million keys on 8 H100s by heads: a key head each."""
-    step = step_cost(LLAMA, Plan(1, 8, 1, None, True), 1, 10**6, DGX)
-    assert step.attend == pytest.approx(32 * 2 * 10**6 * 128 * 2 / 3.35e12)
-    assert step.weights == pytest.approx(2 * LLAMA.weights / 8 / 3.35e12)
-    assert step.merge == 0 and step.projections > 0
-    assert step.memory_bytes == pytest.approx(2 * LLAMA.weights / 8 + 32 * 2 * 10**6 * 128 * 2)
-    # On 16, key heads are on two devices each, unless their sequence is split.
-    twice = step_cost(LLAMA, Plan(1, 16, 1, None, True), 1, 10**6, DGX)
-    assert twice.attend == pytest.approx(step.attend)
-    both = step_cost(LLAMA, Plan(1, 8, 2, "helix", True), 1, 10**6, DGX)
-    assert both.attend == pytest.approx(step.attend / 2) and both.merge > 0
-    # With all weights everywhere nothing is summed, and all of them are read.
-    papers = step_cost(LLAMA, Plan(1, 1, 8, "tree", False), 1, 10**6, DGX)
-    assert papers.weights == pytest.approx(8 * step.weights) and papers.projections == 0
-
-
-@pytest.mark.parametrize(
-    ("plan", "quick"), [(Plan(1, 1, 16, "tree", False), 0.84), (Plan(1, 8, 2, "helix", True), 0.76)]
-)
-def test_a_trees_step_waits_for_latencies_and_not_for_bandwidth(plan, quick):
-    """The explainer's "absolute bottleneck": of a step on two nodes less than 1 % is bytes."""
-    networks = (DGX, DGX.scaled(bandwidth=2.0), DGX.scaled(latency=0.5))
-    base, wide, half = (step_cost(LLAMA, plan, 1, 10**6, n).seconds for n in networks)
-    assert 0.99 < wide / base <= 1
-    assert half / base == pytest.approx(quick, abs=0.01)
-    ring = [decode_cost("ring", Workload(10**6), 16, n).seconds for n in networks[:2]]
-    assert ring[1] / ring[0] == pytest.approx(0.5, abs=0.02)  # of a ring nearly all of it is
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("corner", CORNERS)
-def test_advice_that_no_choice_of_constants_changes(corner):
-    """Heads up to the key heads; beyond them, heads and sequence; many sequences, the batch."""
-    there = CORNERS[corner](DGX)
-    for model, batch, context, p, expected in (
-        (LLAMA, 1, 10**6, 8, "heads"),
-        (LLAMA, 1, 10**6, 16, "heads + sequence"),
-        (MODELS["llama-3.1-70b"], 1, 10**6, 16, "heads + sequence"),
-        (MODELS["llama-3.1-70b"], 8, 128_000, 32, "batch + heads"),
-        (LLAMA, 64, 32_000, 8, "heads"),
-    ):
-        best = advise(model, batch, context, p, there)[0]
-        assert best.fits and best.plan.family == expected
-    # With one key head, the sequence is all that there is to split.
-    mqa = replace(LLAMA, kv_heads=1)
-    assert "sequence" in advise(mqa, 1, 10**6, 8, there)[0].plan.family
-
-
-def test_advice_that_depends_on_the_network():
-    """Ten million keys on 64 GPUs: on a slow network, no Allreduces of sharded weights."""
-    found = {c: advise(LLAMA, 1, 10**7, 64, CORNERS[c](DGX))[0].plan for c in ("fused", "slow")}
-    assert found["fused"].split_weights and not found["slow"].split_weights
-
-
-def test_plans_come_to_the_devices_and_fit_or_come_last():
-    steps = advise(MODELS["llama-3.1-70b"], 8, 128_000, 32, DGX)
-    assert all(s.plan.batch * s.plan.heads * s.plan.sequence == 32 for s in steps)
-    fits = [s.fits for s in steps]
-    assert fits == sorted(fits, reverse=True) and not all(fits)
-    times = [s.seconds for s in steps if s.fits]
-    assert times == sorted(times)
+# ------------------------------------------------------------------------------ for all
 
 
 @given(
@@ -626,44 +562,7 @@ def test_dimensions(strategy, p, context, unit):
         assert getattr(there, field) == pytest.approx(unit * getattr(here, field))
 
 
-# ------------------------------------------------------------------------------ the program
-
-
-def test_command_line(capsys):
-    arguments = ["--model", "llama-3.1-8b", "--nodes", "2", "--context", "1000000"]
-    assert cost.main(arguments) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("llama-3.1-8b, batch 1, 1,000,000 keys each, on 16 × H100 SXM")
-    assert lines[3].startswith("heads + sequence") and lines[3].endswith("2× sequence, helix")
-    assert [line[3:12].strip() for line in lines if line.startswith("by ")] == list(CORNERS)
-    assert cost.main(["--context", "1000000000", "--nodes", "2"]) == 0
-    assert "by slow     : nothing fits" in capsys.readouterr().out
-
-
-def test_command_line_as_a_program():
-    command = [sys.executable, "-m", "treeattn.cost", "--devices", "4", "--context", "1000"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert found.returncode == 0 and found.stderr == ""
-    assert found.stdout.startswith("llama-3.1-8b, batch 1, 1,000 keys each, on 4 × H100 SXM")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--context", "0"], "context: expected an integer of at least 1, got 0"),
-        (["--context", "9", "--batch", "-5"], "batch: expected an integer of at least 1, got -5"),
-        (["--context", "9", "--topology", "dgx"], "topology: expected one of dgx-h100"),
-        (["--context", "9", "--nodes", "0"], "p: expected an integer of at least 1, got 0"),
-        (["--context", "9", "--devices", "9999"], "at most 4096 devices, got 9999"),
-        (["--context", "9", "--devices", "6"], "p: plans are for a power of two, got 6"),
-        (["--context", "9", "--model", "gpt"], "model: expected one of llama-3.2-1b"),
-    ],
-)
-def test_command_line_refuses(capsys, arguments, message):
-    with pytest.raises(SystemExit) as end:
-        cost.main(arguments)
-    assert end.value.code == 2
-    assert message in capsys.readouterr().err
+# ------------------------------------------------------------------------ text and bad input
 
 
 @pytest.mark.parametrize(

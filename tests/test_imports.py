@@ -224,7 +224,7 @@ treeattn.cost.__main__.main(["--context", "1000"])
 """
     same, rooms, _, blank, *table = run(code).splitlines()
     assert (same, rooms, blank) == ("True", "cost devices idea kernel measured trees", "")
-    assert table[0].startswith("ms") and len(table) > 5
+    assert table[0].startswith("do: ") and table[2].startswith("ms") and len(table) > 7
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from treeattn.cost.formulas import Workload, numel_kv
+from treeattn.cost.models import MODELS
 from treeattn.cost.papers import (
     FIGURE_3_CONTEXT,
     FIGURE_3_DEVICES,
@@ -22,7 +23,6 @@ from treeattn.cost.papers import (
     least_seconds,
     script_seconds,
 )
-from treeattn.cost.sharding import MODELS
 from treeattn.cost.strategies import decode_cost
 from treeattn.cost.topology import CORNERS, preset
 

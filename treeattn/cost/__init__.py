@@ -12,13 +12,16 @@ Everything public is here, under one name: `from treeattn.cost import collective
 - `merges`: the ways to merge a sharded cache's states, the papers' and serving systems'
 - `strategies`: what rings and merges send, hold and take in a step of decoding
 - `prefill`: the same for many new tokens at once
-- `sharding`: whole decode steps of a model by heads, sequence, both or the batch
+- `models`: the sizes of models; `placement`: where a plan's parts lie on a topology
+- `sharding`: whole decode steps of a model by heads, sequence, layers, batch, or several of them
+- `advice`: all such plans, the fastest, and how many devices would do
 - `papers`: what the papers print, and what their authors' scripts would take
 - `whole_steps`: forecasts of whole steps, to be held against measured ones
 - `calibration`: collectives measured on the devices at hand, for a file that advice reads
 - `report`: tables of text; `python -m treeattn.cost` prints advice
 """
 
+from treeattn.cost.advice import advise, least_devices, plans
 from treeattn.cost.calibration import (
     all_groups,
     calibrate,
@@ -49,6 +52,7 @@ from treeattn.cost.merges import (
     state_bytes,
     traffic,
 )
+from treeattn.cost.models import MODELS, Model
 from treeattn.cost.network import (
     TimedRound,
     collective_launches,
@@ -94,7 +98,7 @@ from treeattn.cost.report import advice_table, bytes_text
 from treeattn.cost.ridge import VerifyWork, cache_fits, free_tokens, verify_seconds, verify_work
 from treeattn.cost.roofline import MACHINES, attend_seconds, step_seconds
 from treeattn.cost.schedules import SCHEDULES, Round, schedule
-from treeattn.cost.sharding import MODELS, Model, Plan, Step, advise, plans, step_cost
+from treeattn.cost.sharding import HEADROOM, Plan, Step, held_bytes, step_cost
 from treeattn.cost.strategies import (
     STRATEGIES,
     Cost,
@@ -149,6 +153,7 @@ __all__ = [
     "FIGURE_3_SPEEDUP",
     "FIGURE_4_GAP_BYTES",
     "H100_8B",
+    "HEADROOM",
     "MACHINES",
     "MERGES",
     "MI300X_8B",
@@ -216,6 +221,8 @@ __all__ = [
     "forecast",
     "forecast_step",
     "free_tokens",
+    "held_bytes",
+    "least_devices",
     "least_seconds",
     "measure_collectives",
     "measured_seconds",

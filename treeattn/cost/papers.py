@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from treeattn.cost.formulas import Number, Workload
-from treeattn.cost.sharding import MODELS, Model
+from treeattn.cost.models import MODELS, Model
 from treeattn.cost.strategies import decode_cost
 from treeattn.cost.topology import H100, MI300X, RTX4090, Device, Topology
 

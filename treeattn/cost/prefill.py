@@ -1,5 +1,7 @@
 """What a prefill takes, by ring, by gathering the keys, by Ulysses and by a tree."""
 
+import math
+
 from treeattn.cost.formulas import Workload
 from treeattn.cost.merges import Message, state_bytes, traffic
 from treeattn.cost.roofline import attend_seconds
@@ -69,7 +71,7 @@ def _ulysses(w: Workload, p: int, topology: Topology, compute: float) -> tuple[f
     """Whole sequences of a share of the heads: four all-to-alls, and attending between them."""
     if p > w.heads:
         raise ValueError(f"strategy: ulysses needs a query head a device, got {w.heads} heads")
-    heads_sent = max(w.kv_heads, p)  # a key head goes to every device that needs it
+    heads_sent = math.lcm(w.kv_heads, p)  # repeated until the devices divide them
     copies = heads_sent / w.kv_heads
     queries = _queries_bytes(w, p)
     sent = [queries, queries * w.value_dim / w.head_dim]  # there, and outputs back

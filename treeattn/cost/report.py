@@ -7,15 +7,23 @@ from treeattn.cost.sharding import Step
 
 
 def advice_table(steps: Sequence[Step]) -> str:
-    """The best plan of each family, in the order of the steps: its parts in milliseconds."""
-    rows = [("ms", "step", "weights", "attend", "merge", "Allreduces", "launches", "held", "plan")]
+    """The best plan of each family, in the order of the steps: its parts in milliseconds.
+
+    Of pipelines the best alone. held: bytes of weights and cache on a device; on: devices that the
+    plan uses.
+    """
+    parts = ("step", "weights", "attend", "merge", "Allreduces", "launches", "held", "on")
+    rows = [("ms", *parts, "plan")]
     best: dict[tuple, Step] = {}
     for step in steps:
-        best.setdefault((step.plan.family, step.plan.split_weights), step)
-    for (name, _), step in best.items():
+        plan = step.plan
+        kind = (plan.family, plan.split_weights, plan.copies > 1)
+        best.setdefault("a pipeline" if plan.stages > 1 else kind, step)
+    for step in best.values():
         times = (f"{1e3 * x:.2f}" for x in (step.seconds, *step[1:6]))
-        held = bytes_text(step.memory_bytes)
-        rows.append((name, *times, held, str(step.plan) + ("" if step.fits else ": does not fit")))
+        where = (bytes_text(step.memory_bytes), str(step.plan.devices))
+        text = f"{step.plan}{'' if step.fits else ': does not fit'}"
+        rows.append((step.plan.family, *times, *where, text))
     return columns(rows)
 
 

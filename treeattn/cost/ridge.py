@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from treeattn.cost.formulas import DTYPE_BYTES, Number, Workload, numel_kv
 from treeattn.cost.merges import Message, merge_messages, traffic
-from treeattn.cost.sharding import Model, kernel_allreduce
+from treeattn.cost.models import Model
+from treeattn.cost.sharding import kernel_allreduce
 from treeattn.cost.topology import Device, Topology
 from treeattn.idea.arrays import integer
 

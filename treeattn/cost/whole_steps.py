@@ -17,8 +17,9 @@ import numpy as np
 
 from treeattn.cost.formulas import Workload
 from treeattn.cost.merges import merge_messages, traffic
+from treeattn.cost.models import MODELS, Model
 from treeattn.cost.network import collective_seconds
-from treeattn.cost.sharding import KERNELS, MODELS, Model
+from treeattn.cost.sharding import KERNELS
 from treeattn.cost.topology import Topology
 
 LLAMA_405B = MODELS["llama-3.1-405b"]

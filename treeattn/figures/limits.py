@@ -1,15 +1,19 @@
 """Figures of notebook 06b: how to shard a cache, and where that stops helping."""
 
-from dataclasses import replace
+import functools
+import itertools
 
 import numpy as np
-from matplotlib.colors import BoundaryNorm, ListedColormap
+from matplotlib.colors import to_rgba
+from matplotlib.patches import Rectangle
 
+from treeattn.cost.advice import advise
 from treeattn.cost.formulas import Workload
 from treeattn.cost.merges import MERGES, SCATTERING, merge_seconds
+from treeattn.cost.models import MODELS, Model
 from treeattn.cost.prefill import prefill_seconds
-from treeattn.cost.sharding import MODELS, Model, advise
-from treeattn.cost.topology import CORNERS
+from treeattn.cost.sharding import Plan, Step, step_cost
+from treeattn.cost.topology import CORNERS, Topology
 from treeattn.figures.canvas import styled
 from treeattn.figures.cost import DGX
 from treeattn.figures.style import (
@@ -30,12 +34,23 @@ LLAMA_8B = MODELS["llama-3.1-8b"]
 
 @styled
 def merges():
-    """Microseconds to merge a layer's states: every way, on 8 and on 64 devices, with ranges."""
-    figure, panels = new_figure(8.4, 3.8, ncols=2, sharey=True)
-    w = Workload(640_000)
-    names = [m for m in MERGES if m != "tree-joined"][::-1]
-    for axes, p in zip(panels, (8, 64), strict=True):
+    """Microseconds to merge a layer's states: every way, for little and for much, with ranges."""
+    figure, panels = new_figure(9.6, 3.8, ncols=3, sharey=True)
+    one = Workload(640_000)
+    latent = Workload(1, batch=32, heads=128, kv_heads=1, head_dim=576, value_dim=512, latent=True)
+    names = [m for m in MERGES if m != "tree"][::-1]  # three Allreduces, which XLA joins
+    for axes, (w, p, title) in zip(
+        panels,
+        (
+            (one, 8, "one token, 8 H100s"),
+            (one, 64, "one token, 64 H100s"),
+            (latent, 8, "32 of DeepSeek-V3, 8 H100s"),
+        ),
+        strict=True,
+    ):
         for y, merge in enumerate(names):
+            if merge == "one-shot" and p > DGX.node_size:
+                continue
             times = {n: merge_seconds(merge, w, p, c(DGX)) * 1e6 for n, c in CORNERS.items()}
             low = min(times.values())
             high = max(times.values())
@@ -43,87 +58,118 @@ def merges():
             colour = ORANGE if merge in SCATTERING else BLUE
             axes.plot([low, high], [y, y], color=colour, lw=3, alpha=0.35)
             axes.plot(times["NCCL 2.28"], y, marker, color=colour, ms=5)
-        axes.set(xscale="log", xlabel="µs a layer", title=f"{p} H100s")
+        axes.set(xscale="log", xlabel="µs a layer")
+        axes.set_title(title, fontsize=10)
         axes.set_xticks([5, 10, 20, 50, 100, 200], ["5", "10", "20", "50", "100", "200"])
         axes.minorticks_off()
     panels[0].set_yticks(range(len(names)), names)
     figure.suptitle(
-        "Merging one token's states: launches count, bytes do not (squares: heads end scattered)",
+        "Merging states: one token's launches count; 32 of DeepSeek-V3, their bytes "
+        "(squares: heads end scattered)",
         x=0.01,
         ha="left",
         fontsize=11,
     )
     return figure.describe(
-        """Microseconds of ten ways to merge a layer's states on 8 and on 64 H100s, on a logarithmic
-        axis; a point by NCCL 2.28's constants in a bar over all choices. Three Allreduces, the
-        tree, take longest by nearly all of them; a single kernel or an all-to-all take a tenth of
-        it. The bars are factors of two to four wide and overlap between neighbours."""
+        """Microseconds of ten ways to merge a layer's states, on a logarithmic axis: of one token
+        on 8 and on 64 H100s, and of 32 tokens of DeepSeek-V3 on 8; a point by NCCL 2.28's constants
+        in a bar over all choices. For one token a single kernel, a gather or an all-to-all take
+        least. With 32 tokens, 128 heads and outputs of 512, kernels and gathers take longest, and
+        what scatters states in 16 bits least."""
     )
 
 
-FAMILIES = {
-    "heads": BLUE,
-    "heads + sequence": GREEN,
-    "sequence": ORANGE,
-    "batch + heads": SKY,
-    "batch + sequence": PURPLE,
-    "batch + heads + sequence": PALE,
-    "batch": RED,
+COLOURS = {
+    "H": BLUE,
+    "HS": GREEN,
+    "S": ORANGE,
+    "BH": SKY,
+    "BS": PURPLE,
+    "BHS": PALE,
+    "B": RED,
+    "": "white",
 }
-LETTERS = dict(zip(FAMILIES, ("H", "HS", "S", "BH", "BS", "BHS", "B"), strict=True))
+# Of all merges one of these is the fastest, or within a hundredth of it.
+FASTEST = ("butterfly", "gather", "one-shot", "nodes", "a2a", "helix")
+DTYPES = {"deepseek-v3": {"weight_dtype": "float8"}}  # as it was published
 
 
-def best_family(model: Model, batch: int, context: int, p: int) -> tuple[str | None, bool]:
-    """(the family of the fastest plan, None where nothing fits; whether all constants agree)."""
-    best = {
-        name: advise(model, batch, context, p, corner(DGX))[0] for name, corner in CORNERS.items()
-    }
-    usual = best["NCCL 2.28"]
-    families = {step.plan.family for step in best.values()}
-    return usual.plan.family if usual.fits else None, len(families) == 1
+def letters(plan: Plan) -> str:
+    """What a plan splits: (B)atch, (L)ayers, (H)eads, (S)equence."""
+    shares = (("B", plan.batch), ("L", plan.stages), ("H", plan.heads), ("S", plan.sequence))
+    return "".join(letter for letter, n in shares if n > 1)
+
+
+@functools.cache
+def best_on(model: Model, batch: int, context: int, p: int, there: Topology) -> Step:
+    """The fastest step on exactly p devices."""
+    dtypes = DTYPES.get(model.name, {})
+    return advise(model, batch, context, p, there, FASTEST, exactly=True, **dtypes)[0]
+
+
+def best_up_to(model: Model, batch: int, context: int, p: int, there: Topology) -> Step:
+    """The fastest step on p devices, or on half of them, a quarter, …"""
+    numbers = [1 << k for k in range(p.bit_length())]
+    steps = [best_on(model, batch, context, n, there) for n in numbers]
+    return min(steps, key=lambda step: (not step.fits, step.seconds))
+
+
+def best_plan(model: Model, batch: int, context: int, p: int) -> tuple[Plan | None, bool]:
+    """(the fastest plan, None where nothing fits; whether no corner has one a tenth faster)."""
+    usual = best_up_to(model, batch, context, p, DGX)
+    if not usual.fits:
+        return None, True
+    dtypes = DTYPES.get(model.name, {})
+    sure = True
+    for corner in CORNERS.values():
+        there = corner(DGX)
+        best = best_up_to(model, batch, context, p, there).seconds
+        same = step_cost(model, usual.plan, batch, context, there, **dtypes).seconds
+        sure = sure and same <= 1.1 * best
+    return usual.plan, sure
 
 
 @styled
 def decision_map():
-    """Which family of plans is fastest, by keys and devices; dots where the constants decide."""
-    figure, panels = new_figure(8.6, 6.0, nrows=2, ncols=2, sharex=True, sharey=True)
+    """What the fastest plan splits, by keys and devices; question marks where constants decide."""
+    figure, panels = new_figure(9.2, 6.4, nrows=2, ncols=2, sharex=True, sharey=True)
     contexts = [10**4 * 4**k for k in range(6)]
-    devices = [2**k for k in range(1, 8)]
-    norm = BoundaryNorm(np.arange(len(FAMILIES) + 2) - 0.5, len(FAMILIES) + 1)
-    colours = ListedColormap([*FAMILIES.values(), "white"])
-    cases = [
-        (model, batch) for model in (LLAMA_8B, replace(LLAMA_8B, kv_heads=1)) for batch in (1, 32)
-    ]
-    for axes, (model, batch) in zip(panels.ravel(), cases, strict=True):
-        grid = np.full((len(devices), len(contexts)), len(FAMILIES))
+    devices = [2**k for k in range(2, 8)]
+    for axes, (model, batch) in zip(
+        panels.ravel(), itertools.product((LLAMA_8B, MODELS["deepseek-v3"]), (1, 32)), strict=True
+    ):
         for i, p in enumerate(devices):
             for j, context in enumerate(contexts):
-                family, sure = best_family(model, batch, context, p)
-                if family is None:
-                    continue
-                grid[i, j] = list(FAMILIES).index(family)
-                text = LETTERS[family] + ("" if sure else " ?")
-                axes.text(j, i, text, ha="center", va="center", fontsize=8, color=INK)
-        axes.imshow(grid, cmap=colours, norm=norm, aspect="auto", origin="lower", alpha=0.45)
-        heads = f"{model.kv_heads} key head{'s' if model.kv_heads > 1 else ''}"
-        axes.set_title(f"{heads}, batch {batch}", fontsize=10)
+                plan, sure = best_plan(model, batch, context, p)
+                split = letters(plan) if plan else ""
+                colour = to_rgba(COLOURS.get(split, GREY), 0.45 if split else 0.0)
+                axes.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, color=colour, lw=0))
+                if plan:
+                    text = split + (f" on {plan.devices}" if plan.devices < p else "")
+                    text += "" if sure else " ?"
+                    axes.text(j, i, text, ha="center", va="center", fontsize=8, color=INK)
+        axes.set(xlim=(-0.5, len(contexts) - 0.5), ylim=(-0.5, len(devices) - 0.5))
+        name = {"llama-3.1-8b": "Llama 3.1 8B", "deepseek-v3": "DeepSeek-V3, 8-bit weights"}
+        heads = f"{model.kv_heads} key heads" if model.kv_heads > 1 else "one latent"
+        axes.set_title(f"{name[model.name]} ({heads}), batch {batch}", fontsize=10)
         axes.set_xticks(range(len(contexts)), [_thousands(n) for n in contexts])
         axes.set_yticks(range(len(devices)), devices)
     for axes in panels[1]:
         axes.set_xlabel("keys of a sequence")
     for axes in panels[:, 0]:
-        axes.set_ylabel("H100s, eight to a node")
+        axes.set_ylabel("H100s there are, eight to a node")
     figure.suptitle(
-        "Llama 3.1 8B: split the (B)atch, the (H)eads, the (S)equence? White: it does not fit",
+        "Split the (B)atch, the (L)ayers, the (H)eads, the (S)equence? White: it does not fit",
         x=0.01,
         ha="left",
         fontsize=11,
     )
     return figure.describe(
-        """Four maps of keys by devices, for 8 key heads and one, batches of 1 and 32. With 8 key
-        heads, up to 8 devices the heads are split; beyond, heads and sequence, for long caches; for
-        short ones the batch as well. With one key head the sequence is split almost everywhere.
-        Question marks, where the choice of constants decides, lie along the borders."""
+        """Four maps of keys by devices, for Llama 3.1 8B and DeepSeek-V3, batches of 1 and 32. For
+        one sequence of Llama the heads are split up to 8 devices; on more, short caches stay on 8,
+        long ones split the sequence between nodes as well. With 32 sequences the batch is split
+        between nodes. DeepSeek-V3 fits from 16 devices on: a pipeline of two nodes, in each the
+        heads for short caches, the sequence for long ones."""
     )
 
 
@@ -136,17 +182,17 @@ PARTS = ("weights", "attend", "merge", "projections", "launches")
 
 @styled
 def steps(context: int = 10**6, p: int = 16):
-    """Where a token's time goes, by the best plan of each family."""
+    """Where a token's time goes, by the best plan of each kind."""
     figure, axes = new_figure(7.2, 2.9)
-    best = {}
-    for step in advise(LLAMA_8B, 1, context, p, DGX):
-        best.setdefault((step.plan.family, step.plan.split_weights), step)
-    papers = next(
-        s
-        for s in advise(LLAMA_8B, 1, context, p, DGX, merges=("tree",))
-        if not s.plan.split_weights
+    best = advise(LLAMA_8B, 1, context, p, DGX)
+    kinds = (
+        lambda x: x.copies > 1 and x.heads > 1,
+        lambda x: x.copies == 1 and x.family == "heads + sequence",
+        lambda x: x.family == "heads" and x.devices == p // 2,
+        lambda x: x.family == "heads" and x.devices == p,
+        lambda x: not x.split_weights and x.merge == "tree-joined" and x.devices == p,
     )
-    shown = [*best.values(), papers][:5]
+    shown = [next(s for s in best if kind(s.plan)) for kind in kinds]
     colours = (GREY, BLUE, ORANGE, GREEN, PALE)
     for y, step in enumerate(reversed(shown)):
         left = 0.0
@@ -171,15 +217,22 @@ def steps(context: int = 10**6, p: int = 16):
             va="center",
             fontsize=9,
         )
-    axes.set_yticks(range(len(shown)), [str(s.plan) for s in reversed(shown)], fontsize=8.5)
+    axes.set_yticks(range(len(shown)), [_name(s.plan) for s in reversed(shown)], fontsize=8.5)
     axes.set(xlabel=f"ms a token: Llama 3.1 8B, {_thousands(context)} keys, {p} H100s")
     figure.legend(loc="outside lower center", ncols=5, fontsize=8.5)
     return figure.describe(
         """Bars of a token's milliseconds by plan, divided into reading weights, attending, merging,
-        the projections' Allreduces and launches. Splitting heads and sequence takes 5.4 ms, the
-        heads alone 7.6, for they read each key on two devices, and the papers' tree with all
-        weights on every device more than 9, half of which is reading weights."""
+        the projections' Allreduces and launches. Heads in each node with the sequence across takes
+        4.5 ms; with weights over both nodes 5.4, for Allreduces cross; 8 heads on one node 6.6, on
+        both 7.6; the papers' tree with all weights on every device more than 9, half of which is
+        reading weights."""
     )
+
+
+def _name(plan: Plan) -> str:
+    """A plan with its devices."""
+    where = str(plan).replace("weights 2 times", "weights in each node")
+    return f"{where} ({plan.devices})"
 
 
 @styled
@@ -219,36 +272,37 @@ def prefill(context: int = 2**20):
 
 @styled
 def scaling():
-    """Time of a token from a million to a hundred million keys, on 8 to 512 devices."""
+    """Time of a token on 8 to 256 devices: weights split in each node, or over all of them."""
     figure, axes = new_figure(7.2, 3.9)
-    devices = [2**k for k in range(3, 10)]
-    for context, colour, style in (
-        (10**6, BLUE, "o-"),
-        (10**7, ORANGE, "s--"),
-        (10**8, GREEN, "^-."),
-    ):
-        best = [advise(LLAMA_8B, 1, context, p, DGX)[0] for p in devices]
-        shown = [(p, 1e3 * s.seconds) for p, s in zip(devices, best, strict=True) if s.fits]
-        axes.loglog(
-            *zip(*shown, strict=True), style, color=colour, label=f"{_thousands(context)} keys"
-        )
-    floor = [1e3 * advise(LLAMA_8B, 1, 1000, p, DGX)[0].seconds for p in devices]
-    axes.loglog(devices, floor, ":", color=GREY, label="1,000 keys: weights, launches, Allreduces")
+    devices = [2**k for k in range(3, 9)]
+    for context, colour in ((10**6, BLUE), (10**7, ORANGE)):
+        within = []
+        over = []
+        for p in devices:
+            found = advise(LLAMA_8B, 1, context, p, DGX, FASTEST, exactly=True)
+            found = [s for s in found if s.fits and s.plan.stages == 1]
+            within += [(p, 1e3 * s.seconds) for s in found if s.plan.weights_over <= 8][:1]
+            over += [(p, 1e3 * s.seconds) for s in found if s.plan.weights_over == p][:1]
+        label = f"{_thousands(context)} keys"
+        axes.loglog(*zip(*within, strict=True), "o-", color=colour, label=f"{label}, in each node")
+        axes.loglog(*zip(*over, strict=True), "s--", color=colour, label=f"{label}, over all")
+    floor = 1e3 * best_on(LLAMA_8B, 1, 1000, 8, DGX).seconds
+    axes.axhline(floor, ls=":", color=GREY, label="1,000 keys on one node")
     axes.set_xscale("log", base=2)
     axes.set_xticks(devices, devices)
     axes.set_yticks([2, 3, 5, 10, 20], ["2", "3", "5", "10", "20"])
     axes.minorticks_off()
     axes.set(
         xlabel="devices (H100, eight to a node)",
-        ylabel="ms a token, by the best plan",
-        title="Llama 3.1 8B: more devices help until the Allreduces cost what they save",
+        ylabel="ms a token",
+        title="Llama 3.1 8B: where the weights are split decides what more nodes are worth",
     )
     axes.legend(fontsize=8.5)
     return figure.describe(
-        """Milliseconds of a token by the best plan against the number of devices, for a million,
-        ten million and a hundred million keys, and for a thousand. The longer the cache, the
-        further the curve falls; each ends near the dotted one of a thousand keys, which rises once
-        the devices fill more than one node."""
+        """Milliseconds of a token against the number of devices, for a million and ten million
+        keys, with the weights split in each node and over all devices; on 8 that is the same. With
+        weights in each node a million keys get faster up to 128 devices, ten million all the way;
+        with weights over all, a million keys get slower again beyond 32 devices."""
     )
 
 
