@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int, Integer
 
 from treeattn.idea.arrays import Array, check_floating, check_integers, integer
 from treeattn.trees.beam import PackedBeam, pack, unpack
-from treeattn.trees.token_tree import TokenTree, beam_from_tree, pack_tree
+from treeattn.trees.token_tree import TokenTree, beam_from_tree
 
 Texts = Sequence[Sequence[int]]
 
@@ -192,9 +192,11 @@ def _as_beam(found, vocabulary: int | None) -> tuple[np.ndarray, np.ndarray]:
     if isinstance(beam, TokenTree):  # a candidate for each leaf
         tree = beam
         node_scores = checked_scores("scores", scores, beam.tokens.shape)
-        beam, lengths = beam_from_tree(tree)
-        scores = unpack(node_scores, pack_tree(tree).unpack_map)
-        scores = np.where(np.arange(beam.shape[2]) < lengths[..., None], scores, -np.inf)
+        number = np.broadcast_to(np.arange(tree.tokens.shape[-1]), tree.tokens.shape)
+        nodes, lengths = beam_from_tree(tree._replace(tokens=number))
+        real = np.arange(nodes.shape[2]) < lengths[..., None]
+        beam = np.where(real, unpack(np.asarray(tree.tokens), nodes), 0)
+        scores = np.where(real, unpack(node_scores, nodes), -np.inf)
         scores = np.where(np.cumsum(scores, axis=2) > -np.inf, scores, -np.inf)
     return checked_beam(beam, scores, vocabulary)
 
