@@ -504,9 +504,9 @@ def paying_text(groups: dict[str, dict]) -> str:
     head = ["kind", "prompts", "tokens", "plain, s"]
     for draft in ("suffix", "surer"):
         head += [f"{draft}, s", "times as fast (by prompt)", "tokens a step"]
-    told = sorted({f"{g['date']}, jax {g['jax']}, {g['rounds']} rounds" for g in groups.values()})
+    told = {f"{g['date']}, jax {g['jax']}, rounds: {g['rounds']}" for g in groups.values()}
     text = (
-        f"## Whether drafts pay, in total time\n\n{'; '.join(told)}; `speculative_times.py`. After "
+        f"## Whether drafts pay, in total time\n\n{'; '.join(sorted(told))}; `speculative_times.py`. After "
         "prefill, compiling excluded, the fastest of the rounds of each, all prompts of a kind "
         "together. `new`: prompts written after all of the code.\n\n" + table(head, lines)
     )

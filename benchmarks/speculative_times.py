@@ -9,8 +9,7 @@ drafter's training was kept from; `new`, prompts that were written after all of 
 without top-p 0.95. Each text is 96 tokens, or up to where the model ends it, after prefill. Not
 counted: loading, and what compiles or is measured for the first time (`warm_up`). Of plain decoding
 and of each draft, the fastest of the rounds; then all prompts of a kind are added up. Writes the
-parts `times` (the suffix draft, as speculative.py writes it) and `paying` of
-results/speculative.json, and results/speculative.md.
+part `paying` of results/speculative.json, and results/speculative.md.
 """
 
 import argparse
@@ -95,24 +94,6 @@ def in_turn(model: Llama, p: dict, options, sampling: dict | None = None) -> dic
     return row
 
 
-def as_times(row: dict) -> dict:
-    """A row of `paying` as one of `times`."""
-    plain = row["plain"]["seconds"]
-    drafted = row["suffix"]["seconds"]
-    ratios = [a / b for a, b in zip(plain, drafted, strict=True)]
-    return {
-        "kind": row["kind"],
-        "name": row["name"],
-        "tokens": row["tokens"],
-        "plain_seconds": plain,
-        "seconds": drafted,
-        "speedup": round(sum(ratios) / len(ratios), 3),
-        "spread": [round(min(ratios), 3), round(max(ratios), 3)],
-        "tokens_a_step": round(row["tokens"] * len(plain) / sum(row["suffix"]["steps"]), 3),
-        "same_text": row["suffix"]["same_text"],
-    }
-
-
 def measure(model: Llama, group: str, options) -> list[dict]:
     found = prompts_of(model, group)
     warm_up(model, found)
@@ -152,10 +133,6 @@ def main() -> None:
             "rounds": options.rounds,
         }
         results.setdefault("paying", {})[group] = about | {"rows": rows}
-        if group in KINDS:
-            others = [r for r in results["times"] if r["kind"] != group]
-            both = others + [as_times(row) for row in rows]
-            results["times"] = sorted(both, key=lambda r: KINDS.index(r["kind"]))
         speculative.write(results)
 
 
