@@ -505,11 +505,13 @@ def paying_text(groups: dict[str, dict]) -> str:
     for draft in ("suffix", "surer"):
         head += [f"{draft}, s", "times as fast (by prompt)", "tokens a step"]
     told = {f"{g['date']}, jax {g['jax']}, rounds: {g['rounds']}" for g in groups.values()}
-    text = (
-        f"## Whether drafts pay, in total time\n\n{'; '.join(sorted(told))}; `speculative_times.py`. After "
-        "prefill, compiling excluded, the fastest of the rounds of each, all prompts of a kind "
-        "together. `new`: prompts written after all of the code.\n\n" + table(head, lines)
+    about = (
+        "After prefill, compiling excluded, the fastest round of each, all prompts of a kind "
+        "together. `new`: prompts written after all of the code. *: another text, at a near tie"
     )
+    text = "## Whether drafts pay, in total time\n\n"
+    text += f"{'; '.join(sorted(told))}; `speculative_times.py`. {about}.\n\n"
+    text += table(head, lines)
     if "sampled" not in groups:
         return text
     lines = []
