@@ -453,7 +453,7 @@ def test_every_method_sends_what_its_formula_says(method, p):
 
 @pytest.mark.parametrize(("nodes", "g"), [(2, 2), (2, 4), (4, 2)])
 def test_by_nodes_a_share_of_the_state_leaves_each_device(nodes, g):
-    """Between nodes a g-th of what a tree of trees sends; scattered, less once more."""
+    """In three collectives: in the node, across, in the node; two where shares stay apart."""
     mesh = make_mesh((nodes, g))
 
     def sent(method, **options):
@@ -470,17 +470,16 @@ def test_by_nodes_a_share_of_the_state_leaves_each_device(nodes, g):
         return sent_bytes(across), sent_bytes(within), found
 
     across, within, found = sent("hierarchical")
+    share = STATE // g
+    sent_across = (nodes - 1) * share
+    sent_inside = (g - 1) * share * 2
+    assert [c.kind for c in found] == ["all-to-all", "all-gather", "all-gather"]
+    assert sent_bytes(found) == sent_across + sent_inside
     if nodes != g:
-        assert across == sent_within(nodes, STATE // g)
-        assert within == (
-            sent_within(g, PIVOT) + (STATE - PIVOT) * (g - 1) // g + STATE // g * (g - 1)
-        )
-        assert sent("allreduce")[0] == g * across
-    else:
-        assert sent_bytes(found) == sent_within(nodes, STATE // g) + sent_within(g, PIVOT) + (
-            STATE - PIVOT
-        ) * (g - 1) // g + STATE // g * (g - 1)
-    assert sent_bytes(sent("hierarchical", scatter=True)[2]) < sent_bytes(found)
+        assert (across, within) == (sent_across, sent_inside)
+    *_, scattered = sent("hierarchical", scatter=True)
+    assert [c.kind for c in scattered] == ["all-to-all", "all-to-all"]
+    assert sent_bytes(scattered) == (g - 1) * share + (nodes - 1) * share // nodes
 
 
 @pytest.mark.slow
@@ -529,9 +528,16 @@ def test_pass_q_sends_the_same_for_every_context():
     for kv_len in (256, 4096):
         f = jax.jit(functools.partial(treeattn.pass_q_decode, mesh=mesh, axis="kv"))
         found = collectives(f.lower(*shapes(mesh, kv_len, 8, 2, 32)).compile())
-        sent.add(total_bytes([c for c in found if c.kind == "collective-permute"]))
-    # b queries of one share, and their states, go all the way round.
-    assert sent == {4 * 4 * 2 * 8 * (32 + 32 + 2)}
+        sent.add(tuple((c.kind, c.count, c.operand_bytes) for c in found))
+    # b queries of one share visit three others; four shares' states go home at once.
+    query, state = 4 * 2 * 8 * 32, 4 * 2 * 8 * (32 + 2)
+    assert sent == {
+        (
+            ("collective-permute", 3, query),
+            ("all-to-all", 1, 4 * state),
+            ("all-gather", 1, state),
+        )
+    }
 
 
 @pytest.mark.slow

@@ -202,7 +202,7 @@ def crossing(found, *axes: str) -> dict[str, int]:
 # Of the text's two devices, with four of the eight heads.
 ON_TEXT = {
     "tree": {"all-reduce": 2},
-    "ring": {"collective-permute": 3},
+    "ring": {"collective-permute": 2},
     "gather": {"all-gather": 1},
     "all_to_all": {"all-to-all": 1, "all-gather": 1},
     "reduce_scatter": {"all-reduce": 1, "reduce-scatter": 1, "all-gather": 1},
@@ -223,6 +223,37 @@ def test_what_crosses_which_axis(one, attention):
     state = 4 * (CONFIG.heads // 2) * (CONFIG.head_dim + 2)
     if attention == "tree":
         assert total_bytes(found) - total_bytes(own) == state
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("shard_weights", [False, True])
+def test_a_wire_of_16_bits(prefilled, one, shard_weights):
+    """Output and lse in one message of 16-bit numbers, and logits that are moved a little."""
+    options = {"attention": "all_to_all", "wire": jnp.bfloat16, "shard_weights": shard_weights}
+    found = step_program(one.on(mesh_of("2x2x2"), **options))
+    heads = CONFIG.heads // 2
+    sent = [2 * heads * (CONFIG.head_dim + 2)]  # bytes of a row
+    if not shard_weights:  # the merged states come together again
+        sent.append(sent[0] // 2)
+    ints = [c for c in found if c.axes == ("kv",) and c.shapes[0].startswith("u16")]
+    assert [c.kind for c in ints] == ["all-to-all", "all-gather"][: len(sent)]
+    assert [c.total_bytes for c in ints] == sent
+
+    model, cache = prefilled
+    for attention in ("all_to_all", "tree", "hierarchical", "pass_q"):
+        logits = np.asarray(model.using(attention, wire="bfloat16").extend(STEP, cache)[0])
+        error = np.abs(logits - step_on_one(one)).max()
+        assert 1e-5 < error < 2**-6 * np.abs(logits).max()
+
+
+def test_what_sends_no_states_has_no_wire(one):
+    for attention in ("ring", lambda *_: None):
+        with pytest.raises(ValueError, match=r"^wire: expected an attention that sends states"):
+            one.using(attention, wire="bfloat16")
+    with pytest.raises(ValueError, match=r"^wire: method 'exact'"):
+        one.using("exact", wire="bfloat16")
+    with pytest.raises(ValueError, match=r"^wire: expected a floating"):
+        one.using("tree", wire="int8")
 
 
 @pytest.mark.usefixtures("optimized")

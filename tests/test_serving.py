@@ -12,7 +12,10 @@ from jax.sharding import PartitionSpec as P
 from oracles import dense_attention
 
 import treeattn
-from treeattn.cost.program import collectives, sent_bytes
+from treeattn.cost.formulas import Workload
+from treeattn.cost.merges import merge_messages, traffic
+from treeattn.cost.program import collectives, count_collectives, sent_bytes, total_bytes
+from treeattn.cost.topology import preset
 from treeattn.devices.heads import own_heads
 from treeattn.devices.merge import merge_across
 from treeattn.idea.state import from_output, reduce_tree
@@ -126,6 +129,36 @@ def test_they_send_what_the_table_says(merge, queries_gathered, p):
     )
     queries = (p - 1) * 2 * h * d // p if queries_gathered else 0
     assert sent_bytes(collectives(lowered)) == TABLE[merge](p, h, d) + queries
+
+
+DECODES = {  # by the names of `treeattn.cost.merges`
+    "tree": {},
+    "butterfly": {"method": "butterfly"},
+    "gather": {"method": "gather"},
+    "reduce-scatter": {"method": "reduce_scatter", "scatter": True},
+    "ag-rs": {"method": "reduce_scatter", "scatter": True, "wire": jnp.bfloat16},
+    "a2a": {"method": "all_to_all", "scatter": True, "wire": jnp.bfloat16},
+    "sglang": {"wire": jnp.bfloat16},
+}
+
+
+@pytest.mark.parametrize("merge", DECODES)
+def test_tree_decode_sends_what_the_model_prices(merge):
+    """As written for a GPU: as many collectives, of as many bytes."""
+    p, h, d = 8, 16, 128
+    mesh = AbstractMesh((p,), (AXIS,), axis_types=(AxisType.Auto,))
+    q = jax.ShapeDtypeStruct((2, 1, h, d), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((2, 8 * p, h, d), jnp.bfloat16)
+    decode = functools.partial(treeattn.tree_decode, mesh=mesh, axis=AXIS, **DECODES[merge])
+    decode = functools.partial(decode, implementation="blockwise")
+    lowered = jax.jit(decode).trace(q, k, k).lower(lowering_platforms=("cuda",))
+    found = collectives(lowered)
+    w = Workload(8 * p, batch=2, heads=h, head_dim=d)
+    model = traffic(merge_messages(merge, w, p, gather_queries=False), p, preset("dgx-h100"))
+    assert (count_collectives(found), total_bytes(found)) == (
+        model.collectives,
+        model.operand_bytes,
+    )
 
 
 def test_the_table_at_eight_devices():

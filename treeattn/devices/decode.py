@@ -179,9 +179,10 @@ def ring_decode(
     """Ring Attention for decoding: every shard of the cache visits every device.
 
     (Liu et al. 2023; 2024 §6.3.) Arguments, result and errors as `tree_decode`, without those that
-    are about merging. In each of p − 1 steps a device sends the shard it holds to its neighbour:
-    2·b·t·d_kv·(p − 1) elements from each device (2024 eq. 31–32 counts p steps; the last would
-    bring the shards home). It takes no implementation "exact".
+    are about merging. In each of p − 1 steps a device sends the shard it holds to its neighbour,
+    and attends to it meanwhile: 2·b·t·d_kv·(p − 1) elements from each device (2024 eq. 31–32 counts
+    p steps; the last would bring the shards home), keys and values in one message on a GPU, in two
+    on a CPU. It takes no implementation "exact".
     """
     refuse_exact(implementation)
     inputs = check_inputs(q, k, v, mask, bias, kv_lengths, scale)
@@ -204,22 +205,26 @@ def pass_q_decode(
     scale: Scale = None,
     implementation: Implementation = None,
     return_lse: bool = False,
+    wire: DTypeLike | None = None,
     batch_axis: AxisNames | None = None,
     head_axis: AxisNames | None = None,
 ):
-    """A ring that moves the queries and their states ("pass-Q"); the cache stays where it is.
+    """A ring that moves the queries ("pass-Q"); the cache stays where it is.
 
-    Arguments, result and errors as `ring_decode`. The queries are dealt to the
-    devices along q_len; each share, with the state it has gathered, visits every device and
-    comes home: p steps of b·⌈l/p⌉·h·(d + dv + 2) elements from each device, whatever the
-    context, and a gather of the states. A single query is on one device only; the other shares
-    travel empty.
+    (Yang et al. 2024, arXiv 2411.01783.) Arguments, result and errors as `ring_decode`; wire as in
+    `tree_decode`. The queries are dealt to the devices along q_len. Each share visits every device:
+    p − 1 steps of b·⌈l/p⌉·h·d elements from each, sent before the device attends to them. An
+    all-to-all brings the states of each share home, b·⌈l/p⌉·h·(dv + 2) elements to every other
+    device, where they merge, and a gather gives them to all. All of it is the same for any context.
+    A single query is on one device only; the other shares travel empty.
     """
     refuse_exact(implementation)
+    check_wire(wire)
     inputs = check_inputs(q, k, v, mask, bias, kv_lengths, scale)
     layout = lay_out(inputs, mesh, axis, batch_axis, head_axis)
     inputs = resolve_on_mesh(implementation, inputs, layout)
-    out, lse = _decode(inputs, layout, "pass_q")
+    wire = None if wire is None else jnp.dtype(wire)
+    out, lse = _decode(inputs, layout, "pass_q", wire=wire)
     return (out, lse) if return_lse else out
 
 
@@ -262,15 +267,20 @@ def _decode(
     by_nodes = scatter and name == "hierarchical"
     scattered = name in SCATTERED
 
-    def state_of_all_shards(inputs) -> AttentionState:
+    def state_of_all_shards(rank, inputs) -> AttentionState:
+        own = own_lengths(inputs, rank)
         if by_nodes:
-            return scatter_by_nodes(attend_inputs(inputs), axes, wire)
+            return scatter_by_nodes(attend_inputs(own), axes, wire)
         if name in METHODS:
-            return ON_DEVICE[name](inputs, axes, block=block, wire=wire)
-        return ON_DEVICE[name](inputs, axes)
+            return ON_DEVICE[name](own, axes, block=block, wire=wire)
+        if name == "pass_q":
+            return ON_DEVICE[name](own, axes, wire=wire)
+        if name == "ring" and inputs.lengths is not None:
+            return ON_DEVICE[name](own, axes, lengths_of=lambda r: own_lengths(inputs, r).lengths)
+        return ON_DEVICE[name](own, axes)
 
     def on_device(rank, inputs):
-        state = state_of_all_shards(own_lengths(inputs, rank))
+        state = state_of_all_shards(rank, inputs)
         out, lse = finalize(state)
         out = out.astype(inputs.q.dtype)
         if scattered and not scatter:

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from treeattn.devices.mesh import Axes
@@ -34,11 +35,14 @@ def own_heads(x: Float[Array, "..."], axes: Axes, axis: int = -1) -> Float[Array
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * share, share, axis)
 
 
-def gather_heads(share, axes: Axes, heads: int, axis: int | None = None):
+def gather_heads(
+    share, axes: Axes, heads: int, axis: int | None = None, wire: DTypeLike | None = None
+):
     """All of `heads` on every device, of arrays that are shared along their axis of heads.
 
     share: a state of ⌈heads/p⌉ heads, or a pytree of arrays
     axis:  that axis; None for the last of a state's `max`
+    wire:  as in `merge_across`, for a state
     """
     axis = share.max.ndim - 1 if axis is None else axis
     if heads == 0:  # XLA gathers no arrays of no elements
@@ -49,5 +53,5 @@ def gather_heads(share, axes: Axes, heads: int, axis: int | None = None):
         return lax.slice_in_dim(padded, 0, heads, axis=axis)
 
     if isinstance(share, AttentionState):  # in one message
-        return move_state(gather, share, None)
+        return move_state(gather, share, wire)
     return jax.tree.map(gather, share)

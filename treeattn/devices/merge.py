@@ -48,11 +48,11 @@ def merge_across(
                             Every device gets the same bits.
             "gather":       everybody gets all states, and merges them by itself: the same bits,
                             and, where p is a power of two, those of the butterfly.
-            "hierarchical": over several axes. Within a node (the last axis) a reduce-scatter
-                            leaves each device a share of the heads, an Allreduce across the
-                            nodes merges equal shares, and a gather within the node completes
-                            them: a g-th of the state crosses between nodes from each of a node's
-                            g devices.
+            "hierarchical": over several axes. Within a node (the last axis) an all-to-all leaves
+                            each device a share of the heads, a gather across the nodes merges
+                            equal shares, and one within the node completes them: three
+                            collectives, and one more for each axis beyond two. To each other
+                            node a g-th of the state goes from each of a node's g devices.
 
             "exact":        the same bits in whatever order, tree or mesh: Algorithm 3 on integers,
                             in three Allreduces. An `ExactState` (of `attend_exact`) is merged
@@ -83,11 +83,12 @@ def merge_across(
                                             every device has the whole sum and so its weight in
                                             it, and the sum of weighted outputs (..., h, dv) in
                                             the wire's dtype
-            hierarchical                    those of its parts: 2, 2 and 1
+            hierarchical                    those of its parts, 1 each
 
             A message is rounded once in "gather" and "all_to_all", at every round of a
-            butterfly, and where sums travel, every partial sum is. Gradients travel so, too: the
-            outputs' in the wire's dtype, those of lse in a message of their own.
+            butterfly and each part of "hierarchical", and where sums travel, every partial sum is.
+            Gradients travel so, too: the outputs' in the wire's dtype, those of lse in a message
+            of their own.
 
     JAX can tell by itself that a result is the same on all devices for "allreduce" without wire
     and for "exact" only. For every other method, and whenever wire is given, call `shard_map` with
@@ -209,12 +210,17 @@ def _all_to_all(state: AttentionState, axes: Axes, wire) -> AttentionState:
 
 
 def _hierarchical(state: AttentionState, axes: Axes, wire) -> AttentionState:
-    """Shares of the heads within a node (the last axis), an Allreduce of each between the nodes.
+    """Shares of the heads within a node (the last axis), merged with other nodes' equal shares.
 
     Fields (..., h) and (..., h, dv) in and out, the same on all devices; in between, with g
     devices a node, (..., ⌈h/g⌉) and (..., ⌈h/g⌉, dv).
+
+    Between n nodes a gather sends n − 1 shares from each device in one message; an Allreduce sends
+    2 (n − 1)/n of one in two, the pivot's first. For states of a few rows the message counts more.
     """
-    share = scatter_by_nodes(state, axes, wire, whole_nodes=False)
+    share = _all_to_all(state, axes[-1:], wire)
+    for axis in reversed(axes[:-1]):
+        share = _gather(share, axis, wire)
     h = state.max.shape[-1]
 
     def gather(x):
@@ -223,22 +229,15 @@ def _hierarchical(state: AttentionState, axes: Axes, wire) -> AttentionState:
     return move_state(gather, share, wire)
 
 
-def scatter_by_nodes(
-    state: AttentionState, axes: Axes, wire=None, *, whole_nodes: bool = True
-) -> AttentionState:
+def scatter_by_nodes(state: AttentionState, axes: Axes, wire=None) -> AttentionState:
     """Each device's share of the heads, merged within its node (the last axis) first.
 
-    Fields (..., h) and (..., h, dv) in, (..., ⌈h/p⌉) and (..., ⌈h/p⌉, dv) out.
-
-    whole_nodes: whether the nodes share the heads again among them; the shares are then numbered
-                 along the axes in reverse. Otherwise every node has all heads.
+    Fields (..., h) and (..., h, dv) in, (..., ⌈h/p⌉) and (..., ⌈h/p⌉, dv) out: the shares of a node
+    are shared again between the nodes, so that they are numbered along the axes in reverse.
     """
-    if whole_nodes:
-        state = pad_heads(state, axes)  # at the end of all heads, not of each share
-    state = _reduce_scatter(state, axes[-1:], wire)
-    between_nodes = _reduce_scatter if whole_nodes else _allreduce
-    for axis in reversed(axes[:-1]):
-        state = between_nodes(state, (axis,), wire)
+    state = pad_heads(state, axes)  # at the end of all heads, not of each share
+    for axis in reversed(axes):
+        state = _all_to_all(state, (axis,), wire)
     return state
 
 

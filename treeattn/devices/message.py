@@ -43,6 +43,18 @@ def split_fields(joined: Float[Array, "... fields"]) -> AttentionState:
     return AttentionState(joined[..., -1], joined[..., -2], joined[..., :-2])
 
 
+def join_keys_values(
+    k: Float[Array, "b t h d"], v: Float[Array, "b t h dv"]
+) -> Float[Array, "b t h both"]:
+    """Keys and values of a shard as one array (b, t, h_kv, d + dv), which is one message."""
+    return jnp.concatenate([k, v], axis=-1)
+
+
+def split_keys_values(joined: Float[Array, "b t h both"], d: int):
+    """The inverse of `join_keys_values`, for keys of size d: (k, v)."""
+    return joined[..., :d], joined[..., d:]
+
+
 def move_state(
     collective: Callable, state: AttentionState, wire: DTypeLike | None
 ) -> AttentionState:

@@ -7,6 +7,7 @@ Llama's is.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,10 @@ from jax.typing import DTypeLike
 from treeattn.devices.exact import exact
 from treeattn.devices.merge import METHODS, merge_across
 from treeattn.devices.mesh import Axes
-from treeattn.devices.message import join_fields, split_fields
-from treeattn.devices.shards import no_keys, pass_on
-from treeattn.idea.arrays import pad_axis
-from treeattn.idea.state import AttentionState, merge
+from treeattn.devices.message import move_state
+from treeattn.devices.shards import pass_on, visit_shards
+from treeattn.idea.arrays import Array, pad_axis
+from treeattn.idea.state import AttentionState, merge, reduce_tree
 from treeattn.kernel.attend import attend_in_blocks, attend_inputs
 from treeattn.kernel.inputs import Inputs
 
@@ -41,32 +42,33 @@ def tree(
     return merge_across(state, axes, method=method, wire=wire)
 
 
-def ring(inputs: Inputs, axes: Axes) -> AttentionState:
+def ring(
+    inputs: Inputs, axes: Axes, *, lengths_of: Callable[[Array], Array] | None = None
+) -> AttentionState:
     """Ring Attention: every shard visits every device. The devices agree up to rounding.
 
     inputs: q (b, l, h, d), the same on all devices of the axes, and a shard of k and v (b, t, …)
+    lengths_of: where inputs have lengths, those of the shard of device r, (b,), a function of r:
+            they need not travel
     Fields (b, l, h) and (b, l, h, dv), of all keys, on every device.
     """
-    p = jax.lax.axis_size(axes)
+    if inputs.lengths is not None and lengths_of is None:
+        raise ValueError("lengths_of: expected the lengths of every device's shard, got None")
 
-    def merge_shard(state, shard):
-        return merge(state, attend_inputs(inputs.replace(**shard)))
+    def merge_shard(state, k, v, scores, owner):
+        mask, bias = scores
+        lengths = inputs.lengths if lengths_of is None else lengths_of(owner)
+        visited = inputs.replace(k=k, v=v, mask=mask, bias=bias, lengths=lengths)
+        return merge(state, attend_inputs(visited))
 
-    def visit(carry, _):
-        state, shard = carry
-        leaving = pass_on(shard, axes)  # under way while this device computes
-        return (merge_shard(state, shard), leaving), None
-
-    shard = {name: getattr(inputs, name) for name in ("k", "v", "mask", "bias", "lengths")}
-    start = no_keys(inputs), shard
-    (state, shard), _ = jax.lax.scan(visit, start, length=p - 1)
-    return merge_shard(state, shard)
+    return visit_shards(merge_shard, inputs, (inputs.mask, inputs.bias), axes)
 
 
-def pass_q(inputs: Inputs, axes: Axes) -> AttentionState:
-    """A ring that moves shares of the queries, and their states, past shards that stay.
+def pass_q(inputs: Inputs, axes: Axes, *, wire: DTypeLike | None = None) -> AttentionState:
+    """A ring that moves shares of the queries past shards that stay; then their states come home.
 
     inputs: q (b, l, h, d), the same on all devices of the axes, and a shard of k and v (b, t, …)
+    wire:   as in `merge_across`, for the states
     Fields (b, l, h) and (b, l, h, dv), of all keys, the same on all. On the way ⌈l/p⌉ queries.
     """
     p = jax.lax.axis_size(axes)
@@ -82,8 +84,7 @@ def pass_q(inputs: Inputs, axes: Axes) -> AttentionState:
     def score_rows(x, start):  # of a mask or bias
         return x if x is None or x.shape[2] == 1 else rows(x, 2, start)
 
-    def visit(carry, step):
-        q, state = carry
+    def state_of(q, step):
         start = (rank - step) % p * share  # the visiting queries' first row
         visitors = inputs.replace(
             q=q,
@@ -91,14 +92,26 @@ def pass_q(inputs: Inputs, axes: Axes) -> AttentionState:
             bias=score_rows(inputs.bias, start),
             lengths=jnp.where(start < l, lengths, 0),  # a share of padding attends to nothing
         )
-        state = merge(state, attend_inputs(visitors))
-        return pass_on((q, state), axes), None
+        return attend_inputs(visitors)
 
-    q = rows(inputs.q, 1, rank * share)
-    start = q, no_keys(inputs.replace(q=q))
-    (_, state), _ = jax.lax.scan(visit, start, jnp.arange(p))  # after p steps all are home
-    gathered = jax.lax.all_gather(join_fields(state), axes, axis=1, tiled=True)
-    return split_fields(gathered[:, :l])
+    def visit(q, step):
+        arriving = pass_on(q, axes)  # under way while this device attends
+        return arriving, state_of(q, step)
+
+    def send_home(x):  # (p, …), by owner -> (p, …), of one's own queries, by who has the keys
+        return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
+
+    def gather(x):
+        return jax.lax.all_gather(x, axes, axis=1, tiled=True)
+
+    q, states = jax.lax.scan(visit, rows(inputs.q, 1, rank * share), jnp.arange(p - 1))
+    last = state_of(q, p - 1)
+    by_step = jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), states, last)
+    owners = (rank - jnp.arange(p)) % p  # in step i the queries of device rank − i were here
+    by_owner = jax.tree.map(lambda x: jnp.take(x, owners, axis=0), by_step)
+    own = reduce_tree(move_state(send_home, by_owner, wire))
+    state = move_state(gather, own, wire)
+    return jax.tree.map(lambda x: x[:, :l], state)
 
 
 # By name, and always the same function objects, so that nothing compiles twice.

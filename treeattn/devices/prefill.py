@@ -20,7 +20,7 @@ from treeattn.devices.layout import (
     resolve_on_mesh,
 )
 from treeattn.devices.mesh import AnyMesh, AxisNames
-from treeattn.devices.shards import no_keys, over_shards, own_lengths, pass_on
+from treeattn.devices.shards import no_keys, over_shards, own_lengths, visit_shards
 from treeattn.idea.arrays import Scale, pad_axis
 from treeattn.idea.state import finalize, merge
 from treeattn.kernel.attend import attend_inputs
@@ -192,19 +192,12 @@ def _ring(inputs: Inputs, rank, axes):
 
     A shard of `out` (b, ⌈l/p⌉, h, dv), from those of q (b, ⌈l/p⌉, h, d), k and v (b, t, …).
     """
-    p = jax.lax.axis_size(axes)
 
-    def owner(step):
-        return (rank - step) % p
+    def merge_shard(state, k, v, intervals, owner):
+        return _merge_shard(state, inputs, rank, (k, v, intervals), owner)
 
-    def visit(carry, step):
-        state, shard = carry
-        arriving = pass_on(shard, axes)  # under way while this device computes
-        return (_merge_shard(state, inputs, rank, shard, owner(step)), arriving), None
-
-    start = no_keys(inputs), _shard(inputs)
-    (state, shard), _ = jax.lax.scan(visit, start, jnp.arange(p - 1))
-    out, _ = finalize(_merge_shard(state, inputs, rank, shard, owner(p - 1)))
+    *_, intervals = _shard(inputs)
+    out, _ = finalize(visit_shards(merge_shard, inputs, intervals, axes))
     return out.astype(inputs.q.dtype)
 
 

@@ -5,6 +5,7 @@ last shards whole lies past every row's length, so that nobody attends to it.
 """
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from treeattn.devices.layout import Layout, count_devices, manual_axes
 from treeattn.devices.mesh import Axes
+from treeattn.devices.message import join_keys_values, split_keys_values
 from treeattn.idea.arrays import pad_axis, varying_like
 from treeattn.idea.state import AttentionState
 from treeattn.kernel.inputs import Inputs
@@ -124,6 +126,42 @@ def pass_on(tree, axes: Axes):
     at = np.argsort(ranks.transpose([axes.index(name) for name in order]), axis=None)
     to_next = list(zip(at.tolist(), np.roll(at, -1).tolist(), strict=True))  # … and ppermute
     return jax.tree.map(lambda x: jax.lax.ppermute(x, tuple(order), to_next), tree)
+
+
+def visit_shards(visit: Callable, inputs: Inputs, beside, axes: Axes) -> AttentionState:
+    """The state after visit(state, k, v, beside, owner) of every device's shard, one's own first.
+
+    beside: what else of a shard goes around the ring, a pytree of arrays
+
+    Each step sends what it has before it computes with it, so that a GPU's message is under way
+    meanwhile. Of two arrays XLA would send one after the other, the first of them alone: keys and
+    values are one message there. The barrier holds the next one back: it depends on no state, and
+    XLA would send, and hold, all shards first. And the loop has two steps there, one receiving
+    where the other has left room; with one, each copied what it got for the next. On a CPU nothing
+    overlaps, and all this would only copy.
+    """
+    p = jax.lax.axis_size(axes)
+    rank = jax.lax.axis_index(axes)
+    on_gpu = inputs.implementation != "blockwise"  # which is for everything else
+    d = inputs.k.shape[-1]
+
+    def visit_arrived(state, arrived, owner):
+        keys_values, beside = arrived
+        k, v = split_keys_values(keys_values, d) if on_gpu else keys_values
+        return visit(state, k, v, beside, owner)
+
+    def step(carry, i):
+        state, shard = carry
+        arriving = pass_on(shard, axes)
+        state = visit_arrived(state, shard, (rank - i) % p)
+        return jax.lax.optimization_barrier((state, arriving)), None
+
+    keys_values = inputs.k, inputs.v
+    shard = (join_keys_values(*keys_values) if on_gpu else keys_values), beside
+    start = no_keys(inputs), shard
+    unroll = 2 if on_gpu else 1
+    (state, shard), _ = jax.lax.scan(step, start, jnp.arange(p - 1), unroll=unroll)
+    return visit_arrived(state, shard, (rank + 1) % p)
 
 
 def no_keys(inputs: Inputs) -> AttentionState:

@@ -9,11 +9,13 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from treeattn.devices.heads import gather_heads
 from treeattn.devices.layout import Layout
 from treeattn.devices.merge import SCATTERED
+from treeattn.devices.message import check_wire
 from treeattn.devices.on_device import ON_DEVICE
 from treeattn.devices.prefill import ring_attention, ulysses_attention
 from treeattn.devices.shards import over_shards
@@ -35,11 +37,14 @@ CACHE_ATTENTIONS |= {name: f for name, f in ON_DEVICE.items() if name != "allred
 PROMPT_ATTENTIONS = {"ring": ring_attention, "ulysses": ulysses_attention}
 
 
-def check_cache_attention(attention: str | ShardAttention) -> None:
-    """Raise a ValueError unless it is a function, or the name of one."""
+def check_cache_attention(attention: str | ShardAttention, wire: DTypeLike | None = None) -> None:
+    """Raise a ValueError unless it is a function, or the name of one, and can send by `wire`."""
     if not callable(attention) and attention not in CACHE_ATTENTIONS:
         names = tuple(CACHE_ATTENTIONS)
         raise ValueError(f"attention: expected one of {names}, got {attention!r}")
+    if wire is not None and (callable(attention) or attention == "ring"):
+        raise ValueError(f"wire: expected an attention that sends states, got {attention!r}")
+    check_wire(wire, attention)
 
 
 def prompt_attention(prefill_with: str | Callable | None, layout: Layout | None) -> Callable | None:
@@ -60,12 +65,14 @@ def attend_cache(
     layout: Layout | None,
     attention: str | ShardAttention,
     implementation: Implementation,
+    wire: DTypeLike | None,
 ) -> AttentionState:
     """The state of q, present on every device, after one layer's cached keys.
 
     k, v:    the cache's, dealt over the mesh in stripes
     layout:  of which only the text's axes are of more than one device
     lengths: how many tokens of each text they hold
+    wire:    as in `merge_across`
     """
     inputs = cache_inputs(q, k, v, lengths, implementation)
     if layout is None:
@@ -74,7 +81,7 @@ def attend_cache(
     specs = inputs.replace(q=P(), k=along, v=along, lengths=P())
 
     def body(rank, inputs):
-        return attend_shard(inputs, rank, layout, attention)
+        return attend_shard(inputs, rank, layout, attention, wire=wire)
 
     return over_shards(body, layout.mesh, layout.axes, (specs,))(inputs)
 
@@ -96,6 +103,7 @@ def attend_shard(
     attention: str | ShardAttention,
     *,
     scatter: bool = False,
+    wire: DTypeLike | None = None,
 ) -> AttentionState:
     """What device `rank` does: from its own shard to the state after all devices' keys.
 
@@ -103,16 +111,23 @@ def attend_shard(
              lengths (b,), which count all devices' tokens
     scatter: whether "reduce_scatter" and "all_to_all" leave each device the state of its ⌈h/p⌉
              heads; otherwise every device gets that of all h
+    wire:    as in `merge_across`
     """
     axes = () if layout is None else layout.axes
-    own = shard_lengths(inputs.lengths, rank, shards_of(layout))
-    # A traced step cannot refuse to count more tokens than there is room for.
-    inputs = inputs.replace(lengths=jnp.minimum(own, inputs.k.shape[1]))
+    whole, capacity = inputs.lengths, inputs.k.shape[1]
+
+    def lengths_of(rank):
+        # A traced step cannot refuse to count more tokens than there is room for.
+        return jnp.minimum(shard_lengths(whole, rank, shards_of(layout)), capacity)
+
+    inputs = inputs.replace(lengths=lengths_of(rank))
     if callable(attention):
         return attention(inputs.q, inputs.k, inputs.v, inputs.lengths, axes)
     if not axes:
         return attend_inputs(inputs)
-    state = CACHE_ATTENTIONS[attention](inputs, axes)
+    options = {"lengths_of": lengths_of} if attention == "ring" else {}
+    options |= {} if wire is None else {"wire": wire}
+    state = CACHE_ATTENTIONS[attention](inputs, axes, **options)
     if attention in SCATTERED and not scatter:
-        return gather_heads(state, axes, inputs.q.shape[2])
+        return gather_heads(state, axes, inputs.q.shape[2], wire=wire)
     return state

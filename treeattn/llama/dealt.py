@@ -78,7 +78,8 @@ def _layer_on_device(rank, x, w: Layer, rotation, mask, cached, lengths, last, *
         state = _own_share(state, parts)
     if cached is not None:
         inputs = cache_inputs(q, *cached, lengths, static.implementation)
-        earlier = attend_shard(inputs, rank, place.layout, static.attention, scatter=scattered)
+        how = {"scatter": scattered, "wire": static.wire}
+        earlier = attend_shard(inputs, rank, place.layout, static.attention, **how)
         state = merge(earlier, state)
     out = layers.join_heads(finalize(state)[0].astype(x.dtype))
     if parts and not scattered:

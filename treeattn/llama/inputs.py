@@ -75,6 +75,7 @@ def check_exact(model) -> None:
         "attention": ("tree",),
         "prefill_with": (None, "chunks"),
         "implementation": (None, "exact"),
+        "wire": (None,),
     }
     for name, allowed in only.items():
         if (came := getattr(model, name)) not in allowed:

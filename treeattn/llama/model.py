@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from treeattn.devices.mesh import AxisNames
@@ -44,6 +46,8 @@ class Llama:
     head_axis:      those that share out the heads, and the weights with them (tensor parallelism):
                     two sums over them in a layer. None: "heads". The text has all other axes
     exact:          nothing but a text moves the bits of its logits (`treeattn.llama.exact`)
+    wire:           the dtype in which the attention's merge sends outputs, float32's lse beside
+                    them in the same message: "bfloat16", as serving systems do. None: as they are
     """
 
     config: Config
@@ -57,13 +61,14 @@ class Llama:
     batch_axis: AxisNames | None = None
     head_axis: AxisNames | None = None
     exact: bool = False
+    wire: DTypeLike | None = None
 
     def __post_init__(self):
         inputs.check_exact(self)
         inputs.check_mesh(self.mesh, self.shard_weights)
         inputs.check_hashable(attention=self.attention, prefill_with=self.prefill_with)
         prompt_attention(self.prefill_with, self.place.layout)
-        check_cache_attention(self.attention)
+        check_cache_attention(self.attention, self.wire)
 
     def __repr__(self) -> str:
         """Everything but the weights, of which it says the dtype."""
@@ -96,7 +101,7 @@ class Llama:
         weights: "int8" keeps matrices in 8 bits (`treeattn.llama.int8`): a quarter of float32's
                  bytes, less time for a step on a CPU, float32 activations, no gradients
         meanwhile: called, in a thread, with a model of the first layer, while the others are read
-        options: attention, prefill_with, implementation, batch_axis, head_axis, exact
+        options: attention, prefill_with, implementation, batch_axis, head_axis, exact, wire
 
         Raises FileNotFoundError where nothing is there, ValueError for what is no readable Llama
         and for axes that the mesh lacks or that cannot share the key heads, TypeError for another
@@ -296,6 +301,7 @@ class Llama:
             attention=self.attention if cached else None,
             implementation=self.implementation,
             layer=self._kind.layer,
+            wire=jnp.dtype(self.wire) if cached and self.wire is not None else None,
         )
 
     @property
