@@ -142,7 +142,7 @@ def test_the_compiled_program_runs_what_the_model_counts(strategy, p):
     w = replace(GROUPED, context=512 * p)  # no padding, which would have to be spread first
     found = collectives(compiled(strategy, w, p))
     if strategy == "pass-q":  # leave out the all-gather that puts dealt-out results together
-        found = [c for c in found if c.kind == "collective-permute"]
+        found = [c for c in found if c.kind != "all-gather"]
     model = decode_cost(strategy, w, p, DGX)
     assert count_collectives(found) == model.collectives
     assert total_bytes(found) == model.operand_bytes

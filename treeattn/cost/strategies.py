@@ -1,9 +1,10 @@
 """What each way of attending to a sharded cache sends, holds and takes, on a topology.
 
 A strategy is how p devices, each with a chunk of the cache, attend together. A ring sends its keys
-and values to the next device, p − 1 times; pass-q, its queries and their states, p times; kv-gather
-gives its keys and values to everybody; these three deal several queries to the devices, ⌈l/p⌉ to
-each. Any of `MERGES` sends states, after each device has attended to its chunk for all queries.
+and values to the next device, p − 1 times; pass-q, its queries, and then all their states home at
+once; kv-gather gives its keys and values to everybody; these three deal several queries to the
+devices, ⌈l/p⌉ to each. Any of `MERGES` sends states, after each device has attended to its chunk
+for all queries.
 
 Attending takes what the roofline says, max(bytes / memory bandwidth, operations / peak), and a
 launch; sending, what `network` says. Nothing overlaps, unless asked for.
@@ -52,10 +53,9 @@ def strategy_messages(strategy: str, w: Workload, p: int) -> list[Message]:
     return {
         "ring": [Message("ring", x) for x in kv_messages_bytes(w, p)],
         "kv-gather": [Message("all-gather", x) for x in kv_messages_bytes(w, p)],
-        "pass-q": [  # the queries, max and denominator, numerator
-            Message("round-trip", share * w.d * w.dtype_bytes),
-            Message("round-trip", share * w.heads * state_bytes(w), 2),
-            Message("round-trip", share * w.d_out * state_bytes(w)),
+        "pass-q": [  # the queries from device to device, everybody's states of them home
+            Message("ring", share * w.d * w.dtype_bytes),
+            Message("all-to-all", p * share * (w.d_out + 2 * w.heads) * state_bytes(w)),
         ],
     }[strategy]
 
