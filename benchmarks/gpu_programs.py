@@ -5,11 +5,13 @@
 Every method of `tree_decode`, ring decoding, pass-Q and the two prefills, with the rows or the
 heads of the cache over another axis of the mesh than its keys; and a Llama's step where a mesh has
 axes for all three. The collectives are those of the program that XLA compiles for the GPUs, kernels
-included: its own count, as it has joined them.
+included: its own count, as it has joined them, in the order in which it will run them. What is
+under way while a device attends, what is copied and what is held are read from the same program.
 """
 
 import dataclasses
 import functools
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,13 +23,14 @@ from described_gpus import h100s
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import treeattn
-from treeattn.cost import collectives, count_collectives, sent_bytes, total_bytes
+from treeattn.cost import collectives, count_collectives, memory, sent_bytes, total_bytes
+from treeattn.cost.program import COLLECTIVE_KINDS
 from treeattn.llama import Config, Layer, Llama, Weights, rotary_frequencies
 
 ROWS, HEADS, KV_HEADS, HEAD_DIM = 4, 16, 8, 128
 KEYS = 65536  # of a decoding step
 TEXT = 1024  # queries and keys of a prefill
-METHODS = "allreduce", "butterfly", "gather", "reduce_scatter", "all_to_all", "hierarchical"
+METHODS = "allreduce", "butterfly", "gather", "reduce_scatter", "all_to_all"
 DECODERS = {
     method: functools.partial(treeattn.tree_decode, method=method) for method in METHODS
 } | {
@@ -44,15 +47,27 @@ DECODERS = {
     "ring": treeattn.ring_decode,
     "pass-Q": treeattn.pass_q_decode,
 }
+BY_NODES = {
+    "hierarchical": functools.partial(treeattn.tree_decode, method="hierarchical"),
+    "hierarchical, scattered": functools.partial(
+        treeattn.tree_decode, method="hierarchical", scatter=True
+    ),
+    "hierarchical, 16 bits": functools.partial(
+        treeattn.tree_decode, method="hierarchical", wire=jnp.bfloat16
+    ),
+}
 PREFILLS = {
     "ring prefill": treeattn.ring_attention,
     "Ulysses prefill": treeattn.ulysses_attention,
 }
-# The mesh's axes and their sizes; the keys are always along "kv".
+# The mesh's axes and their sizes; the keys are along "kv", and along "node" where there is one.
 LAYOUTS = {
     "rows over 2, keys over 4": {"batch": 2, "kv": 4},
     "heads over 2, keys over 4": {"heads": 2, "kv": 4},
 }
+# Of these only some methods.
+NODES = {"keys over 2 nodes of 4": {"node": 2, "kv": 4}}
+LONG = {"keys over 8": {"kv": 8}}
 
 
 def compiled(name: str, axes: dict[str, int], devices, named: bool = True):
@@ -62,19 +77,20 @@ def compiled(name: str, axes: dict[str, int], devices, named: bool = True):
     """
     mesh = Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
     batch, heads = ("batch" if "batch" in axes else None), ("heads" if "heads" in axes else None)
+    keys = tuple(name for name in axes if name in ("node", "kv"))
     prefill = name in PREFILLS
     n = TEXT if prefill else KEYS
 
-    def array(length: int, h: int, along: str | None):
+    def array(length: int, h: int, along: tuple[str, ...] | None):
         sharding = NamedSharding(mesh, PartitionSpec(batch, along, heads))
         return jax.ShapeDtypeStruct((ROWS, length, h, HEAD_DIM), jnp.bfloat16, sharding=sharding)
 
-    q = array(n, HEADS, "kv") if prefill else array(1, HEADS, None)
-    k = array(n, KV_HEADS, "kv")
+    q = array(n, HEADS, keys) if prefill else array(1, HEADS, None)
+    k = array(n, KV_HEADS, keys)
     options = {"batch_axis": batch, "head_axis": heads} if named else {}
     # An abstract mesh: the kernel is chosen while the program is compiled for its devices.
-    options |= {"mesh": mesh.abstract_mesh, "axis": "kv", "implementation": "pallas"}
-    f = functools.partial((PREFILLS | DECODERS)[name], **options)
+    options |= {"mesh": mesh.abstract_mesh, "axis": keys, "implementation": "pallas"}
+    f = functools.partial((PREFILLS | DECODERS | BY_NODES)[name], **options)
     return jax.jit(f).lower(q, k, k).compile()
 
 
@@ -103,6 +119,11 @@ LLAMA_STEPS = {
     "tree": {"attention": "tree"},
     "ring": {"attention": "ring"},
     "reduce_scatter, shard_weights": {"attention": "reduce_scatter", "shard_weights": True},
+    "all_to_all, 16 bits, shard_weights": {
+        "attention": "all_to_all",
+        "wire": "bfloat16",
+        "shard_weights": True,
+    },
 }
 
 
@@ -188,11 +209,51 @@ def kinds_of(found) -> str:
     return ", ".join(f"{n} {kind}" for kind, n in kinds.items())
 
 
+def hidden_bytes(text: str) -> int:
+    """Bytes that a device puts in while it attends, in the order in which the GPU runs the program.
+
+    text: a scheduled program's. A message is under way between its two halves; a kernel of the
+    package's, or a choice between some, is what attends.
+    """
+    exposed = text
+    starts = r"%([\w.-]+) = .* (?:[a-z-]+)-start\("
+    for start in re.finditer(starts, text):
+        end = re.search(rf" [a-z-]+-done\(%{re.escape(start[1])}\)", text[start.end() :])
+        between = text[start.end() : start.end() + end.start()]
+        if re.search(r"%pallas_call[\w.-]* = | conditional\(", between):
+            hidden = re.sub(r"([a-z-]+)-start\($", "hidden-start(", start[0])
+            exposed = exposed.replace(start[0], hidden)
+    return total_bytes(collectives(text)) - total_bytes(collectives(exposed))
+
+
+def kernels_and_copies(text: str) -> tuple[int, int]:
+    """(how many kernels a device starts, bytes that those of them write which only copy)."""
+    kernel = r" (fusion|custom-call|copy)\("
+    kernels = collectives(re.sub(kernel, " collective-broadcast(", _without_collectives(text)))
+    copy = r" copy\(| fusion\((?=.*calls=%(?:wrapped_(?:slice|concatenate)|fused_concatenate))"
+    copies = collectives(re.sub(copy, " collective-broadcast(", _without_collectives(text)))
+    return count_collectives(kernels), sum(c.count * c.result_bytes for c in copies)
+
+
+def _without_collectives(text: str) -> str:
+    return re.sub(rf" ({'|'.join(COLLECTIVE_KINDS)})(-start|-done)?\(", r" no-\1(", text)
+
+
 def row(layout: str, name: str, program) -> str:
     """A line of the table."""
     found = collectives(program)
-    numbers = f"{count_collectives(found)} | {total_bytes(found):,} | {sent_bytes(found):,}"
-    return f"| {layout} | {name} | {numbers} | {kinds_of(found)} |"
+    text = program.as_text()
+    kernels, copied = kernels_and_copies(text)
+    numbers = [
+        count_collectives(found),
+        total_bytes(found),
+        hidden_bytes(text),
+        sent_bytes(found),
+        kernels,
+        copied,
+        memory(program).temporary_bytes,
+    ]
+    return f"| {layout} | {name} | {' | '.join(f'{n:,}' for n in numbers)} | {kinds_of(found)} |"
 
 
 def main() -> None:
@@ -205,16 +266,24 @@ def main() -> None:
     lines = [
         f"{ROWS} rows, {HEADS} heads on {KV_HEADS} key heads of {HEAD_DIM}, bfloat16, compiled by "
         f"JAX {jax.__version__} for eight H100s. Decoding: one query, {KEYS:,} keys; prefill: "
-        f"{TEXT:,} of both. Bytes are a device's.",
+        f"{TEXT:,} of both. Bytes are a device's: of messages, those of them that are under way "
+        "while it attends, what it must send at least, what its kernels copy, and what it holds "
+        "besides arguments and results.",
         "",
-        "| layout | method | collectives | put in | sent at least | which |",
-        "|---|---|---|---|---|---|",
+        "| layout | method | collectives | put in | while attending | sent at least | kernels "
+        "| copied | held | which |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     print("\n".join(lines), flush=True)
-    for layout, axes in LAYOUTS.items():
-        for name in [*DECODERS, *PREFILLS]:
-            lines.append(row(layout, name, compiled(name, axes, devices)))
-            print(lines[-1], flush=True)
+    for layouts, names in (
+        (LAYOUTS, [*DECODERS, *PREFILLS]),
+        (NODES, ["allreduce", *BY_NODES]),
+        (LONG, ["allreduce", "ring", "pass-Q", "ring prefill"]),
+    ):
+        for layout, axes in layouts.items():
+            for name in names:
+                lines.append(row(layout, name, compiled(name, axes, devices)))
+                print(lines[-1], flush=True)
     layout = "rows over 2, keys over 4"
     blind = compiled("allreduce", LAYOUTS[layout], devices, named=False)
     lines.append(row(f"{layout}, without batch_axis", "allreduce", blind))

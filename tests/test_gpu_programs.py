@@ -28,31 +28,62 @@ P, L, H, H_KV, D = 4, 1, script.HEADS, script.KV_HEADS, script.HEAD_DIM
 # A device's own rows and heads, halved along one of the two: rows times heads are the same.
 STATE, PIVOT = (4 * script.ROWS * L * H // 2 * n for n in (D + 2, 1))
 SHARD = 2 * 2 * script.ROWS * H_KV // 2 * D  # bytes of one key and its value
-FEW = STATE + 2 * script.ROWS * L * H // 2 * D  # a share of one query and its state
+QUERY = 2 * script.ROWS * L * H // 2 * D  # bytes of a share of one query
+RING = (P - 1) * SHARD * script.KEYS // P
+PREFILL = (P - 1) * SHARD * script.TEXT // P
 
-SENDS = {  # collectives, bytes put in
-    "allreduce": (2, STATE),  # XLA joins the two sums
-    "butterfly": (2, 2 * STATE),
-    "gather": (1, STATE),
-    "reduce_scatter, scattered": (2, STATE),
-    "all_to_all, scattered": (1, STATE),
-    "allreduce, 16 bits": (2, STATE // 2),
-    "all_to_all, scattered, 16 bits": (1, STATE // 2),
-    "hierarchical": (3, STATE + STATE // P),
-    "ring": (2 * (P - 1), (P - 1) * SHARD * script.KEYS // P),
-    "pass-Q": (P + 1, P * FEW + STATE),  # XLA joins a step's four
-    "ring prefill": (P - 1, (P - 1) * SHARD * script.TEXT // P),
+SENDS = {  # collectives, bytes put in, of them while attending
+    "allreduce": (2, STATE, 0),  # XLA joins the two sums
+    "butterfly": (2, 2 * STATE, 0),
+    "gather": (1, STATE, 0),
+    "reduce_scatter, scattered": (2, STATE, 0),
+    "all_to_all, scattered": (1, STATE, 0),
+    "allreduce, 16 bits": (2, STATE // 2, 0),
+    "all_to_all, scattered, 16 bits": (1, STATE // 2, 0),
+    "ring": (P - 1, RING, RING),
+    "pass-Q": (P + 1, (P - 1) * QUERY + (P + 1) * STATE, (P - 1) * QUERY),
+    "ring prefill": (P - 1, PREFILL, PREFILL),
 }
 
 
 @pytest.mark.parametrize("layout", script.LAYOUTS)
 @pytest.mark.parametrize("name", SENDS)
-def test_nothing_crosses_the_axis_of_rows_or_heads(name, layout, devices):
-    found = collectives(script.compiled(name, script.LAYOUTS[layout], devices))
-    assert (count_collectives(found), total_bytes(found)) == SENDS[name]
+def test_what_crosses_the_axis_of_keys_and_when(name, layout, devices):
+    """Nothing crosses that of rows or heads; what a ring sends hides behind what it computes."""
+    program = script.compiled(name, script.LAYOUTS[layout], devices)
+    found = collectives(program)
+    hidden = script.hidden_bytes(program.as_text())
+    assert (count_collectives(found), total_bytes(found), hidden) == SENDS[name]
     assert all(c.devices == P for c in found if "permute" not in c.kind)
     if name == "allreduce":
         assert sent_bytes(found) == 24_960  # not 134,276,096: K and V of the other rows
+
+
+def test_a_rings_loop_copies_no_message(devices):
+    """A shard is packed once, and taken apart where it arrived; nothing is copied for a loop."""
+    (axes,) = script.LONG.values()
+    program = script.compiled("ring", axes, devices)
+    shard = 2 * SHARD * script.KEYS // 8  # of all rows
+    _, copied = script.kernels_and_copies(program.as_text())
+    assert 8 * shard <= copied < 8 * shard + 2**28
+    found = collectives(program)
+    assert (count_collectives(found), total_bytes(found)) == (7, 7 * shard)
+    assert script.hidden_bytes(program.as_text()) == 7 * shard
+
+
+NODE_STATE = 2 * STATE  # of all rows and heads
+BY_NODES = {  # of two nodes of four: collectives, bytes put in
+    "hierarchical": (3, NODE_STATE + 2 * NODE_STATE // 4),
+    "hierarchical, scattered": (2, NODE_STATE + NODE_STATE // 4),
+    "hierarchical, 16 bits": (3, (NODE_STATE + 2 * NODE_STATE // 4) // 2),
+}
+
+
+@pytest.mark.parametrize("name", BY_NODES)
+def test_three_collectives_by_nodes(name, devices):
+    (axes,) = script.NODES.values()
+    found = collectives(script.compiled(name, axes, devices))
+    assert (count_collectives(found), total_bytes(found)) == BY_NODES[name]
 
 
 ROWS, SIZES = script.LLAMA_ROWS // 2, script.LLAMA  # of a device's
@@ -61,7 +92,7 @@ SUMS = ROWS * 2 * 4 * SIZES.width  # a layer's two, in float32
 KEY = 2 * 2 * ROWS * SIZES.kv_heads // 2 * SIZES.head_dim  # bytes of one key and its value
 STEPS = {
     "tree": (2, 4 * ROWS * SIZES.heads // 2 * (SIZES.head_dim + 2)),
-    "ring": (1, KEY * script.CAPACITY // 2 + 4 * ROWS),  # with the number of keys
+    "ring": (1, KEY * script.CAPACITY // 2),
 }
 
 
