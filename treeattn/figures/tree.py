@@ -148,8 +148,8 @@ def tree_of_trees(nodes: int = 2, devices: int = 4) -> Figure:
     figure, ax = new_figure(7.4, 4.3)
     stages = ("its own state", "a share of its node's", "the same share of all", "all of it")
     moves = (
-        "reduce-scatter within the node",
-        "Allreduce across the nodes",
+        "all-to-all within the node",
+        "gather across the nodes",
         "all-gather within the node",
     )
     for stage, name in enumerate(stages):
@@ -196,8 +196,8 @@ def tree_of_trees(nodes: int = 2, devices: int = 4) -> Figure:
     ax.axis("off")
     return figure.describe(
         f"{nodes} nodes of {devices} devices, each drawn as a state of {devices} parts, in four "
-        "stages from top to bottom. First each device has all parts of its own state. A "
-        "reduce-scatter within the node leaves each device one part, of its node's shards. Dashed "
+        "stages from top to bottom. First each device has all parts of its own state. An "
+        "all-to-all within the node leaves each device one part, of its node's shards. Dashed "
         "lines across the nodes join devices with the same part, which then covers all shards. A "
         "gather within the node gives every device all parts."
     )
