@@ -62,26 +62,23 @@ def attend_cache(
     k: Float[Array, "b n h_kv d"],
     v: Float[Array, "b n h_kv d"],
     lengths: Int[Array, " b"],
-    layout: Layout | None,
-    attention: str | ShardAttention,
-    implementation: Implementation,
-    wire: DTypeLike | None,
+    static,
 ) -> AttentionState:
     """The state of q, present on every device, after one layer's cached keys.
 
     k, v:    the cache's, dealt over the mesh in stripes
-    layout:  of which only the text's axes are of more than one device
     lengths: how many tokens of each text they hold
-    wire:    as in `merge_across`
+    static:  `layers.Static`; of its layout only the text's axes are of more than one device
     """
-    inputs = cache_inputs(q, k, v, lengths, implementation)
+    inputs = cache_inputs(q, k, v, lengths, static.implementation)
+    layout = static.place.layout
     if layout is None:
-        return attend_shard(inputs, 0, None, attention)
+        return attend_shard(inputs, 0, None, static.attention)
     along = layout.spec(layout.axes)
     specs = inputs.replace(q=P(), k=along, v=along, lengths=P())
 
     def body(rank, inputs):
-        return attend_shard(inputs, rank, layout, attention, wire=wire)
+        return attend_shard(inputs, rank, layout, static.attention, wire=static.wire)
 
     return over_shards(body, layout.mesh, layout.axes, (specs,))(inputs)
 

@@ -3,6 +3,7 @@
 Arrays that are being traced pass: their values are not known.
 """
 
+import dataclasses
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import SupportsIndex
@@ -260,3 +261,14 @@ def pad_prompts(prompts: Sequence[Sequence[int]], multiple: int) -> np.ndarray:
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     return tokens
+
+
+def options_of(model) -> list[str]:
+    """How a model is shown: "name=value" of all but its weights, of which it says the dtype."""
+    fields = (f.name for f in dataclasses.fields(model))
+    shown = [name for name in fields if name not in ("weights", "tokenizer")]
+    said = [f"{name}={getattr(model, name)!r}" for name in shown]
+    said.append(f"dtype={model.weights.embedding.dtype}")
+    if isinstance(model.weights.embedding, Int8Matrix):
+        said.append("weights='int8'")
+    return said

@@ -41,8 +41,7 @@ class Static:
     """What the programs depend on besides arrays: another one compiles anew.
 
     place:     how all lies on the devices
-    attention: towards the cache; None where there is none
-    wire:      the dtype in which its merge sends outputs; None for states as they are
+    attention, wire: towards the cache, and the dtype that its merge sends; None if there is none
     layer:     what computes a layer: `plain_layer`, or another that takes the same
     """
 
@@ -51,7 +50,7 @@ class Static:
     attention: str | ShardAttention | None
     implementation: Implementation
     layer: Callable
-    wire: jnp.dtype | None = None
+    wire: str | type | jnp.dtype | None = None
 
 
 class Rotation(NamedTuple):
@@ -110,8 +109,7 @@ def plain_layer(
         q = take_token(q, last)
     state = attend_new(q, k, v, mask, last, static.implementation)
     if cached is not None:
-        how = static.place.layout, static.attention, static.implementation, static.wire
-        state = merge(attend_cache(q, *cached, lengths, *how), state)
+        state = merge(attend_cache(q, *cached, lengths, static), state)
     out = finalize(state)[0].astype(x.dtype)
     return after_attention(x, w, out, config), (k, v)
 

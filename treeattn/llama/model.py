@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
@@ -19,7 +18,6 @@ from treeattn.llama import cache as caches
 from treeattn.llama import dealing, dealt, exact, inputs, layers, prefill
 from treeattn.llama.attentions import ShardAttention, check_cache_attention, prompt_attention
 from treeattn.llama.cache import Cache, NewEntries
-from treeattn.llama.int8 import Int8Matrix
 from treeattn.llama.placement import Placement, check_texts, place_model
 from treeattn.llama.reading.config import Config
 from treeattn.llama.reading.files import open_checkpoint
@@ -72,12 +70,7 @@ class Llama:
 
     def __repr__(self) -> str:
         """Everything but the weights, of which it says the dtype."""
-        names = (f.name for f in dataclasses.fields(self) if f.name not in ("weights", "tokenizer"))
-        said = [f"{n}={getattr(self, n)!r}" for n in names]
-        said.append(f"dtype={self.weights.embedding.dtype}")
-        if isinstance(self.weights.embedding, Int8Matrix):
-            said.append("weights='int8'")
-        return f"Llama({', '.join(said)})"
+        return f"Llama({', '.join(inputs.options_of(self))})"
 
     @staticmethod
     def load(
@@ -301,7 +294,7 @@ class Llama:
             attention=self.attention if cached else None,
             implementation=self.implementation,
             layer=self._kind.layer,
-            wire=jnp.dtype(self.wire) if cached and self.wire is not None else None,
+            wire=self.wire if cached else None,
         )
 
     @property
