@@ -10,7 +10,6 @@ replaces one field by something measured elsewhere, or on a row that is then no 
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ from treeattn.cost.formulas import Workload
 from treeattn.cost.merges import merge_messages, traffic
 from treeattn.cost.models import MODELS, Model
 from treeattn.cost.network import collective_seconds
+from treeattn.cost.placement import every
 from treeattn.cost.sharding import KERNELS
 from treeattn.cost.topology import Topology
 
@@ -69,14 +69,8 @@ def data_sheet(topology: Topology) -> Rates:
 
 
 def one_a_node(topology: Topology) -> Topology:
-    """The topology that one device of each node sees, whose links to other nodes are its own.
-
-    NCCL reckons with the tree's hops for a ring there (tuning.cc: "latencies are fully exposed").
-    """
-    inside, *outside = topology.levels
-    hops = {x.name: x.far for x in topology.protocols if x.algorithm == "tree"}
-    protocols = tuple(replace(x, far=hops.get(x.name, x.far)) for x in topology.protocols)
-    return replace(topology, levels=(replace(inside, size=1), *outside), protocols=protocols)
+    """The topology that one device of each node sees, while the others of the node do the same."""
+    return every(topology, topology.node_size)
 
 
 def forecast_attending(rates: Rates, keys: int, kv_heads: int = 1, head_dim: int = 128) -> float:
