@@ -143,7 +143,7 @@ def test_what_a_step_sends(attention):
     found = collectives(jax.jit(step).lower(*inputs).compile())
     c = model.config
     state = 4 * c.heads * (c.head_dim + 2)
-    shard = 4 * 2 * (capacity // p) * c.kv_heads * c.head_dim + 4
+    shard = 4 * 2 * (capacity // p) * c.kv_heads * c.head_dim
     expected = {"tree": state, "ring": (p - 1) * shard}
     assert total_bytes(found) == c.layers * expected[attention]
 
