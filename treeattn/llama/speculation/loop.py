@@ -68,7 +68,8 @@ class Task:
         needed = max(map(len, prompts)) + max_new_tokens - 1
         if capacity is None:
             capacity = rounded_capacity(needed, model.config.context)
-        if needed > integer("capacity", capacity, 1):
+        capacity = integer("capacity", capacity, 1)
+        if needed > capacity:
             raise ValueError(
                 f"capacity: the longest prompt and max_new_tokens need {needed}, got {capacity}"
             )
