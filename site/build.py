@@ -43,6 +43,8 @@ def lay_out(folder: Path) -> None:
         place = folder / page.relative_to(REPOSITORY)
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(as_page(page), encoding="utf-8")
+    for numbers in REPOSITORY.glob("benchmarks/results/*.json"):
+        shutil.copy(numbers, folder / "benchmarks" / "results")
     (folder / CARD_HERE).write_text(as_page(REPOSITORY / CARD), encoding="utf-8")
     for page in HERE.glob("*.md"):
         text = fault_links(page.read_text(encoding="utf-8"), "")
