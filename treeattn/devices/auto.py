@@ -143,13 +143,19 @@ def _scattered(method: str, size: StateSize, group: Group) -> list[Sent]:
 
 def _by_nodes(size: StateSize, groups: list[Group], scatter: bool) -> list[Sent]:
     """Shares within a node, which is the last group, merged between nodes, and gathered again."""
+    if scatter:
+        p = math.prod(group.devices for group in groups)
+        share = size._replace(heads=size.share(p).heads * p)  # padded once, for all of them
+        sent = []
+        for group in reversed(groups):
+            sent.append(Sent("all-to-all", share.state, group))
+            share = share.share(group.devices)
+        return sent
     *between, inside = groups
-    sent = _scattered("reduce_scatter", size, inside)
+    sent = _scattered("all_to_all", size, inside)
     share = size.share(inside.devices)
-    for group in reversed(between):
-        sent += _sums("reduce-scatter" if scatter else "all-reduce", share, group)
-        share = share.share(group.devices) if scatter else share
-    return sent if scatter else [*sent, Sent("all-gather", share.state, inside)]
+    sent += [Sent("all-gather", share.state, group) for group in reversed(between)]
+    return [*sent, Sent("all-gather", share.state, inside)]
 
 
 def _sums(kind: str, size: StateSize, group: Group) -> list[Sent]:

@@ -160,7 +160,8 @@ def visit_shards(visit: Callable, inputs: Inputs, beside, axes: Axes) -> Attenti
     shard = (join_keys_values(*keys_values) if on_gpu else keys_values), beside
     start = no_keys(inputs), shard
     unroll = 2 if on_gpu else 1
-    (state, shard), _ = jax.lax.scan(step, start, jnp.arange(p - 1), unroll=unroll)
+    counts = jnp.arange(p - 1, dtype=jnp.int32)  # as lengths are, with x64, too
+    (state, shard), _ = jax.lax.scan(step, start, counts, unroll=unroll)
     return visit_arrived(state, shard, (rank + 1) % p)
 
 

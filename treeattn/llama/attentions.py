@@ -42,7 +42,9 @@ def check_cache_attention(attention: str | ShardAttention, wire: DTypeLike | Non
     if not callable(attention) and attention not in CACHE_ATTENTIONS:
         names = tuple(CACHE_ATTENTIONS)
         raise ValueError(f"attention: expected one of {names}, got {attention!r}")
-    if wire is not None and (callable(attention) or attention == "ring"):
+    if wire is None:
+        return
+    if callable(attention) or attention == "ring":
         raise ValueError(f"wire: expected an attention that sends states, got {attention!r}")
     check_wire(wire, attention)
 
