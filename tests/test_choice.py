@@ -12,11 +12,13 @@ from oracles import dense_attention
 from test_pallas import CALL, draw, lowered, on_cuda, shapes
 
 import treeattn
-from treeattn.kernel import choice, flash, pallas, tiles
+from treeattn.kernel import choice, flash, mosaic, pallas, tiles
 from treeattn.kernel.attend import attend_inputs
 from treeattn.kernel.causal import CAUSAL_BLOCK
 from treeattn.kernel.choice import device_platform, platform_of, resolve
 from treeattn.kernel.inputs import check_inputs
+
+DECODING = "mosaic" if mosaic.missing() is None else "pallas"  # a token or a few, no mask
 
 
 def device(platform, capability=None, version=None):
@@ -55,7 +57,7 @@ DEVICES = {
 def test_the_platform_of_a_device_and_its_default(name):
     described, platform = DEVICES[name]
     assert device_platform(described) == platform
-    expected = "pallas" if platform == "cuda" else "blockwise"
+    expected = DECODING if platform == "cuda" else "blockwise"
     inputs = resolve(None, check_inputs(*empty()), device_platform(described))
     assert (inputs.implementation, inputs.elsewhere) == (expected, None)
     assert inputs.by_row == (platform not in ("cuda", "gpu"))
@@ -109,9 +111,9 @@ def empty(**changes):
 @pytest.mark.parametrize(
     ("expected", "changes", "options"),
     [
-        ("pallas", {}, {}),
-        ("pallas", {"dtype": "float16"}, {"kv_lengths": np.ones(2, int)}),
-        ("pallas", {"dtype": "float32"}, {}),
+        (DECODING, {}, {}),
+        (DECODING, {"dtype": "float16"}, {"kv_lengths": np.ones(2, int)}),
+        (DECODING, {"dtype": "float32"}, {}),
         ("pallas", {"l": 7}, {"mask": np.ones((1, 1, 7, 4096), bool)}),
         ("flash", {"l": CAUSAL_BLOCK + 1}, {}),
         ("flash", {"l": 4096}, {"causal": True}),
@@ -119,8 +121,8 @@ def empty(**changes):
         ("pallas", {"l": 4096, "dtype": "float32"}, {"causal": True}),
         ("pallas", {"l": 4096, "dv": 64}, {}),
         ("blockwise", {"dtype": "float64"}, {}),
-        ("blockwise", {"d": 257, "l": 200}, {}),
-        ("blockwise", {"dv": 512}, {}),
+        ("blockwise", {"d": 577, "l": 200}, {}),
+        ("blockwise", {"dv": 577}, {}),
     ],
 )
 def test_the_best_that_can_run(monkeypatch, expected, changes, options):
@@ -136,6 +138,9 @@ def test_the_best_that_can_run(monkeypatch, expected, changes, options):
     found[0] = False  # flash-attn-jax, which is not installed then
     without = "pallas" if expected == "flash" else expected
     assert resolve(None, inputs, "cuda").implementation == without
+    monkeypatch.setattr(mosaic, "plgpu", None)
+    if without == "mosaic":
+        assert resolve(None, inputs, "cuda").implementation == "pallas"
     monkeypatch.setattr(pallas, "triton", None)
     assert resolve(None, inputs, "cuda").implementation == "blockwise"
 
@@ -215,4 +220,5 @@ def test_a_jax_without_triton(monkeypatch):
     assert "needs jax.experimental.pallas.triton" in pallas.obstacle(check_inputs(*empty()))
     with pytest.raises(ValueError, match=r"implementation: 'pallas' needs jax\.experimental"):
         resolve("pallas", check_inputs(*empty()), "cuda")
-    assert resolve(None, check_inputs(*empty()), "cuda").implementation == "blockwise"
+    left = "mosaic" if mosaic.missing() is None else "blockwise"
+    assert resolve(None, check_inputs(*empty()), "cuda").implementation == left

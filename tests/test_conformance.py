@@ -101,6 +101,17 @@ def test_a_sink_is_a_key_whose_value_is_zero():
     np.testing.assert_allclose(case.lse, np.log(np.exp(s).sum(-1)), atol=1e-12)
 
 
+def test_of_no_keys_at_all_the_answer_is_nothing():
+    q = np.ones((2, 3, 4, 16))
+    nothing = np.ones((2, 0, 2, 16))
+    out, lse = reference(q, nothing, nothing)
+    np.testing.assert_array_equal(out, np.zeros((2, 3, 4, 16)))
+    np.testing.assert_array_equal(lse, np.full((2, 3, 4), -np.inf))
+    out, lse = reference(q, nothing, nothing, sinks=np.arange(4.0))
+    np.testing.assert_array_equal(out, np.zeros((2, 3, 4, 16)))
+    np.testing.assert_array_equal(lse, np.broadcast_to(np.arange(4.0), (2, 3, 4)))
+
+
 def test_expected_merges_are_weighted_means():
     for case in merge_cases("float64"):
         (parts,) = case.arguments

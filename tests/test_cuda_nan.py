@@ -65,7 +65,7 @@ def test_the_rules_drop_a_nan():
 def written(*arrays, scale, factor=None, **options):
     """The state that the two kernels write, of several splits."""
     inputs = check_inputs(*arrays, **options).replace(factor=factor)
-    assert pallas._tile(inputs.q, inputs.v).splits > 1
+    assert pallas.tile_of(inputs.q, inputs.v).splits > 1
     return pallas._call(*inputs.arrays, scale=scale, causal=inputs.causal, interpret=True)
 
 

@@ -39,7 +39,7 @@ BELOW = {
     "trees": ("idea.arrays",),
     "cost": ("idea", "measured"),
     "conformance": (),
-    "llama": ("idea", "kernel", "devices", "trees", "extras"),
+    "llama": ("idea", "kernel", "devices", "trees", "measured", "extras"),
     "figures": ("idea", "kernel", "devices", "trees", "cost", "llama", "conformance", "extras"),
     "__init__": ("idea", "kernel", "devices", "trees", "llama"),
     "__main__": ("idea", "kernel", "devices", "trees", "llama", "extras"),

@@ -15,7 +15,7 @@ from oracles import dense_attention, dense_gradients, dense_weights
 
 import treeattn
 from treeattn import ancestor_mask, attend, attention, finalize, from_output, kv_mesh, merge
-from treeattn.kernel import pallas
+from treeattn.kernel import pallas, tiles
 from treeattn.kernel.tiles import split_float
 
 pytestmark = pytest.mark.slow
@@ -150,6 +150,23 @@ def test_no_keys_give_the_identity(hide):
         assert not any(np.any(g) for g in gradients)
 
 
+def hidden_by(name: str):
+    """(q, k, v), the same with NaN in the keys that a mask or bias hides from all, and options."""
+    (q, k, v), _ = draw(0, (2, 3, 4, 2, 72, 64, 64), (), "bfloat16")
+    visible = np.ones((2, 1, 1, 72), bool)
+    visible[0, ..., 3] = visible[1, ..., 60:] = False
+    rows = np.moveaxis(visible, -1, 1)
+    poisoned = [jnp.where(rows, x, jnp.nan) for x in (k, v)]
+    options = {"mask": visible, "bias": np.where(visible, 0, -np.inf).astype(np.float32)}
+    return (q, k, v), (q, *poisoned), {name: options[name]}
+
+
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_what_is_hidden_from_all_may_be_nan(name):
+    arrays, poisoned, options = hidden_by(name)
+    check(arrays, run(*poisoned, **options), error=ERROR["bfloat16"], **options)
+
+
 def test_nothing_past_the_lengths_is_read():
     arrays, _ = draw(0, (3, 2, 4, 2, 700, 64, 64), (), "float32")
     lengths = np.array([333, 0, 700], np.int32)
@@ -170,7 +187,7 @@ def test_blocks_past_the_lengths_are_skipped(monkeypatch):
     (q, k, v), _ = draw(0, (2, 1, 2, 2, 2048, 64, 64), (), "float32")
     jax.block_until_ready(jax.jit(eager)(q, k, v, kv_lengths=np.array([100, 2048])))
     jax.effects_barrier()
-    block = pallas.TILE // (64 * 4)
+    block = tiles.TILE // (64 * 4)
     assert len(seen) == 2 * 2 * (-(-100 // block) + 2048 // block)  # heads, products
 
 
@@ -184,6 +201,13 @@ def test_a_nan_is_not_lost(which):
         assert np.all(np.isnan(lse[:, 0])) == (which < 2)
         output = attention(*arrays, implementation="pallas")
         np.testing.assert_array_equal(np.isnan(output), np.isnan(out))
+
+
+def test_products_of_one_key_beyond_the_range_may_cancel():
+    q = jnp.full((1, 1, 1, 2), 2.0**100, jnp.float32)
+    k = q * jnp.array([1, -1], jnp.float32)
+    state = run(q, k, k)
+    assert state.max == 0 and jnp.array_equal(state.numerator, k)
 
 
 @pytest.mark.parametrize("n", [600, 1])

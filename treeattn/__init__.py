@@ -38,6 +38,7 @@ from treeattn.idea.state import (
 )
 from treeattn.kernel.attend import attend, attend_exact, attention, which_implementation
 from treeattn.kernel.exact import ExactState
+from treeattn.kernel.quantized import dequantize, quantize
 from treeattn.trees.beam import PackedBeam, pack, packed_token_indices, prefix_encoding, unpack
 from treeattn.trees.draft import beam_search, choice_tree, expand_tree
 from treeattn.trees.rows import RowTree, interval_mask, pack_rows
@@ -71,6 +72,7 @@ __all__ = [
     "cumulant",
     "deal_tree",
     "depths",
+    "dequantize",
     "draft_candidate_tokens",
     "energy",
     "expand_tree",
@@ -91,6 +93,7 @@ __all__ = [
     "packed_token_indices",
     "pass_q_decode",
     "prefix_encoding",
+    "quantize",
     "reduce_chain",
     "reduce_tree",
     "ring_attention",

@@ -16,7 +16,7 @@ import jax
 
 from treeattn.devices.mesh import kv_mesh, simulate_devices
 from treeattn.idea.arrays import integer
-from treeattn.llama.attentions import CACHE_ATTENTIONS, PROMPT_ATTENTIONS
+from treeattn.llama.attentions import ATTENTIONS, PROMPT_ATTENTIONS
 from treeattn.llama.model import Llama
 from treeattn.llama.speculation import DRAFTS
 from treeattn.llama.text import pieces, stream, tokenizer_of
@@ -36,8 +36,8 @@ def arguments() -> argparse.Namespace:
     add(
         "--attention",
         default="tree",
-        choices=list(CACHE_ATTENTIONS),
-        help="towards the cache (tree)",
+        choices=list(ATTENTIONS),
+        help="towards the cache (tree); auto: by the times in the file $TREEATTN_MEASURED",
     )
     add(
         "--prefill",

@@ -40,7 +40,9 @@ def attend(
         key_positions=key_positions,
     )
     shape = (*s.shape[1:], v.shape[-1])
-    parts = [(np.broadcast_to(v[:, None, i], shape), s[i]) for i in range(len(s))]
+    no_keys = (np.zeros(shape), np.full(s.shape[1:], -np.inf))
+    keys = [(np.broadcast_to(v[:, None, i], shape), s[i]) for i in range(len(s))]
+    parts = [no_keys, *keys]
     if sinks is not None:
         parts.append((np.zeros(shape), np.broadcast_to(sinks, s.shape[1:])))
     return merge(parts)

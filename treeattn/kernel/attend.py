@@ -27,6 +27,7 @@ from treeattn.kernel.inputs import (
     Values,
     check_inputs,
 )
+from treeattn.kernel.quantized import Scales
 
 
 def attend(
@@ -40,6 +41,8 @@ def attend(
     scale: Scale = None,
     causal: bool = False,
     ends: Ends | None = None,
+    key_scale: Scales | None = None,
+    value_scale: Scales | None = None,
     implementation: Implementation = None,
 ) -> AttentionState:
     """The state of each query after its keys: fields (b, l, h) and numerator (b, l, h, dv).
@@ -57,25 +60,41 @@ def attend(
                 trees whose nodes are in depth-first order (`pack_rows`), of as many keys as
                 queries. Blocks of keys that a block of queries does not see are skipped. By
                 "blockwise" and "exact" only.
+    key_scale, value_scale: floating-point, broadcast to (b, n, h_kv); with k and v of int8 or
+                float8_e4m3fn, as `quantize` returns them: key j is k[j] · key_scale[j], and its
+                value v[j] · value_scale[j]. They multiply scores and weights, a block of keys at a
+                time, so that no cache of floats is ever made. One scale a token and head, or one a
+                head (b, 1, h_kv). Of all keys one dtype; q has its own. By "blockwise" only.
     implementation: a function, or one of these, or None: the first whose line fits
 
         on          dtypes         queries, keys                             implementation
         CUDA        float16, bf16  a text of more than 128 queries, no mask  "flash"
                                    or bias, one head_dim up to 256, where
                                    flash-attn-jax is installed
-        CUDA        float16, bf16, all, head_dims up to 256                  "pallas"
-                    float32
+        CUDA        float16, bf16, no mask or bias, up to 32 queries of a    "mosaic"
+                    float32        key head (16 in float32), head_dims that
+                                   are multiples of 64, 64 keys or more, a
+                                   multiple of 8; from JAX 0.11.2 on
+        CUDA        the same       all, head_dims up to 256                  "pallas"
+        CUDA        the same       head_dims up to 576, as far as shared     "mosaic"
+                                   memory goes, and all where JAX has no
+                                   Triton; from JAX 0.11.2 on
         anything    all            all                                       "blockwise"
 
     CUDA means NVIDIA's GPUs of compute capability 8.0 or higher (Ampere). Older ones, AMD's, and
-    a JAX that has no Triton any more, take "blockwise": some nine small kernels for each 1,024
-    keys, by estimate ten to a hundred times slower than a kernel on long contexts. So do
-    float64 and wide heads. float32 with a head_dim of 256 runs in "pallas", but keeps some of its
-    numbers outside of registers, and is slow. A traced call leaves the choice to its compiler.
+    a JAX that has neither backend, take "blockwise": some nine small kernels for each 1,024
+    keys, by estimate ten to a hundred times slower than a kernel on long contexts. So does
+    float64. No kernel was run on a GPU here: they are interpreted, and compiled for described ones.
+    "pallas" is of Triton's backend, which JAX has deprecated, and "mosaic" of the one that stays.
+    That one comes first where it reads the keys once, and all arguments where they lie; others it
+    would copy before. A token has h / h_kv queries of a key head. float32 with a head_dim of 256
+    runs in both, but keeps some numbers outside of registers, fewer in "mosaic". A traced call
+    leaves the choice to its compiler.
 
-    By name, "flash" takes any number of queries, and "pallas" runs on a CPU too, interpreted,
-    which is slow. Both have the gradient of "blockwise". cuDNN's kernel is none of them: what
-    JAX returns of it (`jax.nn.dot_product_attention`) is an lse rounded to the inputs' dtype.
+    By name, "flash" takes any number of queries; "pallas" and "mosaic" run on a CPU too,
+    interpreted, which is slow, the second with an error where threads race for memory (JAX 0.11.2
+    prints it). All have the gradient of "blockwise". cuDNN's kernel is none of them: what JAX
+    returns of it (`jax.nn.dot_product_attention`) is an lse rounded to the inputs' dtype.
 
     "exact" gives the same bits whatever the order of the keys, the blocks in which they are read,
     and the rows and queries beside: those of one query depend on it and on the set of its keys
@@ -105,7 +124,8 @@ def attend(
     cannot run, and an option that a function does not take; both for a function that returns
     something else than promised.
     """
-    inputs = check_inputs(q, k, v, mask, bias, kv_lengths, scale, causal=causal, ends=ends)
+    beside = {"ends": ends, "key_scale": key_scale, "value_scale": value_scale}
+    inputs = check_inputs(q, k, v, mask, bias, kv_lengths, scale, causal=causal, **beside)
     return attend_inputs(resolve(implementation, inputs, platform_of(q)))
 
 
@@ -152,7 +172,7 @@ def _attention_of(inputs: Inputs):
 def which_implementation(
     q, k, v, *, implementation: Implementation = None, platform: str | None = None, **options
 ) -> Implementation:
-    """The implementation with which `attend` runs these arguments: "flash", "pallas", "blockwise".
+    """The implementation with which `attend` runs these arguments: "flash", "pallas", "mosaic", …
 
     A function is returned as it is.
 
@@ -178,7 +198,8 @@ def attend_inputs(inputs: Inputs) -> AttentionState:
         return load_kernel(inputs.implementation).attend(inputs)
     if inputs.implementation == "exact":
         return attend_rounded(inputs)
-    if inputs.causal and inputs.mask is inputs.bias is inputs.lengths is None:
+    plain = inputs.mask is inputs.bias is inputs.lengths is inputs.key_scale is None
+    if inputs.causal and plain:
         return attend_causal(inputs)
     return attend_blockwise(inputs)
 
@@ -186,10 +207,11 @@ def attend_inputs(inputs: Inputs) -> AttentionState:
 def _where_it_compiles_for(f, inputs: Inputs):
     """f by `implementation` in a program for CUDA, by `elsewhere` in any other."""
 
-    def by(name: str):
-        return functools.partial(f, inputs.replace(implementation=name, elsewhere=None))
-
-    return jax.lax.platform_dependent(cuda=by(inputs.implementation), default=by(inputs.elsewhere))
+    there = inputs.replace(elsewhere=None, on_cuda=True)
+    other = inputs.replace(implementation=inputs.elsewhere, elsewhere=None)
+    return jax.lax.platform_dependent(
+        cuda=functools.partial(f, there), default=functools.partial(f, other)
+    )
 
 
 def attend_in_blocks(inputs: Inputs, block: int) -> AttentionState:
@@ -210,6 +232,8 @@ def attend_in_blocks(inputs: Inputs, block: int) -> AttentionState:
             v=cut(inputs.v, 1, start),
             mask=cut(inputs.mask, 3, start),
             bias=cut(inputs.bias, 3, start),
+            key_scale=cut(inputs.key_scale, 1, start),
+            value_scale=cut(inputs.value_scale, 1, start),
             lengths=jnp.clip(lengths - start, 0, block),
         )
         return attend_inputs(cut_inputs)

@@ -22,11 +22,11 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from treeattn.idea.arrays import varying_like
-from treeattn.idea.state import AttentionState, finite, merge
+from treeattn.idea.state import AttentionState, finalize, finite, merge
 from treeattn.kernel import products
 from treeattn.kernel.blocks import block_size, over_blocks, split_blocks
 from treeattn.kernel.gradient import gradients_of_sums, with_transpose
-from treeattn.kernel.inputs import Grouped, Inputs
+from treeattn.kernel.inputs import Grouped, Inputs, NewKeys
 from treeattn.kernel.intervals import by_query_blocks
 from treeattn.kernel.masks import (
     and_visible,
@@ -42,6 +42,14 @@ def attend_blockwise(inputs: Inputs) -> AttentionState:
     """The state of the queries after all keys that they see: (b, l, h) and (b, l, h, dv)."""
     arrays = [x for x in inputs.arrays if x is not None]
     return _attend_blockwise(inputs, products.may_be_partitioned(*arrays))
+
+
+def blockwise_attention(inputs: Inputs, new: NewKeys | None = None):
+    """The output (b, l, h, dv) after the keys of both, in the queries' dtype."""
+    state = attend_blockwise(inputs)
+    if new is not None:
+        state = merge(state, attend_blockwise(new.inputs(inputs)))
+    return finalize(state)[0].astype(inputs.q.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
@@ -80,6 +88,9 @@ def group_heads(inputs: Inputs, partitioned: bool) -> Grouped:
         heads = (1, 1) if x.shape[1] == 1 else (h_kv, h // h_kv)
         return x.reshape(len(x), *heads, *x.shape[2:])
 
+    scales = inputs.key_scale, inputs.value_scale
+    scales = jax.tree.map(lambda x: x.astype(dtype)[..., None], scales)
+    key_scale, value_scale = varying_like(scales, *inputs.arrays, *scales)
     return Grouped(
         q=q.transpose(0, 2, 3, 1, 4),
         k=k,
@@ -88,6 +99,8 @@ def group_heads(inputs: Inputs, partitioned: bool) -> Grouped:
         bias=None if bias is None else group(bias).astype(dtype),
         lengths=lengths,
         intervals=inputs.intervals,
+        key_scale=key_scale,
+        value_scale=value_scale,
         by_row=inputs.by_row,
         stale=inputs.stale,
         partitioned=partitioned,
@@ -99,6 +112,9 @@ def _ungroup_heads(x):
     b, h_kv, group, l, *rest = x.shape
     x = x.transpose(0, 3, 1, 2, *range(4, x.ndim))
     return x.reshape(b, l, h_kv * group, *rest)
+
+
+MOVING = "q", "k", "v", "bias", "key_scale", "value_scale"  # what has a gradient
 
 
 @jax.custom_jvp
@@ -149,6 +165,11 @@ def _attend_rows(inputs: Grouped, row) -> AttentionState:
     streams = products.stream_queries(shrunk) if few else None
     read = functools.partial(products.read_block, row=row, rows=len(q), dtype=q.dtype)
 
+    def scale_of_block(x, first, hidden=None):
+        if x is None or x.shape[1] == 1:
+            return x if x is None else read(x, 0, 1)
+        return zero_hidden(read(x, first, size), hidden)
+
     def state_of_block(start):
         first, visible, bias = block_visibility(inputs, start, size)
         keys = read(inputs.k, first, size)
@@ -156,10 +177,12 @@ def _attend_rows(inputs: Grouped, row) -> AttentionState:
             s = products.stream_scores(streams, keys, partitioned)
         else:
             s = products.matrix_scores(shrunk, keys)
+        s = products.times_scale(s, scale_of_block(inputs.key_scale, first))
         s = mask_and_clip(s * root * root, visible, bias)
         m = products.row_max(s, partitioned)
         p = jnp.exp(s - finite(m)[..., None])
         hidden = hidden_from_all(visible) if inputs.stale and inputs.hides else None
+        value_scale = scale_of_block(inputs.value_scale, first, hidden)
 
         def values(at: int, count: int):
             return zero_hidden(read(inputs.v, first + at, count), hidden, at)
@@ -167,9 +190,9 @@ def _attend_rows(inputs: Grouped, row) -> AttentionState:
         if few:  # a stream of values at a time
             width = size // products.STREAMS
             parts = [values(at, width) for at in range(0, size, width)]
-            denominator, numerator = products.stream_sums(p, parts, partitioned)
+            denominator, numerator = products.stream_sums(p, parts, partitioned, value_scale)
         else:
-            denominator, numerator = products.matrix_sums(p, values(0, size))
+            denominator, numerator = products.matrix_sums(p, values(0, size), value_scale)
         m = jnp.where(jnp.isnan(denominator), denominator, m)  # the maximum may pass over a NaN
         # Values that others see may be NaN, and a query that sees none has 0 of each.
         numerator = jnp.where((m == -jnp.inf)[..., None], 0, finite(numerator))
@@ -195,7 +218,7 @@ def _attend_jvp(primals, tangents):
     (inputs,) = primals
     (given,) = tangents
     state = _attend(inputs)
-    tangents = {name: getattr(given, name) for name in ("q", "k", "v", "bias")}
+    tangents = {name: getattr(given, name) for name in MOVING}
     tangents = {
         name: t for name, t in tangents.items() if t is not None and not isinstance(t, SymbolicZero)
     }
@@ -235,6 +258,9 @@ def _sums(inputs: Grouped, m):
     blocks = {"k": split_blocks(inputs.k, 1, size), "v": split_blocks(inputs.v, 1, size)}
     if bias is not None and bias.shape[-1] == n:
         blocks["bias"] = split_blocks(bias, -1, size)
+    scales = {"key_scale": inputs.key_scale, "value_scale": inputs.value_scale}
+    own = {name: x for name, x in scales.items() if x is not None and x.shape[1] == n}
+    blocks |= {name: split_blocks(x, 1, size) for name, x in own.items()}
     without_bias = inputs.replace(bias=None)
 
     def add_block(sums, start, block):
@@ -245,9 +271,12 @@ def _sums(inputs: Grouped, m):
         hidden = hidden_from_all(visible) if inputs.hides else None
         keys = zero_hidden(block["k"].astype(q.dtype), hidden)
         values = zero_hidden(block["v"].astype(q.dtype), hidden)
-        s = mask_and_clip(products.matrix_scores(shrunk, keys) * root * root, visible, added)
+        of_block = {name: zero_hidden(block[name], hidden) for name in own}
+        key_scale, value_scale = (scales | of_block).values()
+        s = products.times_scale(products.matrix_scores(shrunk, keys), key_scale)
+        s = mask_and_clip(s * root * root, visible, added)
         p = jnp.exp(s - m)
-        return jax.tree.map(jnp.add, sums, products.matrix_sums(p, values))
+        return jax.tree.map(jnp.add, sums, products.matrix_sums(p, values, value_scale))
 
     denominator = jnp.zeros(m.shape[:-1], m.dtype)
     numerator = jnp.zeros((*m.shape[:-1], inputs.v.shape[-1]), m.dtype)

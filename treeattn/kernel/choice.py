@@ -12,7 +12,7 @@ from treeattn.kernel import exactly, flash, hook
 from treeattn.kernel.causal import CAUSAL_BLOCK
 from treeattn.kernel.inputs import Implementation, Inputs
 
-KERNELS = "flash", "pallas"
+KERNELS = "flash", "pallas", "mosaic"
 AMPERE = (8, 0)  # the least compute capability that FlashAttention-2 and XLA's Triton take
 
 
@@ -33,6 +33,10 @@ def load_kernel(name: str) -> Kernel:
     """The kernel of that name, one of `KERNELS`."""
     if name == "flash":
         return Kernel(flash.flash_attend, flash.obstacle)
+    if name == "mosaic":
+        from treeattn.kernel import mosaic
+
+        return Kernel(mosaic.mosaic_attend, mosaic.obstacle, mosaic.mosaic_attention)
     from treeattn.kernel import pallas  # when asked for: it takes a fifth of JAX's time to import
 
     return Kernel(pallas.pallas_attend, pallas.obstacle, pallas.pallas_attention)
@@ -48,6 +52,8 @@ def resolve(implementation: Implementation, inputs: Inputs, platform: str | None
     """
     names = (None, "blockwise", *KERNELS, "exact")
     elsewhere = None
+    if inputs.quantized and (callable(implementation) or implementation in names):
+        implementation = _blockwise_alone(implementation, inputs)
     if callable(implementation):
         hook.check_hashable(implementation)
         if (problem := hook.obstacle(inputs, implementation)) is not None:
@@ -70,14 +76,30 @@ def resolve(implementation: Implementation, inputs: Inputs, platform: str | None
             elsewhere = "blockwise"
     # A GPU has room for all rows at once.
     by_row = inputs.by_row and platform not in (None, "cuda", "gpu")
-    return inputs.replace(implementation=implementation, elsewhere=elsewhere, by_row=by_row)
+    return inputs.replace(
+        implementation=implementation,
+        elsewhere=elsewhere,
+        on_cuda=platform == "cuda",
+        by_row=by_row,
+    )
+
+
+def _blockwise_alone(implementation: Implementation, inputs: Inputs) -> str:
+    """ "blockwise", which alone takes scales; a ValueError for another implementation."""
+    if implementation not in (None, "blockwise"):
+        came = hook.name_of(implementation) if callable(implementation) else repr(implementation)
+        raise ValueError(
+            f"implementation: {came} takes no keys of {inputs.k.dtype} with scales; use "
+            "'blockwise', or floats: dequantize(k, key_scale)"
+        )
+    return "blockwise"
 
 
 def _wrong_platform(name: str, platform: str | None) -> str | None:
     """Why the kernel of that name cannot run there; None if it can."""
     if platform in (None, "cuda"):
         return None
-    if name == "pallas" and platform != "gpu":
+    if name != "flash" and platform != "gpu":
         return None  # what is no GPU has the kernel interpreted
     least = ".".join(map(str, AMPERE))
     came = "other GPUs" if platform == "gpu" else f"{platform} devices"
@@ -93,7 +115,14 @@ def _best_on_cuda(inputs: Inputs) -> str:
     installed = importlib.util.find_spec("flash_attn_jax") is not None
     if long_text and installed and flash.obstacle(inputs) is None:
         return "flash"
-    return "pallas" if load_kernel("pallas").obstacle(inputs) is None else "blockwise"
+    other = "pallas" if load_kernel("pallas").obstacle(inputs) is None else "blockwise"
+    from treeattn.kernel import mosaic
+
+    host = host_device()
+    foreign = device_platform(host) == "cuda" and not mosaic.compiles_for(host)
+    if foreign or mosaic.obstacle(inputs) is not None:
+        return other
+    return "mosaic" if other == "blockwise" or mosaic.suits(inputs) else other
 
 
 def platform_of(x) -> str | None:

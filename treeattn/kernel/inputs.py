@@ -3,12 +3,12 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Integer
+from jaxtyping import Bool, Float, Int8, Integer
 
 from treeattn.idea.arrays import (
     Array,
@@ -24,13 +24,14 @@ from treeattn.idea.arrays import (
     check_same_dtype,
     check_scale,
 )
+from treeattn.kernel.quantized import Scales, check_shape, need_scales
 
 # The arguments of an attention, in all signatures: b rows, of l queries and n keys each; h query
 # heads, a multiple of the h_kv key heads. Query head i reads key head i // (h // h_kv). Of a mask
 # and a bias, an axis may be 1.
 Queries = Float[Array, "b l h d"]
-Keys = Float[Array, "b n h_kv d"]
-Values = Float[Array, "b n h_kv dv"]
+Keys = Float[Array, "b n h_kv d"] | Int8[Array, "b n h_kv d"]
+Values = Float[Array, "b n h_kv dv"] | Int8[Array, "b n h_kv dv"]
 Mask = Bool[Array, "#b #h #l #n"]
 Bias = Float[Array, "#b #h #l #n"]
 Lengths = Integer[Array, " b"]
@@ -71,17 +72,20 @@ class Intervals:
 class Inputs:
     """The arguments of one attention. A pytree: its arrays are leaves, the rest is static.
 
-    q:          (b, l, h, d); k (b, n, h_kv, d) and v (b, n, h_kv, dv), of one dtype
+    q:          (b, l, h, d); k (b, n, h_kv, d) and v (b, n, h_kv, dv), of one dtype; k and v in 8
+                bits where there are scales
     mask, bias: (b, h, l, n), an axis being 1 where all share an entry; or None
     lengths:    (b,) int32 in 0 … n: only the first keys of a row count; or None
     intervals:  who sees whom in a tree; or None
     factor:     the part of the scale that comes as an array, (), so that its value is not
                 compiled in; None where all of it is in `scale`
+    key_scale, value_scale: (b, n, h_kv), or (b, 1, h_kv) where all tokens share one; or None
     scale:      the part that is a number: the scores are scale · factor · q·k
     causal:     whether query i sees keys 0 … i only
     implementation: the name of what runs it, or a function of one's own
     elsewhere:  the name of what runs it unless the compiler finds that it compiles for CUDA; None
                 where the devices are known, and `implementation` runs it on all
+    on_cuda:    whether the program is known to be one for CUDA: then no kernel is interpreted
     by_row:     whether rows with lengths of their own are computed one after another, so that a
                 row of 10 keys does not read the blocks of one of 10,000
     stale:      whether keys and values past `lengths`, or hidden from all, may be NaN or ∞, as
@@ -97,17 +101,25 @@ class Inputs:
     lengths: Any = None
     factor: Any = None
     intervals: Any = None
+    key_scale: Any = None
+    value_scale: Any = None
     scale: float = _static(default=1.0)
     causal: bool = _static(default=False)
     implementation: Implementation = _static(default="blockwise")  # noqa: RUF009
     elsewhere: str | None = _static(default=None)
+    on_cuda: bool = _static(default=False)
     by_row: bool = _static(default=True)
     stale: bool = _static(default=True)
 
     @property
-    def arrays(self) -> tuple[Array | None, ...]:
-        """All of the arrays."""
+    def arrays(self) -> tuple:  # JAX hands a constant on in a class of its own
+        """All of the arrays but those of intervals, and scales of keys and values."""
         return self.q, self.k, self.v, self.mask, self.bias, self.lengths, self.factor
+
+    @property
+    def quantized(self) -> bool:
+        """Whether keys and values are numbers in 8 bits with scales."""
+        return self.key_scale is not None
 
     def replace(self, **changes) -> "Inputs":
         """The same with other fields."""
@@ -117,6 +129,25 @@ class Inputs:
     def state_shape(self) -> tuple[tuple[int, ...], int, jnp.dtype]:
         """((b, l, h), dv, dtype) of the state: the arguments of `AttentionState.identity`."""
         return self.q.shape[:3], self.v.shape[-1], accumulation_dtype(self.q)
+
+
+class NewKeys(NamedTuple):
+    """A few keys more, which lie elsewhere: those of tokens that are in no cache yet.
+
+    k:       (b, m, h_kv, d), and v (b, m, h_kv, dv), of the queries' dtype
+    mask:    (b, h, l, m) who sees which of them, an axis being 1 where all share an entry; or None
+    lengths: (b,) int32 in 0 … m: only the first so many of a row count; or None
+    """
+
+    k: Any
+    v: Any
+    mask: Any = None
+    lengths: Any = None
+
+    def inputs(self, inputs: Inputs) -> Inputs:
+        """Those of the attention to these keys alone, of the same queries and scale."""
+        own = {"k": self.k, "v": self.v, "mask": self.mask, "lengths": self.lengths}
+        return inputs.replace(**own, bias=None, intervals=None, causal=False)
 
 
 @jax.tree_util.register_dataclass
@@ -129,6 +160,8 @@ class Grouped:
     mask, bias: (b, h_kv, group, l, n), an axis being 1 where all share an entry; or None
     lengths:    (b,) int32; or None
     intervals:  as in `Inputs`
+    key_scale, value_scale: (b, n, h_kv, 1), or (b, 1, h_kv, 1), as keys and values lie, in the
+                accumulation dtype; or None
     by_row, stale: as in `Inputs`
     partitioned: whether XLA may deal the program over devices by itself
     """
@@ -140,14 +173,17 @@ class Grouped:
     bias: Any
     lengths: Any
     intervals: Any
+    key_scale: Any
+    value_scale: Any
     by_row: bool = _static()
     stale: bool = _static()
     partitioned: bool = _static()
 
     @property
-    def arrays(self) -> tuple[Array | None, ...]:
-        """All of the arrays."""
-        return self.q, self.k, self.v, self.mask, self.bias, self.lengths
+    def arrays(self) -> tuple:
+        """All of the arrays but those of intervals."""
+        scales = self.key_scale, self.value_scale
+        return self.q, self.k, self.v, self.mask, self.bias, self.lengths, *scales
 
     @property
     def hides(self) -> bool:
@@ -171,13 +207,15 @@ def check_inputs(
     causal: bool = False,
     ends=None,
     nodes=None,
+    key_scale: Scales | None = None,
+    value_scale: Scales | None = None,
 ) -> Inputs:
     """The `Inputs`, or the TypeError or ValueError that `attend` documents, naming the argument.
 
     nodes: which node of the tree stands at each place of q, k and v, as `deal_tree` returns them;
            None where they stand in order
     """
-    _check_queries_and_keys(q, k, v, causal)
+    scales = _check_queries_and_keys(q, k, v, causal, key_scale, value_scale)
     b, l, h, d = q.shape
     n = k.shape[1]
     layout = "(batch, heads, q_len, kv_len)"
@@ -200,18 +238,29 @@ def check_inputs(
     if nodes is not None and ends is None:
         raise ValueError("nodes: expected ends beside them, which say who sees whom")
     if ends is not None:
+        if scales is not None:
+            raise ValueError("ends: trees are of float keys, and take no key_scale; use mask")
         if mask is not None or bias is not None:
             raise ValueError("ends: say who sees whom, and take neither mask nor bias beside them")
         intervals = _check_ends(ends, b, l, n, lengths, nodes)
         lengths = None
         causal = False  # every interval begins with its own node
-    return Inputs(q, k, v, mask, bias, lengths, factor, intervals, float(scale), causal)
+    scales = (None, None) if scales is None else scales
+    return Inputs(q, k, v, mask, bias, lengths, factor, intervals, *scales, float(scale), causal)
 
 
-def _check_queries_and_keys(q, k, v, causal: bool) -> None:
-    """Raise the TypeError or ValueError that names what does not fit."""
-    check_floating(q=q, k=k, v=v)
-    check_same_dtype(q=q, k=k, v=v)
+def _check_queries_and_keys(q, k, v, causal: bool, key_scale, value_scale):
+    """(key_scale, value_scale) as `Inputs` has them, or None where there are none.
+
+    Raises the TypeError or ValueError that names what does not fit.
+    """
+    check_floating(q=q)
+    quantized = need_scales(as_array("k", k), as_array("v", v), key_scale, value_scale)
+    if quantized:
+        check_same_dtype(k=k, v=v)
+    else:
+        check_floating(k=k, v=v)
+        check_same_dtype(q=q, k=k, v=v)
     check_rank(4, "(batch, length, heads, head_dim)", q=q, k=k, v=v)
     b, l, h, d = q.shape
     n, h_kv = k.shape[1:3]
@@ -230,6 +279,11 @@ def _check_queries_and_keys(q, k, v, causal: bool) -> None:
         raise ValueError(f"q: expected a number of heads that k's {h_kv} heads divide, got {h}")
     if causal and l != n:
         raise ValueError(f"q: causal attention expects as many queries as keys, {n}, got {l}")
+    if not quantized:
+        return None
+    given = {"key_scale": key_scale, "value_scale": value_scale}
+    checked = (check_shape(name, x, (b, n, h_kv)) for name, x in given.items())
+    return tuple(jnp.broadcast_to(x, (b, x.shape[1], h_kv)) for x in checked)
 
 
 def _check_lengths(kv_lengths, b: int, n: int) -> Array | None:

@@ -44,7 +44,10 @@ def _dot(q, k, scale: float, factor):
     plain = jnp.sum(q * k, axis=-1)
     # Where a part of the sum was infinite: the same in smaller numbers.
     small = jnp.sum(q * SMALLER * (k * SMALLER), axis=-1) * scale
-    return jnp.where(jnp.isfinite(plain), plain * scale, small / SMALLER / SMALLER)
+    # Twice the factor that brings it back, the second not as a constant: XLA would make one
+    # infinite factor of the two, and 0 · ∞ is NaN.
+    larger = jnp.where(jnp.isnan(small), small, 1 / SMALLER)
+    return jnp.where(jnp.isfinite(plain), plain * scale, small / SMALLER * larger)
 
 
 def _of_queries(x):

@@ -10,7 +10,6 @@ tests, and to look at it. The derivative is the blockwise form's.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +18,14 @@ from jax.experimental import pallas as pl
 
 from treeattn.idea.arrays import varying_like
 from treeattn.idea.state import AttentionState, finalize, finite
-from treeattn.kernel.blockwise import attend_blockwise
-from treeattn.kernel.inputs import Inputs
+from treeattn.kernel.blockwise import attend_blockwise, blockwise_attention
+from treeattn.kernel.inputs import Inputs, NewKeys
 from treeattn.kernel.masks import mask_and_clip, shown_by
 from treeattn.kernel.one_key import attend_one_key
 from treeattn.kernel.splits import keep_nan, merge_splits
 from treeattn.kernel.tiles import (
     SIDE,
+    Tiling,
     ceil,
     divide,
     dot,
@@ -33,16 +33,15 @@ from treeattn.kernel.tiles import (
     indices,
     load,
     load_rows,
+    shrink_tile,
     side,
     store_state,
+    tile_of,
     triton,
     untyped_array,
 )
 
 MAX_HEAD_DIM = 256
-TILE = 1 << 14  # bytes of queries, and of keys: so all fits in the shared memory of any GPU
-PROGRAMS = 512  # that the keys are split over, about: four for each multiprocessor of an H100
-KEYS = 256  # for each of them, at least
 
 
 def obstacle(inputs: Inputs) -> str | None:
@@ -82,83 +81,80 @@ pallas_attend.defvjp(
 def pallas_attention(inputs: Inputs):
     """The output of that state (b, l, h, dv) in the queries' dtype; the second kernel divides."""
     if 0 in (*inputs.q.shape, *inputs.v.shape):
-        return _blockwise_attention(inputs)
+        return blockwise_attention(inputs)
     if inputs.k.shape[1] == 1:
         return finalize(attend_one_key(inputs))[0].astype(inputs.q.dtype)
     return _run(inputs, inputs.q.dtype)[0]
 
 
-def _blockwise_attention(inputs: Inputs):
-    return finalize(attend_blockwise(inputs))[0].astype(inputs.q.dtype)
-
-
 pallas_attention.defvjp(
     lambda inputs: (pallas_attention(inputs), inputs),
-    lambda inputs, cotangent: jax.vjp(_blockwise_attention, inputs)[1](cotangent),
+    lambda inputs, cotangent: jax.vjp(blockwise_attention, inputs)[1](cotangent),
 )
 
 
-def _run(inputs: Inputs, output_dtype=None) -> tuple:
+@jax.custom_vjp
+def pallas_attention_with_new(inputs: Inputs, new: NewKeys):
+    """The output (b, l, h, dv) after both, in the queries' dtype; neither is empty."""
+    return _run(inputs, inputs.q.dtype, new)[0]
+
+
+pallas_attention_with_new.defvjp(
+    lambda inputs, new: (pallas_attention_with_new(inputs, new), (inputs, new)),
+    lambda both, cotangent: jax.vjp(blockwise_attention, *both)[1](cotangent),
+)
+
+
+def _run(inputs: Inputs, output_dtype=None, new: NewKeys | None = None) -> tuple:
     """What `_call` returns, compiled for CUDA, interpreted for anything else."""
-    arguments = varying_like(inputs.arrays, *inputs.arrays)
+    arrays = (*inputs.arrays, new)
+    arguments = varying_like(arrays, *jax.tree.leaves(arrays))
     options = {"scale": inputs.scale, "causal": inputs.causal, "output_dtype": output_dtype}
     call = functools.partial(_call, **options)
     compiled = functools.partial(call, interpret=False)
     interpreted = functools.partial(call, interpret=True)
     found = lax.platform_dependent(*arguments, cuda=compiled, default=interpreted)
-    return varying_like(found, *inputs.arrays)
-
-
-class Tiling(NamedTuple):
-    """How the work is divided.
-
-    rows:   queries a program takes, of those that read one key head
-    tiles:  programs that these queries need
-    block:  keys a program reads at a time
-    splits: parts of a head's keys, a program for each
-    """
-
-    rows: int
-    tiles: int
-    block: int
-    splits: int
-
-
-def _tile(q, v) -> Tiling:
-    """The tiling for queries (b, l, h, d) and values (b, n, h_kv, dv)."""
-    b, l, h, d = q.shape
-    n, h_kv, dv = v.shape[1:]
-    width = max(side(d), side(dv)) * q.dtype.itemsize
-    most = max(TILE // width, SIDE)
-    queries = l * h // h_kv
-    rows = min(side(queries), most)
-    tiles = pl.cdiv(queries, rows)
-    wanted = pl.cdiv(PROGRAMS, b * h_kv * tiles)
-    splits = pl.next_power_of_2(min(wanted, pl.cdiv(n, KEYS)))
-    return Tiling(rows, tiles, min(side(n), most), splits)
+    return varying_like(found, *jax.tree.leaves(arrays))
 
 
 def _call(*arrays, interpret: bool, output_dtype=None, **options) -> tuple:
     """The state's fields (b, l, h), (b, l, h) and (b, l, h, dv), or its output alone.
 
-    arrays: as `Inputs.arrays`; options: scale and causal
+    arrays: as `Inputs.arrays`, then `NewKeys` if there are any; options: scale and causal
     """
     states = _split_states(*arrays, interpret=interpret, **options)
     return merge_splits(states, interpret, output_dtype)
 
 
 def _split_states(
-    q, k, v, mask, bias, lengths, factor, *, scale: float, causal: bool, interpret: bool
+    q,
+    k,
+    v,
+    mask,
+    bias,
+    lengths,
+    factor,
+    new=None,
+    *,
+    scale: float,
+    causal: bool,
+    interpret: bool,
 ):
     """The states of all splits: fields (splits, b, l, h), and (splits, b, l, h, dv)."""
     b, l, h, _ = q.shape
-    n, h_kv, dv = v.shape[1:]
-    tiling = _tile(q, v)
-    lengths = None if lengths is None else lengths[:, None]
+    h_kv, dv = v.shape[2:]
+    tiling = tile_of(q, v)
+    if bias is not None and bias.dtype == jnp.float64:  # no room for it in shared memory
+        bias = bias.astype(jnp.float32)
+    lengths = _column(lengths)
     factor = None if factor is None else factor.astype(jnp.float32).reshape(1, 1)
+    new = NewKeys(None, None) if new is None else new._replace(lengths=_column(new.lengths))
 
     def head_spec(x):
-        return pl.BlockSpec((None, n, None, x.shape[3]), lambda j, s, i: (i, 0, j % h_kv, 0))
+        if x is None:
+            return None
+        shape = None, x.shape[1], None, x.shape[3]
+        return pl.BlockSpec(shape, lambda j, s, i: (i, 0, j % h_kv, 0))
 
     def result(*shape):
         rest = [0] * len(shape)
@@ -166,23 +162,31 @@ def _split_states(
         return spec, untyped_array("float32", tiling.splits, b, *shape)
 
     by_row = mask, bias, lengths, factor
+    in_specs = [_row_spec(q), head_spec(k), head_spec(v), *map(_row_spec, by_row)]
+    new_specs = head_spec(new.k), head_spec(new.v), _row_spec(new.mask), _row_spec(new.lengths)
     out_specs, out_shape = zip(result(l, h), result(l, h), result(l, h, dv), strict=True)
-    # A single row of tensor cores waits for memory; several need room instead.
+    # A single row of tensor cores waits for memory; several need room instead, and so do heads so
+    # wide that a third block would not fit in what GPUs of 8.9 and 12.0 have.
     compiler_params = triton.CompilerParams(
         num_warps=4 if tiling.rows * side(dv) < 1 << 13 else 8,
-        num_stages=3 if tiling.rows == SIDE else 2,
+        num_stages=3 if tiling.rows == SIDE < tiling.block else 2,
     )
     call = pl.pallas_call(
         functools.partial(_kernel, h_kv=h_kv, scale=scale, causal=causal, tiling=tiling),
         grid=(h_kv * tiling.tiles, tiling.splits, b),
-        in_specs=[_row_spec(q), head_spec(k), head_spec(v), *map(_row_spec, by_row)],
+        in_specs=[*in_specs, *new_specs],
         out_specs=out_specs,
         out_shape=out_shape,
         compiler_params=compiler_params,
         interpret=interpret,
         name="treeattn_split_k",
     )
-    return call(q, k, v, *by_row)
+    return call(q, k, v, *by_row, *new)
+
+
+def _column(lengths):
+    """(b,) as (b, 1); None if it is None."""
+    return None if lengths is None else lengths[:, None]
 
 
 def _row_spec(x):
@@ -202,6 +206,10 @@ def _kernel(
     bias,
     length,
     factor,
+    new_k,
+    new_v,
+    new_mask,
+    new_length,
     *out,
     h_kv: int,
     scale: float,
@@ -211,8 +219,8 @@ def _kernel(
     """One program: the state of a tile of queries after one split of a head's keys.
 
     References to q (l, h, d), to k (n, d) and v (n, dv) of one head, mask and bias (h, l, n), an
-    axis being 1 where all share an entry, length (1,) and factor (1,). out: the state's fields,
-    (l, h), (l, h) and (l, h, dv).
+    axis being 1 where all share an entry, length (1,) and factor (1,); new_k and the others the
+    same of a few keys more, or None. out: the state's fields, (l, h), (l, h) and (l, h, dv).
     """
     l, heads, d = q.shape
     n, dv = v.shape
@@ -222,7 +230,7 @@ def _kernel(
     query, member = divide(tile * rows + indices(rows), group)
     place = query, head * group + member
     is_query = query < l  # past the last one is padding
-    queries, root = _shrink(load_rows(q, place, is_query, d), d)
+    queries, root = shrink_tile(load_rows(q, place, is_query, d), d)
     root_and_scale = root * (scale if factor is None else scale * factor[0])
 
     length = jnp.int32(n) if length is None else length[0]
@@ -233,16 +241,17 @@ def _kernel(
         last, _ = divide(tile * rows + rows - 1, group)
         stop = jnp.minimum(stop, last + 1)
     # Weights divided by at least their number keep the sum of values in float32's range.
-    most = 1 if v.dtype == jnp.float16 else pl.next_power_of_2(n)
+    more = 0 if new_k is None else len(new_k)
+    most = 1 if v.dtype == jnp.float16 else pl.next_power_of_2(n + more)
 
-    def add_block(i, state):
+    def add(state, k, v, key, is_key, mask, bias, causal, stale):
         m, denominator, numerator = state
-        key = start + i * block + indices(block)
-        is_key = key < stop
         keys = load_rows(k, (key,), is_key, d)
-        values = load_rows(v, (key,), is_key, dv)
         there = is_query[:, None] & is_key[None]
         visible, added = _visibility(there, place, key, mask, bias, causal)
+        if stale and not mask is bias is None:  # what nobody sees may be NaN
+            is_key = is_key & (jnp.max(visible.astype(jnp.int32), axis=0) > 0)
+        values = load_rows(v, (key,), is_key, dv)
         s = _mask_and_keep_nan(dot(queries, keys, 1) * root * root_and_scale, visible, added)
         pivot = jnp.maximum(m, jnp.max(s, axis=1))
         weight = jnp.exp(finite(m) - finite(pivot))
@@ -251,11 +260,25 @@ def _kernel(
         numerator = numerator * weight[:, None] + dot(p / most, values, 0)
         return pivot, denominator, numerator
 
+    def add_block(i, state):
+        key = start + i * block + indices(block)
+        return add(state, k, v, key, key < stop, mask, bias, causal, True)
+
+    def add_new(i, state):
+        size = min(side(more), block)
+        key = i * size + indices(size)
+        count = more if new_length is None else new_length[0]
+        return add(state, new_k, new_v, key, key < count, new_mask, None, False, False)
+
     m = jnp.full(rows, -jnp.inf, jnp.float32)
     numerator = jnp.zeros((rows, side(dv)), jnp.float32)
     blocks = ceil(stop - start, block)  # none, where the split begins past the end
     state = m, jnp.zeros_like(m), numerator
     state = lax.fori_loop(jnp.int32(0), blocks, add_block, state)
+    if more:  # the last split's keys are the fewest
+        blocks = jnp.int32(pl.cdiv(more, min(side(more), block)))
+        blocks = jnp.where(pl.program_id(1) == splits - 1, blocks, 0)
+        state = lax.fori_loop(jnp.int32(0), blocks, add_new, state)
     store_state(out, _without_loss(*state, most), place, is_query)
 
 
@@ -279,23 +302,6 @@ def _visibility(there, place, key, mask, bias, causal: bool):
         return visible, None
     added = entries(bias).astype(jnp.float32)
     return visible & shown_by(added), added
-
-
-def _shrink(q, d: int):
-    """(q / f², f) of a tile of queries (rows, d) and (rows, 1), as treeattn.kernel.products.shrink.
-
-    float16 needs no f: its products are all within float32's range.
-    """
-    if q.dtype == jnp.float16:
-        return q, jnp.ones((len(q), 1), jnp.float32)
-    wide = q.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(wide), axis=1)[:, None]
-    # Of a float32, bits 23 … 30 are its power of two and 127: 2^−126 times that is beyond it.
-    exponent = (lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 126
-    half = (jnp.maximum(exponent + (d - 1).bit_length(), 0) + 1) >> 1
-    root = lax.bitcast_convert_type((127 + half) << 23, jnp.float32)
-    inverse = lax.bitcast_convert_type((127 - half) << 23, jnp.float32)
-    return (wide * inverse * inverse).astype(q.dtype), root
 
 
 # Triton makes instructions of max, min and clamp that drop a NaN: of a number and a NaN they give

@@ -4,6 +4,7 @@ Triton knows no arrays of other sides than powers of two, and no integers but th
 """
 
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -15,6 +16,38 @@ except ImportError:  # deprecated since JAX 0.11.0
     triton = None
 
 SIDE = 16  # of a tile, at least: what tensor cores take
+TILE = 1 << 14  # bytes of queries, and of keys: so all fits in the shared memory of any GPU
+PROGRAMS = 512  # that the keys are split over, about: four for each multiprocessor of an H100
+KEYS = 256  # for each of them, at least
+
+
+class Tiling(NamedTuple):
+    """How the work is divided.
+
+    rows:   queries a program takes, of those that read one key head
+    tiles:  programs that these queries need
+    block:  keys a program reads at a time
+    splits: parts of a head's keys, a program for each
+    """
+
+    rows: int
+    tiles: int
+    block: int
+    splits: int
+
+
+def tile_of(q, v) -> Tiling:
+    """The tiling for queries (b, l, h, d) and values (b, n, h_kv, dv)."""
+    b, l, h, d = q.shape
+    n, h_kv, dv = v.shape[1:]
+    width = max(side(d), side(dv)) * q.dtype.itemsize
+    most = max(TILE // width, SIDE)
+    queries = l * h // h_kv
+    rows = min(side(queries), most)
+    tiles = pl.cdiv(queries, rows)
+    wanted = pl.cdiv(PROGRAMS, b * h_kv * tiles)
+    splits = pl.next_power_of_2(min(wanted, pl.cdiv(n, KEYS)))
+    return Tiling(rows, tiles, min(side(n), most), splits)
 
 
 def dot(a, b, axis: int):
@@ -44,6 +77,27 @@ def split_float(x, dtype):
     bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-1 << dropped)
     high = lax.bitcast_convert_type(bits, x.dtype)
     return high.astype(dtype), (x - high).astype(dtype)
+
+
+def shrink_tile(q, d: int):
+    """(q / f², f) of a tile of queries (rows, d) and (rows, 1), as treeattn.kernel.products.shrink.
+
+    float16 needs no f: its products are all within float32's range.
+    """
+    if q.dtype == jnp.float16:
+        return q, jnp.ones((len(q), 1), jnp.float32)
+    wide = q.astype(jnp.float32)
+    root, inverse = roots_of(jnp.max(jnp.abs(wide), axis=1)[:, None], d)
+    return (wide * inverse * inverse).astype(q.dtype), root
+
+
+def roots_of(largest, d: int):
+    """(f, 1 / f), powers of two: f² is at least d times the largest number of a query, and 1."""
+    # Of a float32, bits 23 … 30 are its power of two and 127: 2^−126 times that is beyond it.
+    exponent = (lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 126
+    half = (jnp.maximum(exponent + (d - 1).bit_length(), 0) + 1) >> 1
+    root = lax.bitcast_convert_type((127 + half) << 23, jnp.float32)
+    return root, lax.bitcast_convert_type((127 - half) << 23, jnp.float32)
 
 
 def side(n: int) -> int:
