@@ -1,4 +1,4 @@
-"""One process of a small cluster, for test_cluster.py: rank.py ADDRESS PROCESSES ID WHAT VICTIM.
+"""One process of a small cluster, for test_cluster.py: rank.py ADDRESS PROCESSES ID WHAT [VICTIM].
 
 WHAT: "decode", and compare with dense attention; or, after a first collective, "raise" in the
 process VICTIM, or "wait" there, to be killed by the test, while the others go on to a second.
@@ -38,15 +38,15 @@ def decode(mesh, kv_len: int) -> tuple[float, bool]:
 
 
 def main() -> None:
-    address, processes, process_id, what, victim = sys.argv[1:]
+    address, processes, process_id, what, *victim = sys.argv[1:]
     treeattn.simulate_devices(2)
     treeattn.initialize(address, int(processes), int(process_id))
     mesh = treeattn.kv_mesh(nodes=int(processes))
     error, same = decode(mesh, 64)
     print(f"devices {len(jax.devices())} close {error < 1e-5} same bits {same}", flush=True)
-    if what == "raise" and process_id == victim:
+    if what == "raise" and process_id in victim:
         raise ArithmeticError("planted")
-    if what == "wait" and process_id == victim:
+    if what == "wait" and process_id in victim:
         print("waiting", flush=True)
         time.sleep(600)
     if what != "decode":

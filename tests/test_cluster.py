@@ -18,11 +18,12 @@ HERE = Path(__file__).parent
 WITHIN = 30.0  # seconds after a failure by which everybody must have ended
 
 
-def start_rank(port: int, processes: int, rank: int, what: str, victim: int) -> subprocess.Popen:
-    arguments = [f"127.0.0.1:{port}", str(processes), str(rank), what, str(victim)]
+def start_rank(script: str, port: int, processes: int, rank: int, *more) -> subprocess.Popen:
+    arguments = [f"127.0.0.1:{port}", str(processes), str(rank), *map(str, more)]
+    path = os.pathsep.join([str(HERE), str(HERE.parent)])
     return subprocess.Popen(
-        [sys.executable, str(HERE / "rank.py"), *arguments],
-        env={**os.environ, "PYTHONPATH": str(HERE), "JAX_PLATFORMS": "cpu"},
+        [sys.executable, str(HERE / script), *arguments],
+        env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -31,14 +32,15 @@ def start_rank(port: int, processes: int, rank: int, what: str, victim: int) -> 
 
 @pytest.fixture
 def ranks():
-    """Start two ranks (or only the first of two); whatever happens, they end with the test."""
+    """Start processes, all or only the first of them; whatever happens, they end with the test."""
     started = []
 
-    def start(what: str, victim: int = 1, present: int = 2) -> list[subprocess.Popen]:
+    def start(*what, script="rank.py", processes: int = 2, present: int | None = None):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        started.extend(start_rank(port, 2, rank, what, victim) for rank in range(present))
+        for rank in range(processes if present is None else present):
+            started.append(start_rank(script, port, processes, rank, *what))
         return started
 
     yield start
@@ -92,6 +94,23 @@ def test_a_rank_that_never_arrives_ends_the_others(ranks):
     output, _ = first.communicate(timeout=WITHIN + 15)
     assert first.returncode != 0
     assert "did not find the others" in output or "DEADLINE_EXCEEDED" in output
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_calibrate_together(ranks, processes, tmp_path):
+    """One file, one set of times and one method for all; a folder that the writer lacks is an
+    error of all, before anything is measured, and nobody waits."""
+    file = tmp_path / "times.json"
+    started = ranks(file, script="calibrate_rank.py", processes=processes)
+    outputs = [process.communicate(timeout=240)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * processes, outputs
+    lines = [output.splitlines()[-3:] for output in outputs]
+    refused, times, decodes = zip(*lines, strict=True)
+    assert refused[0] == f"refused path: there is no folder {tmp_path / 'no'} measured 0"
+    assert set(refused[1:]) == {"refused path: another process cannot write the file measured 0"}
+    assert len(set(times)) == 1 and times[0].startswith("same True times [(('all-gather', Group(")
+    assert len(set(decodes)) == 1 and decodes[0].endswith("True")
+    assert [x.name for x in tmp_path.iterdir()] == ["times.json"]
 
 
 def test_simulated_devices_are_what_was_asked_for():

@@ -1,4 +1,4 @@
-"""Measured collectives: their fits, their file, their measuring, and what method="auto" takes."""
+"""Measured collectives: their fits, their file, their measuring, and the command line."""
 
 import functools
 import json
@@ -9,10 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracles import dense_attention
+from measured_times import times_of
 
-from treeattn import kv_mesh, tree_decode
-from treeattn.cost import collectives, merge_messages
+from treeattn.cost import (
+    MODELS,
+    Plan,
+    advise,
+    collective_seconds,
+    collectives,
+    every_nth,
+    merge_messages,
+    preset,
+)
 from treeattn.cost.__main__ import main
 from treeattn.cost.calibration import (
     all_groups,
@@ -23,13 +31,14 @@ from treeattn.cost.calibration import (
 )
 from treeattn.cost.formulas import Workload
 from treeattn.cost.groups import groups as groups_of
-from treeattn.devices.auto import StateSize, collectives_of, fastest_method
+from treeattn.cost.priced import network_text
 from treeattn.measured import (
     KINDS,
     VARIABLE,
     CollectiveTimes,
     Fit,
     Group,
+    find_measured,
     fit_line,
     fit_ranges,
     read_measured,
@@ -37,17 +46,6 @@ from treeattn.measured import (
 )
 
 EIGHT = jax.devices()[:8]
-
-
-def times_of(lines: dict, groups=((2, 1), (2, 4), (4, 1), (4, 2), (8, 1))) -> CollectiveTimes:
-    """Of each kind (latency, seconds per byte) for groups of eight devices; the others are slow."""
-    slow = (1.0, 0.0)
-    fits = {
-        (kind, Group(*group)): [Fit(math.inf, *lines.get(kind, slow))]
-        for kind in KINDS
-        for group in groups
-    }
-    return CollectiveTimes("cpu", 8, "2026-01-01", {"jax": jax.__version__}, fits)
 
 
 # ------------------------------------------------------------------------------------- fits
@@ -127,6 +125,17 @@ def test_seconds_of_the_nearest_group_and_range():
         times.seconds("broadcast", 8, 2)
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_no_file_is_refused(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "")  # as good as none
+    assert find_measured() is None
+    for bad in (3, {}, ["times.json"], b"times.json"):
+        with pytest.raises(TypeError, match="measured: expected CollectiveTimes, the path of a"):
+            find_measured(bad)
+    with pytest.raises(ValueError, match="measured: "):
+        find_measured("")
+
+
 def test_bad_files_are_refused_by_name(tmp_path):
     path = tmp_path / "times.json"
     with pytest.raises(ValueError, match=r"measured: cannot read .*times\.json: No such file"):
@@ -140,9 +149,13 @@ def test_bad_files_are_refused_by_name(tmp_path):
     line = row["ranges"][0]
     for changes, message in (
         ({"format": "another"}, "should have the format .* got 'another'"),
-        ({"fits": []}, "has no fits"),
+        ({"fits": []}, "has no fits, or"),
         ({"fits": [{}]}, "cannot be read: KeyError"),
         ({"count": None}, "cannot be read: TypeError"),
+        ({"mesh": "2x4"}, "cannot be read: .*expected no keys but format, .*, got mesh"),
+        ({"fits": [row | {"axis": "kv"}]}, "no keys but kind, devices, stride, ranges, got axis"),
+        ({"fits": [row | {"ranges": [line | {"least": 0}]}]}, "no keys but most, .*, got least"),
+        ({"fits": [row, row]}, "has no fits, or several of one kind and group"),
         ({"fits": [row | {"kind": "psum"}]}, "cannot be read: .*kind: expected one of"),
         ({"fits": [row | {"devices": 1}]}, "cannot be read: .*group: expected two devices"),
         ({"fits": [row | {"ranges": []}]}, "cannot be read: .*ranges: expected ends"),
@@ -221,6 +234,86 @@ def test_a_merge_by_what_was_measured():
         measured_seconds(times, merge_messages("one-shot", w, 8), Group(8))
 
 
+# ------------------------------------------------------------------------------------- advice
+
+DGX = preset("dgx-h100")
+QUICK = dict.fromkeys(KINDS, (1e-6, 1e-12))
+
+
+def test_a_measured_group_counts_as_measured():
+    """Kind by kind, as the measured bytes say; among other groups the description stays."""
+    lines = dict(zip(KINDS, [(n * 1e-3, n * 1e-9) for n in (2, 3, 5, 7, 11)], strict=True))
+    there = DGX.as_measured(times_of(lines))
+    line = {
+        "allreduce": 2,
+        "all-gather": 3,
+        "reduce-scatter": 5,
+        "all-to-all": 7,
+        "butterfly": 3 * 11,  # rounds among 8
+        "ring": 7 * 11,
+    }
+    for kind, n in line.items():
+        expected = n * (1e-3 + 1e-9 * 4096)
+        assert collective_seconds(kind, 8, 4096, there) == pytest.approx(expected)
+        assert collective_seconds(kind, 16, 4096, there) == collective_seconds(kind, 16, 4096, DGX)
+    assert collective_seconds("allreduce", 1, 4096, there) == 0
+    with pytest.raises(ValueError, match="kind: one-shot reads other devices' memory"):
+        collective_seconds("one-shot", 8, 4096, there)
+    # Two nodes of four: the neighbours' groups, and every fourth device's.
+    four = replace(DGX, levels=(replace(DGX.levels[0], size=4), *DGX.levels[1:]))
+    parts = ((5, 4096), (2, 1024), (3, 1024))
+    expected = sum(n * (1e-3 + 1e-9 * size) for n, size in parts)
+    found = collective_seconds("hierarchical-allreduce", 8, 4096, four.as_measured(times_of(lines)))
+    assert found == pytest.approx(expected)
+    # Every fourth of eight devices; not every other one, which were not measured.
+    far = replace(times_of({}), fits={("all-reduce", Group(2, 4)): [Fit(math.inf, 9.0, 0.0)]})
+    apart = [every_nth(DGX.as_measured(far), stride) for stride in (4, 2)]
+    assert [collective_seconds("allreduce", 2, 8, x) == 9.0 for x in apart] == [True, False]
+
+
+def test_measured_times_reverse_the_advice():
+    """Short contexts on eight GPUs: their heads, unless Allreduces take a millisecond; then the
+    sequence, with all weights everywhere. Long ones: by the merge whose collectives are fast."""
+    model = MODELS["llama-3.1-8b"]
+    described = advise(model, 1, 8_000, 8, DGX)[0]
+    assert described.plan.family == "heads"
+    slow = DGX.as_measured(times_of(QUICK | {"all-reduce": (1e-3, 0.0)}))
+    best = advise(model, 1, 8_000, 8, slow)[0]
+    assert str(best.plan) == "8× sequence, gather, weights everywhere"
+    merges = []
+    for kind in ("all-to-all", "all-gather", "collective-permute"):
+        lines = {"all-reduce": (1e-5, 0.0), "all-gather": (1e-5, 0.0), kind: (1e-9, 0.0)}
+        steps = advise(model, 1, 1_000_000, 8, DGX.as_measured(times_of(lines)))
+        merges.append(next(x.plan.merge for x in steps if x.plan.family == "sequence"))
+    assert merges == ["a2a", "gather", "butterfly"]
+    assert all(x.plan.merge != "one-shot" for x in steps)
+
+
+def test_the_advice_names_its_network(tmp_path, capsys):
+    """Measured groups, and those of which the file has none; without a file not a word of it."""
+    path = tmp_path / "times.json"
+    write_measured(times_of(QUICK | {"all-reduce": (1e-3, 0.0)}), path)
+
+    def lines(*more):
+        assert main(["--context", "1000000", *more]) == 0
+        return capsys.readouterr().out.split("ms  ")[0].splitlines()[2:]
+
+    plain = lines()
+    assert len(plain) == 2 and "8× heads" in plain[0]
+    do, *network, _ = lines("--measured", str(path))
+    assert "8× sequence" in do and "weights everywhere" in do
+    assert network[0].startswith("network: as measured on 8 × cpu on 2026-01-01 (jax ")
+    assert "as dgx-h100 is described among groups of devices that were not" in network[1]
+    assert network[-1] == "  of this plan: merges among 8 measured"
+    there = DGX.as_measured(read_measured(path))
+    plan = Plan(1, 8, 2, "gather", True, 2)
+    assert network_text(plan, there, 16)[-2:] == [
+        "  of this plan: merges among 2, every 8, described; Allreduces among 8 measured",
+        "  measured and described times do not compare: calibrate on all 16 devices",
+    ]
+    assert network_text(plan, DGX, 16) == []
+
+
 def test_the_command_line_calibrates_and_advises(tmp_path, capsys, monkeypatch):
     """It writes a file and ends; the advice prints its merges, and refuses another file by name."""
     path = tmp_path / "times.json"
@@ -234,126 +327,12 @@ def test_the_command_line_calibrates_and_advises(tmp_path, capsys, monkeypatch):
     write_measured(times_of({"all-to-all": (3e-6, 0.0)}), path)
     capsys.readouterr()
     assert main(["--context", "8000", "--measured", str(path)]) == 0
-    _, _, table = capsys.readouterr().out.partition("measured on 8 × cpu on 2026-01-01")
+    advice, _, table = capsys.readouterr().out.partition("\nmeasured on 8 × cpu on 2026-01-01")
+    assert "network: as measured on 8 × cpu on 2026-01-01 (jax " in advice
+    assert "sending as told above" in advice and "the network's model" not in advice
     assert table.count("helix") == 1 + 5 and "8 devices, every 1" in table
     nowhere = str(tmp_path / "no" / "times.json")
     for bad in (["--context", "8000", "--measured", nowhere], ["--calibrate", nowhere]):
         with pytest.raises(SystemExit) as ended:
             main(bad)
         assert ended.value.code == 2 and "no" in capsys.readouterr().err
-
-
-# ------------------------------------------------------------------------------------- auto
-
-FLAT = kv_mesh(EIGHT)
-NODES = kv_mesh(EIGHT, nodes=2)
-B, L, H, KV, D = 2, 1, 8, 2, 16
-
-
-def arrays(dtype=jnp.float32):
-    rng = np.random.default_rng(7)
-    shapes = ((B, L, H, D), (B, 64, KV, D), (B, 64, KV, D))
-    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "methods"),
-    [
-        (FLAT, ("allreduce", "butterfly", "gather", "reduce_scatter", "all_to_all")),
-        (NODES, ("allreduce", "reduce_scatter", "hierarchical")),
-    ],
-    ids=["flat", "nodes"],
-)
-@pytest.mark.parametrize("wire", [None, "float32", "bfloat16"])
-def test_what_auto_counts_is_what_is_compiled(mesh, methods, wire):
-    """Kinds and bytes of every method's collectives, 16-bit inputs, whole and scattered."""
-    q, k, v = arrays(jnp.bfloat16)
-    groups = [Group(8)] if mesh is FLAT else [Group(2, 4), Group(4)]
-    item = None if wire is None else jnp.dtype(wire).itemsize
-    size = StateSize(B * L, H, D, item=4, out_item=2, wire=item)
-    for method in methods:
-        if wire == "bfloat16" and method not in ("butterfly", "gather", "all_to_all"):
-            continue  # a CPU adds up 16 bits as 32
-        for scatter in (False, True):
-            if scatter and method in ("allreduce", "butterfly", "gather"):
-                continue
-            decode = jax.jit(
-                lambda q, k, v, m=method, s=scatter: tree_decode(
-                    q, k, v, mesh=mesh, axis=mesh.axis_names, method=m, scatter=s, wire=wire
-                )
-            )
-            found = collectives(decode.lower(q, k, v).compile())
-            seen = [(x.kind, x.operand_bytes) for x in found for _ in range(x.count)]
-            counted = collectives_of(method, size, groups, Group(8), scatter=scatter)
-            assert sorted(seen) == sorted((x.kind, x.size) for x in counted), (method, scatter)
-
-
-FAST = (1e-6, 1e-12)
-
-
-@pytest.mark.parametrize(
-    ("lines", "options", "expected"),
-    [
-        ({"all-reduce": FAST}, {}, "allreduce"),
-        ({"collective-permute": FAST}, {}, "butterfly"),
-        ({"all-gather": FAST}, {}, "gather"),
-        ({"all-gather": FAST, "all-to-all": (1e-9, 0.0)}, {}, "all_to_all"),
-        ({"all-to-all": FAST}, {"scatter": True}, "all_to_all"),
-        ({"all-reduce": FAST, "reduce-scatter": FAST}, {"scatter": True}, "reduce_scatter"),
-        ({"all-gather": FAST, "all-reduce": (1e-9, 0.0)}, {"block": 8}, "gather"),
-    ],
-)
-def test_auto_takes_what_is_fastest(lines, options, expected, monkeypatch):
-    """By invented times, and the result is dense attention's; from an argument or the variable."""
-    taken = []
-
-    def spy(*args, **kwargs):
-        taken.append(fastest_method(*args, **kwargs))
-        return taken[-1]
-
-    monkeypatch.setattr("treeattn.devices.decode.fastest_method", spy)
-    q, k, v = arrays()
-    out = tree_decode(
-        q, k, v, mesh=FLAT, axis="kv", method="auto", measured=times_of(lines), **options
-    )
-    assert taken == [expected]
-    np.testing.assert_allclose(out, dense_attention(q, k, v), rtol=1e-5, atol=1e-6)
-
-
-def test_auto_over_nodes_and_with_other_axes():
-    """Groups as the mesh has them: neighbours are near, nodes four apart; rows and heads divide."""
-    from treeattn.devices.layout import Layout
-    from treeattn.kernel.inputs import check_inputs
-
-    inputs = check_inputs(*arrays(), None, None, None, None)
-    near_only = times_of({"all-reduce": FAST, "all-gather": FAST})
-    fits = dict(near_only.fits)
-    fits["all-reduce", Group(2, 4)] = [Fit(math.inf, 1.0, 0.0)]  # between nodes
-    fits["all-gather", Group(2, 4)] = [Fit(math.inf, 1e-3, 0.0)]
-    times = replace(near_only, fits=fits)
-    layout = Layout(NODES, ("node", "device"))
-    assert fastest_method(times, inputs, layout) == "gather"
-    mesh = kv_mesh(EIGHT, batch=2)
-    assert fastest_method(near_only, inputs, Layout(mesh, ("kv",), batch=("batch",))) == "gather"
-    with pytest.raises(ValueError, match=r"devices: .* was measured among \[8\] devices, got 4"):
-        few = times_of({}, groups=((8, 1),))
-        fastest_method(few, inputs, Layout(mesh, ("kv",), batch=("batch",)))
-
-
-def test_auto_without_times_and_by_the_variable(tmp_path, monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    q, k, v = arrays()
-    decode = jax.jit(lambda q, k, v: tree_decode(q, k, v, mesh=FLAT, axis="kv", method="auto"))
-    found = [x.kind for x in collectives(decode.lower(q, k, v).compile())]
-    assert found == ["all-reduce"] * 2
-    path = tmp_path / "times.json"
-    write_measured(times_of({"all-gather": FAST}), path)
-    monkeypatch.setenv(VARIABLE, str(path))
-    decode = jax.jit(lambda q, k, v: tree_decode(q, k, v, mesh=FLAT, axis="kv", method="auto"))
-    assert [x.kind for x in collectives(decode.lower(q, k, v).compile())] == ["all-gather"]
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "no.json"))
-    with pytest.raises(ValueError, match=r"measured: cannot read .*no\.json"):
-        tree_decode(q, k, v, mesh=FLAT, axis="kv", method="auto")
-    with pytest.raises(ValueError, match="method: expected one of"):
-        tree_decode(q, k, v, mesh=FLAT, axis="kv", method="best")

@@ -17,7 +17,7 @@ from treeattn.cost.formulas import Workload
 from treeattn.cost.merges import MERGES, SCATTERING, merge_messages
 from treeattn.cost.models import MODELS
 from treeattn.cost.network import collective_seconds, simulate
-from treeattn.cost.placement import every
+from treeattn.cost.placement import every_nth
 from treeattn.cost.schedules import Round, schedule
 from treeattn.cost.sharding import Plan, held_bytes, step_cost
 from treeattn.cost.strategies import decode_cost
@@ -103,7 +103,7 @@ def test_a_pipeline_divides_the_memory_and_not_the_time():
         alone = step_cost(LLAMA, Plan(1, 8, 1, None, True), -(-batch // 2), 10**5, DGX)
         plan = Plan(1, 8, 1, None, True, stages=2)
         step = step_cost(LLAMA, plan, batch, 10**5, DGX)
-        hop = collective_seconds("butterfly", 2, 2 * -(-batch // 2) * 4096, every(DGX, 8))
+        hop = collective_seconds("butterfly", 2, 2 * -(-batch // 2) * 4096, every_nth(DGX, 8))
         assert step.seconds == pytest.approx(alone.seconds + 2 * hop)
         full = step_cost(LLAMA, Plan(1, 8, 1, None, True), batch, 10**5, DGX).memory_bytes
         assert step.memory_bytes == pytest.approx(full / 2)
@@ -203,7 +203,7 @@ def test_every_nth_device_meets_what_it_would_meet_among_all(name, stride):
     for kind in ("ring-gather", "butterfly", "tree-allreduce", "all-to-all"):
         for p in (2, 4, 8):
             for size in (0, 10**6):
-                found = collective_seconds(kind, p, size, every(topology, stride))
+                found = collective_seconds(kind, p, size, every_nth(topology, stride))
                 expected = all_at_once(kind, p, size, topology, stride)
                 assert found == pytest.approx(expected, rel=0.02), (kind, p, size)
 
@@ -212,12 +212,14 @@ def test_every_nth_chip_of_a_torus():
     """Whole sides are left out; in a part of a side, four rings' messages share four links each."""
     pod = preset("tpu-v5p")
     for stride, sides in ((16, (16, 16)), (256, (16,)), (32, (16, 8))):
-        assert every(pod, stride).levels[0].wiring == sides
+        assert every_nth(pod, stride).levels[0].wiring == sides
     # Three hops of 4 µs; or one, and three messages at a quarter of 100 GB/s, one behind the other.
     for size, expected in ((0, 13e-6), (10**6, 1e-6 + 4e-6 + 3 * 40e-6)):
-        found = collective_seconds("ring-gather", 4, size, every(pod, 4))
+        found = collective_seconds("ring-gather", 4, size, every_nth(pod, 4))
         assert found == pytest.approx(expected)
-    assert every(pod, 1) is pod
+    assert every_nth(pod, 1) is pod
+    with pytest.raises(ValueError, match="stride: expected an integer of at least 1, got 0"):
+        every_nth(pod, 0)
 
 
 # ------------------------------------------------------------------------- all plans, by force
@@ -283,11 +285,14 @@ def priced(model, batch, context, topology, split, merge, everywhere):
         4 * rows * keys * query_heads * d / 989e12,
     )
     merging = 0.0
-    between = every(topology, heads) if copies > 1 and not everywhere else topology
+    between = every_nth(topology, heads) if copies > 1 and not everywhere else topology
     if merge:
         w = Workload(1, batch=rows, heads=query_heads, kv_heads=key_heads, head_dim=d)
-        for kind, size, times in merge_messages(merge, w, sequence, gather_queries=False):
-            merging += times * collective_seconds(kind, sequence, size, between)
+        node_size = between.node_size
+        sent = merge_messages(merge, w, sequence, gather_queries=False, node_size=node_size)
+        for kind, size, times, some, stride in sent:
+            there = every_nth(between, stride)
+            merging += times * collective_seconds(kind, some or sequence, size, there)
         if inside > 1 and merge != "helix":
             queries = 2 * rows * query_heads * d / inside
             merging += collective_seconds("all-gather", inside, queries, between)
@@ -301,7 +306,7 @@ def priced(model, batch, context, topology, split, merge, everywhere):
     if stages > 1:
         group = heads * sequence
         apart = group if stages * group <= topology.node_size else max(group, topology.node_size)
-        hop = collective_seconds("butterfly", 2, 2 * rows * width, every(topology, apart))
+        hop = collective_seconds("butterfly", 2, 2 * rows * width, every_nth(topology, apart))
         sums += stages * hop
     seconds = weights + layers * (attend + merging + 8 * topology.launch) + sums
     cache = held_layers * 4 * of_share * keys * key_heads * d

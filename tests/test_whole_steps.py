@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 
 from treeattn.cost import collective_seconds, preset
+from treeattn.cost.__main__ import main
+from treeattn.cost.placement import every_nth
 from treeattn.cost.whole_steps import (
+    MEASURED_STEPS,
+    advice_over_measured,
     data_sheet,
     fit_attending,
     forecast,
     forecast_attending,
     forecast_step,
-    one_a_node,
 )
 
 DGX = preset("dgx-h100")
@@ -72,7 +75,7 @@ def repaired() -> list:
 def test_forecasts_before_anybody_looked():
     """Half of the measured times, a seventh between nodes; and from 16 to 32 GPUs the wrong way."""
     found = ratios(data_sheet(DGX))
-    expected = [0.54, 0.53, 0.41, 0.59, 0.59, 0.54, 0.14, 0.16, 0.31, 0.33]
+    expected = [0.54, 0.535, 0.42, 0.59, 0.59, 0.54, 0.14, 0.16, 0.31, 0.33]
     assert found == pytest.approx(expected, abs=0.006)
     times = [forecast_step(data_sheet(DGX), p, 131_072).seconds for p, _ in STEPS]
     assert times[2] < times[1] < times[0]
@@ -85,6 +88,10 @@ def test_the_parts_of_a_step_by_hand():
     attention = 16_384 * (2 * 16_384 + 2 * 1_024)
     stored = 126 * (2 * attention + 3 * 16_384 * 53_248) + 2 * 128_256 * 16_384
     assert found.weights == pytest.approx(stored / 8 / 3.35e12)
+    # Of 8 key heads, 32 GPUs have one each, four of them the same: so the weights of its keys.
+    wide = forecast_step(data_sheet(DGX), 32, 131_072)
+    twice = 126 * 2 * 16_384 * 2 * 1_024 * (1 / 8 - 1 / 32)
+    assert wide.weights == pytest.approx((stored / 32 + twice) / 3.35e12)
     assert found.attending == pytest.approx(126 * (3e-6 + 131_072 * 512 / 3.35e12))
     assert found.kernels == pytest.approx(126 * 7 * 3e-6)
     one_shot = collective_seconds("one-shot", 8, 32_768, DGX)
@@ -96,27 +103,47 @@ def test_each_repair():
     """The steps' ratios after each; the last of them fits TP8 alone."""
     found = [ratios(rates)[:3] for rates in repaired()]
     expected = [
-        (0.54, 0.53, 0.41),
-        (0.58, 0.58, 0.46),  # attending as its kernel was measured
-        (0.82, 0.72, 0.51),  # weights at that bandwidth
-        (0.82, 0.86, 0.68),  # Allreduces between nodes as others measured them
-        (1.00, 1.07, 0.86),  # what a layer takes besides, so that TP8 is right
-        (1.00, 1.07, 0.86),
+        (0.54, 0.535, 0.42),
+        (0.58, 0.585, 0.46),  # attending as its kernel was measured
+        (0.82, 0.725, 0.52),  # weights at that bandwidth
+        (0.82, 0.865, 0.69),  # Allreduces between nodes as others measured them
+        (1.00, 1.08, 0.87),  # what a layer takes besides, so that TP8 is right
+        (1.00, 1.08, 0.87),
     ]
     for these, those in zip(found, expected, strict=True):
         assert these == pytest.approx(those, abs=0.006)
 
 
 def test_what_was_held_out():
-    """TP16 and TP32 within a seventh, a layer's attending and pass-Q within 3 %."""
+    """TP16 and TP32 within 13 %, a layer's attending and pass-Q within 3 %."""
     rates = repaired()[-1]
     found = {x["row"]: r for x, r in zip(ROWS, ratios(rates), strict=True)}
     held = [r for x, r in zip(ROWS, found.values(), strict=True) if x["use"] == "held out"]
-    assert held == pytest.approx([1.07, 0.86, 1.03, 1.015, 0.98], abs=0.006)
+    assert held == pytest.approx([1.08, 0.87, 1.03, 1.015, 0.98], abs=0.006)
     fitted = [r for x, r in zip(ROWS, found.values(), strict=True) if x["use"] == "fit"]
     assert fitted == pytest.approx([1.0] * 5)
     # What is left: from 16 to 32 GPUs a step still gets no slower, as it was measured to.
     assert found["TP32, time per token"] * 47.3 < found["TP16, time per token"] * 39.52
+
+
+def test_by_rings_the_sign_is_right():
+    """NCCL's rings, unmultiplied: from 16 to 32 GPUs a step becomes slower, as it was measured to,
+    and lies within 8 %. No number is fitted; but the choice was made with all rows in sight."""
+    rates = repaired()[4]._replace(between=1.0, across="ring-allreduce")
+    eight, sixteen, more = (forecast_step(rates, p, 131_072).seconds for p, _ in STEPS)
+    assert more > 1.05 * sixteen and sixteen < 0.95 * eight
+    found = [s / seen for s, (_, seen) in zip((sixteen, more), STEPS[1:], strict=True)]
+    assert found == pytest.approx([1.05, 0.94], abs=0.006)
+
+
+def test_the_advice_beside_measured_steps(capsys):
+    """What `python -m treeattn.cost` prints of itself: half of the measured times."""
+    assert list(MEASURED_STEPS.items()) == [(p, pytest.approx(s)) for p, s in STEPS]
+    rows = {x["devices"]: 1e-6 * x["microseconds"] for x in ROWS if x["kind"] == "step"}
+    assert pytest.approx(rows) == MEASURED_STEPS
+    assert advice_over_measured() == pytest.approx({8: 0.48, 16: 0.5, 32: 0.4}, abs=0.005)
+    assert main(["--context", "1000", "--devices", "2"]) == 0
+    assert "0.48 (8), 0.50 (16), 0.40 (32) of the time that" in capsys.readouterr().out
 
 
 def test_no_repair_has_seen_a_row_that_is_held_out(monkeypatch):
@@ -139,7 +166,7 @@ def test_a_line_through_times_of_attending():
 
 def test_one_device_of_each_node():
     """NCCL's formula with one GPU a node: the tree's hops, as many as there are."""
-    alone = one_a_node(DGX)
+    alone = every_nth(DGX, DGX.node_size)
     assert alone.node_size == 1
     for p in (2, 4):
         found = collective_seconds("ring-allreduce", p, 0, alone)

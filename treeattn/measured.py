@@ -1,8 +1,8 @@
 """What collectives take on one's own devices: measured, fitted and kept in a file.
 
-`python -m treeattn.cost --calibrate FILE` writes such a file. `tree_decode(method="auto")` and
-`python -m treeattn.cost --measured FILE` read it: the file that they are given, or else the one
-that the environment variable TREEATTN_MEASURED names.
+`python -m treeattn.cost --calibrate FILE` writes such a file. `tree_decode` and `merge_across` by
+method "auto", a Llama by attention "auto", and `python -m treeattn.cost --measured FILE` read it:
+the file that they are given, or else the one that the environment variable TREEATTN_MEASURED names.
 
 The file is JSON: when and where it was measured, and for each kind of collective and each group of
 devices its seconds, latency + bytes · seconds_per_byte, by ranges of bytes. Bytes are those that a
@@ -40,7 +40,7 @@ class Fit(NamedTuple):
     seconds_per_byte: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CollectiveTimes:
     """What was measured, where and when.
 
@@ -56,6 +56,13 @@ class CollectiveTimes:
     date: str
     versions: Mapping[str, str]
     fits: Mapping[tuple[str, Group], Sequence[Fit]]
+
+    def __repr__(self) -> str:
+        """Everything but the times."""
+        return f"CollectiveTimes(of {self.count} × {self.device!r}, on {self.date})"
+
+    def __hash__(self) -> int:  # equal ones have equal dates; a program is compiled for each
+        return hash((self.device, self.count, self.date))
 
     @property
     def groups(self) -> list[Group]:
@@ -83,6 +90,22 @@ class CollectiveTimes:
         nearest = min(found, key=lambda g: (abs(math.log(g.stride / stride)), g.stride))
         fit = next(x for x in self.fits[kind, nearest] if size <= x.most)
         return fit.latency + size * fit.seconds_per_byte
+
+    def check_devices(self, kind: str | None, count: int) -> None:
+        """Raise ValueError where times say nothing of so many devices of that kind (None: any).
+
+        Fewer than were measured are some of them; of more, nobody knows how far apart they are.
+        """
+        if kind not in (None, self.device):
+            raise ValueError(
+                f"measured: expected times of {kind!r}, as the mesh has, got those of "
+                f"{self.device!r} (of {self.date})"
+            )
+        if count > self.count:
+            raise ValueError(
+                f"measured: expected times of {count} devices at least, as the mesh has, got those "
+                f"of {self.count} (of {self.date}): calibrate on all of them"
+            )
 
 
 def fit_line(times: Mapping[int, float]) -> tuple[float, float]:
@@ -168,19 +191,27 @@ def _read(path: Path, changed: int) -> CollectiveTimes:
     if found != FORMAT:
         raise ValueError(f"measured: {path} should have the format {FORMAT!r}, got {found!r}")
     try:
+        _check_keys(told, ("format", "device", "count", "date", "versions", "fits"))
         fits = dict(_fits_of_row(row) for row in told["fits"])
         measured = CollectiveTimes(
             str(told["device"]), int(told["count"]), str(told["date"]), told["versions"], fits
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"measured: {path} has a part that cannot be read: {error!r}") from error
-    if not fits:
-        raise ValueError(f"measured: {path} has no fits")
+    if not fits or len(fits) < len(told["fits"]):
+        raise ValueError(f"measured: {path} has no fits, or several of one kind and group")
     return measured
+
+
+def _check_keys(row: Mapping, known: Sequence[str]) -> None:
+    """Raise ValueError for a key that nobody knows: what it means would be left out in silence."""
+    if unknown := sorted(set(row) - set(known)):
+        raise ValueError(f"expected no keys but {', '.join(known)}, got {', '.join(unknown)}")
 
 
 def _fits_of_row(row: Mapping) -> tuple[tuple[str, Group], list[Fit]]:
     """((kind, group), ranges) of a row of the file; a ValueError for what cannot be."""
+    _check_keys(row, ("kind", "devices", "stride", "ranges"))
     kind = row["kind"]
     if kind not in KINDS:
         raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
@@ -189,6 +220,7 @@ def _fits_of_row(row: Mapping) -> tuple[tuple[str, Group], list[Fit]]:
         raise ValueError(f"group: expected two devices or more, got {group}")
     ranges = []
     for x in row["ranges"]:
+        _check_keys(x, Fit._fields)
         most = math.inf if x["most"] is None else float(x["most"])
         ranges.append(Fit(most, float(x["latency"]), float(x["seconds_per_byte"])))
     ends = [fit.most for fit in ranges]
@@ -202,8 +234,17 @@ def _fits_of_row(row: Mapping) -> tuple[tuple[str, Group], list[Fit]]:
 def find_measured(
     given: CollectiveTimes | str | os.PathLike | None = None,
 ) -> CollectiveTimes | None:
-    """What was given, read if it is a path; else the file that TREEATTN_MEASURED names, or None."""
+    """What was given, read if it is a path; else the file that TREEATTN_MEASURED names, or None.
+
+    Raises TypeError for what is neither times nor a path.
+    """
     if isinstance(given, CollectiveTimes):
         return given
-    path = os.environ.get(VARIABLE) if given is None else given
-    return read_measured(path) if path else None
+    if given is None:
+        path = os.environ.get(VARIABLE)
+        return read_measured(path) if path else None
+    if not isinstance(given, str | os.PathLike):
+        raise TypeError(
+            f"measured: expected CollectiveTimes, the path of a file, or None, got {given!r:.60}"
+        )
+    return read_measured(given)

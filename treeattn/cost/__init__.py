@@ -18,6 +18,7 @@ Everything public is here, under one name: `from treeattn.cost import collective
 - `papers`: what the papers print, and what their authors' scripts would take
 - `whole_steps`: forecasts of whole steps, to be held against measured ones
 - `calibration`: collectives measured on the devices at hand, for a file that advice reads
+- `priced`: which of a plan's collectives such a file has, and which are only described
 - `report`: tables of text; `python -m treeattn.cost` prints advice
 """
 
@@ -82,6 +83,7 @@ from treeattn.cost.papers import (
     least_seconds,
     script_seconds,
 )
+from treeattn.cost.placement import every_nth
 from treeattn.cost.prefill import prefill_seconds
 from treeattn.cost.program import (
     COLLECTIVE_KINDS,
@@ -118,13 +120,14 @@ from treeattn.cost.topology import (
     preset,
 )
 from treeattn.cost.whole_steps import (
+    MEASURED_STEPS,
     Rates,
     StepForecast,
+    advice_over_measured,
     data_sheet,
     fit_attending,
     forecast,
     forecast_step,
-    one_a_node,
 )
 from treeattn.cost.work import (
     count_merges,
@@ -155,6 +158,7 @@ __all__ = [
     "H100_8B",
     "HEADROOM",
     "MACHINES",
+    "MEASURED_STEPS",
     "MERGES",
     "MI300X_8B",
     "MODELS",
@@ -192,6 +196,7 @@ __all__ = [
     "Traffic",
     "VerifyWork",
     "Workload",
+    "advice_over_measured",
     "advice_table",
     "advise",
     "all_groups",
@@ -213,6 +218,7 @@ __all__ = [
     "count_tree",
     "data_sheet",
     "decode_cost",
+    "every_nth",
     "fastest_seconds",
     "fit_attending",
     "fit_machine",
@@ -235,7 +241,6 @@ __all__ = [
     "merge_seconds",
     "numel_kv",
     "numel_state",
-    "one_a_node",
     "plans",
     "prefill_seconds",
     "preset",

@@ -13,9 +13,11 @@ from treeattn.cost.advice import advise, least_devices
 from treeattn.cost.calibration import CalibrateAction, measured_table
 from treeattn.cost.formulas import STORED_BYTES, Workload
 from treeattn.cost.models import MODELS
+from treeattn.cost.priced import network_text
 from treeattn.cost.report import advice_table, bytes_text
 from treeattn.cost.sharding import HEADROOM, Step
 from treeattn.cost.topology import PRESETS, Topology, corners, preset
+from treeattn.cost.whole_steps import advice_over_measured
 from treeattn.idea.arrays import integer
 from treeattn.measured import VARIABLE, CollectiveTimes, find_measured
 
@@ -32,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         integer("context", args.context, 1)
         integer("batch", args.batch, 1)
         times = find_measured(args.measured)
+        topology = topology if times is None else topology.as_measured(times)
         dtypes = {"weight_dtype": args.weight_dtype, "cache_dtype": args.cache_dtype}
         print(_advice(args.model, args.batch, args.context, p, topology, dtypes))
         if times is not None:
@@ -56,7 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--measured",
         metavar="FILE",
-        help=f"a file of --calibrate, to be advised by as well (default: ${VARIABLE})",
+        help="a file of --calibrate, whose times count in place of the network's where it has the "
+        f"group of devices (default: ${VARIABLE})",
     )
     parser.add_argument("--model", default="llama-3.1-8b", help=f"one of {', '.join(MODELS)}")
     parser.add_argument("--topology", default="dgx-h100", help=f"one of {', '.join(PRESETS)}")
@@ -109,16 +113,20 @@ def _advice(
         lines.append(_do(best, p))
     else:
         lines += _nothing_fits(best, name, batch, context, topology, dtypes)
+    lines += network_text(best.plan, topology, p)
     lines += ["", advice_table(found[usual]), ""]
     width = max(map(len, found))
     for corner, (first, *_) in found.items():
         text = f"{first.plan.family} ({first.plan}), {1e3 * first.seconds:.1f} ms"
         lines.append(f"by {corner:<{width}}: {text if first.fits else 'nothing fits'}")
+    found = advice_over_measured()
+    ratios = ", ".join(f"{ratio:.2f} ({p})" for p, ratio in found.items())
+    sending = "by the network's model" if topology.measured is None else "as told above"
     return "\n".join(lines) + (
-        "\n\nReading is at the data sheet's bandwidth, sending by the network's model; nothing "
-        "overlaps.\nPublished steps of a large model on 8 to 32 H100s took about twice as long, "
-        "and more so\nbetween nodes (notebook 06). Plans closer than a fifth are not told apart. "
-        "Measure the\nfirst two."
+        f"\n\nReading is at the data sheet's bandwidth, sending {sending}; nothing overlaps.\n"
+        "Held out, published steps of Llama 3 405B (notebook 06), calculated so,\nare "
+        f"{ratios} of the time that they took on so many H100s.\nPlans closer than "
+        "a fifth are not told apart. Measure the first two."
     )
 
 

@@ -3,13 +3,15 @@
     python -m treeattn.cost --calibrate FILE
 
 measures on all devices of one process. In a program of several processes, each calls `calibrate`
-after `treeattn.initialize`, and the first one writes.
+after `treeattn.initialize`; the first one writes, and all of them get the same times.
 """
 
 import argparse
 import datetime
+import functools
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -23,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from treeattn.cost.formulas import Workload
 from treeattn.cost.merges import Message, merge_messages
-from treeattn.cost.network import collective_rounds
+from treeattn.cost.network import PERMUTES, XLA_NAMES, collective_rounds
 from treeattn.cost.report import columns
 from treeattn.idea.arrays import integer
 from treeattn.measured import KINDS, VARIABLE, CollectiveTimes, Group, fit_ranges, write_measured
@@ -59,25 +61,38 @@ def place(values: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
     return jax.make_array_from_callback(values.shape, NamedSharding(mesh, spec), values.__getitem__)
 
 
+@functools.lru_cache(maxsize=64)
+def _largest(mesh: Mesh) -> Callable:
+    """A program: the largest of an array's numbers, of which each device has one."""
+    axes = mesh.axis_names
+    specs = {"in_specs": P(axes), "out_specs": P()}
+    return jax.jit(jax.shard_map(lambda x: lax.pmax(x, axes), mesh=mesh, **specs))
+
+
+def largest(mine: float, mesh: Mesh) -> float:
+    """The largest of all processes' numbers; each waits for all the others."""
+    everybody = place(np.full(mesh.size, mine, np.float32), mesh, P(mesh.axis_names))
+    return float(np.asarray(_largest(mesh)(everybody).addressable_shards[0].data)[0])
+
+
+def raise_together(error: str, mesh: Mesh) -> None:
+    """Raise ValueError on all processes where one has an error: none waits for another in vain."""
+    if largest(float(error != ""), mesh):
+        raise ValueError(error or "path: another process cannot write the file")
+
+
 def fastest_seconds(program: Callable, *arguments, mesh: Mesh, repeats: int = REPEATS) -> float:
     """Seconds of the fastest call of a compiled program, on the process where that is slowest.
 
     All processes start each call together; three calls before are not counted.
     """
-    axes = mesh.axis_names
-    everybody = jax.jit(
-        jax.shard_map(lambda x: lax.pmax(x, axes), mesh=mesh, in_specs=P(axes), out_specs=P())
-    )
-    start_line = place(np.zeros(mesh.size, np.float32), mesh, P(axes))
     seconds = []
     for _ in range(repeats + 3):
-        jax.block_until_ready(everybody(start_line))
+        largest(0.0, mesh)  # the start line
         start = time.perf_counter()
         jax.block_until_ready(program(*arguments))
         seconds.append(time.perf_counter() - start)
-    mine = np.full(mesh.size, min(seconds[3:]), np.float32)
-    slowest = everybody(place(mine, mesh, P(axes)))
-    return float(np.asarray(slowest.addressable_shards[0].data)[0])
+    return largest(min(seconds[3:]), mesh)
 
 
 def collective_program(kind: str, mesh: Mesh) -> Callable:
@@ -123,6 +138,20 @@ def measure_collectives(
     return found
 
 
+def why_not_writable(path: str | os.PathLike) -> str:
+    """What keeps a file from being written, found by writing beside it; "" if nothing does."""
+    path = Path(path).absolute()
+    if not path.parent.is_dir():
+        return f"path: there is no folder {path.parent}"
+    if path.is_dir():
+        return f"path: {path} is a folder"
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        return f"path: cannot write in {path.parent}: {error.strerror}"
+    return ""
+
+
 def calibrate(
     path: str | os.PathLike | None = None,
     devices: Sequence | None = None,
@@ -140,7 +169,11 @@ def calibrate(
     ends:   of the ranges of bytes with a line of their own; two sizes at least lie in each
     tell:   called with a line about each group
 
-    Raises ValueError for fewer than two devices, and where no such file can be written.
+    Of several processes, each of which makes the same call, that of the first device writes, and
+    alone needs the folder. All return the same times, when the file is there.
+
+    Raises ValueError for fewer than two devices, and, on all processes and before anything is
+    measured, where the file cannot be written.
     """
     devices = jax.devices() if devices is None else list(devices)
     if len(devices) < 2:
@@ -148,9 +181,10 @@ def calibrate(
             f"devices: expected two at least to measure between, got {len(devices)}; "
             "JAX_NUM_CPU_DEVICES=8 makes eight of a CPU"
         )
-    if path is not None and not Path(path).absolute().parent.is_dir():
-        raise ValueError(f"path: there is no folder {Path(path).absolute().parent}")
     integer("repeats", repeats, 1)
+    everybody = Mesh(np.array(devices), ("all",))
+    writes = path is not None and jax.process_index() == devices[0].process_index
+    raise_together(why_not_writable(path) if writes else "", everybody)
     fits = {}
     for group in all_groups(len(devices)) if groups is None else groups:
         group = Group(*group)
@@ -171,18 +205,14 @@ def calibrate(
         },
         fits,
     )
-    if path is not None and jax.process_index() == 0:
-        write_measured(measured, path)
+    error = ""
+    if writes:
+        try:
+            write_measured(measured, path)
+        except OSError as full:
+            error = f"path: cannot write {path}: {full.strerror}"
+    raise_together(error, everybody)
     return measured
-
-
-KIND_OF = {
-    "allreduce": "all-reduce",
-    "all-gather": "all-gather",
-    "reduce-scatter": "reduce-scatter",
-    "all-to-all": "all-to-all",
-    "butterfly": "collective-permute",
-}
 
 
 def measured_seconds(measured: CollectiveTimes, messages: Iterable[Message], group: Group) -> float:
@@ -192,12 +222,14 @@ def measured_seconds(measured: CollectiveTimes, messages: Iterable[Message], gro
     Allreduces by nodes, which are several.
     """
     seconds = 0.0
-    for kind, size, times in messages:
-        if kind not in KIND_OF:
-            known = ", ".join(KIND_OF)
+    for kind, size, times, devices, stride in messages:
+        name = XLA_NAMES.get(kind, kind)
+        if name not in KINDS:
+            known = ", ".join(XLA_NAMES | dict.fromkeys(KINDS))
             raise ValueError(f"messages: expected collectives among {known}, got {kind!r}")
-        rounds = collective_rounds(kind, group.devices) if kind == "butterfly" else 1
-        once = measured.seconds(KIND_OF[kind], size, *group)
+        among = group.devices if devices is None else devices
+        rounds = collective_rounds(kind, among) if kind in PERMUTES else 1
+        once = measured.seconds(name, size, among, stride * group.stride)
         seconds += times * rounds * once
     return seconds
 

@@ -11,6 +11,7 @@ needs a share of the heads on each device only.
 | butterfly      | packed states to a partner a round, a permute each             | every device |
 | gather         | packed states to everybody                                     | every device |
 | one-shot       | the same in one kernel that reads its peers' memory            | every device |
+| hierarchical   | all-to-all in the nodes, gather across, gather in the nodes    | every device |
 | reduce-scatter | Allreduce of max; both sums scattered over the heads           | their owners |
 | ag-rs          | gather q; gather lse; reduce-scatter 16-bit outputs (vLLM)     | their owners |
 | a2a            | gather q; all-to-all of 16-bit outputs with lse (vLLM, SGLang) | their owners |
@@ -19,9 +20,12 @@ needs a share of the heads on each device only.
 
 Sources: vLLM `vllm/v1/attention/ops/common.py` and `dcp_alltoall.py`; SGLang
 `python/sglang/srt/layers/dcp/comm.py`; Helix, arXiv 2507.07120, whose devices all project all
-queries, so that none are gathered. All of them keep an output in 16 bits and lse in 32.
+queries, so that none are gathered. All of them keep an output in 16 bits and lse in 32. "nodes" is
+an Allreduce by nodes as Horovod has it (`HOROVOD_HIERARCHICAL_ALLREDUCE`), "hierarchical" what this
+package's `method="hierarchical"` sends.
 """
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -32,16 +36,24 @@ from treeattn.cost.network import (
     collective_seconds,
     collective_sent_bytes,
 )
+from treeattn.cost.placement import every_nth
 from treeattn.cost.roofline import attend_seconds
 from treeattn.cost.topology import Topology
+from treeattn.idea.arrays import integer
 
 
 class Message(NamedTuple):
-    """`times` collectives of one kind; message_bytes as `schedules.SCHEDULES` counts them."""
+    """`times` collectives of one kind; message_bytes as `schedules.SCHEDULES` counts them.
+
+    devices: among how many, all when None; the others run the same at the same time
+    stride:  how far apart those are: 1 for neighbours
+    """
 
     kind: str
     message_bytes: Number
     times: int = 1
+    devices: int | None = None
+    stride: int = 1
 
 
 MERGES = (
@@ -51,6 +63,7 @@ MERGES = (
     "butterfly",
     "gather",
     "one-shot",
+    "hierarchical",
     "reduce-scatter",
     "ag-rs",
     "a2a",
@@ -62,13 +75,19 @@ SCATTERING = ("reduce-scatter", "ag-rs", "a2a", "helix")
 
 
 def merge_messages(
-    merge: str, w: Workload, p: int, *, gather_queries: bool = True
+    merge: str,
+    w: Workload,
+    p: int,
+    *,
+    gather_queries: bool = True,
+    node_size: int | None = None,
 ) -> list[Message]:
     """The collectives of one layer that merge the states (float32, or float64) of p devices.
 
     gather_queries: whether merges that gather queries pay for it; else they are everywhere.
+    node_size:      devices of a node, for "hierarchical"; all of them when None
 
-    Raises ValueError for another merge than those of `MERGES`.
+    Raises ValueError for another merge than those of `MERGES`, and for a node_size below 1.
     """
     if merge not in MERGES:
         raise ValueError(f"merge: expected one of {', '.join(MERGES)}, got {merge!r}")
@@ -87,12 +106,30 @@ def merge_messages(
         "butterfly": [Message("butterfly", state)],
         "gather": [Message("all-gather", state)],
         "one-shot": [Message("one-shot", state)],
+        "hierarchical": _by_nodes(w, p, p if node_size is None else node_size),
         "reduce-scatter": [Message("allreduce", lse), Message("reduce-scatter", state - lse)],
         "ag-rs": [*gather, Message("all-gather", lse), Message("reduce-scatter", out)],
         "a2a": [*gather, Message("all-to-all", out + lse)],
         "helix": [Message("all-to-all", out + 2 * lse)],
         "sglang": [*gather, Message("all-gather", lse), Message("allreduce", out)],
     }[merge]
+
+
+def _by_nodes(w: Workload, p: int, node_size: int) -> list[Message]:
+    """`method="hierarchical"`: a share of the heads to each of a node's devices, and back.
+
+    Of p devices that do not fill their nodes, parts of nodes that they do fill take their place.
+    """
+    node_size = integer("node_size", node_size, 1)
+    g = p if p <= node_size else math.gcd(p, node_size)
+    of_a_head = numel_state(w) // w.heads * state_bytes(w)
+    share = -(-w.heads // g) * of_a_head
+    parts = [
+        Message("all-to-all", g * share, 1, g),
+        Message("all-gather", share, 1, p // g, g),
+        Message("all-gather", share, 1, g),
+    ]
+    return [x for x in parts if x.devices != 1]
 
 
 class Traffic(NamedTuple):
@@ -121,18 +158,20 @@ class Traffic(NamedTuple):
 
 def traffic(messages: list[Message], p: int, topology: Topology) -> Traffic:
     """What the messages come to on the first p devices of a topology."""
-    g = topology.node_size
     total = Traffic()
-    for kind, size, times in messages:
-        launches = collective_launches(kind, p, g)
-        latency = collective_seconds(kind, p, 0, topology)
+    for kind, size, times, devices, stride in messages:
+        among = p if devices is None else devices
+        there = topology if stride == 1 else every_nth(topology, stride)
+        g = there.node_size
+        launches = collective_launches(kind, among, g)
+        latency = collective_seconds(kind, among, 0, there)
         once = Traffic(
             collectives=launches,
-            rounds=collective_rounds(kind, p, g),
-            operand_bytes=_operand_bytes(kind, size, launches, min(p, g)),
-            sent_bytes=collective_sent_bytes(kind, p, size, g),
+            rounds=collective_rounds(kind, among, g),
+            operand_bytes=_operand_bytes(kind, size, launches, min(among, g)),
+            sent_bytes=collective_sent_bytes(kind, among, size, g),
             latency=latency,
-            volume=collective_seconds(kind, p, size, topology) - latency,
+            volume=collective_seconds(kind, among, size, there) - latency,
         )
         total = Traffic(*(a + times * b for a, b in zip(total, once, strict=True)))
     return total
@@ -149,7 +188,9 @@ def merge_seconds(
     merge: str, w: Workload, p: int, topology: Topology, *, gather_queries: bool = True
 ) -> float:
     """Seconds to merge one layer's states across p devices."""
-    messages = merge_messages(merge, w, p, gather_queries=gather_queries)
+    messages = merge_messages(
+        merge, w, p, gather_queries=gather_queries, node_size=topology.node_size
+    )
     return traffic(messages, p, topology).seconds
 
 
@@ -163,7 +204,7 @@ def merge_in_pieces(merge: str, w: Workload, p: int, topology: Topology, pieces:
         raise ValueError(f"pieces: expected a divisor of {w.kv_heads} key heads, got {pieces}")
     part = replace(w, heads=w.heads // pieces, kv_heads=w.kv_heads // pieces, layers=1)
     attend = attend_seconds(part, w.chunk(p), w.queries, topology.device) + topology.launch
-    messages = merge_messages(merge, part, p, gather_queries=False)
+    messages = merge_messages(merge, part, p, gather_queries=False, node_size=topology.node_size)
     send = traffic(messages, p, topology).seconds
     return attend + (pieces - 1) * max(attend, send) + send
 

@@ -21,6 +21,7 @@ import numpy as np
 from treeattn.cost.formulas import Number
 from treeattn.cost.schedules import Round, schedule
 from treeattn.cost.topology import Topology
+from treeattn.measured import Group
 
 # Collectives of which a library has several algorithms, and takes the fastest.
 CHOICES = {
@@ -30,6 +31,7 @@ CHOICES = {
 }
 # What JAX writes as a permute a round, each a launch of its own.
 PERMUTES = ("ring", "round-trip", "butterfly")
+XLA_NAMES = {"allreduce": "all-reduce"} | dict.fromkeys(PERMUTES, "collective-permute")
 ALGORITHMS = dict.fromkeys(("one-shot", "in-switch"), "direct")
 ALGORITHMS |= dict.fromkeys(("tree-allreduce", "hierarchical-allreduce"), "tree")
 # What the library runs as several rings or trees at once, each leaving a node by another card.
@@ -176,6 +178,8 @@ def torus_coordinates(device: np.ndarray, sides: tuple[int, ...]) -> np.ndarray:
 def collective_seconds(kind: str, p: int, message_bytes: Number, topology: Topology) -> float:
     """Seconds of one collective on p devices, by the fastest protocol, its launches included.
 
+    Where the topology has measured times of such a group (`is_measured`), by those.
+
     kind and message_bytes as in `schedules.SCHEDULES`; or one of `CHOICES`, for its fastest
     algorithm. Raises ValueError for an unknown kind, when the topology has fewer devices, and for
     kernels that read their peers' memory where devices cannot.
@@ -183,6 +187,9 @@ def collective_seconds(kind: str, p: int, message_bytes: Number, topology: Topol
     topology.check_devices(p)
     if ALGORITHMS.get(kind) == "direct" and not topology.peers:
         raise ValueError(f"kind: {kind} reads other devices' memory, which {topology.name} lacks")
+    if is_measured(kind, p, topology):
+        parts = _library_collectives(kind, p, message_bytes, topology)
+        return sum(topology.measured.seconds(name, size, *group) for name, group, size in parts)
     if kind in CHOICES:
         return min(collective_seconds(k, p, message_bytes, topology) for k in CHOICES[kind])
     rounds = list(schedule(kind, p, float(message_bytes), topology.node_size))
@@ -194,6 +201,34 @@ def collective_seconds(kind: str, p: int, message_bytes: Number, topology: Topol
         launches * choice.launch + simulate(rounds, p, choice, pipelined=launches == 1)
         for choice in topology.by_protocol(algorithm, p, spread=kind in CHANNELS)
     )
+
+
+def is_measured(kind: str, p: int, topology: Topology) -> bool:
+    """Whether the topology's measured times have the collective, among p such devices."""
+    if topology.measured is None:
+        return False
+    parts = _library_collectives(kind, p, 0, topology)
+    return all((name, group) in topology.measured.fits for name, group, _ in parts)
+
+
+def _library_collectives(
+    kind: str, p: int, message_bytes: Number, topology: Topology
+) -> list[tuple[str, Group, Number]]:
+    """What a library is called for: XLA's names, the groups, and the bytes that a device puts in.
+
+    Kernels of one's own, and single algorithms, are none of XLA's, and keep their names.
+    """
+    g = min(topology.node_size, p)
+    near = topology.stride
+    if kind == "hierarchical-allreduce" and p % g == 0:
+        parts = [
+            ("reduce-scatter", Group(g, near), message_bytes),
+            ("all-reduce", Group(p // g, g * near), message_bytes / g),
+            ("all-gather", Group(g, near), message_bytes / g),
+        ]
+        return [part for part in parts if part[1].devices > 1]
+    rounds = collective_rounds(kind, p) if kind in PERMUTES else 1
+    return [(XLA_NAMES.get(kind, kind), Group(p, near), message_bytes)] * rounds
 
 
 @functools.lru_cache(maxsize=4096)

@@ -5,10 +5,11 @@ import math
 from dataclasses import replace
 
 from treeattn.cost.topology import Level, Protocol, Topology
+from treeattn.idea.arrays import integer
 
 
 @functools.lru_cache(maxsize=1024)
-def every(topology: Topology, stride: int) -> Topology:
+def every_nth(topology: Topology, stride: int) -> Topology:
     """What a collective of every stride-th device meets while all the others run the same.
 
     Devices 0, stride, 2 stride, … have the topology returned; device 1 and those as far from it,
@@ -18,7 +19,10 @@ def every(topology: Topology, stride: int) -> Topology:
 
     On a torus the devices are laid along its sides: the stride is taken out of the last ones. Where
     it is a part of a side, hops are as long as that, which is too much for those along others.
+
+    Raises TypeError for a stride that is no whole number, ValueError for one below 1.
     """
+    stride = integer("stride", stride, 1)
     if stride == 1:
         return topology
     levels = []
@@ -41,7 +45,8 @@ def every(topology: Topology, stride: int) -> Topology:
     protocols = topology.protocols
     if levels[0].size == 1:
         protocols = tuple(_with_hops_of_trees(x, protocols) for x in protocols)
-    return replace(topology, levels=tuple(levels), protocols=protocols)
+    far = stride * topology.stride
+    return replace(topology, levels=tuple(levels), protocols=protocols, stride=far)
 
 
 def _part_of_torus(level: Level, stride: int) -> Level:

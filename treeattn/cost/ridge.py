@@ -103,7 +103,8 @@ def verify_seconds(
     topology.check_devices(p)
     work = verify_work(model, tokens, batch, context, p=p, dtype=dtype)
     w = _workload(model, tokens, batch, context, dtype)
-    messages = merge_messages(merge, w, p, gather_queries=False)
+    node_size = topology.node_size
+    messages = merge_messages(merge, w, p, gather_queries=False, node_size=node_size)
     if p == 1:
         return work.seconds(topology.device, overlap=overlap)
     rows = w.batch * w.queries * w.dtype_bytes

@@ -17,7 +17,7 @@ from treeattn.cost.formulas import STORED_BYTES, Number, Workload, numel_kv
 from treeattn.cost.merges import Message, merge_messages, traffic
 from treeattn.cost.models import Model
 from treeattn.cost.network import collective_seconds
-from treeattn.cost.placement import every
+from treeattn.cost.placement import every_nth
 from treeattn.cost.roofline import attend_seconds
 from treeattn.cost.topology import Topology
 
@@ -64,6 +64,11 @@ class Plan(NamedTuple):
     def weights_over(self) -> int:
         """Devices that share the weights of a layer."""
         return self.group // self.copies if self.split_weights else 1
+
+    @property
+    def merge_stride(self) -> int:
+        """How far apart the devices are whose states merge."""
+        return self.heads if self.copies > 1 else 1
 
     @property
     def devices(self) -> int:
@@ -219,8 +224,10 @@ def _merge_seconds(plan: Plan, w: Workload, topology: Topology) -> float:
     """Seconds of a layer's merge, the gather of split projections' queries first."""
     if not plan.merge:
         return 0.0
-    between = every(topology, plan.heads) if plan.copies > 1 else topology
-    messages = merge_messages(plan.merge, w, plan.sequence, gather_queries=False)
+    between = every_nth(topology, plan.merge_stride)
+    messages = merge_messages(
+        plan.merge, w, plan.sequence, gather_queries=False, node_size=between.node_size
+    )
     seconds = traffic(messages, plan.sequence, between).seconds
     sharing = plan.weights_over // plan.heads
     if plan.split_weights and plan.merge != "helix" and sharing > 1:
@@ -242,11 +249,16 @@ def _projections_seconds(
         logits = 2 * batch * model.vocabulary / p
         seconds += collective_seconds("all-gather", p, logits, topology)
     if plan.stages > 1:
-        one_node = plan.stages * plan.group <= topology.node_size
-        stride = plan.group if one_node else max(plan.group, topology.node_size)
         # One permute a stage: the last one's goes back to the first, with the next token.
-        seconds += plan.stages * collective_seconds("butterfly", 2, row, every(topology, stride))
+        between = every_nth(topology, stage_stride(plan, topology))
+        seconds += plan.stages * collective_seconds("butterfly", 2, row, between)
     return seconds
+
+
+def stage_stride(plan: Plan, topology: Topology) -> int:
+    """How far apart the devices are of which one hands a pipeline's tokens to the other."""
+    one_node = plan.stages * plan.group <= topology.node_size
+    return plan.group if one_node else max(plan.group, topology.node_size)
 
 
 def kernel_allreduce(p: int, message_bytes: Number, topology: Topology) -> float:

@@ -1,10 +1,10 @@
 """What each way of attending to a sharded cache sends, holds and takes, on a topology.
 
 A strategy is how p devices, each with a chunk of the cache, attend together. A ring sends its keys
-and values to the next device, p − 1 times; pass-q, its queries, and then all their states home at
-once; kv-gather gives its keys and values to everybody; these three deal several queries to the
-devices, ⌈l/p⌉ to each. Any of `MERGES` sends states, after each device has attended to its chunk
-for all queries.
+and values to the next device, p − 1 times, in one message, as `ring_decode` does on GPUs; pass-q,
+its queries, and then all their states home at once; kv-gather gives its keys and values to
+everybody; these three deal several queries to the devices, ⌈l/p⌉ to each. Any of `MERGES` sends
+states, after each device has attended to its chunk for all queries.
 
 Attending takes what the roofline says, max(bytes / memory bandwidth, operations / peak), and a
 launch; sending, what `network` says. Nothing overlaps, unless asked for.
@@ -41,17 +41,22 @@ class Cost(NamedTuple):
     seconds: float
 
 
-def strategy_messages(strategy: str, w: Workload, p: int) -> list[Message]:
-    """The collectives of one layer on p devices; the queries are everywhere, as the papers' are."""
+def strategy_messages(
+    strategy: str, w: Workload, p: int, node_size: int | None = None
+) -> list[Message]:
+    """The collectives of one layer on p devices; the queries are everywhere, as the papers' are.
+
+    node_size: as in `merge_messages`
+    """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy: expected one of {', '.join(STRATEGIES)}, got {strategy!r}")
     if strategy in MERGES:
-        return merge_messages(strategy, w, p, gather_queries=False)
+        return merge_messages(strategy, w, p, gather_queries=False, node_size=node_size)
     if p == 1:
         return []
     share = w.batch * -(-w.queries // p)
     return {
-        "ring": [Message("ring", x) for x in kv_messages_bytes(w, p)],
+        "ring": [Message("ring", sum(kv_messages_bytes(w, p)))],
         "kv-gather": [Message("all-gather", x) for x in kv_messages_bytes(w, p)],
         "pass-q": [  # the queries from device to device, everybody's states of them home
             Message("ring", share * w.d * w.dtype_bytes),
@@ -83,6 +88,7 @@ def memory_bytes(strategy: str, w: Workload, p: int) -> int:
         "gather": p * state,
         "one-shot": p * state,
         "butterfly": 2 * state,
+        "hierarchical": 2 * state,
     }
     return w.layers * chunk + query + working.get(strategy, state)
 
@@ -101,7 +107,8 @@ def decode_cost(
     Raises ValueError for an unknown strategy, and for more devices than the topology joins.
     """
     topology.check_devices(p)
-    sent = traffic(strategy_messages(strategy, w, p), p, topology)
+    messages = strategy_messages(strategy, w, p, topology.node_size)
+    sent = traffic(messages, p, topology)
     visits = p if strategy in ("ring", "pass-q") else 1
     keys = w.context if strategy == "kv-gather" else w.chunk(p)
     dealt = strategy in ("ring", "pass-q", "kv-gather")

@@ -22,6 +22,7 @@ import numpy as np
 
 from treeattn.cost.formulas import Number
 from treeattn.idea.arrays import integer, number
+from treeattn.measured import CollectiveTimes
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ class Protocol:
     algorithm: "tree" for an Allreduce by trees, "ring" for all else that the library runs, or
                "direct" for a kernel that reads and writes its peers' memory
     launch:    seconds of a collective before its first message
-    alone:     seconds of a hop within a node, for a collective that stays there
+    alone:     seconds of a hop within a node, for a collective that stays there; infinite where the
+               library does not run it so
     near, far: seconds of a hop within a node and between nodes, for one that leaves it
     shares:    of the bandwidth that carries data, within a node and between nodes
     between:   bytes per second that all rings or trees of a collective bring into a node together,
@@ -118,6 +120,8 @@ class Topology:
     peers:     whether a kernel may read and write the memory of another device of its node
     table:     name of the protocols' table, to find another version's
     far:       seconds of a hop between nodes where it is not the protocols' own
+    measured:  times that count in place of all this, where they have a collective's group
+    stride:    devices between two neighbours here, on the network that was measured
     """
 
     name: str
@@ -130,6 +134,8 @@ class Topology:
     peers: bool = True
     table: str = ""
     far: Number | None = None
+    measured: CollectiveTimes | None = None
+    stride: int = 1
 
     def __post_init__(self):
         number("launch", self.launch, 0)
@@ -146,7 +152,12 @@ class Topology:
         share of their bandwidth that is data. spread: whether the collective runs as several rings
         or trees at once, each leaving the node by another link, so that one has them all.
         """
-        chosen = [x for x in self.protocols if x.algorithm == algorithm]
+        stays = p <= self.node_size
+        chosen = [
+            x
+            for x in self.protocols
+            if x.algorithm == algorithm and math.isfinite(x.alone if stays else x.near)
+        ]
         if not chosen:
             return [replace(self, protocols=())]
         return [self._as_moved_by(x, p, spread) for x in chosen]
@@ -166,8 +177,17 @@ class Topology:
             levels.append(replace(level, latency=protocol.far, bandwidth=bandwidth))
         return replace(self, levels=tuple(levels), launch=protocol.launch, protocols=())
 
+    def as_measured(self, times: CollectiveTimes) -> "Topology":
+        """This topology with times of `calibrate` in place of its own, where they have the group.
+
+        It has no kernels of one's own then, and no sums in the switch: they are not in the file,
+        and what nobody measured would win against what somebody did.
+        """
+        return replace(self, measured=times, peers=False, reduces=False)
+
     def scaled(self, latency: Number = 1.0, bandwidth: Number = 1.0) -> "Topology":
-        """This topology with all launches and latencies, and all links' bandwidths, scaled."""
+        """This topology with all launches and latencies, and all links' bandwidths, scaled; but not
+        what was measured."""
         levels = tuple(
             replace(x, latency=latency * x.latency, bandwidth=bandwidth * x.bandwidth)
             for x in self.levels
@@ -270,20 +290,27 @@ def _fused(x: Protocol, t: Topology) -> Protocol:
     """The links' own hops in a node; those between nodes stay where the topology has its own."""
     hop = t.levels[0].latency
     far = min(x.far, 5e-6) if t.far is None else t.far
-    return replace(x, launch=1.7e-6, alone=hop, near=hop, far=far)
+    alone = hop if math.isfinite(x.alone) else x.alone
+    return replace(x, launch=1.7e-6, alone=alone, near=hop, far=far)
 
 
 def _of_nccl_2_8(t: Topology) -> tuple[Protocol, ...]:
+    """Another library's as they are."""
     return _protocols(t.table.replace("2.28", "2.8") or "NCCL 2.8", t.far)
 
 
 def corners(topology: Topology) -> dict[str, Topology]:
     """This topology by other choices of its constants too, each by the choice's name.
 
-    `CORNERS` for one whose protocols are NCCL's; for another, half and 2.2 times its latencies.
+    `CORNERS` for one whose protocols are NCCL's; for another library's, without NCCL's versions;
+    for one without a library, half and 2.2 times its latencies.
     """
     if topology.protocols:
-        return {name: choice(topology) for name, choice in CORNERS.items()}
+        table = topology.table
+        if not table or table.startswith("NCCL"):
+            return {name: choice(topology) for name, choice in CORNERS.items()}
+        fused, slow = (CORNERS[name](topology) for name in ("fused", "slow"))
+        return {"fused": fused, table: topology, "slow": slow}
     return {
         "halved": topology.scaled(latency=0.5),
         "assumed": topology,

@@ -18,11 +18,13 @@ from treeattn.cost.formulas import Workload
 from treeattn.cost.merges import merge_messages, traffic
 from treeattn.cost.models import MODELS, Model
 from treeattn.cost.network import collective_seconds
-from treeattn.cost.placement import every
-from treeattn.cost.sharding import KERNELS
-from treeattn.cost.topology import Topology
+from treeattn.cost.placement import every_nth
+from treeattn.cost.sharding import KERNELS, Plan, step_cost
+from treeattn.cost.topology import Topology, preset
 
 LLAMA_405B = MODELS["llama-3.1-405b"]
+MEASURED_STEPS = {8: 46.26e-3, 16: 39.52e-3, 32: 47.3e-3}  # seconds of a token, by H100s
+MEASURED_KEYS = 131_072
 
 
 class Rates(NamedTuple):
@@ -36,6 +38,7 @@ class Rates(NamedTuple):
     between:  by which the network's times are multiplied where a collective leaves its node
     exchange: seconds of merging partial outputs across nodes; the network's when None
     send:     seconds of handing queries to the next node; the network's when None
+    across:   kind of an Allreduce that leaves its node: the library's fastest, or "ring-allreduce"
     """
 
     network: Topology
@@ -46,6 +49,7 @@ class Rates(NamedTuple):
     between: float = 1.0
     exchange: float | None = None
     send: float | None = None
+    across: str = "allreduce"
 
 
 class StepForecast(NamedTuple):
@@ -68,11 +72,6 @@ def data_sheet(topology: Topology) -> Rates:
     return Rates(topology, bandwidth, bandwidth, topology.launch, topology.launch)
 
 
-def one_a_node(topology: Topology) -> Topology:
-    """The topology that one device of each node sees, while the others of the node do the same."""
-    return every(topology, topology.node_size)
-
-
 def forecast_attending(rates: Rates, keys: int, kv_heads: int = 1, head_dim: int = 128) -> float:
     """Seconds of one layer's attending to so many keys of 16 bits, and their values."""
     return rates.start + keys * 2 * kv_heads * head_dim * 2 / rates.attend
@@ -82,25 +81,30 @@ def forecast_step(rates: Rates, p: int, context: int, model: Model = LLAMA_405B)
     """A step of one sequence by tensor parallelism over p devices.
 
     Attention's weights and the last projection have 16 bits, the feed-forward network's 8. Beyond
-    the key heads devices keep the same keys. Nothing overlaps. Allreduces within a node are those
-    of a kernel that reads its peers' memory.
+    the key heads devices keep the same keys, and the same weights that make them. Nothing overlaps.
+    Allreduces within a node are those of a kernel that reads its peers' memory.
     """
-    heads = model.heads + 2 * model.kv_heads
-    attention = model.width * model.head_dim * (heads + model.heads)
-    feed_forward = 3 * model.width * model.hidden
-    stored = model.layers * (2 * attention + feed_forward) + 2 * model.vocabulary * model.width
-    keys = forecast_attending(rates, context, -(-model.kv_heads // p), model.head_dim)
+    kv_heads = -(-model.kv_heads // p)
+    attention = 2 * model.width * model.head_dim * (model.heads / p + kv_heads)
+    feed_forward = 3 * model.width * model.hidden / p
+    last = model.vocabulary * model.width / p
+    stored = model.layers * (2 * attention + feed_forward) + 2 * last
+    keys = forecast_attending(rates, context, kv_heads, model.head_dim)
     one_node = p <= rates.network.node_size
-    kind = "one-shot" if one_node else "allreduce"
+    kind = "one-shot" if one_node else rates.across
     allreduce = collective_seconds(kind, p, 2 * model.width, rates.network)
     if not one_node:
         allreduce *= rates.between
     return StepForecast(
-        weights=stored / p / rates.read,
+        weights=stored / rates.read,
         attending=model.layers * keys,
         kernels=model.layers * KERNELS * rates.kernel,
         allreduces=2 * model.layers * allreduce,
     )
+
+
+def _one_a_node(topology: Topology) -> Topology:
+    return every_nth(topology, topology.node_size)
 
 
 def forecast_exchange(rates: Rates, nodes: int, model: Model = LLAMA_405B) -> float:
@@ -110,7 +114,7 @@ def forecast_exchange(rates: Rates, nodes: int, model: Model = LLAMA_405B) -> fl
     heads = model.heads // rates.network.node_size
     w = Workload(1, heads=heads, kv_heads=1, head_dim=model.head_dim)
     messages = merge_messages("helix", w, nodes)
-    return rates.between * traffic(messages, nodes, one_a_node(rates.network)).seconds
+    return rates.between * traffic(messages, nodes, _one_a_node(rates.network)).seconds
 
 
 def forecast_pass_q(rates: Rates, nodes: int, context: int, model: Model = LLAMA_405B) -> float:
@@ -122,7 +126,7 @@ def forecast_pass_q(rates: Rates, nodes: int, context: int, model: Model = LLAMA
     if send is None:
         g = rates.network.node_size
         size = 2 * model.heads // g * model.head_dim
-        send = rates.between * collective_seconds("butterfly", 2, size, one_a_node(rates.network))
+        send = rates.between * collective_seconds("butterfly", 2, size, _one_a_node(rates.network))
     attending = nodes * forecast_attending(rates, context // nodes)
     return attending + (nodes - 1) * send + forecast_exchange(rates, nodes, model)
 
@@ -145,6 +149,18 @@ def forecast(rates: Rates, kind: str, devices: int, keys: int) -> float:
     if kind == "pass-q":
         return forecast_pass_q(rates, devices, keys)
     raise ValueError(f"kind: expected step, attend, exchange or pass-q, got {kind!r}")
+
+
+def advice_over_measured() -> dict[int, float]:
+    """A step as `step_cost` has it over the measured one, on 8, 16 and 32 H100s, all weights of 8
+    bits. Nothing in that calculation was fitted to any of them."""
+    dgx = preset("dgx-h100")
+    ratios = {}
+    for p, seconds in MEASURED_STEPS.items():
+        plan = Plan(1, p, 1, None, True)
+        step = step_cost(LLAMA_405B, plan, 1, MEASURED_KEYS, dgx, weight_dtype="float8")
+        ratios[p] = step.seconds / seconds
+    return ratios
 
 
 def fit_attending(

@@ -1,23 +1,23 @@
 """method="auto": the merge that is fastest on the devices at hand, by what was measured on them.
 
 Counted are the collectives that each method compiles to, and what a device puts into them; what a
-device computes in between differs little, and is left out.
+device computes in between differs little, and is left out. `tree_decode`, `merge_across` and a
+Llama say which methods they could take, and what a device merges; `fastest` chooses.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from treeattn.devices.layout import Layout
-from treeattn.devices.merge import METHODS, SCATTERED
-from treeattn.devices.mesh import Axes
+from treeattn.devices.mesh import AnyMesh, Axes
 from treeattn.kernel.inputs import Inputs
 from treeattn.measured import CollectiveTimes, Group
-
-ONE_ORDER = ("butterfly", "gather", "all_to_all")  # that `block` allows
 
 
 class Sent(NamedTuple):
@@ -78,46 +78,84 @@ class StateSize(NamedTuple):
         return self.lse + self.rows * self.heads * self.values * self.out_item
 
 
-def fastest_method(
-    measured: CollectiveTimes | None,
-    inputs: Inputs,
-    layout: Layout,
-    *,
-    scatter: bool = False,
-    block: int | None = None,
-    wire: DTypeLike | None = None,
-) -> str:
-    """The method whose collectives take least by what was measured; the first of equals.
+# The collectives of a method, by what a device merges, the groups along each axis, outermost first,
+# and the one along all of them.
+SentBy = Callable[[str, StateSize, list[Group], Group], list[Sent]]
 
-    Where nothing was measured, the default: "allreduce", with scatter "reduce_scatter", with block
-    "butterfly". Raises ValueError where a group as large as the layout's was not measured.
+
+def fastest(
+    measured: CollectiveTimes | None,
+    methods: Sequence[str],
+    size: StateSize,
+    mesh: AnyMesh,
+    axes: Axes,
+    sent: SentBy | None = None,
+) -> str:
+    """The method whose collectives over the axes take least by what was measured.
+
+    The first of equals; and the first where nothing was measured, or there is one device.
+    sent: what a method sends; `collectives_of` when None
+
+    Raises ValueError for times of another kind of device than the mesh's, of fewer devices, and
+    without groups as large as its axes.
     """
-    groups = [_group(layout.mesh, (name,)) for name in layout.axes]
-    methods = [m for m in METHODS if m != "hierarchical" or len(layout.axes) > 1]
-    if scatter:
-        methods = [m for m in methods if m in (*SCATTERED, "hierarchical")]
-    if block is not None:
-        methods = [m for m in methods if m in ONE_ORDER]
-    if measured is None or all(g.devices == 1 for g in groups) or len(methods) < 2:
+    groups = [group_along(mesh, (name,)) for name in axes]
+    if measured is None or all(group.devices == 1 for group in groups):
         return methods[0]
-    size = _state_size(inputs, layout, wire)
-    whole = _group(layout.mesh, layout.axes)
+    measured.check_devices(device_kind(mesh), mesh.size)
+    whole = group_along(mesh, axes)
 
     def seconds(method: str) -> float:
-        sent = collectives_of(method, size, groups, whole, scatter=scatter)
-        return sum(measured.seconds(x.kind, x.size, *x.group) for x in sent)
+        messages = (sent or collectives_of)(method, size, groups, whole)
+        return sum(measured.seconds(x.kind, x.size, *x.group) for x in messages)
 
     return min(methods, key=seconds)
 
 
+def fastest_method(
+    measured: CollectiveTimes | None,
+    methods: Sequence[str],
+    inputs: Inputs,
+    layout: Layout,
+    *,
+    scatter: bool = False,
+    wire: DTypeLike | None = None,
+) -> str:
+    """The fastest of `tree_decode`'s methods, for these inputs. Raises ValueError as `fastest`."""
+
+    def sent(*given) -> list[Sent]:
+        return collectives_of(*given, scatter=scatter)
+
+    b, l, h, _ = inputs.q.shape
+    rows = b // _count(layout, layout.batch) * l
+    heads = h // _count(layout, layout.heads)
+    size = state_size(rows, heads, inputs.v.shape[-1], inputs.q.dtype, wire)
+    return fastest(measured, methods, size, layout.mesh, layout.axes, sent)
+
+
+def _count(layout: Layout, axes: Axes) -> int:
+    return math.prod(layout.mesh.shape[name] for name in axes)
+
+
 def collectives_of(
-    method: str, size: StateSize, groups: list[Group], whole: Group, *, scatter: bool = False
+    method: str,
+    size: StateSize,
+    groups: list[Group],
+    whole: Group,
+    *,
+    scatter: bool = False,
+    finished: bool = True,
 ) -> list[Sent]:
-    """What a method compiles to, over axes with these groups, outermost first, whole together."""
-    if method in SCATTERED:
+    """What a method compiles to, over axes with these groups, outermost first, whole together.
+
+    scatter:  whether each device keeps its share of the heads, where a method leaves it that
+    finished: whether shares that everybody is to have travel as outputs; else as states
+    """
+    if method in ("reduce_scatter", "all_to_all"):
         sent = _scattered(method, size, whole)
         if not scatter:
-            sent.append(Sent("all-gather", size.share(whole.devices).output, whole))
+            share = size.share(whole.devices)
+            sent.append(Sent("all-gather", share.output if finished else share.state, whole))
         return sent
     if method == "hierarchical":
         return _by_nodes(size, groups, scatter)
@@ -171,23 +209,37 @@ def _rounds(p: int) -> int:
     return core + (0 if p == 1 << core else 2)
 
 
-def _group(mesh: Mesh | AbstractMesh, axes: Axes) -> Group:
+def group_along(mesh: AnyMesh, axes: Axes) -> Group:
     """The devices along the axes, and how far apart neighbours along the innermost are."""
     names = list(mesh.axis_names)
     strides = [math.prod(mesh.shape[n] for n in names[names.index(a) + 1 :]) for a in axes]
     return Group(math.prod(mesh.shape[name] for name in axes), min(strides))
 
 
-def _state_size(inputs: Inputs, layout: Layout, wire: DTypeLike | None) -> StateSize:
-    """Of what one device of the layout merges."""
-    b, l, h, _ = inputs.q.shape
-    rows = b // math.prod(layout.mesh.shape[name] for name in layout.batch) * l
-    heads = h // math.prod(layout.mesh.shape[name] for name in layout.heads)
-    return StateSize(
-        rows,
-        heads,
-        inputs.v.shape[-1],
-        item=max(4, jnp.dtype(inputs.q.dtype).itemsize),
-        out_item=jnp.dtype(inputs.q.dtype).itemsize,
-        wire=None if wire is None else jnp.dtype(wire).itemsize,
-    )
+def device_kind(mesh: AnyMesh) -> str | None:
+    """The kind of a mesh's devices, as JAX names it; None where an AbstractMesh does not say."""
+    if isinstance(mesh, Mesh):
+        return mesh.devices.flat[0].device_kind
+    device = getattr(mesh, "abstract_device", None)
+    return None if device is None else device.device_kind
+
+
+def surrounding_mesh(axes: Axes) -> AnyMesh:
+    """The mesh of the `shard_map` around the call; a ValueError where it has no such axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    for name in axes:
+        if name not in mesh.axis_names:
+            raise ValueError(
+                f"axis_name: method 'auto' expects axes of the mesh of a shard_map, which has "
+                f"{mesh.axis_names}, got {name!r}"
+            )
+    return mesh
+
+
+def state_size(
+    rows: int, heads: int, values: int, dtype: DTypeLike, wire: DTypeLike | None
+) -> StateSize:
+    """Of states of so many queries and heads, of outputs of that size and dtype."""
+    item = jnp.dtype(dtype).itemsize
+    sent = None if wire is None else jnp.dtype(wire).itemsize
+    return StateSize(rows, heads, values, item=max(4, item), out_item=item, wire=sent)

@@ -48,6 +48,7 @@ from treeattn.kernel.inputs import (
     Values,
     check_inputs,
 )
+from treeattn.kernel.quantized import Scales
 from treeattn.measured import CollectiveTimes, find_measured
 
 OutputAndLse = tuple[Output, Float[Array, "b l h"]]
@@ -64,6 +65,8 @@ def tree_decode(
     mask: Mask | None = None,
     bias: Bias | None = None,
     scale: Scale = None,
+    key_scale: Scales | None = None,
+    value_scale: Scales | None = None,
     method: str = "allreduce",
     implementation: Implementation = None,
     return_lse: bool = False,
@@ -76,7 +79,9 @@ def tree_decode(
 ):
     """Attention of q, present on every device, over keys and values sharded along `axis`.
 
-    Layouts, mask, bias, kv_lengths and scale are those of `attend`, and implementation is, too.
+    Layouts, mask, bias, kv_lengths, scale, and key_scale and value_scale, with which keys and
+    values are in 8 bits, are those of `attend`, and implementation is, too. What is sent is as
+    large for every dtype of the keys: a state.
     The keys are dealt to the devices in contiguous shards; kv_len need not divide by their
     number, and may be smaller. A cache that is already sharded so stays where it is.
     axis names one axis of the mesh, or several in any order, outermost first; method is
@@ -105,7 +110,7 @@ def tree_decode(
              subtrees: the order of all sums depends on block alone. The number of devices, and
              that of a shard's blocks, must be powers of two, and method "gather", "butterfly" or
              "all_to_all". It costs a state for each block, and time: with blocks of 1,024 keys
-             1.2 to 1.5 times as much on a CPU. Without it, the devices' number decides the bits.
+             1.3 to 1.7 times as much on a CPU. Without it, the devices' number decides the bits.
              The order of sums is all that it fixes, and programs are compiled one by one: with JAX
              0.12 on a CPU less than 1 % of the numbers were seen to differ in their last bits, with
              0.8.3 none. Method "exact" leaves nothing to the compiler.
@@ -133,11 +138,11 @@ def tree_decode(
     Raises ValueError for an axis that the mesh lacks or that `shard_map` has made manual, rows or
     heads that do not divide, an unknown method or wire, a method that does not scatter when asked
     to, a block that does not make such a tree, another mesh than that of `jax.set_mesh`, and
-    whatever `attend` refuses; and, with method "auto", for a file that cannot be read, or in which
-    groups as large as the mesh's axes were not measured.
+    whatever `attend` refuses; and, with method "auto", for a file that cannot be read, that has
+    keys which nobody knows, or that was measured on another kind of device, on fewer devices than
+    the mesh has, or without groups as large as its axes; TypeError where measured is no such thing.
     """
-    if method != "auto":
-        check_method(method)
+    check_method(method)
     check_wire(wire, method)
     if scatter and method in (*WHOLE, "exact"):
         can = (*SCATTERED, "hierarchical")
@@ -146,12 +151,14 @@ def tree_decode(
         implementation = _check_exact(implementation)
     else:
         refuse_exact(implementation)
-    inputs = check_inputs(q, k, v, mask, bias, kv_lengths, scale)
+    scales = {"key_scale": key_scale, "value_scale": value_scale}
+    inputs = check_inputs(q, k, v, mask, bias, kv_lengths, scale, **scales)
     layout = lay_out(inputs, mesh, axis, batch_axis, head_axis)
     inputs = resolve_on_mesh(implementation, inputs, layout)
     if method == "auto":
+        methods = _methods(layout, scatter, block)
         times = find_measured(measured)
-        method = fastest_method(times, inputs, layout, scatter=scatter, block=block, wire=wire)
+        method = fastest_method(times, methods, inputs, layout, scatter=scatter, wire=wire)
     if block is not None:
         shards = count_devices(mesh, layout.axes)
         _check_block(integer("block", block), method, k.shape[1], shards, wire)
@@ -171,6 +178,8 @@ def ring_decode(
     mask: Mask | None = None,
     bias: Bias | None = None,
     scale: Scale = None,
+    key_scale: Scales | None = None,
+    value_scale: Scales | None = None,
     implementation: Implementation = None,
     return_lse: bool = False,
     batch_axis: AxisNames | None = None,
@@ -179,13 +188,15 @@ def ring_decode(
     """Ring Attention for decoding: every shard of the cache visits every device.
 
     (Liu et al. 2023; 2024 §6.3.) Arguments, result and errors as `tree_decode`, without those that
-    are about merging. In each of p − 1 steps a device sends the shard it holds to its neighbour,
-    and attends to it meanwhile: 2·b·t·d_kv·(p − 1) elements from each device (2024 eq. 31–32 counts
-    p steps; the last would bring the shards home), keys and values in one message on a GPU, in two
-    on a CPU. It takes no implementation "exact".
+    are about merging. Keys in 8 bits travel so, with their scales. In each of p − 1
+    steps a device sends the shard it holds to its neighbour, and attends to it meanwhile:
+    2·b·t·d_kv·(p − 1) elements from each device (2024 eq. 31–32 counts p steps; the last would
+    bring the shards home), keys and values in one message on a GPU, in two on a CPU. It takes no
+    implementation "exact".
     """
     refuse_exact(implementation)
-    inputs = check_inputs(q, k, v, mask, bias, kv_lengths, scale)
+    scales = {"key_scale": key_scale, "value_scale": value_scale}
+    inputs = check_inputs(q, k, v, mask, bias, kv_lengths, scale, **scales)
     layout = lay_out(inputs, mesh, axis, batch_axis, head_axis)
     inputs = resolve_on_mesh(implementation, inputs, layout)
     out, lse = _decode(inputs, layout, "ring")
@@ -203,6 +214,8 @@ def pass_q_decode(
     mask: Mask | None = None,
     bias: Bias | None = None,
     scale: Scale = None,
+    key_scale: Scales | None = None,
+    value_scale: Scales | None = None,
     implementation: Implementation = None,
     return_lse: bool = False,
     wire: DTypeLike | None = None,
@@ -220,7 +233,8 @@ def pass_q_decode(
     """
     refuse_exact(implementation)
     check_wire(wire)
-    inputs = check_inputs(q, k, v, mask, bias, kv_lengths, scale)
+    scales = {"key_scale": key_scale, "value_scale": value_scale}
+    inputs = check_inputs(q, k, v, mask, bias, kv_lengths, scale, **scales)
     layout = lay_out(inputs, mesh, axis, batch_axis, head_axis)
     inputs = resolve_on_mesh(implementation, inputs, layout)
     wire = None if wire is None else jnp.dtype(wire)
@@ -237,9 +251,23 @@ def _check_exact(implementation: Implementation) -> str:
     return "exact"
 
 
+# Methods that merge in an order of their own, whatever a compiler does.
+ONE_ORDER = ("butterfly", "gather", "all_to_all")
+
+
+def _methods(layout: Layout, scatter: bool, block: int | None) -> list[str]:
+    """Of which "auto" takes the fastest."""
+    found = [m for m in METHODS if m != "hierarchical" or len(layout.axes) > 1]
+    if scatter:
+        found = [m for m in found if m not in WHOLE]
+    if block is not None:
+        found = [m for m in found if m in ONE_ORDER]
+    return found
+
+
 def _check_block(block: int, method: str, n: int, p: int, wire) -> None:
     """Raise a ValueError unless blocks of a cache of n keys are the leaves of one binary tree."""
-    if method not in ("gather", "butterfly", "all_to_all"):
+    if method not in ONE_ORDER:
         raise ValueError(f"block: method {method!r} has no order of its own to keep")
     if wire is not None:
         raise ValueError(

@@ -7,11 +7,14 @@ along the heads, and then a device needs only its own share of the heads: "reduc
 """
 
 import functools
+import math
+import os
 
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from treeattn.devices.auto import fastest, state_size, surrounding_mesh
 from treeattn.devices.exact import merge_exact, merge_rounded
 from treeattn.devices.heads import gather_heads, own_heads, pad_heads
 from treeattn.devices.mesh import Axes, AxisNames
@@ -27,6 +30,7 @@ from treeattn.idea.state import (
     where,
 )
 from treeattn.kernel.exact import ExactState
+from treeattn.measured import CollectiveTimes, find_measured
 
 
 def merge_across(
@@ -35,6 +39,7 @@ def merge_across(
     *,
     method: str = "allreduce",
     wire: DTypeLike | None = None,
+    measured: CollectiveTimes | str | os.PathLike | None = None,
 ) -> AttentionState:
     """Inside `shard_map`: the merge of all devices' states along the axis.
 
@@ -62,6 +67,9 @@ def merge_across(
                             order, give the same bits, another partition of the keys others. The
                             result is the state (lse, 1, out) in float32, its gradient that of
                             "allreduce".
+            "auto":         of these but "exact", the one whose collectives take least by a file of
+                            times measured on these devices (`treeattn.measured`): measured, or
+                            else what TREEATTN_MEASURED names; without either "allreduce"
 
     On each device, its share of the heads, which are the last axis of the state's `max`:
 
@@ -91,12 +99,15 @@ def merge_across(
             of their own.
 
     JAX can tell by itself that a result is the same on all devices for "allreduce" without wire
-    and for "exact" only. For every other method, and whenever wire is given, call `shard_map` with
-    check_vma=False if its `out_specs` say so: P() for "gather", say. JAX raises otherwise.
+    and for "exact" only. For every other method, "auto" among them, and whenever wire is given,
+    call `shard_map` with check_vma=False if its `out_specs` say so: P() for "gather", say. JAX
+    raises otherwise.
 
     Raises ValueError for another method, a wire that is no floating-point dtype of 16 bits or
-    more, and for "exact" any wire, and a state in float64; TypeError for what is no state, and for
-    an `ExactState` with another method.
+    more, for "exact" any wire, and a state in float64, and for "auto" axes of no mesh (`vmap`'s),
+    and a file that cannot be read, or that is of other devices, of fewer than the mesh has, or of
+    no groups as large as the axes; TypeError for what is no state, and for an `ExactState` with
+    another method.
     """
     if method != "exact" or not isinstance(state, ExactState):
         check_state(state=state)
@@ -105,6 +116,8 @@ def merge_across(
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     if isinstance(state, ExactState):
         return merge_exact(state, axes)
+    if method == "auto":
+        method = _fastest_merge(state, axes, wire, find_measured(measured))
     if method == "exact":
         if state.max.dtype == jnp.float64:
             raise ValueError("state: method 'exact' takes float32 or narrower, got float64")
@@ -116,6 +129,15 @@ def merge_across(
     for axis in reversed(axes):
         state = WHOLE[method](state, axis, wire)
     return state
+
+
+def _fastest_merge(state: AttentionState, axes: Axes, wire, times: CollectiveTimes | None) -> str:
+    """The fastest of the methods that end with all heads on every device."""
+    *rows, heads = state.max.shape or (1,)
+    values = state.numerator.shape[-1]
+    size = state_size(math.prod(rows), heads, values, state.max.dtype, wire)
+    methods = (*WHOLE, *(["hierarchical"] if len(axes) > 1 else []))
+    return fastest(times, methods, size, surrounding_mesh(axes), axes)
 
 
 def _allreduce(state: AttentionState, axis: AxisNames, wire) -> AttentionState:
@@ -248,7 +270,7 @@ METHODS = (*WHOLE, *SCATTERED, "hierarchical")  # of states in floating point
 
 def check_method(method: str) -> None:
     """Raise a ValueError, with the methods there are, for another."""
-    methods = (*METHODS, "exact")
+    methods = (*METHODS, "exact", "auto")
     if method not in methods:
         raise ValueError(f"method: expected one of {methods}, got {method!r}")
 

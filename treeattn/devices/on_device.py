@@ -55,13 +55,14 @@ def ring(
     if inputs.lengths is not None and lengths_of is None:
         raise ValueError("lengths_of: expected the lengths of every device's shard, got None")
 
-    def merge_shard(state, k, v, scores, owner):
-        mask, bias = scores
+    beside = {name: getattr(inputs, name) for name in ("mask", "bias", "key_scale", "value_scale")}
+
+    def merge_shard(state, k, v, beside, owner):
         lengths = inputs.lengths if lengths_of is None else lengths_of(owner)
-        visited = inputs.replace(k=k, v=v, mask=mask, bias=bias, lengths=lengths)
+        visited = inputs.replace(k=k, v=v, lengths=lengths, **beside)
         return merge(state, attend_inputs(visited))
 
-    return visit_shards(merge_shard, inputs, (inputs.mask, inputs.bias), axes)
+    return visit_shards(merge_shard, inputs, beside, axes)
 
 
 def pass_q(inputs: Inputs, axes: Axes, *, wire: DTypeLike | None = None) -> AttentionState:
@@ -95,8 +96,8 @@ def pass_q(inputs: Inputs, axes: Axes, *, wire: DTypeLike | None = None) -> Atte
         return attend_inputs(visitors)
 
     def visit(q, step):
-        arriving = pass_on(q, axes)  # under way while this device attends
-        return arriving, state_of(q, step)
+        # Under way while this device attends, and not only while the state is put with the others.
+        return jax.lax.optimization_barrier((pass_on(q, axes), state_of(q, step)))
 
     def send_home(x):  # (p, …), by owner -> (p, …), of one's own queries, by who has the keys
         return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)

@@ -43,14 +43,23 @@ def deal(inputs: Inputs, layout: Layout) -> tuple[Inputs, Inputs]:
             return x, layout.scores(x)
         return pad_axis(x, -1, padded), layout.scores(x, layout.axes)
 
+    def spread_scale(x):  # one for each key, or one that all of them share
+        if x is None or x.shape[1] != n or n == 1:
+            return x, layout.spec()
+        return pad_axis(x, 1, padded), layout.spec(layout.axes)
+
     mask, mask_spec = spread(inputs.mask)
     bias, bias_spec = spread(inputs.bias)
+    key_scale, key_scale_spec = spread_scale(inputs.key_scale)
+    value_scale, value_scale_spec = spread_scale(inputs.value_scale)
     dealt = inputs.replace(
         k=pad_axis(inputs.k, 1, padded),
         v=pad_axis(inputs.v, 1, padded),
         mask=mask,
         bias=bias,
         lengths=lengths,
+        key_scale=key_scale,
+        value_scale=value_scale,
     )
     specs = dealt.replace(
         q=layout.spec(),
@@ -60,6 +69,8 @@ def deal(inputs: Inputs, layout: Layout) -> tuple[Inputs, Inputs]:
         bias=bias_spec,
         lengths=layout.rows(),
         factor=P(),
+        key_scale=key_scale_spec,
+        value_scale=value_scale_spec,
     )
     return dealt, specs
 
