@@ -181,6 +181,34 @@ def test_the_suffix_drafts_probabilities_are_probabilities(seed):
             }
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_suffix_tree_that_is_read_while_it_grows(seed):
+    """Reading writes out what a sequence that occurred once is followed by: it changes nothing."""
+    rng = np.random.default_rng(seed)
+    read, unread = SuffixTree(6), SuffixTree(6)
+    for token in repeating(seed):
+        read.add(token)
+        unread.add(token)
+        suffixes = read.suffixes()
+        for guess in rng.integers(0, 4, 5).tolist():
+            list(read.continuations(suffixes))
+            suffixes = read.after(suffixes, guess)
+    found = list(read.continuations(read.suffixes()))
+    assert found == list(unread.continuations(unread.suffixes()))
+
+
+def test_a_suffix_tree_writes_out_only_what_came_again():
+    def size(tree, node):
+        return 1 + sum(size(tree, child) for child in (node.children or {}).values())
+
+    tree = SuffixTree(25)
+    for token in range(500):
+        tree.add(token)
+    assert size(tree, tree.root) == 501
+    tree.add(0)  # followed once, by 1
+    assert size(tree, tree.root) == 502
+
+
 @pytest.mark.slow
 def test_the_suffix_draft_is_calibrated():
     """Over many texts, tokens that it gives 80 % come about as often."""
@@ -324,7 +352,7 @@ def test_drawn_candidates_are_drawn_from_what_they_say(model, widths, replacemen
     draft.begin(jax.random.key(0))
     text = [3, 1, 4]
     draft.observe([text, [2, 7, 1, 8]])
-    beam, scores, distributions, _ = draft.propose(100)
+    beam, scores, distributions, *_ = draft.propose(100)
     rows = int(np.prod(widths))
     assert beam.shape == scores.shape == (2, rows, 2) and distributions.shape == (2, rows, 2, 96)
     np.testing.assert_allclose(distributions.sum(-1), 1)

@@ -13,6 +13,7 @@ from treeattn.kernel.causal import CAUSAL_BLOCK
 from treeattn.llama import cache as caches
 from treeattn.llama.attentions import CACHE_ATTENTIONS
 from treeattn.llama.layers import extend_layer
+from treeattn.llama.static import static_of
 
 pytestmark = pytest.mark.slow
 
@@ -198,7 +199,7 @@ def test_a_step_copies_no_cache(one, optimized):
     x, rotation = one._embed(TEXT[None, :1], cache.lengths)
     layer, cached, counts = one.weights.layers[0], cache.layers[0], np.ones(1, np.int32)
     options = {"cached": cached, "lengths": cache.lengths}
-    static = one._static(cached=True)
+    static = static_of(one, (1, 1))
     read = extend_layer.lower(x, layer, rotation, static=static, **options).compile()
     _, new = read(x, layer, rotation, **options)
     write = caches.append.lower(cached, new, cache.lengths, counts, None).compile()

@@ -13,6 +13,7 @@ from treeattn.kernel.choice import resolve
 from treeattn.kernel.inputs import check_inputs
 from treeattn.llama import cache as caches
 from treeattn.llama import layers
+from treeattn.llama.static import static_of
 
 pytestmark = pytest.mark.slow
 
@@ -130,7 +131,7 @@ def test_the_cache_is_written_in_place(model):
 
 def test_the_kernel_is_in_the_program_for_a_gpu(model):
     model = model.using("tree", implementation="pallas")
-    cache, static = model.new_cache(2, 64), model._static(cached=True)
+    cache, static = model.new_cache(2, 64), static_of(model, (2, 1))
 
     def step(weights, tokens, cache):
         how = {"static": static, "see_cache": True}

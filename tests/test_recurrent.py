@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from test_speculation import chi_square, pairs
 
 from training import distil, prompts
 from training.recurrent import (
+    DOUBT,
     PACKAGED,
     SHAPES,
     Drafter,
@@ -26,8 +28,10 @@ from training.recurrent import (
 )
 from treeattn import Llama, kv_mesh
 from treeattn.llama.layers import extend_layer
+from treeattn.llama.sampling import Sampling
 from treeattn.llama.speculation import (
     Budget,
+    Chance,
     SuffixDraft,
     UnitedDraft,
     by_name,
@@ -133,6 +137,40 @@ def test_beams_are_those_of_plain_numpy(width, length):
         np.testing.assert_allclose(np.exp(scores.sum(axis=2)).sum(axis=1), 1, atol=1e-5)
 
 
+def test_with_known_noise_the_likeliest_draws_are_searched_for():
+    """A score is the log-probability of the sum of logits and noise, less sure of itself."""
+    tokens, certain = np.array([3, 7, 11, 19]), np.array([0, 7, 12], np.int32)
+    drafter, shared = random_drafter(1, 5), random_shared(2, 5, tokens)
+    rng = np.random.default_rng(3)
+    state = rng.normal(size=(3, 5)).astype(np.float32)
+    noise = rng.gumbel(size=(3, 2, 4)).astype(np.float32)
+    how = {"width": 16, "length": 2, "noise": noise, "temperature": 0.4}
+    beam, scores = draft_beam(drafter, shared, state, certain, **how)
+    for b in range(3):
+        for row, log in zip(beam[b].tolist(), np.asarray(scores[b]), strict=True):
+            for c, token in enumerate(row):
+                before = [certain[b], *row[:c]]
+                x = plain_log_probs(drafter, shared, state[b].astype(float), before)
+                x = (x / 0.4 + noise[b, c]) / DOUBT
+                want = x - np.log(np.exp(x).sum())
+                assert log[c] == pytest.approx(want[tokens.tolist().index(token)], abs=1e-4)
+
+
+def test_noise_is_what_tokens_are_drawn_with():
+    """Of any texts, at any of their tokens, whatever the dtype."""
+    sampling = Sampling(0.6, 1.0, jax.random.key(3))
+    for dtype in (jnp.float32, jnp.float64):
+        logits = jnp.asarray(np.random.default_rng(0).normal(size=(3, 2, 50)), dtype)
+        chance = Chance(sampling, np.array([4, 9, 2]), jax.ShapeDtypeStruct((50,), dtype))
+        noise = chance.noise(np.array([4, 12, 5]), 2)
+        found = np.argmax(logits / 0.6 + noise, axis=-1)
+        for c in range(2):
+            index = np.array([0, 3, 3]) + c
+            drawn = sampling.draw_at(logits[:, c], index, np.arange(3))
+            np.testing.assert_array_equal(found[:, c], drawn)
+        assert noise.dtype == dtype
+
+
 def test_a_text_is_drafted_for_as_if_alone(pair):
     state = np.random.default_rng(4).normal(size=(3, 32)).astype(np.float32)
     certain = np.array([5, 6, 95], np.int32)  # one of them is not in the cut head
@@ -221,6 +259,100 @@ def test_the_text_is_the_plain_one(model, pair, where, sampling):
     made = generate(model, PROMPTS, draft=draft, budget=8, capacity=CAPACITY, **options)
     assert made.tokens == want
     assert max(made.trace[0].nodes) > 1  # from the state that prefill has left
+
+
+class Foreseeing(RecurrentDraft):
+    """A drafter that knows the model's own logits at the first depth."""
+
+    def propose(self, budget, shape=None):
+        if self._chance is None or self._state is None:
+            return np.zeros((len(self._certain), 0, 0), int), np.zeros((len(self._certain), 0, 0))
+        rows = np.array([text + [0] * (32 - len(text)) for text in self.texts])
+        logits = self.model.logits(rows)[np.arange(len(rows)), self._lengths - 1]
+        temperature = self._chance.sampling.temperature
+        best = np.argmax(logits / temperature + self._chance.noise(self._lengths, 1)[:, 0], -1)
+        return best[:, None, None], np.full((len(best), 1, 1), -0.1)
+
+    def observe(self, texts, seen=None):
+        super().observe(texts, seen)
+        self.texts = [list(text) for text in texts]
+
+
+def test_who_knows_the_model_and_its_noise_is_always_right(model, pair):
+    """And whoever does not know the noise is not: the tokens are drawn."""
+    draft = Foreseeing(model, pair, width=1, length=1)
+    draft.model = model
+    options = {"max_new_tokens": 5, "capacity": CAPACITY, "stop": [], "budget": 4}
+    options |= {"temperature": 0.8, "key": jax.random.key(1)}
+    made = generate(model, PROMPTS[:2], draft=UnitedDraft(draft), **options)
+    assert made.tokens == generate(model, PROMPTS[:2], **options).tokens
+    assert [step.new for step in made.trace] == [(2, 2), (2, 2)]
+
+
+@pytest.mark.parametrize("tree", ["foreseen", "drawn"])
+def test_where_nothing_is_drawn_the_likeliest_tree_is_proposed(model, pair, tree):
+    options = {"max_new_tokens": 8, "capacity": CAPACITY, "budget": 8}
+    made, likeliest = (
+        generate(model, PROMPTS, draft=RecurrentDraft(model, pair, tree=kind), **options)
+        for kind in (tree, "likeliest")
+    )
+    assert made.trace == likeliest.trace and made.tokens == likeliest.tokens
+
+
+DRAWN = {"temperature": 0.6, "budget": 8, "max_new_tokens": 6, "capacity": CAPACITY, "stop": []}
+
+
+def test_a_drawn_text_is_its_keys_and_depends_on_no_neighbour(model, pair):
+    """The tree is proposed from nothing but the text, its number and the key."""
+    draft = RecurrentDraft(model, pair, tree="drawn")
+    keys = [jax.random.key(i) for i in (1, 1, 2)]
+    made = [generate(model, PROMPTS, draft=draft, key=key, **DRAWN) for key in keys]
+    assert made[0].tokens == made[1].tokens and made[0].trace == made[1].trace
+    assert made[0].tokens != made[2].tokens
+    assert {step.nodes[0] for step in made[0].trace[:2]} == {8}  # 7 draws, and the certain token
+    others = generate(model, [PROMPTS[0], [3, 3], [8]], draft=draft, key=keys[0], **DRAWN)
+    assert others.tokens[0] == made[0].tokens[0]
+    last = generate(model, [[1], *PROMPTS[1:]], draft=draft, key=keys[0], **DRAWN)
+    assert last.tokens[1:] == made[0].tokens[1:]
+
+
+def test_drawn_trees_are_drawn_from_what_they_say(model, pair):
+    """And are no larger than was asked for."""
+    draft = RecurrentDraft(model, pair, tree="drawn")
+    generate(model, PROMPTS, draft=draft, key=jax.random.key(1), **DRAWN)
+    drafter, shared = pair
+    for budget, nodes in ((15, 15), (9, 7), (3, 3), (2, 1)):
+        drawn = draft.propose(budget)
+        lengths = candidate_lengths(drawn.scores)
+        assert len(beam_paths(drawn.beam[0], lengths[0])) == nodes
+    drawn = draft.propose(7)
+    for row, q, n in zip(drawn.beam[0], drawn.distributions[0], lengths[0], strict=False):
+        for c in range(n):
+            before = [draft._certain[0], *row[:c]]
+            log = plain_log_probs(drafter, shared, np.asarray(draft._state[0], float), before) / 0.6
+            want = np.exp(log - log.max())
+            np.testing.assert_allclose(q[c], want / want.sum(), atol=1e-5)
+    np.testing.assert_array_equal(drawn.tokens, CUT)
+
+
+def test_drawn_trees_leave_the_models_distribution(model, pair, unchecked):
+    """200 texts; the exact proof is check_verifier's."""
+    sampling = {"temperature": 0.35, "top_p": 0.5}
+    draft = RecurrentDraft(model, pair, tree="drawn")
+    prompt = [3, 14, 15, 92, 6]
+    counts = pairs(model, prompt, draft, 200, budget=8, key=jax.random.key(1), **sampling)
+    statistic, freedom = chi_square(model, prompt, counts, **sampling)
+    assert freedom > 3 and statistic < freedom + 4 * np.sqrt(2 * freedom)
+
+
+def test_trees_that_cannot_be_drawn(model, pair):
+    with pytest.raises(ValueError, match=r"tree: expected one of .*'foreseen'.* got 'likely'"):
+        RecurrentDraft(model, pair, tree="likely")
+    draft = RecurrentDraft(model, pair, tree="drawn")
+    generate(model, PROMPTS, draft=draft, key=jax.random.key(1), **DRAWN)
+    draft._key = None
+    with pytest.raises(ValueError, match=r"draft: call begin\(key\) before propose"):
+        draft.propose(3)
 
 
 def test_candidates_have_scores_and_end_with_the_room(model, pair):

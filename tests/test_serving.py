@@ -1,6 +1,7 @@
 """Merges as serving systems do them: right, and sending what their tables say."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -159,6 +160,30 @@ def test_tree_decode_sends_what_the_model_prices(merge):
         model.collectives,
         model.operand_bytes,
     )
+
+
+@pytest.mark.parametrize(("nodes", "g", "h"), [(2, 8, 16), (4, 2, 16), (2, 4, 6), (1, 4, 16)])
+def test_by_nodes_tree_decode_sends_what_the_model_prices(nodes, g, h):
+    """In the node, across, in the node; of 6 heads on 4 devices two are padding."""
+    axes = ("node", "device") if nodes > 1 else ("device",)
+    sizes = (nodes, g)[-len(axes) :]
+    mesh = AbstractMesh(sizes, axes, axis_types=(AxisType.Auto,) * len(axes))
+    p = nodes * g
+    q = jax.ShapeDtypeStruct((2, 1, h, 128), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((2, 8 * p, h, 128), jnp.bfloat16)
+    decode = functools.partial(treeattn.tree_decode, mesh=mesh, axis=axes, method="hierarchical")
+    decode = functools.partial(decode, implementation="blockwise")
+    lowered = jax.jit(decode).trace(q, k, k).lower(lowering_platforms=("cuda",))
+    found = collectives(lowered)
+    w = Workload(8 * p, batch=2, heads=h, head_dim=128)
+    messages = merge_messages("hierarchical", w, p, node_size=g)
+    sent = [(x.kind, x.message_bytes) for x in messages]
+    assert [(c.kind, c.operand_bytes) for c in found] == sent
+    dgx = preset("dgx-h100")
+    level = replace(dgx.levels[0], size=g)
+    model = traffic(messages, p, replace(dgx, levels=(level, dgx.levels[1])))
+    assert (model.collectives, model.operand_bytes) == (len(found), total_bytes(found))
+    assert model.sent_bytes == pytest.approx(sent_bytes(found))
 
 
 def test_the_table_at_eight_devices():

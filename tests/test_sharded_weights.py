@@ -11,6 +11,7 @@ from treeattn import Llama, ancestor_mask, depths, kv_mesh
 from treeattn.cost.program import collectives, memory, total_bytes
 from treeattn.llama.dealing import SHARDED_AXIS
 from treeattn.llama.layers import extend_layer
+from treeattn.llama.static import static_of
 
 pytestmark = pytest.mark.slow
 
@@ -114,7 +115,7 @@ def test_a_device_holds_its_part_and_no_more(optimized):
         x,
         sharded.weights.layers[0],
         rotation,
-        static=sharded._static(cached=True),
+        static=static_of(sharded, (1, 1)),
         cached=cache.layers[0],
         lengths=cache.lengths,
     ).compile()

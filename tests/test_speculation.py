@@ -570,6 +570,16 @@ DRAWN_ONE = Drawn(BEAM, SCORES, np.full((1, 2, 2, 96), 1 / 96))
             ValueError,
             "distributions: expected probabilities, got none",
         ),
+        (
+            DRAWN_ONE._replace(tokens=np.array([5, 6, 6])),
+            ValueError,
+            "tokens: expected 3 different ones of 96",
+        ),
+        (
+            DRAWN_ONE._replace(tokens=np.array([5, 6, 7])),
+            ValueError,
+            r"distributions: expected shape \(1, 2, 2, 3\), got \(1, 2, 2, 96\)",
+        ),
     ],
 )
 def test_what_is_no_proposal_names_the_draft(model, unchecked, found, error, message):
@@ -679,6 +689,17 @@ def test_texts_that_are_over_gain_nothing(model, want, monkeypatch):
         made = spoken(model, prompts[:n], draft=draft, budget=Budget(16), stop=stop)
         nodes.append([step.nodes[0] for step in made.trace])
     assert nodes[0] == nodes[1] and max(nodes[0]) > 1
+
+
+def test_a_busy_machine_makes_no_draft_look_better():
+    """Plain steps that something else delayed, all of them or most, say nothing about drafts."""
+    for plain in ([0.2] * 9, [0.2, 0.2, 0.2, 0.04, 0.2]):
+        budget = measured(4, {4: 0.06}, 0.001)
+        for seconds in plain:
+            budget.took(1, seconds)
+        assert budget.seconds(1) <= budget.seconds(4)
+        assert chosen(budget, np.full((1, 3), 0.6)) == 3
+    assert chosen(budget, np.full((1, 3), 0.02)) == 0
 
 
 def test_a_slow_draft_that_fails_pauses():

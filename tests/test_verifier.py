@@ -17,12 +17,19 @@ from treeattn.conformance import (
     law,
     outcomes,
     run_step,
+    verifying,
 )
 from treeattn.conformance.__main__ import main
 from treeattn.conformance.noise import _both
 from treeattn.conformance.steps import Settings
 from treeattn.conformance.wrong_steps import WRONG_STEPS
-from treeattn.llama.speculation import DrawnDraft, candidate_lengths, reject
+from treeattn.llama.speculation import (
+    DrawnDraft,
+    DrawnTree,
+    candidate_lengths,
+    drawn_candidates,
+    reject,
+)
 from treeattn.llama.speculation.accept import descend
 from treeattn.llama.speculation.verify import probabilities_after
 
@@ -168,6 +175,81 @@ def test_ours_is_lossless(monkeypatch, unchecked):
     right = reject.rejection
     monkeypatch.setattr(reject, "rejection", mistaken)
     assert check_verifier(our_step).fingerprints == {"siblings by the first q"}
+
+
+def drawn_step(widths=None, tokens=None):
+    """The same, of candidates that are drawn a depth at a time. tokens: in what order the draft
+    has them, all or a few."""
+
+    def step(target, draft, rng, *, widths, temperature, top_p):
+        if temperature == 0:
+            raise NotImplementedError("drawn candidates are for temperatures above 0")
+        names = np.arange(len(target(()))) if tokens is None else np.array(tokens)
+        tree = DrawnTree(Dice(rng))
+        paths = [()]
+        for width in widths:
+            logits = [draft(path)[names] for path in paths]
+            tree.grow(np.array([plain_probabilities(x, temperature, 1.0) for x in logits]), width)
+            paths = [(*paths[path], names[token]) for path, token in tree.depths[-1]]
+        drawn = drawn_candidates([tree], None if tokens is None else names)
+        beam = np.pad(drawn.beam[0], [(0, 0), (1, 0)])
+        distributions = np.pad(drawn.distributions[0], [(0, 0), (1, 0), (0, 0)])
+
+        def p(m, c):
+            return plain_probabilities(target(beam[m, 1 : c + 1]), temperature, top_p)
+
+        how = distributions, p, Dice(rng), drawn.replacement, drawn.tokens
+        judge = reject.rejection_judge(beam, *how)
+        return descend(beam, candidate_lengths(drawn.scores)[0] + 1, judge)[2]
+
+    if widths is None:
+        return step
+    return lambda target, draft, rng: step(
+        target, draft, rng, widths=widths, temperature=1.0, top_p=1.0
+    )
+
+
+def test_a_tree_that_is_drawn_a_depth_at_a_time_is_lossless(monkeypatch, unchecked):
+    """How many of a node's continuations there are depends on draws; acceptance does not mind."""
+    report = check_verifier(drawn_step())
+    assert not report.names("failed"), str(report)
+    assert len(report.names("passed")) >= 10
+    for step in (drawn_step((2, 2)), drawn_step((2, 1), tokens=(2, 0))):
+        report = check_verifier(step)
+        assert not report.names("failed"), str(report)
+
+    def backwards(tree):
+        return right(tree)[::-1]
+
+    right = DrawnTree.candidates
+    monkeypatch.setattr(DrawnTree, "candidates", backwards)
+    assert "siblings" in check_verifier(drawn_step()).names("failed")
+
+
+def test_paths_come_as_if_whole_texts_were_drawn():
+    """Of 9 texts of 2 tokens one after the other, until two beginnings have come."""
+    model = verifying.Model(7, "any", 3)
+    q = {path: np.exp(model(path)) for path in [(), (0,), (1,), (2,)]}
+    texts = [(a, b) for a in range(3) for b in range(3)]
+    chances = [q[()][a] * q[(a,)][b] for a, b in texts]
+
+    def texts_drawn(rng):
+        left, order, firsts = np.array(chances), [], []
+        while len(firsts) < 2:
+            i = rng.choice(9, p=left / left.sum())
+            left[i] = 0
+            order.append(texts[i])
+            firsts = list(dict.fromkeys(a for a, _ in order))
+        return tuple(firsts), tuple(order[:2])
+
+    def drawn(rng):
+        tree = DrawnTree(Dice(rng))
+        tree.grow(q[()][None], 2)
+        firsts = tuple(token for _, token in tree.depths[0])
+        tree.grow(np.array([q[(a,)] for a in firsts]), 2)
+        return firsts, tuple((firsts[path], token) for path, token in tree.depths[1])
+
+    assert law(drawn) == pytest.approx(law(texts_drawn), abs=1e-12)
 
 
 def plain_probabilities(logits, temperature, top_p):

@@ -5,6 +5,7 @@ and with its own shard: its result is the state after all shards. For a whole pr
 a function of arrays that are sharded along the text.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -21,10 +22,13 @@ from treeattn.devices.prefill import ring_attention, ulysses_attention
 from treeattn.devices.shards import over_shards
 from treeattn.idea.arrays import Array
 from treeattn.idea.state import AttentionState
-from treeattn.kernel.attend import attend_inputs
+from treeattn.kernel.attend import attend, attend_inputs
 from treeattn.kernel.choice import platform_of, resolve
-from treeattn.kernel.inputs import Implementation, Inputs
-from treeattn.llama.cache import shard_lengths, shards_of
+from treeattn.kernel.inputs import Implementation, Inputs, NewKeys
+from treeattn.kernel.riding import attention_with_new, can_ride
+from treeattn.llama.cache import Entries, Quantized, shard_lengths, shards_of
+from treeattn.llama.placement import Placement
+from treeattn.llama.reading.config import Config
 
 # What each device does with the queries and its shard: q, k, v, and the (batch,) number of keys
 # that are in use, to the state of the queries after *all* devices' keys. Called inside shard_map
@@ -34,14 +38,33 @@ ShardAttention = Callable[[Array, Array, Array, Array, tuple[str, ...]], Attenti
 # By name, the functions (inputs, axes) of `treeattn.devices.on_device`.
 CACHE_ATTENTIONS = {"tree": ON_DEVICE["allreduce"]}
 CACHE_ATTENTIONS |= {name: f for name, f in ON_DEVICE.items() if name != "allreduce"}
+ATTENTIONS = (*CACHE_ATTENTIONS, "auto")  # as a caller may name them
 PROMPT_ATTENTIONS = {"ring": ring_attention, "ulysses": ulysses_attention}
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What the programs depend on besides arrays: another one compiles anew.
+
+    place:     how all lies on the devices
+    attention, wire: towards the cache, and the dtype that its merge sends; None if there is none
+    layer:     what computes a layer: `layers.plain_layer`, or another that takes the same
+    cache_dtype: the one of 8 bits in which the cache holds keys and values; None: floats
+    """
+
+    config: Config
+    place: Placement
+    attention: str | ShardAttention | None
+    implementation: Implementation
+    layer: Callable
+    wire: str | type | jnp.dtype | None = None
+    cache_dtype: str | None = None
 
 
 def check_cache_attention(attention: str | ShardAttention, wire: DTypeLike | None = None) -> None:
     """Raise a ValueError unless it is a function, or the name of one, and can send by `wire`."""
-    if not callable(attention) and attention not in CACHE_ATTENTIONS:
-        names = tuple(CACHE_ATTENTIONS)
-        raise ValueError(f"attention: expected one of {names}, got {attention!r}")
+    if not callable(attention) and attention not in ATTENTIONS:
+        raise ValueError(f"attention: expected one of {ATTENTIONS}, got {attention!r}")
     if wire is None:
         return
     if callable(attention) or attention == "ring":
@@ -61,28 +84,62 @@ def prompt_attention(prefill_with: str | Callable | None, layout: Layout | None)
 
 def attend_cache(
     q: Float[Array, "b l h d"],
-    k: Float[Array, "b n h_kv d"],
-    v: Float[Array, "b n h_kv d"],
+    k: Entries,
+    v: Entries,
     lengths: Int[Array, " b"],
-    static,
+    static: Static,
 ) -> AttentionState:
     """The state of q, present on every device, after one layer's cached keys.
 
     k, v:    the cache's, dealt over the mesh in stripes
     lengths: how many tokens of each text they hold
-    static:  `layers.Static`; of its layout only the text's axes are of more than one device
+    static:  of its layout only the text's axes are of more than one device
     """
     inputs = cache_inputs(q, k, v, lengths, static.implementation)
     layout = static.place.layout
     if layout is None:
         return attend_shard(inputs, 0, None, static.attention)
     along = layout.spec(layout.axes)
-    specs = inputs.replace(q=P(), k=along, v=along, lengths=P())
+    shards = dict.fromkeys(("k", "v", "key_scale", "value_scale"), along)
+    specs = inputs.replace(q=P(), lengths=P(), **shards)
 
     def body(rank, inputs):
         return attend_shard(inputs, rank, layout, static.attention, wire=static.wire)
 
     return over_shards(body, layout.mesh, layout.axes, (specs,))(inputs)
+
+
+def attend_new(q, k, v, mask, last, implementation: Implementation) -> AttentionState:
+    """The state of the new tokens' queries after the new tokens: the arguments of `extend_layer`.
+
+    q: (b, l, h, d), or those of the `last` tokens alone (b, 1, h, d)
+    """
+    if last is not None:
+        return attend(q, k, v, kv_lengths=last + 1, implementation=implementation)
+    if mask is not None:  # few tokens, and not every kernel takes a mask
+        return attend(q, k, v, mask=mask[:, None])
+    return attend(q, k, v, causal=True, implementation=implementation)
+
+
+def attend_with_new(q, k, v, mask, last, cached, lengths, static) -> Array | None:
+    """The attention (b, l, h, d), in q's dtype, to the cache and to few new tokens by one kernel.
+
+    q, k, v, mask, last: as `attend_new` takes them; cached, lengths, static: as
+                         `extend_layer` does. None where no kernel takes both.
+    """
+    layout = static.place.layout
+    if cached is None or callable(static.attention) or (layout is not None and layout.axes):
+        return None
+    inputs = cache_inputs(q, *cached, lengths, static.implementation)
+    inputs = inputs.replace(lengths=jnp.minimum(lengths, cached[0].shape[1]))
+    new = NewKeys(k, v)
+    if last is not None:
+        new = new._replace(lengths=last + 1)
+    elif mask is not None:
+        new = new._replace(mask=mask[:, None])
+    elif k.shape[1] > 1:
+        new = new._replace(mask=jnp.tri(k.shape[1], dtype=bool)[None, None])
+    return attention_with_new(inputs, new) if can_ride(inputs, new) else None
 
 
 def cache_inputs(q, k, v, lengths, implementation: Implementation) -> Inputs:
@@ -91,7 +148,12 @@ def cache_inputs(q, k, v, lengths, implementation: Implementation) -> Inputs:
     The model made these arrays itself: there is nothing to check. A cache begins as zeros: nothing
     in it is stale.
     """
-    inputs = Inputs(q, k, v, lengths=lengths, scale=q.shape[-1] ** -0.5, stale=False)
+    scales = {}
+    if isinstance(k, Quantized):
+        scales = {"key_scale": k.scale[..., 0], "value_scale": v.scale[..., 0]}
+        k, v = k.numbers, v.numbers
+    scale = q.shape[-1] ** -0.5
+    inputs = Inputs(q, k, v, lengths=lengths, scale=scale, stale=False, **scales)
     return resolve(implementation, inputs, platform_of(q))
 
 

@@ -23,19 +23,39 @@ from jaxtyping import Float, Int
 
 from treeattn.devices.layout import Layout, count_devices
 from treeattn.devices.shards import over_shards
-from treeattn.idea.arrays import Array, integer
+from treeattn.idea.arrays import Array, accumulation_dtype, integer
+from treeattn.kernel.quantized import LARGEST, dequantize, quantize
+
+
+class Quantized(NamedTuple):
+    """Keys or values in 8 bits: numbers (b, n, h_kv, d), times scale (b, n, h_kv, 1), float32."""
+
+    numbers: Array
+    scale: Float[Array, "b n h_kv 1"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.numbers.shape
+
+    @property
+    def dtype(self):
+        return self.numbers.dtype
+
+
+# Keys or values of a layer, of a cache or of new tokens.
+Entries = Float[Array, "b _ h_kv d"] | Quantized
 
 
 class Cache(NamedTuple):
     """One pair of arrays a layer, each (batch, capacity, kv_heads, head_dim), sharded along
     capacity, and along batch and kv_heads where the mesh has axes for these; and how many tokens of
-    each text they hold.
+    each text they hold. In 8 bits each array is a `Quantized` pair, which lies as an array does.
 
     Shard r of p, rows r·capacity/p and on, holds tokens r, r + p, r + 2p, … (`token_rows`).
     """
 
-    k: tuple[Float[Array, "b n h_kv d"], ...]
-    v: tuple[Float[Array, "b n h_kv d"], ...]
+    k: tuple[Entries, ...]
+    v: tuple[Entries, ...]
     lengths: Int[Array, " b"]
 
     @property
@@ -44,13 +64,32 @@ class Cache(NamedTuple):
         return self.k[0].shape[1]
 
     @property
-    def layers(self) -> tuple[tuple[Array, Array], ...]:
+    def layers(self) -> tuple[tuple[Entries, Entries], ...]:
         """The layers' (k, v)."""
         return tuple(zip(self.k, self.v, strict=True))
 
 
 # What a step's tokens bring: each layer's (k, v), (batch, l, kv_heads, head_dim).
-NewEntries = tuple[tuple[Array, Array], ...]
+NewEntries = tuple[tuple[Entries, Entries], ...]
+
+
+def as_cached(k: Float[Array, "b l h_kv d"], v: Float[Array, "b l h_kv d"], dtype: str | None):
+    """((k, v), entries): new keys and values as a cache of this dtype gives them back, and what is
+    to be written there.
+
+    A token is attended to as it will be found in the cache, so that neither chunks nor drafts
+    change what a text means.
+    """
+    if dtype is None:
+        return (k, v), (k, v)
+
+    def rounded(x):
+        numbers, scale = quantize(x, dtype)
+        scale = scale.astype(jnp.float32)
+        floats = dequantize(numbers, scale.astype(accumulation_dtype(x))).astype(x.dtype)
+        return floats, Quantized(numbers, scale[..., None])
+
+    return tuple(zip(rounded(k), rounded(v), strict=True))
 
 
 def shards_of(layout: Layout | None) -> int:
@@ -89,7 +128,10 @@ def new_cache(
     dtype,
     layout: Layout | None,
 ) -> Cache:
-    """An empty cache for `capacity` tokens a text, rounded up to a multiple of the shards."""
+    """An empty cache for `capacity` tokens a text, rounded up to a multiple of the shards.
+
+    dtype: of floats, or one of 8 bits, which has scales beside it
+    """
     batch = integer("batch", batch, 1)
     capacity = integer("capacity", capacity, 1)
     p = shards_of(layout)
@@ -103,9 +145,15 @@ def _empty(
 ) -> Callable[[], Cache]:
     """A compiled function that makes an empty cache, every shard on its device."""
 
+    def zeros():
+        numbers = jnp.zeros(shape, dtype)
+        if dtype not in LARGEST:
+            return numbers
+        return Quantized(numbers, jnp.zeros((*shape[:3], 1), jnp.float32))
+
     def build():
-        k = tuple(jnp.zeros(shape, dtype) for _ in range(layers))
-        v = tuple(jnp.zeros(shape, dtype) for _ in range(layers))
+        k = tuple(zeros() for _ in range(layers))
+        v = tuple(zeros() for _ in range(layers))
         return Cache(k, v, jnp.zeros(shape[0], jnp.int32))
 
     shardings = None

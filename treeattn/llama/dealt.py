@@ -23,9 +23,15 @@ from treeattn.idea.arrays import Array
 from treeattn.idea.state import AttentionState, finalize, merge
 from treeattn.llama import cache as caches
 from treeattn.llama import layers
-from treeattn.llama.attentions import attend_shard, cache_inputs
+from treeattn.llama.attentions import (
+    Static,
+    attend_new,
+    attend_shard,
+    attend_with_new,
+    cache_inputs,
+)
 from treeattn.llama.dealing import layer_specs, together
-from treeattn.llama.layers import Rotation, Static
+from treeattn.llama.layers import Rotation
 from treeattn.llama.placement import Placement, own_config
 from treeattn.llama.products import linear, rms_norm, summed_linear, take_token
 from treeattn.llama.reading.config import Config
@@ -69,23 +75,27 @@ def _layer_on_device(rank, x, w: Layer, rotation, mask, cached, lengths, last, *
     config = own_config(static.config, place)
     parts = place.parts
     q, k, v = _queries_keys_values(x, w, rotation, config, parts)
+    (k, v), entries = caches.as_cached(k, v, static.cache_dtype)
     if last is not None:
         x = take_token(x, last)
         q = take_token(q, last)
-    state = layers.attend_new(q, k, v, mask, last, static.implementation)
+    out = attend_with_new(q, k, v, mask, last, cached, lengths, static)
     scattered = cached is not None and bool(parts) and static.attention in SCATTERED
-    if scattered:
-        state = _own_share(state, parts)
-    if cached is not None:
-        inputs = cache_inputs(q, *cached, lengths, static.implementation)
-        how = {"scatter": scattered, "wire": static.wire}
-        earlier = attend_shard(inputs, rank, place.layout, static.attention, **how)
-        state = merge(earlier, state)
-    out = layers.join_heads(finalize(state)[0].astype(x.dtype))
+    if out is None:
+        state = attend_new(q, k, v, mask, last, static.implementation)
+        if scattered:
+            state = _own_share(state, parts)
+        if cached is not None:
+            inputs = cache_inputs(q, *cached, lengths, static.implementation)
+            how = {"scatter": scattered, "wire": static.wire}
+            earlier = attend_shard(inputs, rank, place.layout, static.attention, **how)
+            state = merge(earlier, state)
+        out = finalize(state)[0].astype(x.dtype)
+    out = layers.join_heads(out)
     if parts and not scattered:
         missing = w.output.shape[1] * place.members - out.shape[-1]
         out = own_heads(jnp.pad(out, [(0, 0), (0, 0), (0, missing)]), parts)
-    return _after_attention(x, w, out, config, place.weight_axes), (k, v)
+    return _after_attention(x, w, out, config, place.weight_axes), entries
 
 
 def _queries_keys_values(x, w: Layer, rotation: Rotation, config: Config, parts: Axes):
@@ -155,6 +165,7 @@ def prefill_layer(x, w: Layer, rotation: Rotation, cached, *, static: Static, at
         return _after_attention(x, w, layers.join_heads(out), config, layout.heads)
 
     q, k, v = heads_over_shards(before, x, w, rotation, place, along=axes)
+    (k, v), entries = caches.as_cached(k, v, static.cache_dtype)
     where = {"mesh": layout.mesh, "axis": axes}
     if layout.batch or layout.heads:
         where |= {"batch_axis": layout.batch, "head_axis": layout.heads}
@@ -162,7 +173,7 @@ def prefill_layer(x, w: Layer, rotation: Rotation, cached, *, static: Static, at
     rows = place.of_rows(x, axes)
     specs = rows, layer_specs(w, place.weight_axes), layout.spec(axes)
     x = over_shards(after, layout.mesh, axes, specs, rows)(x, w, out)
-    return x, caches.fill(cached, (k, v), layout)
+    return x, caches.fill(cached, entries, layout)
 
 
 def _own_share(state: AttentionState, axes: Axes) -> AttentionState:

@@ -21,10 +21,11 @@ from treeattn.kernel.attend import attend_exact
 from treeattn.kernel.digits import unfused
 from treeattn.kernel.exact import ExactState
 from treeattn.llama import fixed, int8
+from treeattn.llama.attentions import Static
 from treeattn.llama.cache import shard_lengths, shards_of
 from treeattn.llama.dealt import heads_over_shards, layer_over_shards
 from treeattn.llama.int8 import Int8Matrix
-from treeattn.llama.layers import Kind, Rotation, Static, join_heads
+from treeattn.llama.layers import Kind, Rotation, join_heads
 from treeattn.llama.placement import Placement, own_config
 from treeattn.llama.products import take_token
 from treeattn.llama.reading.config import Config

@@ -14,10 +14,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from treeattn.idea.arrays import Array, as_array, integer
-from treeattn.llama.cache import Cache, NewEntries
+from treeattn.kernel.quantized import LARGEST, NAMES
+from treeattn.llama.cache import Cache, NewEntries, Quantized
 from treeattn.llama.int8 import Int8Matrix
 from treeattn.llama.placement import Placement, check_texts
-from treeattn.llama.reading.config import Config
 
 # A text's token ids, and those of several texts: lists of whole numbers, or arrays.
 Prompt = Sequence[SupportsIndex] | Array
@@ -77,10 +77,29 @@ def check_exact(model) -> None:
         "prefill_with": (None, "chunks"),
         "implementation": (None, "exact"),
         "wire": (None,),
+        "cache_dtype": (None,),
     }
     for name, allowed in only.items():
         if (came := getattr(model, name)) not in allowed:
             raise ValueError(f"{name}: an exact model takes one of {allowed}, got {came!r:.40}")
+
+
+def check_cache_dtype(model) -> None:
+    """Raise a ValueError unless `model.cache_dtype` is None, or one of 8 bits which all else of the
+    model takes."""
+    if model.cache_dtype is None:
+        return
+    try:
+        known = jnp.dtype(model.cache_dtype) in LARGEST
+    except TypeError:
+        known = False
+    if not known:
+        raise ValueError(f"cache_dtype: expected {NAMES}, or None, got {model.cache_dtype!r:.40}")
+    if callable(model.attention) or model.attention == "exact":
+        raise ValueError(f"attention: {model.attention!r:.40} takes no cache_dtype")
+    if model.implementation not in (None, "blockwise"):
+        came = f"{model.implementation!r:.40} takes no cache_dtype"
+        raise ValueError(f"implementation: {came}; use 'blockwise' or None")
 
 
 WEIGHTS = ("float32", "int8")
@@ -185,8 +204,9 @@ def check_prompts(
     return prompts, lengths
 
 
-def check_cache(cache: Cache, config: Config) -> None:
-    """Raise a TypeError or ValueError unless `cache` is one of a model so configured."""
+def check_cache(cache: Cache, model) -> None:
+    """Raise a TypeError or ValueError unless `cache` is one of such a model."""
+    config = model.config
     if not isinstance(cache, Cache):
         raise TypeError(f"cache: expected a Cache, as new_cache makes it, got {cache!r:.40}")
     came = len(cache.k), *cache.k[0].shape[2:]
@@ -194,6 +214,10 @@ def check_cache(cache: Cache, config: Config) -> None:
     if came != expected:
         shape = "layers, key heads and a head_dim of"
         raise ValueError(f"cache: expected {shape} {expected}, as the model has, got {came}")
+    came = cache.k[0].dtype
+    quantized = came if isinstance(cache.k[0], Quantized) else None
+    if quantized != (model.cache_dtype and jnp.dtype(model.cache_dtype)):
+        raise ValueError(f"cache: the model has cache_dtype={model.cache_dtype!r}, got {came}")
 
 
 def check_commit(cache: Cache, new: NewEntries, counts, select) -> tuple[Array, Array | None]:

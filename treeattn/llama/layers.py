@@ -1,9 +1,9 @@
 """What a Llama computes around its attention: its layers, as compiled programs.
 
-A layer attends to the cache and to its own new tokens separately, and merges the two states:
-nothing is written before everything is read, and the new tokens may see each other in any way that
-a mask says, a tree of candidates included. Writing is a program of its own (`cache.append`): one
-that read a cache in a loop and then wrote to it would copy all of it in between.
+A layer attends to the cache and to its own new tokens separately, and merges the states, or by one
+kernel: nothing is written before everything is read, and the new tokens may see each other in any
+way that a mask says, a tree of candidates included. Writing is a program of its own
+(`cache.append`): one that read a cache in a loop and then wrote to it would copy all of it between.
 
 On a CPU each layer of a step is a program of its own, the same for all: compiling takes a second
 instead of half a minute, and the memory that one layer needs is free again for the next. A GPU runs
@@ -11,7 +11,6 @@ a layer of a decoding step in less time than the host takes to dispatch it: ther
 through all layers in one program, and another writes what they bring into the cache (`Programs`).
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -24,33 +23,16 @@ from jaxtyping import Bool, Float, Int
 from treeattn.devices.layout import Layout
 from treeattn.devices.mesh import Axes
 from treeattn.idea.arrays import Array
-from treeattn.idea.state import AttentionState, finalize, merge
-from treeattn.kernel.attend import Implementation, attend
+from treeattn.idea.state import finalize, merge
 from treeattn.llama import cache as caches
 from treeattn.llama import fixed, int8, vocabulary
-from treeattn.llama.attentions import ShardAttention, attend_cache
+from treeattn.llama.attentions import Static, attend_cache, attend_new, attend_with_new
+from treeattn.llama.cache import Entries
 from treeattn.llama.int8 import Int8Matrix
 from treeattn.llama.placement import Placement
 from treeattn.llama.products import linear, rms_norm, take_token
 from treeattn.llama.reading.config import Config
 from treeattn.llama.weights import Layer, Weights
-
-
-@dataclasses.dataclass(frozen=True)
-class Static:
-    """What the programs depend on besides arrays: another one compiles anew.
-
-    place:     how all lies on the devices
-    attention, wire: towards the cache, and the dtype that its merge sends; None if there is none
-    layer:     what computes a layer: `plain_layer`, or another that takes the same
-    """
-
-    config: Config
-    place: Placement
-    attention: str | ShardAttention | None
-    implementation: Implementation
-    layer: Callable
-    wire: str | type | jnp.dtype | None = None
 
 
 class Rotation(NamedTuple):
@@ -96,22 +78,25 @@ def plain_layer(
     w: Layer,
     rotation: Rotation,
     mask: Bool[Array, "#b l l"] | None,
-    cached: tuple[Array, Array] | None,
+    cached: tuple[Entries, Entries] | None,
     lengths: Int[Array, " b"] | None,
     last: Int[Array, " b"] | None,
     static: Static,
-) -> tuple[Float[Array, "b _ width"], tuple[Array, Array]]:
+) -> tuple[Float[Array, "b _ width"], tuple[Entries, Entries]]:
     """`extend_layer` of weights that every device has whole."""
     config = static.config
     q, k, v = queries_keys_values(x, w, rotation, config)
+    (k, v), entries = caches.as_cached(k, v, static.cache_dtype)
     if last is not None:
         x = take_token(x, last)
         q = take_token(q, last)
-    state = attend_new(q, k, v, mask, last, static.implementation)
-    if cached is not None:
-        state = merge(attend_cache(q, *cached, lengths, static), state)
-    out = finalize(state)[0].astype(x.dtype)
-    return after_attention(x, w, out, config), (k, v)
+    out = attend_with_new(q, k, v, mask, last, cached, lengths, static)
+    if out is None:
+        state = attend_new(q, k, v, mask, last, static.implementation)
+        if cached is not None:
+            state = merge(attend_cache(q, *cached, lengths, static), state)
+        out = finalize(state)[0].astype(x.dtype)
+    return after_attention(x, w, out, config), entries
 
 
 @functools.partial(jax.jit, static_argnames=("config", "place"))
@@ -137,18 +122,6 @@ def split_heads(
     heads = qkv.reshape(*qkv.shape[:2], h + 2 * h_kv, config.head_dim)
     q, k, v = jnp.split(heads, [h, h + h_kv], axis=2)
     return rotate(q, rotation), rotate(k, rotation), v
-
-
-def attend_new(q, k, v, mask, last, implementation: Implementation) -> AttentionState:
-    """The state of the new tokens' queries after the new tokens: the arguments of `extend_layer`.
-
-    q: (b, l, h, d), or those of the `last` tokens alone (b, 1, h, d)
-    """
-    if last is not None:
-        return attend(q, k, v, kv_lengths=last + 1, implementation=implementation)
-    if mask is not None:  # few tokens, and not every kernel takes a mask
-        return attend(q, k, v, mask=mask[:, None])
-    return attend(q, k, v, causal=True, implementation=implementation)
 
 
 def after_attention(
@@ -179,15 +152,15 @@ def extend_layer(
     *,
     static: Static,
     mask: Bool[Array, "#b l l"] | None = None,
-    cached: tuple[Array, Array] | None = None,
+    cached: tuple[Entries, Entries] | None = None,
     lengths: Int[Array, " b"] | None = None,
     last: Int[Array, " b"] | None = None,
-) -> tuple[Float[Array, "b _ width"], tuple[Array, Array]]:
+) -> tuple[Float[Array, "b _ width"], tuple[Entries, Entries]]:
     """A layer over new tokens: its output, and their keys and values (b, l, h_kv, d).
 
     mask:   which of the new tokens each of them sees; None: causal
     cached: the layer's keys and values in the cache (b, capacity, h_kv, d), of which `lengths`
-            are in use; None without a cache
+            are in use; None without a cache. They and what is returned are as `cache.Entries`
     last:   the one token of each row whose output is wanted (b, 1, width), without a mask;
             None: of all (b, l, width)
     """
@@ -201,20 +174,21 @@ def prefill_layer(
     x: Float[Array, "b n width"],
     w: Layer,
     rotation: Rotation,
-    cached: tuple[Array, Array],
+    cached: tuple[Entries, Entries],
     *,
     static: Static,
     attention: Callable,
-) -> tuple[Float[Array, "b n width"], tuple[Array, Array]]:
+) -> tuple[Float[Array, "b n width"], tuple[Entries, Entries]]:
     """A layer over whole prompts, sharded along n: its output, and the empty cache filled.
 
     attention: a function like `ring_attention`
     """
     q, k, v = queries_keys_values(x, w, rotation, static.config)
+    (k, v), entries = caches.as_cached(k, v, static.cache_dtype)
     layout = static.place.layout
     where = {"mesh": layout.mesh, "axis": layout.axes}
     out = attention(q, k, v, implementation=static.implementation, **where)
-    return after_attention(x, w, out, static.config), caches.fill(cached, (k, v), layout)
+    return after_attention(x, w, out, static.config), caches.fill(cached, entries, layout)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "place", "along", "exact"))

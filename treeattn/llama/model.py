@@ -16,13 +16,15 @@ from treeattn.idea.arrays import Array, integer
 from treeattn.kernel.choice import Implementation, platform_of
 from treeattn.llama import cache as caches
 from treeattn.llama import dealing, dealt, exact, inputs, layers, prefill
-from treeattn.llama.attentions import ShardAttention, check_cache_attention, prompt_attention
+from treeattn.llama.attentions import ShardAttention
 from treeattn.llama.cache import Cache, NewEntries
 from treeattn.llama.placement import Placement, check_texts, place_model
 from treeattn.llama.reading.config import Config
 from treeattn.llama.reading.files import open_checkpoint
 from treeattn.llama.reading.tokenizer import Tokenizer
+from treeattn.llama.static import check_attentions, static_of
 from treeattn.llama.weights import Weights, load_weights
+from treeattn.measured import CollectiveTimes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,7 +32,8 @@ class Llama:
     """A model, on the devices of `mesh` (None: one device), and the attention it runs with.
 
     attention:      towards the cache: "tree", "ring", "pass_q", another method of `tree_decode`
-                    by its name, or a function (`treeattn.llama.attentions.ShardAttention`)
+                    by its name, or a function (`treeattn.llama.attentions.ShardAttention`); "auto":
+                    for each step's number of new tokens the method that is fastest by `measured`
     prefill_with:   for prompts: "ring" or "ulysses" (a whole prompt at once, sharded along the
                     text), "chunks" (pieces that attend to the cache like any step), or a
                     function like `ring_attention`. None: "ring" on a mesh, else "chunks"
@@ -46,6 +49,11 @@ class Llama:
     exact:          nothing but a text moves the bits of its logits (`treeattn.llama.exact`)
     wire:           the dtype in which the attention's merge sends outputs, float32's lse beside
                     them in the same message: "bfloat16", as serving systems do. None: as they are
+    cache_dtype:    "int8" or "float8_e4m3fn" keep the cache in 8 bits, with a scale for each token
+                    and key head (`treeattn.quantize`), by the plain implementation. All tokens see
+                    keys and values so rounded, those of the same call and of `logits`, too
+    measured:       for "auto": times of collectives or their file, as in `tree_decode`, read once;
+                    "tree" where there is neither that nor a file that TREEATTN_MEASURED names
     """
 
     config: Config
@@ -60,13 +68,14 @@ class Llama:
     head_axis: AxisNames | None = None
     exact: bool = False
     wire: DTypeLike | None = None
+    measured: CollectiveTimes | str | Path | None = None
+    cache_dtype: DTypeLike | None = None
 
     def __post_init__(self):
         inputs.check_exact(self)
+        inputs.check_cache_dtype(self)
         inputs.check_mesh(self.mesh, self.shard_weights)
-        inputs.check_hashable(attention=self.attention, prefill_with=self.prefill_with)
-        prompt_attention(self.prefill_with, self.place.layout)
-        check_cache_attention(self.attention, self.wire)
+        check_attentions(self)
 
     def __repr__(self) -> str:
         """Everything but the weights, of which it says the dtype."""
@@ -94,11 +103,12 @@ class Llama:
         weights: "int8" keeps matrices in 8 bits (`treeattn.llama.int8`): a quarter of float32's
                  bytes, less time for a step on a CPU, float32 activations, no gradients
         meanwhile: called, in a thread, with a model of the first layer, while the others are read
-        options: attention, prefill_with, implementation, batch_axis, head_axis, exact, wire
+        options: attention, prefill_with, implementation, batch_axis, head_axis, exact, wire,
+                 measured, cache_dtype
 
-        Raises FileNotFoundError where nothing is there, ValueError for what is no readable Llama
-        and for axes that the mesh lacks or that cannot share the key heads, TypeError for another
-        mesh or dtype.
+        Raises FileNotFoundError where nothing is there, ValueError for what is no readable Llama,
+        for axes that the mesh lacks or that cannot share the key heads, and for measured times that
+        `tree_decode` would refuse; TypeError for another mesh or dtype.
         """
         inputs.check_mesh(mesh, shard_weights)
         dtype = inputs.check_weights(weights, inputs.floating_dtype(dtype))
@@ -138,7 +148,7 @@ class Llama:
         """One full causal pass without a cache; float32, or float64 for a model of float64."""
         x, rotation = self._embed(self._tokens(token_ids))
         for w in self.weights.layers:
-            x, _ = layers.extend_layer(x, w, rotation, static=self._static(cached=False))
+            x, _ = layers.extend_layer(x, w, rotation, static=static_of(self))
         return self.read_out(x)
 
     def layer_qkv(
@@ -152,7 +162,7 @@ class Llama:
     def layers_qkv(self, token_ids: Int[Array, "b l"]) -> Iterator[tuple[Array, Array, Array]]:
         """`layer_qkv` of one layer after the other, in a single pass."""
         x, rotation = self._embed(self._tokens(token_ids))
-        static = self._static(cached=False)
+        static = static_of(self)
         for w in self.weights.layers:
             yield self._kind.queries_keys_values(x, w, rotation, static.config, self.place)
             x, _ = layers.extend_layer(x, w, rotation, static=static)
@@ -163,7 +173,7 @@ class Llama:
         Warns of more tokens than the model was trained on: nothing fails, but texts get worse.
         """
         c = self.config
-        dtype = self.weights.embedding.dtype
+        dtype = self.cache_dtype or self.weights.embedding.dtype
         batch = integer("batch", batch, 1)
         check_texts("batch", self.place, batch)
         capacity = inputs.warn_of_capacity(capacity, c.context)
@@ -172,7 +182,7 @@ class Llama:
 
     def grow(self, cache: Cache, capacity: int) -> Cache:
         """The same texts in a larger cache. Every new capacity compiles a step anew."""
-        inputs.check_cache(cache, self.config)
+        inputs.check_cache(cache, self)
         return caches.grow(cache, capacity, self.place.layout)
 
     def extend(
@@ -198,7 +208,7 @@ class Llama:
     def states(self, tokens, cache: Cache, *, positions=None, mask=None):
         """`extend` up to the last layer's output (b, l, width); `read_out` makes logits of it."""
         tokens = self._tokens(tokens)
-        inputs.check_cache(cache, self.config)
+        inputs.check_cache(cache, self)
         positions, mask = inputs.check_new(tokens, cache, positions, mask)
         if mask is None:
             inputs.check_room(cache, tokens.shape[1])
@@ -221,7 +231,7 @@ class Llama:
 
         Raises ValueError for counts, indices or a number of texts that do not fit.
         """
-        inputs.check_cache(cache, self.config)
+        inputs.check_cache(cache, self)
         counts, select = inputs.check_commit(cache, new, counts, select)
         return self._write(cache, new, counts, select)
 
@@ -243,7 +253,7 @@ class Llama:
         Raises ValueError, before any work, for arguments that do not fit, or no room.
         """
         tokens = self._tokens(tokens)
-        inputs.check_cache(cache, self.config)
+        inputs.check_cache(cache, self)
         if last and not tokens.shape[1]:
             raise ValueError(f"last: expected at least one token, got tokens {tokens.shape}")
         counts = inputs.check_counts(counts, tokens.shape[1], cache)
@@ -272,7 +282,7 @@ class Llama:
     def _run_layers(self, tokens, cache, positions=None, mask=None, see_cache=True, last=None):
         """(the last layer's output, what all layers have to write), as by `layers.run_layers`."""
         positions, mask = inputs.check_new(tokens, cache, positions, mask)
-        static = self._static(cached=see_cache)
+        static = static_of(self, tokens.shape if see_cache else None)
         run = self._programs(tokens.shape[1]).run
         how = {"static": static, "see_cache": see_cache, "exact": self.exact}
         return run(self.weights, tokens, cache, positions, mask, last, **how)
@@ -285,17 +295,6 @@ class Llama:
 
     def _programs(self, tokens: int) -> layers.Programs:
         return layers.programs(platform_of(jax.tree.leaves(self.weights.embedding)[0]), tokens)
-
-    def _static(self, cached: bool) -> layers.Static:
-        """Without a cache, one program for every attention to it."""
-        return layers.Static(
-            config=self._one_layer,
-            place=self.place,
-            attention=self.attention if cached else None,
-            implementation=self.implementation,
-            layer=self._kind.layer,
-            wire=self.wire if cached else None,
-        )
 
     @property
     def _kind(self) -> layers.Kind:

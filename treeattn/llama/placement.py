@@ -43,6 +43,11 @@ class Placement(NamedTuple):
         return self.layout is None or not (self.layout.batch or self.weight_axes)
 
     @property
+    def rows(self) -> int:
+        """Among how many devices a batch's texts are shared."""
+        return 1 if self.layout is None else count_devices(self.layout.mesh, self.layout.batch)
+
+    @property
     def groups(self) -> int:
         """Among how many devices the heads are shared."""
         return 1 if self.layout is None else count_devices(self.layout.mesh, self.layout.heads)

@@ -16,6 +16,7 @@ from treeattn.llama import inputs
 from treeattn.llama.attentions import prompt_attention
 from treeattn.llama.cache import Cache
 from treeattn.llama.products import take_token
+from treeattn.llama.static import static_of
 
 FEWEST = 16  # tokens of a chunk: shorter ones are filled up
 
@@ -33,7 +34,7 @@ def run(
     with_states: bool = False,
 ) -> Read:
     """What `Read` says, of arguments that are checked here."""
-    inputs.check_cache(cache, model.config)
+    inputs.check_cache(cache, model)
     prompts, lengths = inputs.check_prompts(prompts, cache, model.config.vocabulary)
     attention = prompt_attention(model.prefill_with, model.place.layout)
     empty = not np.asarray(cache.lengths).any()
@@ -67,7 +68,7 @@ def at_once(
     tokens = jax.make_array_from_callback(tokens.shape, along, lambda index: tokens[index])
     x, rotation = model._embed(tokens, along=layout.axes)
     prefill_layer = model._kind.prefill_layer
-    static = model._static(cached=False)
+    static = static_of(model)
     filled = []
     for w, cached in zip(model.weights.layers, cache.layers, strict=True):
         x, cached = prefill_layer(x, w, rotation, cached, static=static, attention=attention)

@@ -10,7 +10,15 @@ from treeattn.idea.arrays import Array
 from treeattn.llama import int8
 from treeattn.llama.int8 import Int8Matrix
 
-FEW_TOKENS = 16  # up to which W xᵀ is computed no slower than x Wᵀ; from 32 on it is the slower
+# Up to so many tokens W xᵀ is computed no slower than x Wᵀ; from 32 on it is the slower.
+#
+# XLA:CPU rearranges the matrix for 2 tokens or more, so that 2 to 8 take 1.3 to 1.8 times as long
+# as one, and 16 some twice as long. Nothing else was faster (3072 × 576, on two cores with AVX-512,
+# jax 0.8.3 and 0.12, 2026-11-23): the transpose stored instead (2 tokens then take hardly longer
+# than one, 8 as long as before), the matrix in 2 to 48 blocks (up to twice as long), tokens filled
+# up to 16, a product for each token (for 8, three times as long), sums of elementwise products by
+# 16 to 64 lanes (as long, up to 30 times as long), and XLA's options for its other libraries.
+FEW_TOKENS = 16
 
 
 def linear(

@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Float, Int, Key
 
 from treeattn.idea.arrays import Array, number
@@ -95,6 +97,33 @@ class Sampling:
         settings = self.temperature, self.top_p
         return _draw_at(logits, self.key, index, texts, *settings, cut=self.top_p < 1)
 
+    def noise_at(
+        self, first: Int[Array, " b"], count: int, n: int, dtype: jnp.dtype
+    ) -> Float[Array, "b count n"]:
+        """The numbers that `draw_at` adds to the logits (of that dtype, n of them, over the
+        temperature) of the texts' tokens first[b], first[b] + 1, …: the largest sum is drawn."""
+        return _noise_at(self.key, first, count=count, n=n, dtype=dtype)
+
+
+class Chance(NamedTuple):
+    """How the new tokens of texts are drawn: each is where logits / temperature + noise is largest,
+    among the tokens that top_p leaves, and the noise is known beforehand.
+
+    sampling: temperature, top_p and key
+    begin:    (B,) the prompts' lengths
+    logits:   of one token: their shape (vocabulary,) and dtype
+    """
+
+    sampling: Sampling
+    begin: Int[np.ndarray, " b"]
+    logits: jax.ShapeDtypeStruct
+
+    def noise(self, lengths: Int[np.ndarray, " b"], count: int) -> Float[Array, "b count v"]:
+        """Of the `count` tokens that come after texts of these lengths."""
+        first = np.asarray(lengths - self.begin, np.int32)
+        (n,) = self.logits.shape
+        return self.sampling.noise_at(first, count, n, self.logits.dtype)
+
 
 _likeliest = jax.jit(functools.partial(jnp.argmax, axis=-1))
 
@@ -119,10 +148,24 @@ def _draw_at(logits, key, index, texts, temperature, top_p, *, cut):
 def _drawn_with(logits, keys, temperature, top_p, cut):
     """A token for each row, with a key for each: b rows of a vocabulary take b·n numbers."""
     n = logits.shape[-1]
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, (n,), logits.dtype))(keys)
+    noise = jax.vmap(lambda key: gumbel_noise(key, n, logits.dtype))(keys)
     # Computed before it is compared: as one loop, that takes twice as long on a CPU.
     noise = jax.lax.optimization_barrier(noise)
     return jnp.argmax(settled(logits, temperature, top_p, cut) + noise, axis=-1)
+
+
+def gumbel_noise(key: Key[Array, ""], n: int, dtype: jnp.dtype) -> Float[Array, " n"]:
+    """What is added to n logits, so that the largest sum is at a token drawn from them."""
+    return jax.random.gumbel(key, (n,), dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("count", "n", "dtype"))
+def _noise_at(key, first, *, count, n, dtype):
+    def of(index, text):
+        return gumbel_noise(text_key(jax.random.fold_in(key, index), text), n, dtype)
+
+    index = first[:, None] + jnp.arange(count)
+    return jax.vmap(jax.vmap(of, (0, None)))(index, jnp.arange(len(first)))
 
 
 def settled(logits: Float[Array, "*b n"], temperature, top_p, cut: bool) -> Float[Array, "*b n"]:

@@ -65,6 +65,8 @@ def stream(
     The text is the same for every draft: greedy, token for token; sampling, with the same key,
     draw for draw. (Candidates that were drawn at random, `Drawn`, are accepted by rejection: then
     the text is another, the same one for the same key, and over keys it has the same distribution.)
+    "recurrent" guesses with the noise that the model will draw with: that changes no token, and at
+    a temperature more of them are guessed.
     A call of 16 tokens may round otherwise than one of 1: at a near tie, within the rounding of the
     weights' dtype, the texts may part, both being the model's.
 

@@ -14,7 +14,7 @@ A budget of 16 tokens a call is one certain token and 15 candidates: `generate` 
 all 16, `draft_candidate_tokens` and `Draft.propose`, which are asked for candidates, 15.
 """
 
-from treeattn.llama.sampling import likeliest
+from treeattn.llama.sampling import Chance, Sampling, likeliest
 from treeattn.llama.speculation.accept import Accepted, accept_candidate_tokens
 from treeattn.llama.speculation.budget import Budget
 from treeattn.llama.speculation.by_name import DRAFTS, make_draft
@@ -30,6 +30,7 @@ from treeattn.llama.speculation.candidates import (
     ranked,
 )
 from treeattn.llama.speculation.certificate import Certificate
+from treeattn.llama.speculation.draw import DrawnTree, dice_of, drawn_candidates
 from treeattn.llama.speculation.lookup import NGramDraft, RecyclingDraft, SuffixDraft
 from treeattn.llama.speculation.models import DrawnDraft, LlamaDraft, first_layers
 from treeattn.llama.speculation.reject import rejection
@@ -41,12 +42,15 @@ __all__ = [
     "Accepted",
     "Budget",
     "Certificate",
+    "Chance",
     "Draft",
     "Drawn",
     "DrawnDraft",
+    "DrawnTree",
     "LlamaDraft",
     "NGramDraft",
     "RecyclingDraft",
+    "Sampling",
     "Seen",
     "Shape",
     "Step",
@@ -55,7 +59,9 @@ __all__ = [
     "UnitedDraft",
     "accept_candidate_tokens",
     "candidate_lengths",
+    "dice_of",
     "draft_candidate_tokens",
+    "drawn_candidates",
     "first_layers",
     "likeliest",
     "make_draft",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Float, Int, Integer
 
-from treeattn.idea.arrays import Array, check_floating, check_integers, integer
+from treeattn.idea.arrays import Array, check_floating, check_integers, check_rank, integer
 from treeattn.trees.beam import PackedBeam, pack, unpack
 from treeattn.trees.token_tree import TokenTree, beam_from_tree
 
@@ -52,12 +52,14 @@ class Drawn(NamedTuple):
     distributions: (B, M, C, V) the probabilities that beam[b, m, c] was drawn from
     replacement:   whether the candidates are M independent draws; else a node's distinct children
                    were drawn one after the other, each from what the ones before have left
+    tokens:        (n,) the tokens that the distributions, then (B, M, C, n), are of; None: all
     """
 
     beam: Integer[np.ndarray, "b m c"]
     scores: Float[np.ndarray, "b m c"]
     distributions: Float[np.ndarray, "b m c vocabulary"]
     replacement: bool = False
+    tokens: Int[np.ndarray, " n"] | None = None
 
 
 @runtime_checkable
@@ -74,6 +76,12 @@ class Draft(Protocol):
 
     begin(key): called before new texts, with a key that was made of `generate`'s own: all chance
                 comes from it, so that over keys the text is distributed as the model's
+
+    or this one:
+
+    foresee(chance): called before what is new of texts is observed, with how it is drawn
+                (`Chance`), or None where the likeliest tokens are taken. Who guesses with the same
+                noise guesses better, and the text is the same whatever is guessed
     """
 
     def observe(self, texts: Texts, seen: Seen | None = None) -> None:
@@ -212,8 +220,16 @@ def _check_drawn(drawn: Drawn, beam, scores, budget: int, vocabulary: int | None
         )
     check_floating(distributions=drawn.distributions)
     shape = drawn.distributions.shape
-    expected = (*beam.shape, vocabulary or "vocabulary")
-    if shape[:3] != beam.shape or len(shape) != 4 or vocabulary not in (None, shape[3]):
+    size = vocabulary or "vocabulary"
+    if drawn.tokens is not None:
+        check_integers(tokens=drawn.tokens)
+        check_rank(1, "(n,)", tokens=drawn.tokens)
+        size = len(drawn.tokens)
+        known = np.arange(drawn.tokens.max(initial=0) + 1 if vocabulary is None else vocabulary)
+        if len(np.unique(drawn.tokens)) < size or not np.isin(drawn.tokens, known).all():
+            raise ValueError(f"tokens: expected {size} different ones of {len(known)}")
+    expected = (*beam.shape, size)
+    if shape[:3] != beam.shape or len(shape) != 4 or size not in ("vocabulary", shape[3]):
         raise ValueError(f"distributions: expected shape {expected}, got {shape}")
     real = np.asarray(drawn.distributions)[np.arange(beam.shape[2]) < lengths[..., None]]
     if not (np.isfinite(real).all() and (real >= 0).all() and (real.sum(axis=-1) > 0).all()):

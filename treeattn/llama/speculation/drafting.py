@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Float, Int, Key
 
 from treeattn.idea.arrays import Array
+from treeattn.llama.sampling import Chance
 from treeattn.llama.speculation.agreement import agreed, agreed_beam
 from treeattn.llama.speculation.budget import Budget, best_of
 from treeattn.llama.speculation.candidates import (
@@ -81,6 +82,11 @@ class Drafting:
         """New texts: whoever draws at random draws with this key."""
         if hasattr(self.draft, "begin"):
             self.draft.begin(key)
+
+    def foresee(self, chance: Chance) -> None:
+        """How the texts' new tokens are drawn, to who wants to know."""
+        if hasattr(self.draft, "foresee"):
+            self.draft.foresee(None if chance.sampling.greedy else chance)
 
     def observe(self, texts: Texts, seen: Seen | None) -> None:
         if self.draft is not None:

@@ -16,13 +16,21 @@ from treeattn.llama.speculation.candidates import Seen, Texts
 
 
 class _Node:
-    """A token sequence that occurred: what followed it, and how often."""
+    """A token sequence that occurred: how often, and what followed it.
 
-    __slots__ = ("children", "count")
+    order:    how many tokens it has
+    follower: the index, in the text, of what followed it where it occurred first
+    children: the sequences of one token more, by that token; None while nobody has asked, of a
+              sequence that occurred once: the text says it
+    """
 
-    def __init__(self):
-        self.children: dict[int, _Node] = {}
-        self.count = 0
+    __slots__ = ("children", "count", "follower", "order")
+
+    def __init__(self, order: int, follower: int):
+        self.order = order
+        self.follower = follower
+        self.count = 1
+        self.children: dict[int, _Node] | None = None
 
 
 def _bucket(order: int) -> int:
@@ -41,38 +49,55 @@ class SuffixTree:
 
     After "a b c a b d a b" the suffix "a b" was followed by c once and by d once: each gets half of
     the probability that suffixes of two tokens, followed twice, are right.
+
+    Sequences that begin with one that occurred once have no nodes of their own, unless a draft has
+    led there: most of a text's sequences are such.
     """
 
     def __init__(self, depth: int):
         self.depth = depth
-        self.root = _Node()
+        self.root = _Node(0, 0)
+        self.root.children = {}
         self.tokens: list[int] = []  # the text so far
-        self._ends = [self.root]  # the nodes of the text's suffixes of 0, 1, 2, … tokens
+        # The nodes of the text's suffixes of 0, 1, 2, … tokens, as long as they occurred before.
+        self._ends = [self.root]
         # By bucket and count, as `_orders` has them: how often such suffixes were right, and asked.
         self._right: dict[tuple[int, int], list[float]] = {}
 
     def add(self, token: int) -> None:
         """The text goes on with this token."""
         self._learn(token)
+        self.tokens.append(token)
         ends = [self.root]
         for node in self._ends[: self.depth]:
-            child = node.children.get(token)
+            children = self.children(node)
+            child = children.get(token)
             if child is None:
-                child = _Node()
-                node.children[token] = child
-            child.count += 1
-            ends.append(child)
+                children[token] = _Node(node.order + 1, len(self.tokens))
+            else:
+                child.count += 1
+                self.children(child)  # what followed it first: now something else will, too
+                ends.append(child)
         self._ends = ends
-        self.tokens.append(token)
+
+    def children(self, node: _Node) -> dict[int, _Node]:
+        """The sequences of one token more that occurred, by that token."""
+        if node.children is not None:
+            return node.children
+        if node.order == self.depth or node.follower == len(self.tokens):
+            return {}
+        child = _Node(node.order + 1, node.follower + 1)
+        node.children = {self.tokens[node.follower]: child}
+        return node.children
 
     def suffixes(self) -> list[_Node]:
         """The text's suffixes of 0, 1, 2, … tokens that something has followed elsewhere."""
-        return [node for node in self._ends if node.children]
+        return [node for node in self._ends if self.children(node)]
 
     def after(self, suffixes: list[_Node], token: int) -> list[_Node]:
         """The suffixes once the text has gone on with `token`."""
-        found = (node.children[token] for node in suffixes if token in node.children)
-        return [self.root, *(node for node in found if node.children)]
+        found = (self.children(node).get(token) for node in suffixes)
+        return [self.root, *(node for node in found if node is not None and self.children(node))]
 
     def continuations(self, suffixes: list[_Node]) -> Iterator[tuple[int, float]]:
         """(token, probability) of what may follow a text with these suffixes, as `suffixes` gives
@@ -96,7 +121,7 @@ class SuffixTree:
         Whoever iterates adds to `told` what it has used, and the shorter suffixes leave it out.
         """
         for order in range(len(suffixes) - 1, 0, -1):
-            children = suffixes[order].children
+            children = self.children(suffixes[order])
             if len(children) > len(told):  # a shorter suffix has seen all that a longer one has
                 new = [(t, n.count) for t, n in children.items() if t not in told]
                 count = sum(count for _, count in new)

@@ -20,7 +20,7 @@ from treeattn.llama import prefill
 from treeattn.llama.inputs import Prompts, prompt_lists, stop_ids
 from treeattn.llama.model import Llama
 from treeattn.llama.placement import check_texts
-from treeattn.llama.sampling import Sampling
+from treeattn.llama.sampling import Chance, Sampling
 from treeattn.llama.speculation.accept import Judge, descend
 from treeattn.llama.speculation.agreement import agreed
 from treeattn.llama.speculation.budget import Budget
@@ -149,6 +149,8 @@ class Loop:
             group = np.array([prompts.index(text) for text in self.texts])
             logits, cache, states = jax.tree.map(lambda x: x[group], (logits, cache, states))
         self.cache = cache
+        of_one = jax.ShapeDtypeStruct(logits.shape[1:], logits.dtype)
+        self.drafting.foresee(Chance(self.task.sampling, self.begin, of_one))
         first = np.zeros((batch, 1), int)
         says = what_the_model_says(self.task.sampling, at_hand(logits)[:, None], first)
         seen = None

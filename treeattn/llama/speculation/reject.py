@@ -65,10 +65,12 @@ class KeyDice:
         return int(min(found, np.flatnonzero(probabilities)[-1]))
 
 
-def rejection_judge(beam, distributions, model, dice, replacement: bool) -> Judge:
+def rejection_judge(
+    beam, distributions, model, dice, replacement: bool, tokens: np.ndarray | None = None
+) -> Judge:
     """The judge that accepts drawn candidates with the right chances.
 
-    distributions: (M, C, V) what each token was drawn from
+    distributions: (M, C, V) what each token was drawn from; or (M, C, n) of the n `tokens` only
     model:         (m, c) -> (V,) the model's probabilities after candidate m's token c
     dice:          has happens(probability) -> bool and pick(probabilities) -> index
     """
@@ -79,6 +81,10 @@ def rejection_judge(beam, distributions, model, dice, replacement: bool) -> Judg
             return dice.pick(p / p.sum())
         draws = beam[further, c + 1]
         q = np.asarray(distributions[further[0], c + 1], np.float64)
+        if tokens is not None:
+            of_tokens = q
+            q = np.zeros(len(p))
+            q[tokens] = of_tokens
         draws = draws if replacement else draws[np.sort(np.unique(draws, return_index=True)[1])]
         chances, rest = rejection(p, q, draws, replacement)
         for token, chance in zip(draws, chances, strict=True):
@@ -102,10 +108,11 @@ def judge_of_drawn(
     def model(m, c):
         cut = sampling.top_p < 1
         settings = sampling.temperature, sampling.top_p
-        p = probabilities_after(logits, b, path[m, c], *settings, cut=cut)
+        p = probabilities_after(logits, b, path[m, c + 1], *settings, cut=cut)
         return np.asarray(p, np.float64)
 
     dice = KeyDice(jax.random.fold_in(sampling.for_token(index), b))
     # Before the drawn tokens comes the certain one, which nothing was drawn from.
-    distributions = np.pad(drawn.distributions[b], [(0, 0), (1, 0), (0, 0)])
-    return rejection_judge(beam, distributions, model, dice, drawn.replacement)
+    of_drawn = beam[:, 1:], drawn.distributions[b], model, dice, drawn.replacement, drawn.tokens
+    judge = rejection_judge(*of_drawn)
+    return lambda m, c, further: judge(m, c - 1, further)

@@ -4,6 +4,7 @@ import jax
 from jaxtyping import Key
 
 from treeattn.idea.arrays import Array
+from treeattn.llama.sampling import Chance
 from treeattn.llama.speculation.candidates import Seen, Texts, ask, side_by_side
 
 
@@ -27,6 +28,11 @@ class UnitedDraft:
         for i, draft in enumerate(self.drafts):
             if hasattr(draft, "begin"):
                 draft.begin(jax.random.fold_in(key, i))
+
+    def foresee(self, chance: Chance | None) -> None:
+        for draft in self.drafts:
+            if hasattr(draft, "foresee"):
+                draft.foresee(chance)
 
     def observe(self, texts: Texts, seen: Seen | None = None) -> None:
         for draft in self.drafts:

@@ -85,6 +85,8 @@ def what_the_model_says(
     index = index.astype(np.int32)
     if sampling.greedy:
         of = _on_host if isinstance(logits, np.ndarray) else _on_device
+        if of is _on_host and jax.process_count() == 1:  # of the nodes that the walk comes to
+            return lambda b, node: int(_on_host(logits[b, node]))
         tokens = agreed(np.asarray(of(logits), np.int32))
         return lambda b, node: int(tokens[b, node])
     if logits.shape[1] == 1:  # without candidates: of all texts at once
