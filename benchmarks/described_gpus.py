@@ -25,16 +25,33 @@ gpu_device_info {
 platform_name: "CUDA" device_description_str: "NVIDIA H100 80GB HBM3"
 dnn_version_info { major: 9 minor: 1 patch: 1 }
 """
+SHARED = {(8, 0): 166912, (8, 9): 101376, (10, 0): 232448, (12, 0): 101376}  # bytes for a block
 MISSING = "JAX's plugin for CUDA is not installed:" + __doc__.split("\n")[2].partition("#")[0]
 
 
 def h100s(n: int) -> list[jax.Device]:
     """So many H100s of one machine. Raises NotImplementedError, with what to install, without the
     compiler for them."""
+    return described(H100, n)
+
+
+def like_an_h100(major: int, minor: int) -> jax.Device:
+    """A GPU of another compute capability, one of `SHARED`, for which programs are compiled to
+    other machine code; in all but its shared memory as an H100."""
+    text = H100.replace("major: 9", f"major: {major} minor: {minor}")
+    text = text.replace("232448", str(SHARED[major, minor]))
+    if major < 9:
+        text = text.replace("feature_extension: ACCELERATED_FEATURES", "")
+    (device,) = described(text, 1)
+    return device
+
+
+def described(target: str, n: int) -> list[jax.Device]:
+    """So many of the GPU of that description."""
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:
         topology = topologies.get_topology_desc(
-            "h100", "cuda", target_config=H100, topology=f"1x1x{n}"
+            "h100", "cuda", target_config=target, topology=f"1x1x{n}"
         )
     except NotImplementedError:
         raise NotImplementedError(MISSING) from None

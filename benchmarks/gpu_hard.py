@@ -1,4 +1,6 @@
-"""What a kernel gets wrong first, on the device at hand: NaN, poison, −∞, extremes, far offsets."""
+"""What a kernel gets wrong first, on the device at hand: NaN, poison, −∞, extremes, far offsets.
+
+A case is given `run`, which is `treeattn.attend` by that kernel, compiled."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -6,14 +8,12 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_correct import dense, difference, one_line, verdict, why_not
+from gpu_correct import dense, difference, one_line, verdict
 from gpu_llama import room
 
 import treeattn
 from treeattn import reduce_tree
 
-attend = functools.partial(treeattn.attend, implementation="pallas")
-run = jax.jit(attend, static_argnames="causal")
 SHAPE = 2, 3, 8, 2, 1000, 128  # batch, queries, heads, key heads, keys, head_dim
 LARGEST = float(jnp.finfo(jnp.float32).max)
 
@@ -34,7 +34,7 @@ def compared(arrays, state, allowed: float = 1e-5, **options) -> dict:
     return verdict("", max(map(difference, found, dense(*arrays, **options))), allowed)
 
 
-def nan_in(what: str, smoke: bool) -> dict:
+def nan_in(what: str, run: Callable, smoke: bool) -> dict:
     """One NaN: in a query, a key, a value or a bias of a key that is seen; or as the scale."""
     q, k, v = draw(smoke)
     arrays, options = {"query": q, "key": k, "value": v}, {}
@@ -50,7 +50,7 @@ def nan_in(what: str, smoke: bool) -> dict:
     return compared(arrays, run(*arrays, **options), **options)
 
 
-def poison_past_the_lengths(smoke: bool) -> dict:
+def poison_past_the_lengths(run: Callable, smoke: bool) -> dict:
     q, k, v = draw(smoke)
     lengths = np.array([k.shape[1] // 3, 0], np.int32)
     past = (np.arange(k.shape[1]) >= lengths[:, None])[..., None, None]
@@ -61,7 +61,7 @@ def poison_past_the_lengths(smoke: bool) -> dict:
     return compared(clean, state, **options)
 
 
-def bias_and_mask(smoke: bool) -> dict:
+def bias_and_mask(run: Callable, smoke: bool) -> dict:
     """A bias that hides half of the keys by −∞, a mask, and lengths."""
     q, k, v = draw(smoke)
     rng, n = np.random.default_rng(1), k.shape[1]
@@ -72,25 +72,25 @@ def bias_and_mask(smoke: bool) -> dict:
     return compared((q, k, v), run(q, k, v, **options), **options)
 
 
-def causal(smoke: bool) -> dict:
+def causal(run: Callable, smoke: bool) -> dict:
     arrays = draw(smoke, l=40, n=40)
     return compared(arrays, run(*arrays, causal=True), causal=True)
 
 
-def traced_scale(smoke: bool) -> dict:
+def traced_scale(run: Callable, smoke: bool) -> dict:
     arrays = draw(smoke)
     return compared(arrays, run(*arrays, scale=jnp.float32(-0.7)), 5e-5, scale=-0.7)
 
 
-def vmap(smoke: bool) -> dict:
+def vmap(run: Callable, smoke: bool) -> dict:
     def one(q, k, v):
-        return jax.tree.map(lambda x: x[0], attend(q[None], k[None], v[None]))
+        return jax.tree.map(lambda x: x[0], run(q[None], k[None], v[None]))
 
     arrays = draw(smoke)
     return compared(arrays, jax.jit(jax.vmap(one))(*arrays))
 
 
-def extremes(smoke: bool, dtype: str = "float32") -> dict:
+def extremes(run: Callable, smoke: bool, dtype: str = "float32") -> dict:
     """Queries, keys and values up to the largest numbers of a dtype give finite outputs."""
     rng, top = np.random.default_rng(2), float(jnp.finfo(dtype).max)
     found = []
@@ -107,7 +107,7 @@ def extremes(smoke: bool, dtype: str = "float32") -> dict:
     return {"ok": all(found)}
 
 
-def large_offsets(smoke: bool) -> dict:
+def large_offsets(run: Callable, smoke: bool) -> dict:
     """A cache of more than 4 GiB, whose offsets take 64 bits, against the same in four parts."""
     n, heads = (512, 2) if smoke else (1 << 20, 32)
     shape = 1, n, heads, 128
@@ -125,7 +125,7 @@ def large_offsets(smoke: bool) -> dict:
     return verdict("", max(map(difference, whole, merged)), 1e-5)
 
 
-CASES: dict[str, Callable[[bool], dict]] = {
+CASES: dict[str, Callable[[Callable, bool], dict]] = {
     f"NaN in a {what}": functools.partial(nan_in, what)
     for what in ("query", "key", "value", "bias", "scale")
 } | {
@@ -142,12 +142,13 @@ CASES: dict[str, Callable[[bool], dict]] = {
 REHEARSED = "NaN in a query", "NaN in a value", "NaN beyond the lengths"  # of two programs
 
 
-def hard(smoke: bool) -> Iterator[dict]:
+def hard(implementation: str, smoke: bool) -> Iterator[dict]:
     """A row for each case: right, wrong, or why it was not run."""
-    why = why_not("pallas", draw(smoke))
+    attend = functools.partial(treeattn.attend, implementation=implementation)
+    run = jax.jit(attend, static_argnames="causal")
     for name in REHEARSED if smoke else CASES:
         try:
-            row = {"why not": why} if why else CASES[name](smoke)
+            row = CASES[name](run, smoke)
         except Exception as error:  # the other cases go on
             row = {"error": one_line(error), "ok": False}
-        yield {**row, "what": "hard", "with": name}
+        yield {**row, "what": "hard", "implementation": implementation, "with": name}

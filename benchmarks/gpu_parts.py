@@ -1,12 +1,12 @@
 """The parts of benchmarks/gpu.py, which starts this script once for each of them.
 
-A part yields lines, dicts that are printed as JSON when they are there. Times are those of the
-fastest of a few rounds of many calls, the host waiting at the end only.
+A part yields lines, dicts that are printed as JSON when they are there.
 """
 
 import argparse
 import functools
 import importlib.util
+import itertools
 import json
 import sys
 import time
@@ -21,81 +21,13 @@ MISSING = stand_ins.install()
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from gpu_correct import METHODS, correct, one_line, why_not  # noqa: E402
+from gpu_correct import METHODS, OWN, correct, one_line, why_not  # noqa: E402
 from gpu_llama import large, packaged, room, verify  # noqa: E402
+from gpu_timing import bandwidths, call_seconds, random_pairs, repeated, seconds  # noqa: E402
 
 import treeattn  # noqa: E402
 
 BATCH, HEADS, DIM = 1, 32, 128
-IN_CACHE = 1 << 28  # bytes: no GPU's L2 holds a quarter of them
-
-
-def seconds(f, *arguments, calls: int = 10, rounds: int = 5) -> float:
-    """Of one call: the fastest round of `calls`, which the device runs one after another."""
-    jax.block_until_ready(f(*arguments))
-    times = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        for _ in range(calls):
-            done = f(*arguments)  # one result at a time is alive
-        jax.block_until_ready(done)
-        times.append((time.perf_counter() - began) / calls)
-        if sum(times) * calls > 2:
-            break
-    return min(times)
-
-
-def repeated(f, times: int):
-    """A program that calls f(q, k, v) with each pair of `pairs`, so often, one after another.
-
-    Each call has a query that waits for the last. What it takes to start a program, longer than
-    many a kernel, is shared by all; and a pair has left the GPU's L2 when its turn comes again.
-    """
-
-    def run(q, pairs):
-        def once(_, q):
-            for k, v in pairs:
-                q = q + 0 * f(q, k, v)
-            return q
-
-        return jax.lax.fori_loop(0, times, once, q)
-
-    return jax.jit(run)
-
-
-def call_seconds(f, q, pairs, *, calls: int, smoke: bool) -> float:
-    """Of one of about so many calls in a program."""
-    times = 1 if smoke else -(-calls // len(pairs))
-    run = repeated(f, times)
-    few = {"calls": 1, "rounds": 1} if smoke else {"calls": 2}
-    return seconds(run, q, pairs, **few) / (times * len(pairs))
-
-
-def random_pairs(shape, dtype, most: int) -> list[tuple]:
-    """Keys and values, each array its own; so many pairs, at most, as the L2 cannot hold."""
-    size = 2 * np.prod(shape) * jnp.dtype(dtype).itemsize
-    count = int(max(1, min(most, -(-IN_CACHE // size), 0.6 * room() // size)))
-    draw = jax.jit(lambda key: jax.random.normal(key, shape, dtype))
-    keys = jax.random.split(jax.random.key(0), 2 * count)
-    return [(draw(keys[2 * i]), draw(keys[2 * i + 1])) for i in range(count)]
-
-
-def bandwidths(smoke: bool) -> dict[str, float]:
-    """Bytes per second: of a program that writes an array over (what it reads counts, too), and of
-    one that only reads, as a kernel over a cache does nearly."""
-    n = 1 << 18 if smoke else min(1 << 28, int(room() / 40))
-    x = jax.random.normal(jax.random.key(0), (n,), jnp.float32)
-    calls = 10
-    read = x.nbytes / seconds(jax.jit(jnp.max), x, calls=calls)
-    add, times = jax.jit(lambda x: x + 1, donate_argnums=0), []
-    for _ in range(5):
-        x = jax.block_until_ready(add(x))
-        began = time.perf_counter()
-        for _ in range(calls):
-            x = add(x)
-        jax.block_until_ready(x)
-        times.append((time.perf_counter() - began) / calls)
-    return {"copy": 2 * x.nbytes / min(times), "read": read}
 
 
 def device(smoke: bool) -> Iterator[dict]:
@@ -120,7 +52,7 @@ def cannot_run() -> dict[str, str]:
     example = cluster_example()
     hopper = None if example.on_hopper() else "it needs a Hopper GPU, of compute capability 9.0"
     q, k = np.zeros((1, 1, HEADS, DIM), jnp.bfloat16), np.zeros((1, 64, 8, DIM), jnp.bfloat16)
-    found = {name: why_not(name, (q, k, k)) for name in ("flash", "pallas")}
+    found = {name: why_not(name, (q, k, k)) for name in ("flash", *OWN)}
     found["cluster"] = example.missing() or hopper
     return {name: why for name, why in found.items() if why is not None}
 
@@ -143,14 +75,14 @@ def jax_gqa(q, k, v):
 
 KERNELS = {
     name: functools.partial(treeattn.attention, implementation=name)
-    for name in ("pallas", "flash", "blockwise")
+    for name in (*OWN, "flash", "blockwise")
 } | {"cuDNN": cudnn, "JAX's gqa": jax_gqa}
 # dtype, key heads, kernels: what decides first, and what takes long to compile last
 LOCAL = (
-    ("bfloat16", 8, ("pallas",)),
-    ("float32", 8, ("pallas",)),
+    ("bfloat16", 8, OWN),
+    ("float32", 8, OWN),
     ("bfloat16", 8, ("cuDNN", "JAX's gqa", "flash")),
-    ("bfloat16", 32, ("pallas", "cuDNN", "flash")),
+    ("bfloat16", 32, (*OWN, "cuDNN", "flash")),
     ("bfloat16", 8, ("blockwise",)),
     ("float32", 8, ("blockwise",)),
 )
@@ -186,6 +118,34 @@ def local(smoke: bool) -> Iterator[dict]:
             del pairs
 
 
+def kernels(smoke: bool) -> Iterator[dict]:
+    """The same calls by the GPU's clock, each of their kernels by itself."""
+    for name, n in itertools.product(
+        ("blockwise",) if smoke else OWN, (64,) if smoke else (2**12, 2**16)
+    ):
+        yield from kernels_of(name, n, smoke)
+
+
+def kernels_of(name: str, n: int, smoke: bool) -> Iterator[dict]:
+    """Of calls over n keys by one implementation."""
+    import gpu_kernels
+
+    about = {"what": "kernels", "implementation": name, "keys": n}
+    shape = BATCH, n, 8, DIM
+    size = 2 * np.prod(shape) * jnp.dtype(jnp.bfloat16).itemsize
+    pairs = random_pairs(shape, jnp.bfloat16, 1 if smoke else 16)
+    q = jnp.ones((BATCH, 1, HEADS, DIM), jnp.bfloat16)
+    try:
+        times = gpu_kernels.kernel_times(repeated(KERNELS[name], 1), q, pairs)
+    except Exception as error:  # whatever a kernel says, the rest goes on
+        yield about | {"why not": one_line(error)}
+        return
+    if not times:
+        yield about | {"why not": gpu_kernels.NONE}
+    for row in gpu_kernels.rows(times, len(pairs), size):
+        yield about | row
+
+
 # The same in one kernel, which merges within clusters of thread blocks.
 
 
@@ -205,22 +165,31 @@ def cluster(smoke: bool) -> Iterator[dict]:
         "two clusters a head": functools.partial(example.cluster_attend, clusters=2),
     }
     fs, first = dict(list(fs.items())[: 2 if smoke else 3]), None
+    splits = 4 if smoke else 512 // 8  # what the first split-K kernel leaves to the second
+    merge = functools.partial(treeattn.reduce_tree, arity=8)  # as XLA compiles one
     for n in (256,) if smoke else (2**12, 2**16, 2**18):
         q, k, v = example.draw(4, n, 1, 64) if smoke else example.draw(HEADS, n, 8, DIM)
-        first = pallas(q, k, v) if n <= 2**12 else first
+        if n <= 2**12:
+            first = pallas(q, k, v)
+            states = jax.tree.map(lambda x: jnp.stack([x] * splits), first)
+            t = seconds(jax.jit(chained(merge, 1 if smoke else 100)), states)
+            yield {"what": "merge alone", "states": splits, "µs": 1e6 * t / (1 if smoke else 100)}
         for name, f in fs.items():
             case = {"what": "cluster", "kernel": name, "keys": n}
-            if n <= 2**12:  # how far apart their outputs are
+            if n <= 2**12:  # how far apart their outputs are, and whether a race moves a bit
+                program = jax.jit(f)
                 with example.interpreted() if smoke and f is not pallas else no_context():
-                    state = jax.block_until_ready(jax.jit(f)(q, k, v))
+                    state = jax.block_until_ready(program(q, k, v))
+                    runs = 1 if smoke else 300
+                    case["ok"] = all(same_bits(state, program(q, k, v)) for _ in range(runs))
                 out, expected = (treeattn.finalize(x)[0] for x in (state, first))
-                case["off"] = float(jnp.abs(out - expected).max())
+                case |= {"runs": runs, "off": float(jnp.abs(out - expected).max())}
             yield case | ({} if smoke else {"µs": 1e6 * example.seconds(f, q, k, v)})
-    splits = 4 if smoke else 512 // 8  # what the first split-K kernel leaves to the second
-    states = jax.tree.map(lambda x: jnp.stack([x] * splits), first)
-    merge = functools.partial(treeattn.reduce_tree, arity=8)  # as XLA compiles one
-    t = seconds(jax.jit(chained(merge, 1 if smoke else 100)), states)
-    yield {"what": "merge alone", "states": splits, "µs": 1e6 * t / (1 if smoke else 100)}
+
+
+def same_bits(a, b) -> bool:
+    """Whether two states have the same numbers; NaN is another than NaN."""
+    return all(bool(jnp.array_equal(x, y)) for x, y in zip(a, b, strict=True))
 
 
 def cluster_example():
@@ -287,6 +256,7 @@ PARTS = {
     "device": device,
     "correct": correct,
     "local": local,
+    "kernels": kernels,
     "cluster": cluster,
     "tree": tree,
     "packaged": packaged,

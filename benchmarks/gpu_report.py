@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 PREDICTIONS = Path(__file__).parent / "results" / "gpu_predictions.json"
-MARKS = ("o-", "s--", "^-.", "D:")  # lines told apart without colour
+MARKS = ("o-", "s--", "^-.", "D:", "v-", "x--")  # lines told apart without colour
 
 
 def line(row: dict) -> str:

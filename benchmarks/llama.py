@@ -6,6 +6,7 @@
     python benchmarks/llama.py devices table
     python benchmarks/llama.py steps           what verifying several candidates at once costs
     python benchmarks/llama.py int8            weights of 8 bits, in turn with those of float32
+    python benchmarks/llama.py cache           what a cache in 8 bits changes of what is said
 
 Everything is measured in one process, in turn, after a first run that compiles. `single` compares
 prefill and decoding with transformers on the same float32 weights, and with llama.cpp, which
@@ -19,7 +20,8 @@ the rounds. `int8` has the decoding, prefill and steps of both models, decoding 
 model, decoding and prefill of llama.cpp with weights of 4 and of 8 bits (made of those of 4): the
 fastest of each, the ratio of processor times (which other programs disturb less), and how far the
 two agree on 2,560 tokens of English with code, Python's own documentation; kept for each version
-of JAX that it was run with. Writes benchmarks/results/llama.json.
+of JAX that it was run with. `cache` has that agreement for caches in int8 and in float8_e4m3fn, and
+the bytes of a token's keys and values. Writes benchmarks/results/llama.json.
 """
 
 import argparse
@@ -380,6 +382,22 @@ def int8(model: Llama, rounds: int = 10, n: int = 4) -> dict:
     return result
 
 
+def cache(model: Llama) -> dict[str, dict[str, float]]:
+    """How far models with caches in 8 bits say what float32's does, and a token's bytes there."""
+    result = {}
+    for dtype in (None, "int8", "float8_e4m3fn"):
+        small = model.using("tree", cache_dtype=dtype)
+        empty = small.new_cache(1, 64)
+        held = sum(x.nbytes for x in jax.tree.leaves((empty.k, empty.v)))
+        found = {"bytes a token": held / empty.capacity}
+        if dtype is not None:
+            found |= agreement(model, small)
+            found["perplexity"] = found.pop("perplexity int8")
+        result[dtype or "float32"] = found
+        print(dtype, found, flush=True)
+    return result
+
+
 def compared(candidates: dict, scale: int, rounds: int) -> dict[str, float]:
     """Milliseconds of the fastest run of each, and float32's over int8's, by both clocks."""
     busy = {k: [] for k in candidates}
@@ -415,7 +433,8 @@ def written(model: Llama, prompt: list[int], draft: str | None) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parts = {"single": single, "devices": devices, "table": table, "steps": steps, "int8": int8}
+    parts = {"single": single, "devices": devices, "table": table, "steps": steps}
+    parts |= {"int8": int8, "cache": cache}
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}; all when left out")
     wanted = parser.parse_args().parts or parts
     # Eight simulated devices would slow one down: it gets a process with one.

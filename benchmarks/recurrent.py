@@ -7,8 +7,11 @@
 The prompts of speculative.py, and twelve chats about topics that the drafter's training was kept
 from (`training/prompts.py`). The model writes each text once, greedily and at temperature 0.7; one
 pass over the texts gives its state at every token, and the drafts are replayed along them: what
-they would have led to. `grid`: beams of M candidates of C tokens, all of whose nodes are verified.
-`drafts`: 16 tokens a call, as in speculative.py. `times`: in turn with plain decoding.
+they would have led to. `grid`: beams of M candidates of C tokens, all of whose nodes are verified,
+of the likeliest tokens. `drafts`: 16 tokens a call, as in speculative.py. At temperatures above 0,
+`first`: how often one of the first k children is the next token, by what is drafted; and the drawn
+tree, for which the model writes anew, since acceptance by rejection needs what it says at nodes
+that no text has. `times`: in turn with plain decoding.
 Writes results/recurrent.json and results/recurrent.md.
 """
 
@@ -21,6 +24,7 @@ import sys
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -31,21 +35,26 @@ import speculative
 from speculative import BUDGET, decode, table, warm_up
 
 from training.prompts import prompts
-from training.recurrent import RecurrentDraft, draft_beam
+from training.recurrent import RecurrentDraft, draft_beam, load_drafter, one_more, unit
 from treeattn import Llama, pack
 from treeattn.llama import generate
 from treeattn.llama.speculation import (
-    Seen,
+    Chance,
+    Sampling,
     SuffixDraft,
     UnitedDraft,
     candidate_lengths,
     draft_candidate_tokens,
+    rejection,
 )
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "recurrent.json"
 KINDS = ("chat", "code", "editing", "structured", "held-out chat")
 GRID = ("held-out chat",)
+GRID_MODES = ("greedy",)
+CHILDREN = (1, 2, 4, 8)
+REPEATS = 4  # of the draws at each token, for `first`
 SHAPES = {
     "beam": "beams of M candidates of C tokens",
     "tree": "and what beam search kept at lesser depths",
@@ -53,7 +62,11 @@ SHAPES = {
 TEXTS = HERE.parent / "build" / "recurrent"  # kept for the next drafter
 WIDTHS = (1, 2, 4, 8)
 LENGTHS = (1, 2, 4, 5, 8)
-MODES = {"greedy": {}, "temperature 0.7": {"temperature": 0.7, "key": jax.random.key(0)}}
+MODES = {
+    "greedy": {},
+    "temperature 0.7": {"temperature": 0.7, "key": jax.random.key(0)},
+    "temperature 1": {"temperature": 1.0, "key": jax.random.key(0)},
+}
 
 
 def chosen(model: Llama, quick: bool) -> list[dict]:
@@ -123,45 +136,114 @@ def steps_of(beams, text: list[int]) -> list[tuple]:
     return steps
 
 
-def along(draft, prompt, text, states):
+class Known(NamedTuple):
+    """What one text, of those that were written together, was drawn with.
+
+    noise: (tokens, n) of each of its tokens, for those that the drafter knows
+    """
+
+    temperature: float
+    noise: np.ndarray
+
+    def after(self, at: int, count: int, length: int) -> np.ndarray:
+        """(count, length, n) of the tokens after token `at`, after the next one, …"""
+        index = np.arange(at, at + count)[:, None] + 1 + np.arange(length)
+        return self.noise[np.minimum(index, len(self.noise) - 1)]
+
+
+def chances(model: Llama, found: list[dict], mode: str, most: int) -> list[Known | None]:
+    """What each text of this mode was drawn with."""
+    options = MODES[mode]
+    if not options:
+        return [None] * len(found)
+    begin = np.array([len(p["ids"]) for p in found])
+    logits = jax.ShapeDtypeStruct((model.config.vocabulary,), np.float32)
+    chance = Chance(Sampling(options["temperature"], 1.0, options["key"]), begin, logits)
+    tokens = np.asarray(load_drafter(model)[1].tokens)
+    noise = [np.asarray(chance.noise(begin + i, 1))[..., tokens] for i in range(most)]
+    noise = np.concatenate(noise, axis=1)
+    return [Known(options["temperature"], of_text) for of_text in noise]
+
+
+class Replayed:
+    """What the trained drafter proposes along a text, computed for all of its tokens at once.
+
+    tree, known: the drafter's, and what the text was drawn with (None: the likeliest tokens)
+    """
+
+    def __init__(self, pair, text, states, known: Known | None, *, width, length, tree="foreseen"):
+        drafter, shared = pair
+        size = -len(text) % 32
+        rows = np.pad(states, [(0, size), (0, 0)])
+        certain = np.pad(np.array(text, np.int32), (0, size))
+        self.width = width
+        found = []
+        for i in range(0, len(certain), 32):
+            how = {"width": width, "length": length, "with_pruned": True}
+            if known is not None and tree == "foreseen":
+                how["temperature"] = known.temperature
+                how["noise"] = known.after(i, 32, length)
+            beams = draft_beam(drafter, shared, rows[i : i + 32], certain[i : i + 32], **how)
+            found.append([np.asarray(x) for x in beams])
+        self.found = [np.concatenate(x) for x in zip(*found, strict=True)]
+
+    def observe(self, texts, seen=None):
+        self.at = seen
+
+    def propose(self, budget):
+        return tuple(x[self.at : self.at + 1] for x in self.found)
+
+    def beam(self, at, shorter=0):
+        """The last candidates of the search, or of one that is some tokens shorter."""
+        first = self.width * shorter
+        return tuple(x[at : at + 1, first : first + self.width] for x in self.found)
+
+    def tree(self, at, shorter=0):
+        """Those, and what the search kept at lesser depths."""
+        return tuple(x[at : at + 1, self.width * shorter :] for x in self.found)
+
+
+def along(draft, prompt, text):
     """beams(at) for `steps_of`, of the draft, within the budget."""
 
     def beams(at):
-        seen = Seen(*[np.zeros((1, 0, 0))] * 3, states[at][None])
-        draft.observe([prompt + text[: at + 1]], seen if at else None)  # after prefill: no state
+        draft.observe([prompt + text[: at + 1]], at)
         return draft_candidate_tokens(draft, budget=BUDGET - 1)
 
     return beams
 
 
-def grid_beams(draft: RecurrentDraft, text, states, width: int, length: int) -> dict:
-    """beams(at) for `steps_of`, computed for all tokens at once: "beam", its `width` candidates;
-    "tree", also those that the search kept at lesser depths."""
-    size = -len(text) % 32
-    rows = np.pad(states, [(0, size), (0, 0)])
-    certain = np.pad(np.array(text, np.int32), (0, size))
-    found = [
-        draft_beam(
-            draft.drafter,
-            draft.shared,
-            rows[i : i + 32],
-            certain[i : i + 32],
-            width=width,
-            length=length,
-            with_pruned=True,
-        )
-        for i in range(0, len(certain), 32)
-    ]
-    both = [np.concatenate([np.asarray(x) for x in part]) for part in zip(*found, strict=True)]
+class Shorter:
+    """Without what the search kept at lesser depths."""
 
-    def beams(most, at):
-        """After prefill, which hands over no state, there are none."""
-        return tuple(x[at : at + 1, : most if at else 0] for x in both)
+    def __init__(self, draft: Replayed):
+        self.draft = draft
 
-    return {
-        "beam": functools.partial(beams, width),
-        "tree": functools.partial(beams, width * length),
+    def observe(self, texts, seen=None):
+        self.at = seen
+
+    def propose(self, budget):
+        return self.draft.beam(self.at)
+
+
+LIKELIEST = "recurrent, the likeliest"
+DRAWN = "recurrent, drawn"
+DRAFTS = ("suffix", "recurrent, chain of 4", "recurrent, beam of 8 × 5", "recurrent", "surer")
+
+
+def drafts_along(pair, text, states, known: Known | None) -> dict:
+    """By name. Where tokens are drawn, the trained drafter foresees them, one aside."""
+    its = pair, text, states, known
+    found = {
+        "suffix": SuffixDraft(),
+        "recurrent, chain of 4": Shorter(Replayed(*its, width=1, length=4)),
+        "recurrent": Replayed(*its, width=8, length=5),
     }
+    found["recurrent, beam of 8 × 5"] = Shorter(found["recurrent"])
+    found["surer"] = UnitedDraft(SuffixDraft(), found["recurrent"])
+    if known is not None:
+        found[LIKELIEST] = Replayed(*its, width=8, length=5, tree="likeliest")
+    return found
 
 
 def counted(steps: list[tuple]) -> dict:
@@ -170,35 +252,107 @@ def counted(steps: list[tuple]) -> dict:
     return row
 
 
-DRAFTS = {
-    "suffix": lambda model: SuffixDraft(),
-    "recurrent, chain of 4": lambda model: RecurrentDraft(model, width=1, length=4),
-    "recurrent, beam of 8 × 5": lambda model: RecurrentDraft(model, with_pruned=False),
-    "recurrent": RecurrentDraft,
-    "surer": lambda model: UnitedDraft(SuffixDraft(), RecurrentDraft(model)),
-}
+def first_nodes(model: Llama, pair, text, states, known: Known) -> dict[str, list[float]]:
+    """How likely one of the first k children of a node is the token that the model puts there, by
+    how the children are found, for k in CHILDREN; the mean over every sixth token of a text.
+
+    "at best": one draw, of which min(p, q) of each token is accepted at most
+    """
+    rng = np.random.default_rng(len(text))
+    temperature = known.temperature
+    at = np.arange(1, len(text) - 1, 6)
+    drafter, shared = pair
+    token = np.array(text, np.int32)[at, None]
+    _, guessed = one_more(drafter, shared, unit(states[at])[:, None], token)
+    says = np.asarray(model.read_out(states[None, at + 1]))[0].astype(np.float64)
+    tokens = np.asarray(shared.tokens)
+    most = max(CHILDREN)
+    sums = {name: np.zeros(most) for name in ("likeliest", "foreseen", "drawn")}
+    best = 0.0
+    for p, its in zip(says, np.asarray(guessed)[:, 0].astype(np.float64), strict=True):
+        log_q = np.full(len(p), -np.inf)
+        log_q[tokens] = its / temperature
+        log_p = p / temperature
+        p, q = (np.exp(x - x.max()) / np.exp(x - x.max()).sum() for x in (log_p, log_q))
+        best += np.minimum(p, q).sum()
+        sums["likeliest"] += np.cumsum(p[np.argsort(-q)[:most]])
+        for _ in range(REPEATS):
+            noise = rng.gumbel(size=len(p))
+            order = np.argpartition(-(log_q + noise), most)[:most]
+            order = order[np.argsort(-(log_q + noise)[order])]
+            drawn = order == np.argmax(log_p + noise)
+            sums["foreseen"] += np.cumsum(drawn) / REPEATS
+            accepted, _ = rejection(p, q, order)
+            sums["drawn"] += (1 - np.cumprod(1 - accepted)) / REPEATS
+    found = {name: [round(x[k - 1] / len(at), 4) for k in CHILDREN] for name, x in sums.items()}
+    return found | {"at best": [round(best / len(at), 4)], "nodes": len(at)}
 
 
-def measured(model: Llama, options) -> dict[str, list[dict]]:
-    found = chosen(model, options.quick)
-    rows = {"grid": [], "drafts": []}
-    recurrent = RecurrentDraft(model)
-    for mode in MODES:
-        pairs = texts_and_states(model, found, mode, options.tokens)
-        for p, (text, states) in zip(tqdm(found, unit="text", desc=mode), pairs, strict=True):
-            about = {"kind": p["kind"], "name": p["name"], "mode": mode}
-            if len(text) < 3:
-                continue
-            for width in WIDTHS if p["kind"] in GRID else ():
-                for length in LENGTHS:
-                    size = {"width": width, "length": length}
-                    for shape, beams in grid_beams(recurrent, text, states, width, length).items():
-                        row = counted(steps_of(beams, text))
-                        rows["grid"].append(about | size | {"shape": shape} | row)
-            for name, make in DRAFTS.items():
-                row = counted(steps_of(along(make(model), p["ids"], text, states), text))
-                rows["drafts"].append(about | {"draft": name} | row)
+def written_with_drawn(model: Llama, pair, found: list[dict], mode: str, tokens: int) -> list[dict]:
+    """What the drawn tree gives, text by text, while the model writes with it."""
+    found = [p for p in found if p["kind"] in GRID]
+    draft = RecurrentDraft(model, pair, tree="drawn")
+    how = MODES[mode] | {"max_new_tokens": tokens, "budget": BUDGET}
+    made = generate(model, [p["ids"] for p in found], draft=draft, **how)
+    rows = []
+    for b, p in enumerate(found):
+        by_text = ([getattr(s, name)[b] for name in STEP] for s in made.trace if s.new[b])
+        about = {"kind": p["kind"], "name": p["name"], "mode": mode, "draft": DRAWN}
+        rows.append(about | counted([tuple(step) for step in by_text]))
     return rows
+
+
+STEP = ("nodes", "unpacked", "depth", "accepted", "new")
+
+
+def each(model: Llama, options, modes):
+    """(about, text, states, known) of each text of these modes."""
+    found = chosen(model, options.quick)
+    for mode in modes:
+        pairs = texts_and_states(model, found, mode, options.tokens)
+        known = chances(model, found, mode, options.tokens)
+        texts = zip(tqdm(found, unit="text", desc=mode), pairs, known, strict=True)
+        for p, (text, states), chance in texts:
+            about = {"kind": p["kind"], "name": p["name"], "mode": mode}
+            if len(text) > 2:
+                yield about, p, text, states, chance
+
+
+def grid(model: Llama, options) -> list[dict]:
+    pair = load_drafter(model)
+    rows = []
+    for about, p, text, states, _ in each(model, options, GRID_MODES):
+        for width in WIDTHS if p["kind"] in GRID else ():
+            draft = Replayed(pair, text, states, None, width=width, length=max(LENGTHS))
+            for length, shape in itertools.product(LENGTHS, SHAPES):
+                beams = functools.partial(getattr(draft, shape), shorter=max(LENGTHS) - length)
+                size = {"width": width, "length": length, "shape": shape}
+                rows.append(about | size | counted(steps_of(beams, text)))
+    return rows
+
+
+def drafts(model: Llama, options) -> list[dict]:
+    pair = load_drafter(model)
+    rows = []
+    for about, p, text, states, known in each(model, options, MODES):
+        for name, draft in drafts_along(pair, text, states, known).items():
+            steps = steps_of(along(draft, p["ids"], text), text)
+            rows.append(about | {"draft": name} | counted(steps))
+    return rows
+
+
+def first(model: Llama, options) -> list[dict]:
+    pair = load_drafter(model)
+    texts = each(model, options, [mode for mode in MODES if MODES[mode]])
+    return [about | first_nodes(model, pair, *its) for about, _, *its in texts]
+
+
+def drawn(model: Llama, options) -> list[dict]:
+    pair = load_drafter(model)
+    found = chosen(model, options.quick)
+    modes = [mode for mode in MODES if MODES[mode]]
+    rows = (written_with_drawn(model, pair, found, mode, options.tokens) for mode in modes)
+    return list(itertools.chain(*rows))
 
 
 def times(model: Llama, options) -> list[dict]:
@@ -254,10 +408,26 @@ def grid_table(rows: list[dict], mode: str, kind: str, shape: str) -> str:
 
 def drafts_table(rows: list[dict], mode: str) -> str:
     lines = []
+    there = {r["draft"] for r in rows if r["mode"] == mode}
+    names = [name for name in (*DRAFTS, LIKELIEST, DRAWN) if name in there]
     for kind in KINDS:
-        values = (pooled(rows, mode=mode, kind=kind, draft=name) for name in DRAFTS)
+        values = (pooled(rows, mode=mode, kind=kind, draft=name) for name in names)
         lines.append([kind, *("–" if x is None else f"{x:.2f}" for x in values)])
-    return table(["", *DRAFTS], lines)
+    return table(["", *names], lines)
+
+
+def first_table(rows: list[dict], mode: str) -> str:
+    """The first of a step's guesses: of all tokens of a kind together."""
+    lines = []
+    for kinds in (KINDS[:-1], KINDS[-1:]):
+        these = [r for r in rows if r["mode"] == mode and r["kind"] in kinds]
+        nodes = sum(r["nodes"] for r in these)
+        for name in ("likeliest", "foreseen", "drawn", "at best"):
+            sums = np.sum([np.array(r[name]) * r["nodes"] for r in these], axis=0) / max(nodes, 1)
+            values = [f"{x:.3f}" for x in np.atleast_1d(sums)]
+            about = "held-out chat" if kinds == KINDS[-1:] else "the sixteen prompts"
+            lines.append([about, name, *values, *["–"] * (len(CHILDREN) - len(values))])
+    return table(["", "", *(f"k = {k}" for k in CHILDREN)], lines)
 
 
 def report(results: dict) -> str:
@@ -267,9 +437,20 @@ def report(results: dict) -> str:
         f"`benchmarks/recurrent.py`, {about['date']}, jax {about['jax']}, up to {about['tokens']} "
         "tokens a text. Tokens a step: new tokens over steps, all texts of a kind together.",
     ]
+    rows = results["drafts"] + results.get("drawn", [])
     for mode in MODES:
-        parts += [f"## Drafts, 16 tokens a call, {mode}", drafts_table(results["drafts"], mode)]
-        for kind, shape in itertools.product(GRID, ("beam", "tree")):
+        parts += [f"## Drafts, 16 tokens a call, {mode}", drafts_table(rows, mode)]
+        if MODES[mode]:
+            parts += [
+                "The recurrent drafter foresees: it knows the noise that tokens are drawn with. It "
+                f"does not as '{LIKELIEST}', nor as '{DRAWN}' (where there are results), whose "
+                "acceptance is by rejection.",
+                f"## The first guess, {mode}",
+                "How likely one of the first k children of a node is the model's token.",
+                first_table(results["first"], mode),
+            ]
+        grids = GRID if mode in GRID_MODES else ()
+        for kind, shape in itertools.product(grids, ("beam", "tree")):
             parts += [
                 f"## {kind}, {mode}: {SHAPES[shape]}",
                 "In brackets: nodes of a step after packing, of M·C before.",
@@ -281,14 +462,20 @@ def report(results: dict) -> str:
             for r in results["times"]
         ]
         head = ["kind", "prompt", "draft", "tokens a step", "times plain decoding", "same text"]
-        few = f"Up to {results['times'][0]['tokens']} tokens, one run after one to warm up."
+        few = (
+            f"{results['timed']['date']}, jax {results['timed']['jax']}, up to "
+            f"{results['times'][0]['tokens']} tokens, one run after one to warm up."
+        )
         parts += ["## Time, adaptive budget, two CPU cores", few, table(head, lines)]
     return "\n\n".join(parts) + "\n"
 
 
+PARTS = {"drafts": drafts, "first": first, "drawn": drawn, "grid": grid, "times": times}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", default=["counts", "times"])
+    parser.add_argument("parts", nargs="*", default=list(PARTS), help=", ".join(PARTS))
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--tokens", type=int, default=96)
     options = parser.parse_args()
@@ -299,13 +486,9 @@ def main() -> None:
     if options.quick:
         options.tokens = min(options.tokens, 32)
     model = Llama.load()
-    if "texts" in options.parts:
-        for mode in MODES:
-            texts_and_states(model, chosen(model, options.quick), mode, options.tokens)
-        return
-    if "counts" in options.parts:
-        results |= measured(model, options)
-        results["about"] = {
+    for part in options.parts:
+        results[part] = PARTS[part](model, options)
+        results["timed" if part == "times" else "about"] = {
             "date": datetime.date.today().isoformat(),
             "jax": version("jax"),
             "python": sys.version.split()[0],
@@ -313,9 +496,6 @@ def main() -> None:
             "quick": options.quick,
         }
         RESULTS.write_text(json.dumps(results) + "\n", encoding="utf-8")
-    if "times" in options.parts:
-        results["times"] = times(model, options)
-    RESULTS.write_text(json.dumps(results) + "\n", encoding="utf-8")
     RESULTS.with_suffix(".md").write_text(report(results), encoding="utf-8")
     print(report(results))
 

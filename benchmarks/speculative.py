@@ -4,7 +4,7 @@
     python benchmarks/speculative.py counts packed    parts of it; the others' results stay
     python benchmarks/speculative.py --quick          four prompts, 32 tokens; about 2 minutes
     python benchmarks/speculative.py readme           print the README's table from the results
-    python benchmarks/speculative.py int8             with weights of 8 bits; about 2 minutes
+    python benchmarks/speculative.py int8             with weights of 8 bits; about 6 minutes
 
 Sixteen prompts of four kinds (speculative_prompts.toml), each continued greedily by 96 tokens or up
 to where the model ends its text. `counts`: tokens a step over all steps, tokens verified before and
@@ -645,7 +645,7 @@ def main() -> None:
             flags += ["--quick"] if options.quick else []
             subprocess.run([sys.executable, __file__, *parts, *flags], check=True)
         return None
-    minutes = sum(PARTS.get(p, 2) for p in wanted) / (8 if options.quick else 1)
+    minutes = sum(PARTS.get(p, 6) for p in wanted) / (8 if options.quick else 1)
     print(f"{', '.join(wanted)}: about {minutes + 0.5:.0f} min on two quiet cores", flush=True)
     if wanted == ["devices"]:
         simulate_devices(8)

@@ -1,11 +1,16 @@
 """What the programs for eight H100s send, where JAX's compiler for them is installed: no GPU."""
 
+import functools
 import importlib.util
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+from test_pallas import on_cuda
 
+import treeattn
 from treeattn.cost.program import collectives, count_collectives, sent_bytes, total_bytes
 
 SCRIPTS = Path(__file__).parent.parent / "benchmarks"
@@ -13,6 +18,8 @@ sys.path.insert(0, str(SCRIPTS))
 spec = importlib.util.spec_from_file_location("gpu_programs", SCRIPTS / "gpu_programs.py")
 script = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(script)
+import described_gpus  # noqa: E402
+
 sys.path.remove(str(SCRIPTS))
 
 
@@ -116,3 +123,21 @@ def test_what_nobody_can_see_is_gathered(devices):
     with pytest.warns(UserWarning, match="gathered"):
         program = script.compiled("allreduce", layout, devices, named=False)
     assert sent_bytes(collectives(program)) > 134_217_728
+
+
+@pytest.mark.parametrize("capability", described_gpus.SHARED, ids=str)
+def test_the_widest_kernel_fits_in_the_shared_memory_of_every_gpu(capability, devices):
+    """Of float32 and heads of 256, with a mask, a bias and lengths; some have 99 KiB a block."""
+    where = jax.sharding.SingleDeviceSharding(described_gpus.like_an_h100(*capability))
+    array = functools.partial(jax.ShapeDtypeStruct, sharding=where)
+    cache = array((1, 8192, 1, 256), jnp.float32)
+    options = {
+        "mask": array((1, 1, 1, 8192), jnp.bool_),
+        "bias": array((1, 4, 1, 8192), jnp.float32),
+        "kv_lengths": array((1,), jnp.int32),
+    }
+    f = functools.partial(treeattn.attention, implementation="pallas")
+    with on_cuda()[1]:
+        traced = jax.jit(f).trace(array((1, 1, 4, 256), jnp.float32), cache, cache, **options)
+        text = traced.lower().compile().as_text()
+    assert text.count("__gpu$xla.gpu.triton") == 2
