@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -221,6 +222,26 @@ def test_nothing_but_jax_and_numpy(tmp_path):
     assert rows[0]["stood in for"] == missing
     done = start("-S", part, "large", "--smoke", "--seconds", "99", PYTHONPATH=path)
     assert '"tokens/s"' in done.stdout, done.stderr
+
+
+def test_programs_that_are_interpreted_run_one_by_one(gpu, monkeypatch):
+    """The interpreter of Mosaic has one memory, whoever calls it."""
+    import gpu_correct
+
+    running, most = set(), {}
+
+    def compare(what, arrays, options, about):
+        running.add(what)
+        time.sleep(0.2)
+        most[what] = len(running)
+        running.remove(what)
+        yield {"what": what}
+
+    monkeypatch.setattr(gpu_correct, "compare", compare)
+    monkeypatch.setattr(gpu_correct, "why_not", lambda *arguments, **options: None)
+    rows = list(gpu_correct.implementation("mosaic", ("bfloat16",), smoke=True))
+    assert [row["what"] for row in rows] == list(gpu_correct.SMALL)
+    assert set(most.values()) == {1}
 
 
 def test_what_is_wrong_is_found(gpu):

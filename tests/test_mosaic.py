@@ -330,6 +330,22 @@ def test_in_a_mesh_of_present_gpus_it_is_compiled():
 
 
 @with_mosaic
+def test_interpreted_on_several_devices_it_is_refused():
+    """It would find the barriers of another device, and raise an error of its own."""
+    (q, k, v), _ = draw(0, (1, 1, 2, 1, 130, 64, 64), (), "float32")
+
+    def run(mesh):
+        given = {"mesh": mesh, "axis": "kv", "implementation": "mosaic"}
+        return jax.eval_shape(lambda *x: treeattn.tree_decode(*x, **given), q, k, v)
+
+    devices = np.array(jax.devices())
+    assert run(jax.sharding.Mesh(devices[:1], "kv")).shape == q.shape
+    message = "'mosaic' is interpreted here, which takes one device, and this is a mesh of 2"
+    with pytest.raises(ValueError, match=message):
+        run(jax.sharding.Mesh(devices[:2], "kv"))
+
+
+@with_mosaic
 def test_where_only_the_compiler_knows_it_is_never_interpreted():
     """Its interpreter's steps come in an order, and would stay in a program for a CPU."""
     q, k, v = (jnp.asarray(x) for x in draw(0, (1, 2, 4, 2, 70, 64, 64), (), "float32")[0])

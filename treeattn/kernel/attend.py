@@ -93,8 +93,9 @@ def attend(
 
     By name, "flash" takes any number of queries; "pallas" and "mosaic" run on a CPU too,
     interpreted, which is slow, the second with an error where threads race for memory (JAX 0.11.2
-    prints it). All have the gradient of "blockwise". cuDNN's kernel is none of them: what JAX
-    returns of it (`jax.nn.dot_product_attention`) is an lse rounded to the inputs' dtype.
+    prints it), on one device (ValueError in a mesh of more) and in one Python thread at a time. All
+    have the gradient of "blockwise". cuDNN's kernel is none of them: what JAX returns of it
+    (`jax.nn.dot_product_attention`) is an lse rounded to the inputs' dtype.
 
     "exact" gives the same bits whatever the order of the keys, the blocks in which they are read,
     and the rows and queries beside: those of one query depend on it and on the set of its keys

@@ -5,10 +5,12 @@ treeattn/kernel/mosaic_program.py. A second kernel merges the states of all spli
 (treeattn/kernel/mosaic_merge.py).
 
 Mosaic compiles it for CUDA devices. Anywhere else Pallas interprets it, slowly, and raises an error
-where threads race for memory (JAX 0.11.2 only prints it). The derivative is the blockwise form's.
+where threads race for memory (JAX 0.11.2 only prints it). The interpreter has one memory: one
+device, and one call at a time of all Python threads. The derivative is the blockwise form's.
 """
 
 import functools
+import math
 
 import jax
 import jax.extend.backend
@@ -167,11 +169,24 @@ mosaic_attention_with_new.defvjp(
 )
 
 
+def _check_one_device() -> None:
+    """Raises ValueError inside a `shard_map` of several, which the interpreter mixes up."""
+    mesh = jax.sharding.get_abstract_mesh()
+    devices = math.prod(mesh.shape[name] for name in mesh.manual_axes)
+    if devices > 1:
+        raise ValueError(
+            "implementation: 'mosaic' is interpreted here, which takes one device, and this is a "
+            f"mesh of {devices}; use 'blockwise' or 'pallas'"
+        )
+
+
 def _run(inputs: Inputs, output_dtype=None, new: NewKeys | None = None) -> tuple:
     """What `merge_splits` returns, compiled for CUDA, interpreted for anything else."""
     arrays = jax.tree.leaves((inputs.arrays, new))
     inputs, new = varying_like((inputs, new), *arrays)
     interpret = not (inputs.on_cuda or is_compiled())
+    if interpret:
+        _check_one_device()
     states = split_states(inputs, new, interpret=interpret)
     shape = *inputs.q.shape[:3], inputs.v.shape[3]
     found = merge_splits(states, shape, interpret=interpret, output_dtype=output_dtype)
