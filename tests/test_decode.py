@@ -254,8 +254,8 @@ def test_blocks_give_the_same_bits_from_every_number_of_devices(shape, dtype, op
     )
     np.testing.assert_array_equal(out, want[0])
     if dtype == jnp.float32:
-        plain = [bits(p, "gather", None, arrays, lengths, mask)[1] for p in (1, 8)]
-        assert (plain[0] != plain[1]).any()
+        one, eight = (bits(p, "gather", None, arrays, lengths, mask) for p in (1, 8))
+        assert any((x != y).any() for x, y in zip(one, eight, strict=True))
 
 
 def test_blocks_that_make_no_tree_are_refused(unchecked):
