@@ -7,7 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 
-from treeattn.llama import Config, Layer, Llama, Weights
+from treeattn.llama import Config, Layer, Llama, Weights, rotary_frequencies
 
 KIND = "NVIDIA H100 80GB HBM3"
 
@@ -33,27 +33,38 @@ def kernels(program) -> list[str]:
     return [x for x in entry.splitlines() if re.search(r" (fusion|custom-call|copy)\(", x)]
 
 
+def zero_weights(config: Config) -> Weights:
+    """Weights of those sizes in bfloat16: of a program, only shapes matter."""
+
+    def zeros(*shape: int):
+        return jnp.zeros(shape, jnp.bfloat16)
+
+    q = config.heads * config.head_dim
+    kv = config.kv_heads * config.head_dim
+    layer = Layer(
+        attention_norm=zeros(config.width),
+        qkv=zeros(q + 2 * kv, config.width),
+        output=zeros(config.width, q),
+        mlp_norm=zeros(config.width),
+        gate_up=zeros(2 * config.mlp_width, config.width),
+        down=zeros(config.width, config.mlp_width),
+    )
+    embedding = zeros(config.vocabulary, config.width)
+    frequencies = jnp.asarray(rotary_frequencies(config))
+    norm = zeros(config.width)
+    return Weights(embedding, (layer,) * config.layers, norm, embedding, frequencies)
+
+
 def llama_step(config: Config, device, rows: int, tokens: int, capacity: int, implementation: str):
     """The program of a step of one token a row, or of a tree of so many, over a cache."""
-    c = config
     of = functools.partial(array, device)
-    q = c.heads * c.head_dim
-    kv = c.kv_heads * c.head_dim
-    layer = Layer(
-        attention_norm=of(c.width),
-        qkv=of(q + 2 * kv, c.width),
-        output=of(c.width, q),
-        mlp_norm=of(c.width),
-        gate_up=of(2 * c.mlp_width, c.width),
-        down=of(c.width, c.mlp_width),
-    )
-    embedding = of(c.vocabulary, c.width)
-    frequencies = of(c.head_dim // 2, dtype=jnp.float32)
-    weights = Weights(embedding, (layer,) * c.layers, of(c.width), embedding, frequencies)
-    model = Llama(config, weights, implementation=implementation)
-    cache = jax.eval_shape(lambda: model.new_cache(rows, capacity))
-    cache = jax.tree.map(lambda x: of(*x.shape, dtype=x.dtype), cache)
 
+    def shapes(f):
+        return jax.tree.map(lambda x: of(*x.shape, dtype=x.dtype), jax.eval_shape(f))
+
+    weights = shapes(lambda: zero_weights(config))
+    model = Llama(config, weights, implementation=implementation)
+    cache = shapes(lambda: model.new_cache(rows, capacity))
     mask = of(1, tokens, tokens, dtype=jnp.bool_) if tokens > 1 else None
 
     def step(weights, new, cache, mask):

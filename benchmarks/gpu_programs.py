@@ -20,11 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from described_gpus import h100s
+from described_programs import zero_weights
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import treeattn
 from treeattn.cost import collectives, count_collectives, memory, sent_bytes, total_bytes
-from treeattn.llama import Config, Layer, Llama, Weights, rotary_frequencies
+from treeattn.llama import Config, Llama
 
 ROWS, HEADS, KV_HEADS, HEAD_DIM = 4, 16, 8, 128
 KEYS = 65536  # of a decoding step
@@ -124,28 +125,6 @@ LLAMA_STEPS = {
         "shard_weights": True,
     },
 }
-
-
-def zero_weights(config: Config) -> Weights:
-    """Weights of those sizes in bfloat16: of a program, only shapes matter."""
-
-    def zeros(*shape: int):
-        return jnp.zeros(shape, jnp.bfloat16)
-
-    q = config.heads * config.head_dim
-    kv = config.kv_heads * config.head_dim
-    layer = Layer(
-        attention_norm=zeros(config.width),
-        qkv=zeros(q + 2 * kv, config.width),
-        output=zeros(config.width, q),
-        mlp_norm=zeros(config.width),
-        gate_up=zeros(2 * config.mlp_width, config.width),
-        down=zeros(config.width, config.mlp_width),
-    )
-    embedding = zeros(config.vocabulary, config.width)
-    frequencies = jnp.asarray(rotary_frequencies(config))
-    norm = zeros(config.width)
-    return Weights(embedding, (layer,) * config.layers, norm, embedding, frequencies)
 
 
 def llama_step(roles: dict[str, int], options: dict, devices):
