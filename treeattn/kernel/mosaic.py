@@ -19,8 +19,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from treeattn.idea.arrays import varying_like
-from treeattn.idea.state import AttentionState, finalize
-from treeattn.kernel.blockwise import attend_blockwise, blockwise_attention
 from treeattn.kernel.inputs import Inputs, NewKeys
 from treeattn.kernel.mosaic_merge import merge_splits
 from treeattn.kernel.mosaic_program import (
@@ -33,7 +31,7 @@ from treeattn.kernel.mosaic_program import (
     shared_bytes,
 )
 from treeattn.kernel.mosaic_tiles import interpreted, plgpu
-from treeattn.kernel.one_key import attend_one_key
+from treeattn.kernel.split_k import with_derivatives
 
 HOPPER = 9, 0  # the least compute capability with a unit that copies blocks
 COLUMNS = 8  # of a product of tensor cores, at least
@@ -124,51 +122,6 @@ def shared_memory(of: tuple[int, int]) -> int:
     return (163 if of < HOPPER else 227) << 10
 
 
-@jax.custom_vjp
-def mosaic_attend(inputs: Inputs) -> AttentionState:
-    """The state by the kernel, of inputs that have no `obstacle`."""
-    if 0 in (*inputs.q.shape, *inputs.v.shape):
-        return attend_blockwise(inputs)
-    if inputs.k.shape[1] == 1:
-        return attend_one_key(inputs)
-    return AttentionState(*_run(inputs))
-
-
-mosaic_attend.defvjp(
-    lambda inputs: (mosaic_attend(inputs), inputs),
-    lambda inputs, cotangent: jax.vjp(attend_blockwise, inputs)[1](cotangent),
-)
-
-
-@jax.custom_vjp
-def mosaic_attention(inputs: Inputs):
-    """The output of that state (b, l, h, dv) in the queries' dtype; the second kernel divides."""
-    if 0 in (*inputs.q.shape, *inputs.v.shape):
-        return blockwise_attention(inputs)
-    if inputs.k.shape[1] == 1:
-        return finalize(attend_one_key(inputs))[0].astype(inputs.q.dtype)
-    return _run(inputs, inputs.q.dtype)[0]
-
-
-mosaic_attention.defvjp(
-    lambda inputs: (mosaic_attention(inputs), inputs),
-    lambda inputs, cotangent: jax.vjp(blockwise_attention, inputs)[1](cotangent),
-)
-
-
-@jax.custom_vjp
-def mosaic_attention_with_new(inputs: Inputs, new: NewKeys):
-    """The output (b, l, h, dv) after both, in the queries' dtype; neither is empty, and of the new
-    keys there are `KEYS` at most."""
-    return _run(inputs, inputs.q.dtype, new)[0]
-
-
-mosaic_attention_with_new.defvjp(
-    lambda inputs, new: (mosaic_attention_with_new(inputs, new), (inputs, new)),
-    lambda both, cotangent: jax.vjp(blockwise_attention, *both)[1](cotangent),
-)
-
-
 def _check_one_device() -> None:
     """Raises ValueError inside a `shard_map` of several, which the interpreter mixes up."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -191,6 +144,9 @@ def _run(inputs: Inputs, output_dtype=None, new: NewKeys | None = None) -> tuple
     shape = *inputs.q.shape[:3], inputs.v.shape[3]
     found = merge_splits(states, shape, interpret=interpret, output_dtype=output_dtype)
     return varying_like(found, *arrays)
+
+
+mosaic_attend, mosaic_attention, mosaic_attention_with_new = with_derivatives(_run)
 
 
 def tile_of(inputs: Inputs, d: int, dv: int) -> Tiling:

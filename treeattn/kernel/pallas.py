@@ -17,11 +17,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from treeattn.idea.arrays import varying_like
-from treeattn.idea.state import AttentionState, finalize, finite
-from treeattn.kernel.blockwise import attend_blockwise, blockwise_attention
+from treeattn.idea.state import finite
 from treeattn.kernel.inputs import Inputs, NewKeys
 from treeattn.kernel.masks import mask_and_clip, shown_by
-from treeattn.kernel.one_key import attend_one_key
+from treeattn.kernel.split_k import with_derivatives
 from treeattn.kernel.splits import keep_nan, merge_splits
 from treeattn.kernel.tiles import (
     SIDE,
@@ -61,50 +60,6 @@ def obstacle(inputs: Inputs) -> str | None:
     return None
 
 
-@jax.custom_vjp
-def pallas_attend(inputs: Inputs) -> AttentionState:
-    """The state by the kernel, of inputs that have no `obstacle`."""
-    if 0 in (*inputs.q.shape, *inputs.v.shape):
-        return attend_blockwise(inputs)
-    if inputs.k.shape[1] == 1:
-        return attend_one_key(inputs)
-    return AttentionState(*_run(inputs))
-
-
-pallas_attend.defvjp(
-    lambda inputs: (pallas_attend(inputs), inputs),
-    lambda inputs, cotangent: jax.vjp(attend_blockwise, inputs)[1](cotangent),
-)
-
-
-@jax.custom_vjp
-def pallas_attention(inputs: Inputs):
-    """The output of that state (b, l, h, dv) in the queries' dtype; the second kernel divides."""
-    if 0 in (*inputs.q.shape, *inputs.v.shape):
-        return blockwise_attention(inputs)
-    if inputs.k.shape[1] == 1:
-        return finalize(attend_one_key(inputs))[0].astype(inputs.q.dtype)
-    return _run(inputs, inputs.q.dtype)[0]
-
-
-pallas_attention.defvjp(
-    lambda inputs: (pallas_attention(inputs), inputs),
-    lambda inputs, cotangent: jax.vjp(blockwise_attention, inputs)[1](cotangent),
-)
-
-
-@jax.custom_vjp
-def pallas_attention_with_new(inputs: Inputs, new: NewKeys):
-    """The output (b, l, h, dv) after both, in the queries' dtype; neither is empty."""
-    return _run(inputs, inputs.q.dtype, new)[0]
-
-
-pallas_attention_with_new.defvjp(
-    lambda inputs, new: (pallas_attention_with_new(inputs, new), (inputs, new)),
-    lambda both, cotangent: jax.vjp(blockwise_attention, *both)[1](cotangent),
-)
-
-
 def _run(inputs: Inputs, output_dtype=None, new: NewKeys | None = None) -> tuple:
     """What `_call` returns, compiled for CUDA, interpreted for anything else."""
     arrays = (*inputs.arrays, new)
@@ -115,6 +70,9 @@ def _run(inputs: Inputs, output_dtype=None, new: NewKeys | None = None) -> tuple
     interpreted = functools.partial(call, interpret=True)
     found = lax.platform_dependent(*arguments, cuda=compiled, default=interpreted)
     return varying_like(found, *jax.tree.leaves(arrays))
+
+
+pallas_attend, pallas_attention, pallas_attention_with_new = with_derivatives(_run)
 
 
 def _call(*arrays, interpret: bool, output_dtype=None, **options) -> tuple:
