@@ -82,7 +82,7 @@ refresh: $(STAMP)
 	$(BIN)/python notebooks/execute.py --store
 
 figures: $(STAMP)
-	$(BIN)/python -m treeattn.figures figures
+	$(BIN)/python -m figures figures
 
 steppers: $(STAMP)
 	$(BIN)/python site/make_steppers.py

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from treeattn.cost import fit_ranges
+from labs.cost import fit_ranges
 
 SMALL = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18)  # fitted
 LARGE = (1 << 19, 1 << 20, 1 << 21)  # fitted apart
@@ -53,7 +53,7 @@ def measure(rank: int, processes: int, address: str) -> dict:
     from jax.sharding import PartitionSpec as P
 
     import treeattn
-    from treeattn.cost import Group, collectives, fastest_seconds, measure_collectives
+    from labs.cost import Group, collectives, fastest_seconds, measure_collectives
 
     treeattn.simulate_devices(1)
     treeattn.initialize(address, processes, rank)

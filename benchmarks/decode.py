@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import treeattn
-from treeattn.cost import collectives, memory, sent_bytes, total_bytes
+from labs.cost import collectives, memory, sent_bytes, total_bytes
 
 RESULTS = Path(__file__).parent / "results"
 HEADS = 16
@@ -236,7 +236,7 @@ def main() -> int:
     for p, n in tqdm([(p, n) for p in args.devices for n in args.keys], unit="case"):
         rows += measure(treeattn.kv_mesh(jax.devices()[:p]), n, args.rounds)
     report(rows, "simulated devices", "decode.md" if args.write else None)
-    if args.write:  # for `python -m treeattn.figures figures decode_ratios`
+    if args.write:  # for `python -m figures figures decode_ratios`
         text = "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n"
         (RESULTS / "decode.json").write_text(text, encoding="utf-8")
     return 0

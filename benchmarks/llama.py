@@ -45,7 +45,7 @@ import numpy as np
 from tqdm import tqdm
 
 from treeattn import Llama, ancestor_mask, depths, kv_mesh, simulate_devices
-from treeattn.llama import Cache, generate, open_checkpoint, packaged_model
+from treeattn_llama import Cache, generate, open_checkpoint, packaged_model
 
 RESULTS = Path(__file__).parent / "results" / "llama.json"
 REPEAT = (

@@ -36,8 +36,8 @@ import numpy as np
 from tqdm import tqdm
 
 from treeattn import Llama, TokenTree, beam_search, kv_mesh, pack, simulate_devices, unpack
-from treeattn.llama import generate, stream
-from treeattn.llama.speculation import (
+from treeattn_llama import generate, stream
+from treeattn_llama.speculation import (
     DRAFTS,
     NGramDraft,
     RecyclingDraft,

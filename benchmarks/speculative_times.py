@@ -31,8 +31,8 @@ from speculative import CAPACITY, HERE, KINDS, RESULTS, decode
 
 from training.prompts import prompts as training_prompts
 from treeattn import Llama
-from treeattn.llama import generate, stream
-from treeattn.llama.speculation import Budget
+from treeattn_llama import generate, stream
+from treeattn_llama.speculation import Budget
 
 DRAFTS = ("suffix", "surer")
 GROUPS = (*KINDS, "held-out", "new", "sampled")

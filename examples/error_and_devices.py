@@ -9,7 +9,7 @@ or of sums that were not divided yet. Plain NumPy; errors are relative, against 
 
 import numpy as np
 
-from treeattn.conformance import attend, bfloat16
+from treeattn_conformance import attend, bfloat16
 
 DEVICES = 1, 2, 4, 8, 16, 32, 64, 128, 256
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import treeattn
-from treeattn.conformance import check_attention
+from treeattn_conformance import check_attention
 
 
 def my_kernel(q, k, v, mask):

@@ -16,7 +16,7 @@ import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from treeattn.conformance import check_attention, check_merge
+from treeattn_conformance import check_attention, check_merge
 
 SHARDS = 4
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treeattn.conformance import FINGERPRINTS, bfloat16, check_merge
+from treeattn_conformance import FINGERPRINTS, bfloat16, check_merge
 
 
 def sound(a, b, *, exp=np.exp, log=np.log, guarded=True, selected=True):

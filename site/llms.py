@@ -8,7 +8,7 @@ import inspect
 import re
 from pathlib import Path
 
-import treeattn.conformance as conformance
+import treeattn_conformance as conformance
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent

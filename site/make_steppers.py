@@ -17,7 +17,7 @@ import numpy as np
 from broken_merges import faults
 
 from treeattn import Llama, beam_search
-from treeattn.figures.sentence import convex_hull
+from figures.sentence import convex_hull
 
 HERE = Path(__file__).parent
 PAGES = {f"{name}_stepper.html": f"{name}.html" for name in ("energy", "merge", "prefix_tree")}

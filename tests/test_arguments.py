@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from treeattn import Llama, pack, pack_tree
-from treeattn.cost.formulas import Workload, v_ring, v_tree
-from treeattn.cost.topology import Level
-from treeattn.llama import inputs
-from treeattn.llama.cache import new_cache as new_cache_of
-from treeattn.llama.sampling import sample
-from treeattn.llama.text import stream
+from labs.cost.formulas import Workload, v_ring, v_tree
+from labs.cost.topology import Level
+from treeattn_llama import inputs
+from treeattn_llama.cache import new_cache as new_cache_of
+from treeattn_llama.sampling import sample
+from treeattn_llama.text import stream
 from treeattn.trees.draft import beam_search, expand_tree
 
 LLAMAS = Path(__file__).parent / "data" / "llamas"

@@ -12,7 +12,7 @@ from jax.test_util import check_grads
 from oracles import dense_attention, dense_gradients, dense_weights
 
 from treeattn import AttentionState, attend, attention, finalize, merge
-from treeattn.cost.program import memory
+from treeattn.program import memory
 from treeattn.kernel import causal
 from treeattn.kernel.causal import CAUSAL_BLOCK
 from treeattn.kernel.products import BLOCK

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 from PIL import Image
 
 from treeattn import kv_mesh, ring_decode, tree_decode
-from treeattn.cost.program import collectives, sent_bytes
-from treeattn.figures import cheat_sheet
-from treeattn.figures.__main__ import collect
+from treeattn.program import collectives, sent_bytes
+from figures import cheat_sheet
+from figures.__main__ import collect
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treeattn import attention_from_energy, causal_energy, cumulant, energy, log_likelihood
-from treeattn.cost.work import flops
+from labs.cost.work import flops
 from treeattn.idea.energy import log_sum_exp
 
 SHAPES = [(1, 1, 1), (7, 2, 6), (40, 8, 3)]  # (n, d, dv): one key; dv ≠ d both ways

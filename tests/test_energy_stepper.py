@@ -12,7 +12,7 @@ import pytest
 from browser import Browser, chromium
 
 from treeattn import energy, finalize, from_output, merge
-from treeattn.figures.sentence import running_example
+from figures.sentence import running_example
 
 pytestmark = pytest.mark.slow
 

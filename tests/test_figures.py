@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from treeattn import attend_exact, finalize, pack_rows, reduce_tree
-from treeattn.cost import MODELS, free_tokens, preset
-from treeattn.figures import (
+from labs.cost import MODELS, free_tokens, preset
+from figures import (
     autodiff,
     bayes,
     energy,
@@ -28,9 +28,9 @@ from treeattn.figures import (
     training,
     tree,
 )
-from treeattn.figures import speculation_results as results_of
-from treeattn.figures.__main__ import collect
-from treeattn.figures.measured import measured
+from figures import speculation_results as results_of
+from figures.__main__ import collect
+from figures.measured import measured
 
 
 def test_golden_values_of_the_six_leaves():
@@ -287,7 +287,7 @@ def test_what_packing_was_measured_to_save():
 
 
 def test_without_measurements_the_error_says_where_they_are_from(tmp_path, monkeypatch):
-    monkeypatch.setattr("treeattn.figures.measured.RESULTS", tmp_path)
+    monkeypatch.setattr("figures.measured.RESULTS", tmp_path)
     message = r"results: expected a folder with {0}\.json, as benchmarks/{0}\.py writes it"
     for draw, name in (
         (sent.sent_by_context, "decode"),

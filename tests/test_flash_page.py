@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from treeattn.conformance import attend, check_attention
+from treeattn_conformance import attend, check_attention
 
 PAGE = Path(__file__).parent.parent / "site" / "flash_attn_jax.md"
 

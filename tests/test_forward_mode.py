@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from oracles import dense_attention
 
 from treeattn import finalize, from_output, kv_mesh, merge, tree_decode
-from treeattn.cost.program import collectives, sent_bytes, total_bytes
+from treeattn.program import collectives, sent_bytes, total_bytes
 
 close = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
 

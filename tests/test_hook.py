@@ -12,8 +12,8 @@ from oracles import dense_attention, dense_gradients, dense_weights
 
 import treeattn
 from treeattn import AttentionState, attend, attention, finalize, kv_mesh, tree_decode
-from treeattn.conformance import check_attention
-from treeattn.llama import Llama
+from treeattn_conformance import check_attention
+from treeattn_llama import Llama
 
 SMALL = Path(__file__).parent / "data" / "llamas" / "llama3"
 EXAMPLE = Path(__file__).parent.parent / "examples" / "kernels.py"

@@ -22,11 +22,11 @@ REPOSITORY = Path(__file__).parent.parent
 # figures, which belong to a checkout, every module. All else may change its name tomorrow.
 PUBLIC = (
     "treeattn",
-    "treeattn.llama",
-    "treeattn.llama.speculation",
-    "treeattn.cost",
-    "treeattn.conformance",
-    "treeattn.figures",
+    "treeattn_llama",
+    "treeattn_llama.speculation",
+    "labs.cost",
+    "treeattn_conformance",
+    "figures",
 )
 
 # What each room stands on, besides itself. A name of a room stands for all that is in it.
@@ -67,7 +67,7 @@ def imported(importer: str, text: str, modules: set[str]) -> Iterator[str]:
             module = node.module
             if node.level:
                 assert node.level == 1 and importer.startswith("conformance."), importer
-                module = f"treeattn.conformance.{module}"
+                module = f"treeattn_conformance.{module}"
             names = [f"{module}.{alias.name}" for alias in node.names]
         else:
             continue
@@ -127,12 +127,12 @@ def test_there_is_no_circle():
         ("idea.state", "from treeattn.kernel.attend import attend", "kernel.attend"),
         ("idea.state", "from treeattn.kernel import attend", "kernel.attend"),
         ("kernel.attend", "import treeattn.devices.mesh", "devices.mesh"),
-        ("devices.mesh", "def f():\n    from treeattn.llama import Llama", "llama.__init__"),
+        ("devices.mesh", "def f():\n    from treeattn_llama import Llama", "llama.__init__"),
         ("devices.mesh", "from treeattn import merge", "__init__"),
         ("trees.beam", "from treeattn.idea.state import merge", "idea.state"),
         ("cost.program", "from treeattn.kernel.attend import attend", "kernel.attend"),
-        ("llama.model", "from treeattn.cost import collectives", "cost.__init__"),
-        ("llama.model", "import treeattn.figures.style as style", "figures.style"),
+        ("llama.model", "from labs.cost import collectives", "cost.__init__"),
+        ("llama.model", "import figures.style as style", "figures.style"),
         ("conformance.merging", "from treeattn.idea.state import merge", "idea.state"),
     ],
 )
@@ -215,12 +215,12 @@ def test_costs_need_no_more_than_the_core():
     code = f"""
 import importlib, pkgutil, sys
 sys.modules |= dict.fromkeys({absent}, None)
-import treeattn.cost
-for module in pkgutil.iter_modules(treeattn.cost.__path__, "treeattn.cost."):
+import labs.cost
+for module in pkgutil.iter_modules(labs.cost.__path__, "labs.cost."):
     importlib.import_module(module.name)
-print(set(treeattn.cost.__all__) <= set(dir(treeattn.cost)))
+print(set(labs.cost.__all__) <= set(dir(labs.cost)))
 print(*sorted({{name.split(".")[1] for name in sys.modules if name.startswith("treeattn.")}}))
-treeattn.cost.__main__.main(["--context", "1000"])
+labs.cost.__main__.main(["--context", "1000"])
 """
     same, rooms, _, blank, *table = run(code).splitlines()
     assert (same, rooms, blank) == ("True", "cost devices idea kernel measured trees", "")
@@ -230,19 +230,19 @@ treeattn.cost.__main__.main(["--context", "1000"])
 @pytest.mark.parametrize(
     ("what", "absent", "message"),
     [
-        ("import treeattn; treeattn.Llama", "gguf", "treeattn.llama needs gguf"),
-        ("from treeattn import Llama", "tokenizers", "treeattn.llama needs tokenizers"),
-        ("import treeattn.llama.text", "jinja2", "treeattn.llama needs jinja2"),
-        ("import treeattn.__main__", "tqdm", "treeattn.llama needs tqdm"),
-        ("import treeattn.figures", "PIL", "treeattn.figures needs PIL"),
-        ("import treeattn.figures.style", "matplotlib", "treeattn.figures needs matplotlib"),
-        ("import treeattn.figures.energy", "safetensors", "treeattn.llama needs safetensors"),
+        ("import treeattn; treeattn.Llama", "gguf", "treeattn_llama needs gguf"),
+        ("from treeattn import Llama", "tokenizers", "treeattn_llama needs tokenizers"),
+        ("import treeattn_llama.text", "jinja2", "treeattn_llama needs jinja2"),
+        ("import treeattn.__main__", "tqdm", "treeattn_llama needs tqdm"),
+        ("import figures", "PIL", "figures needs PIL"),
+        ("import figures.style", "matplotlib", "figures needs matplotlib"),
+        ("import figures.energy", "safetensors", "treeattn_llama needs safetensors"),
     ],
 )
 def test_what_is_missing_names_its_extra(what, absent, message):
     """Figures belong to a checkout, which has a group of dependencies for them."""
     install = "'treeattn[llama]'"
-    if message.startswith("treeattn.figures"):
+    if message.startswith("figures"):
         install = "-e '.[llama]' --group dev"
     code = f"""
 import sys
@@ -283,7 +283,7 @@ def users() -> Iterator[tuple[str, str]]:
 def is_public(name: str) -> bool:
     """Whether "treeattn.x.y" is a public module, one of its names, or of the figures."""
     holder, _, last = name.rpartition(".")
-    if name in PUBLIC or f"{name}.".startswith("treeattn.figures."):
+    if name in PUBLIC or f"{name}.".startswith("figures."):
         return True
     if holder not in PUBLIC or last.startswith("_"):
         return False
@@ -367,15 +367,15 @@ def test_what_we_rely_on_is_where_the_table_says():
         ("from treeattn.kernel import flash", "treeattn.kernel.flash"),
         ("from treeattn import kernel", "treeattn.kernel"),
         ("import treeattn.devices.merge as m", "treeattn.devices.merge"),
-        ("def f():\n    from treeattn.cost.program import memory", "treeattn.cost.program.memory"),
+        ("def f():\n    from treeattn.program import memory", "treeattn.program.memory"),
         ("import treeattn\n\ntreeattn.kernel.flash.load()", "treeattn.kernel"),
-        ("from treeattn.llama import model", "treeattn.llama.model"),
-        ("from treeattn.conformance import judging", "treeattn.conformance.judging"),
+        ("from treeattn_llama import model", "treeattn_llama.model"),
+        ("from treeattn_conformance import judging", "treeattn_conformance.judging"),
         ("import treeattn\n\ntreeattn.merge", None),
-        ("from treeattn.cost import memory", None),
-        ("from treeattn.figures import energy", None),
-        ("from treeattn.figures.sent import sent_by_context", None),
-        ("from treeattn.llama import speculation", None),
+        ("from labs.cost import memory", None),
+        ("from figures import energy", None),
+        ("from figures.sent import sent_by_context", None),
+        ("from treeattn_llama import speculation", None),
     ],
 )
 def test_what_is_public(code, found):

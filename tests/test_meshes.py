@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from oracles import dense_attention, dense_gradients, dense_weights
 
 import treeattn
-from treeattn.cost.program import collectives, count_collectives, total_bytes
+from treeattn.program import collectives, count_collectives, total_bytes
 from treeattn.devices.layout import lay_out
 from treeattn.devices.merge import METHODS, merge_across
 from treeattn.kernel.inputs import check_inputs

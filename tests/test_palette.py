@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from treeattn.figures import style
+from figures import style
 
 NAMES = ("BLUE", "ORANGE", "GREEN", "RED", "PURPLE", "SKY", "INK", "GREY", "PALE")
 

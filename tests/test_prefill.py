@@ -14,7 +14,7 @@ from oracles import dense_attention, dense_gradients
 from test_decode import make_mesh
 
 import treeattn
-from treeattn.cost.program import collectives, total_bytes
+from treeattn.program import collectives, total_bytes
 
 PREFILLS = {
     "ring": treeattn.ring_attention,

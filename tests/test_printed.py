@@ -23,7 +23,7 @@ from treeattn import (
     merge_across,
     tree_decode,
 )
-from treeattn.cost.program import collectives, total_bytes
+from treeattn.program import collectives, total_bytes
 
 close = functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-12)
 

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from treeattn import kv_mesh
-from treeattn.cost.program import (
+from treeattn.program import (
     Collective,
     collectives,
     collectives_table,

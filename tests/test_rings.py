@@ -13,7 +13,7 @@ import pytest
 from oracles import dense_attention, dense_gradients, dense_weights
 
 import treeattn
-from treeattn.cost.program import collectives, count_collectives, total_bytes
+from treeattn.program import collectives, count_collectives, total_bytes
 from treeattn.devices.on_device import ring
 from treeattn.kernel.inputs import check_inputs
 

@@ -10,8 +10,8 @@ import pytest
 from browser import Browser, chromium
 
 import treeattn
-import treeattn.conformance
-import treeattn.llama
+import treeattn_conformance
+import treeattn_llama
 
 SITE = Path(__file__).parent.parent / "site"
 
@@ -46,11 +46,11 @@ def test_the_api_has_every_public_name_once():
     page = (SITE / "api.md").read_text("utf-8")
     entries = re.findall(r"^\.\. auto(?:class|function):: (\w+)", page, re.MULTILINE)
     assert len(entries) == len(set(entries))
-    modules = treeattn, treeattn.llama, treeattn.llama.speculation
+    modules = treeattn, treeattn_llama, treeattn_llama.speculation
     public = {name for module in modules for name in module.__all__}
     assert set(entries) == public - {"DRAFTS", "Texts"}
     whole = re.findall(r"^\.\. automodule:: ([\w.]+)", page, re.MULTILINE)
-    assert whole == ["treeattn.cost", "treeattn.conformance"]
+    assert whole == ["labs.cost", "treeattn_conformance"]
 
 
 def test_the_ledgers_page_has_every_row(site):
@@ -83,7 +83,7 @@ def test_every_fault_has_an_anchor_of_its_own(site):
     wanted = [anchor(kind, fault) for kind, (faults, _) in FAULTS.items() for fault in faults]
     assert sorted(re.findall(r'<a id="([^"]+)"></a>', page)) == sorted(wanted)
     assert len(set(wanted)) == len(wanted)
-    lists = {name for name in treeattn.conformance.__all__ if name.endswith("FINGERPRINTS")}
+    lists = {name for name in treeattn_conformance.__all__ if name.endswith("FINGERPRINTS")}
     assert len(lists) == len(FAULTS)
 
 

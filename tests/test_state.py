@@ -27,8 +27,8 @@ from treeattn import (
     scan_states,
     skip_bound,
 )
-from treeattn.cost.work import count_merges
-from treeattn.figures import rounding
+from labs.cost.work import count_merges
+from figures import rounding
 from treeattn.idea.state import rescale
 
 N, DV, PARTS = 12, 2, 5  # keys, their values' width, parts they are split into

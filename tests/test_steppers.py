@@ -28,8 +28,8 @@ from treeattn import (
     reduce_chain,
     reduce_tree,
 )
-from treeattn.conformance import FINGERPRINTS, check_merge
-from treeattn.cost.program import collectives
+from treeattn_conformance import FINGERPRINTS, check_merge
+from treeattn.program import collectives
 from treeattn.idea.state import tree_round
 
 pytestmark = pytest.mark.slow

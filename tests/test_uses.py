@@ -101,7 +101,7 @@ def test_a_cascade_reads_the_prefix_once(optimized):
     )
     lengths = jax.ShapeDtypeStruct((b,), jnp.int32)
     program = jax.jit(cascade).lower(q, (pk, pk), (k, k), lengths).compile()
-    held = treeattn.cost.program.memory(program)
+    held = treeattn.program.memory(program)
     prefix = 2 * n * 4 * 64 * 4
     assert held.held_bytes < 3 * prefix < b * prefix
 

@@ -93,14 +93,14 @@ def test_all_but_the_llama_works_without_an_extra(python, tmp_path):
     code = """
 import importlib, pkgutil, treeattn
 for module in pkgutil.walk_packages(treeattn.__path__, "treeattn.", onerror=lambda name: None):
-    if not module.name.startswith("treeattn.llama") and module.name != "treeattn.__main__":
+    if not module.name.startswith("treeattn_llama") and module.name != "treeattn.__main__":
         importlib.import_module(module.name)
         print(module.name)
 """
     found = run(*python, "-c", code, cwd=tmp_path).split()
-    assert {"treeattn.cost.papers", "treeattn.conformance", "treeattn.trees.beam"} <= set(found)
-    assert not any(name.startswith("treeattn.figures") for name in found)
-    advice = run(*python, "-m", "treeattn.cost", "--context", "1000", cwd=tmp_path)
+    assert {"labs.cost.papers", "treeattn_conformance", "treeattn.trees.beam"} <= set(found)
+    assert not any(name.startswith("figures") for name in found)
+    advice = run(*python, "-m", "labs.cost", "--context", "1000", cwd=tmp_path)
     assert "heads + sequence" in advice
 
 

@@ -126,7 +126,7 @@ def tree_decode(
              merge depend on the number of devices.
 
     method "auto": the one whose collectives take least on these devices by a file of measured
-             times (`treeattn.measured`; `python -m treeattn.cost --calibrate FILE` writes it):
+             times (`treeattn.measured`; `python -m labs.cost --calibrate FILE` writes it):
              measured, or else the file that the environment variable TREEATTN_MEASURED names.
              Without either, "allreduce" ("reduce_scatter" with scatter, "butterfly" with block).
              Processes that decode together must read the same times.

@@ -5,7 +5,7 @@
 What it is given has been checked: there is at least one query, one key and one entry of a head, and
 the arrays lie and agree as in `attend`. It is given those options only that a call has, and `scale`
 always. (out, lse) will do for a state. What it returns is checked, too, for shapes and dtypes; its
-numbers are its own affair, of which `treeattn.conformance.check_attention` asks.
+numbers are its own affair, of which `treeattn_conformance.check_attention` asks.
 """
 
 import functools

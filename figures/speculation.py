@@ -1,0 +1,260 @@
+"""Figures of notebook 09: the loop of speculative decoding, and one step's tree."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import ConnectionPatch
+
+from figures.boxes import (
+    MARS,
+    bare,
+    draw_cell,
+    headline,
+    ids_of,
+    tree_layout,
+)
+from figures.canvas import styled
+from figures.llama import packaged_model
+from figures.style import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    SKY,
+    new_figure,
+)
+from treeattn_llama.model import Llama
+from treeattn_llama.speculation import SuffixDraft, accept_candidate_tokens, likeliest
+from treeattn.trees.beam import pack, unpack
+from treeattn.trees.token_tree import beam_from_tree, pack_tree
+
+
+def _tree(axes, parents, labels, accepted=(), own=None, width=0.86, fontsize=8.5) -> None:
+    """A token tree; accepted nodes have a tick and a thick frame, their edges are thick.
+
+    own: the node that is the model's own token, which was no candidate.
+    """
+    place = tree_layout(parents)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            x0, y0 = place[parent]
+            x1, y1 = place[node]
+            middle = (x0 + x1) / 2
+            right = x1 - width / 2
+            line = {"color": INK, "lw": 2.6} if node in accepted else {"color": GREY, "lw": 0.9}
+            axes.plot([x0 + width / 2, middle, middle, right], [y0, y0, y1, y1], **line)
+    for node, ((x, y), label) in enumerate(zip(place, labels, strict=True)):
+        if node in accepted:
+            text = label if node == own else f"✓ {label}"
+            draw_cell(axes, x, y, text, GREEN, width=width, fontsize=fontsize, fontweight="bold")
+            axes.patches[-1].set(
+                linewidth=2.4, edgecolor=INK, linestyle=":" if node == own else "-"
+            )
+        else:
+            draw_cell(axes, x, y, label, width=width, fontsize=fontsize)
+            axes.patches[-1].set(linestyle="--" if len(accepted) else "-")
+    deepest, lowest = place.max(axis=0)
+    bare(axes, (-0.6, deepest + 0.6), (-0.6, lowest + 0.6))
+
+
+@styled
+def accepted_tree(
+    parents: Sequence[int], labels: Sequence[str], accepted: Sequence[int], own: str = ""
+) -> Figure:
+    """One step's tree with the path that was accepted: ticks, thick frames and thick edges.
+
+    accepted: the nodes of the path, the certain token first; own: the model's own token after it,
+    drawn as a further node.
+    """
+    parents = list(parents)
+    labels = list(labels)
+    accepted = list(accepted)
+    if own:
+        parents = [*parents, accepted[-1]]
+        labels = [*labels, own]
+        accepted = [*accepted, len(labels) - 1]
+    place = tree_layout(parents)
+    figure, axes = new_figure(
+        min(1.2 + 1.12 * (1 + place[:, 0].max()), 10.0), 0.75 + 0.36 * (1 + place[:, 1].max())
+    )
+    _tree(axes, parents, labels, accepted, len(labels) - 1 if own else None)
+    if own:
+        x, y = place[-1]
+        axes.text(x + 0.5, y, "the model's own", va="center", fontsize=8, color=INK)
+    new = len(accepted) - 1
+    headline(axes, f"One call of the model, {new} new token{'s' * (new > 1)}")
+    path = " ".join(labels[i] for i in accepted)
+    return figure.describe(
+        f"A tree of {len(labels)} tokens from left to right. Ticks and thick frames mark the "
+        f"accepted path, {path}; its last box, with a dotted frame, is the model's own token. The "
+        "boxes with dashed frames were guessed in vain."
+    )
+
+
+PROMPT = """{"name": "Alice", "city": "Paris", "age": 34}
+{"name": "Bob", "city": "Rome", "age": 27}
+{"name": "Carol", "city": "Paris", "age": 45}
+{"name": "Dave","""
+
+
+def one_step(model: Llama | None = None) -> Figure:
+    """`accepted_tree` for a step of the packaged model after `PROMPT`, the suffix draft's tree."""
+    model = model or packaged_model()
+    draft = SuffixDraft()
+    ids = model.tokenizer.encode(PROMPT)
+    first, cache = model.prefill([ids], model.new_cache(1, 128))
+    certain = int(np.asarray(first).argmax())
+    draft.observe([[*ids, certain]])
+    tree, _ = draft.propose(15)
+    tokens = np.concatenate([[[certain]], tree.tokens], axis=1).astype(np.int32)
+    parents = np.concatenate([[[-1]], tree.parents + 1], axis=1).astype(np.int32)
+    packed = pack_tree(tree._replace(tokens=tokens, parents=parents, sizes=tree.sizes + 1))
+    positions = len(ids) + packed.position_offsets
+    logits, _ = model.extend(
+        packed.packed_beam, cache, positions=positions, mask=packed.attention_mask
+    )
+    beam, lengths = beam_from_tree(
+        tree._replace(tokens=tokens, parents=parents, sizes=tree.sizes + 1)
+    )
+    scores = np.where(np.arange(beam.shape[2]) < lengths[..., None], 0.0, -np.inf)
+    verified = [unpack(np.asarray(x), packed.unpack_map) for x in likeliest(logits)]
+    new = accept_candidate_tokens(beam, scores, *verified)[0]
+    path = [0]
+    for token in new[:-1]:
+        path.append(
+            next(
+                i
+                for i, (t, up) in enumerate(zip(tokens[0], parents[0], strict=True))
+                if up == path[-1] and t == token
+            )
+        )
+    words = [repr(model.tokenizer.decode([t]))[1:-1] for t in [*tokens[0].tolist(), new[-1]]]
+    words = [word if word.strip() else "␣" for word in words]
+    return accepted_tree(parents[0].tolist(), words[:-1], path, words[-1])
+
+
+# What the model says after each of the eight nodes of the Mars tree: it goes on "is dark red .".
+SAID = ("is", "dark", "planet", "planet", "in", "the", "red", ".")
+
+
+@styled
+def loop(rows=MARS, said=SAID) -> Figure:
+    """The whole loop on one beam: draft, pack, verify, unpack, accept, and round again."""
+    beam, words = ids_of(rows)
+    packed = pack(beam)
+    tokens = [words[t] for t in packed.packed_beam[0]]
+    parents = [
+        int(np.flatnonzero(row[:i])[-1]) if row[:i].any() else -1
+        for i, row in enumerate(packed.attention_mask[0])
+    ]
+    figure, axes = new_figure(9.2, 5.2, nrows=2, ncols=3, width_ratios=[1, 1.2, 1])
+    figure.get_layout_engine().set(wspace=0.07, hspace=0.08)
+    draft, tree, verify, accept, back, after = axes.ravel()
+    _grid(draft, rows)
+    headline(draft, "1  Draft: a beam of candidates")
+    _tree(tree, parents, tokens, width=0.9, fontsize=8)
+    headline(tree, "2  Pack: each prefix once, a tree")
+    _verify(verify, tokens)
+    headline(verify, "3  Verify: one call, two states")
+    verified = np.array(said)[packed.unpack_map[0]]
+    _grid(after, verified)
+    headline(after, "4  Unpack: what comes next")
+    path, new = _walk(parents, tokens, said)
+    _tree(back, parents, tokens, path, width=0.9, fontsize=8)
+    headline(back, "5  Accept: the path the model goes")
+    _context(accept, [tokens[0], *new])
+    headline(accept, f"The text: {len(new)} tokens longer")
+    for a, b, start, end in (
+        (draft, tree, 1, 0),
+        (tree, verify, 1, 0),
+        (after, back, 0, 1),
+        (back, accept, 0, 1),
+    ):
+        _arrow(figure, a, (start, 0.5), b, (end, 0.5))
+    _arrow(figure, verify, (0.97, 0.06), after, (0.97, 1.0))
+    _arrow(figure, accept, (0.9, 0.75), draft, (0.9, 0.0))
+    return figure.describe(
+        "Six panels in a circle. 1 Draft: three candidates of four words. 2 Pack: their tree of "
+        "eight nodes. 3 Verify: the context's keys on eight devices and the tree's own give two "
+        "states, which merge. 4 Unpack: a table of what the model says after each prefix. 5 "
+        f"Accept: the path along which candidates agree. Then the text, {len(new)} tokens longer."
+    )
+
+
+def _grid(axes, rows) -> None:
+    for m, row in enumerate(rows):
+        for c, word in enumerate(row):
+            draw_cell(axes, c, m, word, BLUE if m == 0 else None, fontsize=8.5)
+            axes.patches[-1].set(edgecolor=GREY, facecolor="white")
+    bare(axes, (-0.6, len(rows[0]) - 0.4), (-0.8, len(rows) - 0.2))
+
+
+def _verify(axes, tokens) -> None:
+    for device in range(8):
+        draw_cell(axes, device * 0.5, 0, str(device), SKY, width=0.46, fontsize=8)
+    axes.text(1.75, -0.62, "context: keys on eight devices", ha="center", fontsize=8.5, color=INK)
+    for i in range(len(tokens)):
+        draw_cell(axes, i * 0.5, 2.3, str(i), GREEN, width=0.46, fontsize=8)
+    axes.text(1.75, 2.95, "tree: its own keys, masked", ha="center", fontsize=8.5, color=INK)
+    axes.text(
+        1.75,
+        1.15,
+        "state  ⊕  state  →  8 distributions",
+        ha="center",
+        va="center",
+        fontsize=9,
+        fontweight="bold",
+        color=INK,
+    )
+    for y in (0.62, 1.68):
+        axes.plot([1.75, 1.75], [y - 0.2, y + 0.2], color=INK, lw=1.2)
+    bare(axes, (-0.4, 3.9), (-0.9, 3.2))
+
+
+def _walk(parents, tokens, said) -> tuple[list[int], list[str]]:
+    """The nodes on the accepted path, and the new tokens: the model's own comes last."""
+    path = [0]
+    while True:
+        follow = [
+            i for i, up in enumerate(parents) if up == path[-1] and tokens[i] == said[path[-1]]
+        ]
+        if not follow:
+            return path, [said[node] for node in path]
+        path.append(follow[0])
+
+
+def _context(axes, words) -> None:
+    axes.text(0, 0, "…", ha="right", va="center", fontsize=12)
+    for i, word in enumerate(words):
+        draw_cell(axes, 0.65 + i, 0, word, GREEN if i else None, fontsize=8.5)
+        if 0 < i < len(words) - 1:
+            axes.text(0.65 + i, 0.62, "✓", ha="center", va="center", fontsize=9)
+    axes.text(0.65, 0.62, "certain", ha="center", va="center", fontsize=7.5)
+    axes.text(len(words) - 0.35, 0.62, "its own", ha="center", va="center", fontsize=7.5)
+    bare(axes, (-0.4, len(words) + 0.3), (-1.3, 1.5))
+
+
+def _arrow(figure, a, start, b, end) -> None:
+    figure.add_artist(
+        ConnectionPatch(
+            start,
+            end,
+            "axes fraction",
+            "axes fraction",
+            axesA=a,
+            axesB=b,
+            arrowstyle="-|>",
+            mutation_scale=16,
+            lw=1.6,
+            color=INK,
+            shrinkA=2,
+            shrinkB=2,
+        )
+    )
+
+
+FIGURES = {
+    "speculation_loop": loop,
+    "speculation_tree": one_step,
+}

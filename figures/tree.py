@@ -1,0 +1,210 @@
+"""Figures of notebook 05: who sends what to whom."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from labs.cost.schedules import schedule
+from figures.canvas import styled
+from figures.style import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    PALE,
+    RED,
+    SKY,
+    new_figure,
+)
+
+
+def _arrow(ax, start, end, **style) -> None:
+    arrow = {"arrowstyle": "-|>", "color": BLUE, "lw": 1.2, "shrinkA": 0, "shrinkB": 0}
+    ax.annotate("", end, start, arrowprops=arrow | style)
+
+
+@styled
+def ring_and_tree(p: int = 8) -> Figure:
+    """What travels: keys and values around a ring, states up and down a tree (2024 Figure 1b)."""
+    figure, (ring, tree) = new_figure(7.4, 3.4, ncols=2)
+    angles = np.pi / 2 - 2 * np.pi * np.arange(p) / p
+    x = np.cos(angles)
+    y = np.sin(angles)
+    for i in range(p):
+        nearby = angles[i] - 2 * np.pi / p * np.array([0.27, 0.73])
+        a, b = np.cos(nearby)
+        c, d = np.sin(nearby)
+        _arrow(ring, (a, c), (b, d), color=RED, lw=4, mutation_scale=18)
+        _device(ring, x[i], y[i], i)
+    ring.text(
+        0,
+        0,
+        f"each arrow: a shard\nof keys and values,\n{p - 1} times",
+        ha="center",
+        va="center",
+        fontsize=9,
+    )
+    ring.set(xlim=(-1.3, 1.3), ylim=(-1.25, 1.25), aspect="equal")
+    ring.set_title(f"Ring: {p - 1} rounds")
+    places = list(range(p))
+    level = 0
+    while len(places) > 1:
+        above = [sum(places[i : i + 2]) / len(places[i : i + 2]) for i in range(0, len(places), 2)]
+        for i, place in enumerate(places):
+            tree.plot([place, above[i // 2]], [level, level + 1], color=BLUE, lw=1.4)
+        places = above
+        level = level + 1
+        tree.plot(places, [level] * len(places), "o", ms=9, mfc="white", mec=BLUE, mew=1.5)
+    for i in range(p):
+        _device(tree, i, 0, i)
+    tree.text(-0.6, level + 0.1, "each line:\na state up,\nthe result down", va="top", fontsize=9)
+    tree.set(xlim=(-0.7, p - 0.3), ylim=(-0.5, level + 0.3))
+    tree.set_title(f"Tree: {level} rounds up, {level} down")
+    for ax in (ring, tree):
+        ax.axis("off")
+    return figure.describe(
+        f"Left, {p} devices in a circle; thick arrows lead from each to the next, each a shard of "
+        f"keys and values, in {p - 1} rounds. Right, the same devices as the leaves of a binary "
+        f"tree of {level} levels; along its thin lines states go up, and the result comes down."
+    )
+
+
+def _device(ax, x, y, i) -> None:
+    ax.plot(x, y, "s", ms=19, mfc="white", mec=INK, mew=1.2)
+    ax.text(x, y, str(i), ha="center", va="center", fontsize=9)
+
+
+def butterfly_pairs(p: int) -> list[tuple[str, list[tuple[int, int]]]]:
+    """The rounds of `merge_across(method="butterfly")`: (what happens, pairs (from, to)).
+
+    Devices beyond the largest power of two hand in their states first, and get the result last.
+    """
+    swaps = p.bit_length() - 1
+    names = [f"swap over {1 << k}" for k in range(swaps)]
+    if p > 1 << swaps:
+        names = ["hand in", *names, "hand back"]
+    rounds = []
+    for name, round_ in zip(names, schedule("butterfly", p, 1), strict=True):
+        pairs = zip(round_.source.tolist(), round_.target.tolist(), strict=True)
+        rounds.append((name, list(pairs)))
+    return rounds
+
+
+@styled
+def butterfly(sizes: Sequence[int] = (8, 6)) -> Figure:
+    """Who sends its state to whom, round by round, and how many shards each state then holds."""
+    figure, axes = new_figure(7.4, 3.4, ncols=len(sizes), squeeze=False)
+    for ax, p in zip(axes[0], sizes, strict=True):
+        holds = [1] * p
+        rounds = butterfly_pairs(p)
+        for step, (what, pairs) in enumerate(rounds):
+            before = list(holds)
+            for a, b in pairs:
+                ax.annotate(
+                    "",
+                    (b, step + 0.86),
+                    (a, step + 0.14),
+                    arrowprops={"arrowstyle": "-|>", "color": BLUE, "lw": 1.1, "alpha": 0.8},
+                )
+                holds[b] = before[a] if what == "hand back" else holds[b] + before[a]
+            for i in range(p):
+                ax.plot([i, i], [step + 0.14, step + 0.86], color=PALE, lw=1, zorder=0)
+            ax.text(p - 0.35, step + 0.5, what, va="center", color=GREY, fontsize=9)
+            _row(ax, step, before, p)
+        _row(ax, len(rounds), holds, p)
+        ax.set(xlim=(-0.6, p + 1.1), ylim=(len(rounds) + 0.4, -0.4), xlabel="device")
+        ax.set(xticks=range(p), yticks=range(len(rounds) + 1), ylabel="after round")
+        ax.set_title(f"{p} devices: {len(rounds)} rounds")
+        ax.spines[:].set_visible(False)
+        ax.tick_params(length=0)
+    return figure.describe(
+        f"Devices in columns, rounds from top to bottom, for {' and '.join(map(str, sizes))} "
+        "devices. Arrows show who sends its state to whom; a circle's number says how many shards "
+        "a device's state covers, and filled circles have all. Eight devices need three rounds; "
+        "six need four, since two of them hand in their states first and get the result last."
+    )
+
+
+def _row(ax, y: int, holds: Sequence[int], p: int) -> None:
+    """A circle a device, with the number of shards its state covers; full ones filled."""
+    for i, n in enumerate(holds):
+        full = n == p
+        ax.plot(i, y, "o", ms=15, mfc=GREEN if full else "white", mec=GREEN if full else INK)
+        ax.text(i, y, str(n), ha="center", va="center", fontsize=9, color="white" if full else INK)
+
+
+def _parts(ax, left: float, y: float, count: int, held: Sequence[int], color: str) -> None:
+    """A state as a row of `count` boxes, of which the `held` ones are filled."""
+    for part in range(count):
+        fill = color if part in held else "white"
+        ax.add_patch(Rectangle((left + 0.2 * part, y), 0.19, 0.34, ec=GREY, lw=0.8, fc=fill))
+
+
+@styled
+def tree_of_trees(nodes: int = 2, devices: int = 4) -> Figure:
+    """`method="hierarchical"`: which parts of the state each device holds, stage by stage."""
+    figure, ax = new_figure(7.4, 4.3)
+    stages = ("its own state", "a share of its node's", "the same share of all", "all of it")
+    moves = (
+        "all-to-all within the node",
+        "gather across the nodes",
+        "all-gather within the node",
+    )
+    for stage, name in enumerate(stages):
+        for node in range(nodes):
+            for i in range(devices):
+                left = node * (devices + 0.7) + i
+                held = range(devices) if stage in (0, 3) else (i,)
+                covers = (1, devices, devices * nodes, devices * nodes)[stage]
+                _parts(ax, left, float(stage), devices, held, GREEN if stage > 1 else SKY)
+                ax.text(left + 0.4, stage - 0.09, f"of {covers}", ha="center", fontsize=8)
+        ax.text(-0.25, stage + 0.17, name, ha="right", va="center", fontsize=9)
+    width = nodes * (devices + 0.7) - 0.7
+    for stage, name in enumerate(moves):
+        color = RED if stage == 1 else INK
+        for node in range(nodes):
+            middle = node * (devices + 0.7) + devices / 2 - 0.1
+            _arrow(ax, (middle, stage + 0.4), (middle, stage + 0.78), color=color)
+        if stage == 1:
+            for i in range(devices):
+                low = i + 0.4
+                high = (nodes - 1) * (devices + 0.7) + i + 0.4
+                ax.plot(
+                    [low, high],
+                    [stage + 0.48 + 0.07 * i] * 2,
+                    color=RED,
+                    lw=1,
+                    ls="--",
+                    marker="o",
+                    ms=3,
+                )
+        ax.text(
+            width + 0.1,
+            stage + 0.6,
+            name.replace(" ", "\n", 1),
+            va="center",
+            fontsize=9,
+            color=color,
+        )
+    for node in range(nodes):
+        left = node * (devices + 0.7)
+        ax.text(left + devices / 2 - 0.1, -0.32, f"node {node}", ha="center", fontsize=9)
+    ax.set(xlim=(-2.4, width + 2.3), ylim=(len(stages) - 0.5, -0.5))
+    ax.set_title("A tree of trees: only a share of the state crosses between the nodes")
+    ax.axis("off")
+    return figure.describe(
+        f"{nodes} nodes of {devices} devices, each drawn as a state of {devices} parts, in four "
+        "stages from top to bottom. First each device has all parts of its own state. An "
+        "all-to-all within the node leaves each device one part, of its node's shards. Dashed "
+        "lines across the nodes join devices with the same part, which then covers all shards. A "
+        "gather within the node gives every device all parts."
+    )
+
+
+FIGURES = {
+    "ring_and_tree": ring_and_tree,
+    "butterfly": butterfly,
+    "tree_of_trees": tree_of_trees,
+}

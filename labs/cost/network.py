@@ -1,0 +1,271 @@
+"""How long collectives take on a topology, simulated.
+
+A message starts when its sender has what it is to send, and when its links are free. It keeps
+them for as long as its bytes take, and is there a latency later, one for every hop: a device may
+send the next message while the last one travels. Messages of one round that share a link share
+its bandwidth. This is the α-β model, as in Thakur, Rabenseifner and Gropp (2005, "Optimization of
+collective communication operations in MPICH"), with data dependencies where they assume rounds.
+
+A collective that the library runs is pipelined: a device hands on the first bytes before the last
+have come. One rule for launches: as many as the program has collectives. What JAX writes as
+permutes has one for each round, an Allreduce by nodes three; they wait for each other's last bytes.
+"""
+
+import functools
+import math
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from labs.cost.formulas import Number
+from labs.cost.schedules import Round, schedule
+from labs.cost.topology import Topology
+from treeattn.measured import Group
+
+# Collectives of which a library has several algorithms, and takes the fastest.
+CHOICES = {
+    "allreduce": ("ring-allreduce", "tree-allreduce"),
+    "all-gather": ("ring-gather", "doubling-gather"),
+    "reduce-scatter": ("ring-scatter", "halving-scatter"),
+}
+# What JAX writes as a permute a round, each a launch of its own.
+PERMUTES = ("ring", "round-trip", "butterfly")
+XLA_NAMES = {"allreduce": "all-reduce"} | dict.fromkeys(PERMUTES, "collective-permute")
+ALGORITHMS = dict.fromkeys(("one-shot", "in-switch"), "direct")
+ALGORITHMS |= dict.fromkeys(("tree-allreduce", "hierarchical-allreduce"), "tree")
+# What the library runs as several rings or trees at once, each leaving a node by another card.
+CHANNELS = ("ring-allreduce", "tree-allreduce", "ring-gather", "ring-scatter")
+
+
+class TimedRound(NamedTuple):
+    """A round as it was run: the messages, and when each began and arrived. (messages,) each."""
+
+    round: Round
+    start: np.ndarray
+    arrival: np.ndarray
+
+
+def run_rounds(
+    rounds: Iterable[Round], p: int, topology: Topology, *, pipelined: bool = True
+) -> Iterator[TimedRound]:
+    """Run the rounds on the first p devices of the topology, all of which start at 0.
+
+    Raises ValueError when the topology has fewer devices.
+    """
+    topology.check_devices(p)
+    first = np.zeros(p)  # when a device has the first bytes of what it hands on
+    last = np.zeros(p)  # … and the last ones
+    free = np.zeros(_link_count(topology, p))
+    loads = {}
+    for round_ in list(rounds):  # all of them are kept: a round is known by its identity
+        if id(round_) not in loads:
+            loads[id(round_)] = _load(round_, topology)
+        latency, seconds, message, link = loads[id(round_)]
+        if round_.at_once:
+            start = np.zeros(len(seconds))
+        elif pipelined:
+            start = first[round_.source]
+        else:
+            start = last[round_.source]
+        np.maximum.at(start, message, free[link])
+        end = start + seconds
+        if not round_.at_once:
+            end = np.maximum(end, last[round_.source])
+        busy_until = np.maximum(end, start + topology.gap)
+        np.maximum.at(free, link, busy_until[message])
+        np.maximum.at(first, round_.target, start + latency)
+        np.maximum.at(last, round_.target, end + latency)
+        yield TimedRound(round_, start, end + latency)
+
+
+def simulate(
+    rounds: Iterable[Round], p: int, topology: Topology, *, pipelined: bool = True
+) -> float:
+    """What `run_rounds` comes to: seconds until the last device has all that it gets."""
+    sent = run_rounds(rounds, p, topology, pipelined=pipelined)
+    return max((float(x.arrival.max()) for x in sent), default=0.0)
+
+
+def _link_count(topology: Topology, p: int) -> int:
+    """More than the largest number that `_load` gives a link."""
+    widest = max(x.size if x.wiring == "mesh" else 6 for x in topology.levels)
+    return 2 * len(topology.levels) * widest * max(p, topology.levels[0].size)
+
+
+def _load(round_: Round, topology: Topology) -> tuple[np.ndarray, ...]:
+    """(latency, seconds, message, link): what the messages of a round ask of the links.
+
+    latency, seconds: (messages,) until a message's first byte is there, and that its bytes take
+    message, link:    (uses,) each link that each message uses, both by their numbers
+    """
+    level = topology.level_of(round_.source, round_.target)
+    latency = np.zeros(len(level))
+    seconds = np.zeros(len(level))
+    pairs = [np.zeros((2, 0), int)]
+    for i, links in enumerate(topology.levels):
+        (here,) = np.nonzero(level == i)
+        if not len(here):
+            continue
+        message, used = _links(round_.source[here], round_.target[here], i, topology)
+        _, number = np.unique(used, return_inverse=True)
+        sharing = np.bincount(number)[number]  # messages on that link
+        busiest = np.zeros(len(here), int)
+        np.maximum.at(busiest, message, sharing)
+        hops = 1
+        if isinstance(links.wiring, tuple):
+            hops = np.bincount(message, minlength=len(here))
+        latency[here] = links.latency * hops
+        seconds[here] = busiest * round_.message_bytes / links.bandwidth
+        pairs.append(np.stack([here[message], used * len(topology.levels) + i]))
+    return latency, seconds, *np.concatenate(pairs, axis=1)
+
+
+def _links(source, target, i: int, topology: Topology) -> tuple[np.ndarray, np.ndarray]:
+    """(message, link) for each link that each message uses on level i; links are just numbers."""
+    level = topology.levels[i]
+    unit = topology.unit_sizes()[i]
+    every = np.arange(len(source))
+    if isinstance(level.wiring, tuple):
+        return _torus_links(source, target, level.wiring)
+    if level.wiring == "mesh":  # one from each device to each other one
+        return every, source * level.size + target % level.size
+    ports = level.links or unit
+
+    def port(device):
+        return device // unit * ports + device % unit * ports // unit
+
+    out_of_and_into = [2 * port(source), 2 * port(target) + 1]
+    return np.concatenate([every, every]), np.concatenate(out_of_and_into)
+
+
+def _torus_links(source, target, sides: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """As `_links`: the shorter way around each dimension, one dimension after another."""
+    at = torus_coordinates(source, sides)
+    goal = torus_coordinates(target, sides)
+    messages = []
+    links = []
+    for axis, side in enumerate(sides):
+        ahead = (goal[axis] - at[axis]) % side
+        direction = np.where(2 * ahead <= side, 1, -1)
+        while (moving := np.nonzero(at[axis] != goal[axis])[0]).size:
+            here = np.ravel_multi_index(at[:, moving], sides)
+            messages.append(moving)
+            links.append((here * len(sides) + axis) * 2 + (direction[moving] > 0))
+            at[axis, moving] = (at[axis, moving] + direction[moving]) % side
+    return np.concatenate(messages), np.concatenate(links)
+
+
+def torus_coordinates(device: np.ndarray, sides: tuple[int, ...]) -> np.ndarray:
+    """Coordinates (dimensions, devices) along a path on which successive devices are neighbours.
+
+    Where all sides are even, the last device is a neighbour of the first one, too.
+    """
+    coordinates = []
+    rest = np.asarray(device)
+    for axis in range(len(sides)):
+        block = math.prod(sides[axis + 1 :])
+        index, rest = np.divmod(rest, block)
+        rest = np.where(index % 2 == 1, block - 1 - rest, rest)  # every second row runs backwards
+        coordinates.append(index)
+    return np.stack(coordinates)
+
+
+# ------------------------------------------------------------------------- a collective's costs
+
+
+@functools.lru_cache(maxsize=65536, typed=True)
+def collective_seconds(kind: str, p: int, message_bytes: Number, topology: Topology) -> float:
+    """Seconds of one collective on p devices, by the fastest protocol, its launches included.
+
+    Where the topology has measured times of such a group (`is_measured`), by those.
+
+    kind and message_bytes as in `schedules.SCHEDULES`; or one of `CHOICES`, for its fastest
+    algorithm. Raises ValueError for an unknown kind, when the topology has fewer devices, and for
+    kernels that read their peers' memory where devices cannot.
+    """
+    topology.check_devices(p)
+    if ALGORITHMS.get(kind) == "direct" and not topology.peers:
+        raise ValueError(f"kind: {kind} reads other devices' memory, which {topology.name} lacks")
+    if is_measured(kind, p, topology):
+        parts = _library_collectives(kind, p, message_bytes, topology)
+        return sum(topology.measured.seconds(name, size, *group) for name, group, size in parts)
+    if kind in CHOICES:
+        return min(collective_seconds(k, p, message_bytes, topology) for k in CHOICES[kind])
+    rounds = list(schedule(kind, p, float(message_bytes), topology.node_size))
+    if p == 1:
+        return 0.0
+    launches = collective_launches(kind, p, topology.node_size)
+    algorithm = ALGORITHMS.get(kind, "ring")
+    return min(
+        launches * choice.launch + simulate(rounds, p, choice, pipelined=launches == 1)
+        for choice in topology.by_protocol(algorithm, p, spread=kind in CHANNELS)
+    )
+
+
+def is_measured(kind: str, p: int, topology: Topology) -> bool:
+    """Whether the topology's measured times have the collective, among p such devices."""
+    if topology.measured is None:
+        return False
+    parts = _library_collectives(kind, p, 0, topology)
+    return all((name, group) in topology.measured.fits for name, group, _ in parts)
+
+
+def _library_collectives(
+    kind: str, p: int, message_bytes: Number, topology: Topology
+) -> list[tuple[str, Group, Number]]:
+    """What a library is called for: XLA's names, the groups, and the bytes that a device puts in.
+
+    Kernels of one's own, and single algorithms, are none of XLA's, and keep their names.
+    """
+    g = min(topology.node_size, p)
+    near = topology.stride
+    if kind == "hierarchical-allreduce" and p % g == 0:
+        parts = [
+            ("reduce-scatter", Group(g, near), message_bytes),
+            ("all-reduce", Group(p // g, g * near), message_bytes / g),
+            ("all-gather", Group(g, near), message_bytes / g),
+        ]
+        return [part for part in parts if part[1].devices > 1]
+    rounds = collective_rounds(kind, p) if kind in PERMUTES else 1
+    return [(XLA_NAMES.get(kind, kind), Group(p, near), message_bytes)] * rounds
+
+
+@functools.lru_cache(maxsize=4096)
+def _counts(kind: str, p: int, g: int) -> tuple[int, float]:
+    """(rounds, messages that the device that sends most sends)."""
+    first_choice = CHOICES.get(kind, (kind,))[0]
+    rounds = list(schedule(first_choice, p, 1.0, g))
+    sent = np.zeros(p)
+    for round_ in rounds:
+        np.add.at(sent, round_.source, round_.message_bytes)
+    return len(rounds), float(sent.max())
+
+
+def collective_rounds(kind: str, p: int, g: int = 1) -> int:
+    """Rounds of a collective on p devices, g in a node; of one of `CHOICES`, of its ring."""
+    return _counts(kind, p, g)[0]
+
+
+def collective_sent_bytes(kind: str, p: int, message_bytes: Number, g: int = 1) -> Number:
+    """Bytes that the device that sends most puts on its links; of one of `CHOICES`, in its ring.
+
+    A ring's Allreduce sends the least that any can (2024 eq. 33, 2025 eq. 12), but
+    for in-switch ones.
+    """
+    return _counts(kind, p, g)[1] * message_bytes
+
+
+def collective_launches(kind: str, p: int, g: int = 1) -> int:
+    """Collectives of the program on p devices, g in a node.
+
+    A collective-permute a round for some; for an Allreduce by nodes a reduce-scatter in the nodes,
+    an Allreduce between them and a gather in them, as no library has it in one call; else one.
+    """
+    if kind in PERMUTES:
+        return collective_rounds(kind, p)
+    if kind == "hierarchical-allreduce" and p % min(g, p) == 0:
+        inside = 2 if g > 1 else 0
+        between = 1 if p > g else 0
+        return inside + between
+    return 1

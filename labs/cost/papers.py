@@ -1,0 +1,250 @@
+"""What the papers print of their measurements, and what their own scripts would take.
+
+Of Figures 2, 3 and 4 the sources give captions and a few values in the text: those are all there
+is. github.com/Zyphra/tree_attention has two JAX scripts of Figure 3's shape, and a PyTorch one of
+that of Tables 1 and 2, with which they were probably measured.
+
+`script_seconds` goes through `benchmark_generation.py` and `llama_flash_sp.py` and adds up what a
+run of either method computes, reads and sends:
+
+- a prefill by ring attention in both cases. Its chunks are in order, so the last rank attends to
+  everybody's keys, p − ½ chunks, and sends while it attends;
+- `generate(10)` takes its first token from the prefill, then makes nine passes. In each layer
+  rotary embedding is applied to the whole cached chunk, and `repeat_kv` copies it, a key head for
+  every query head. The query is rotated at every position of the chunk, by broadcasting, and all
+  but the last are thrown away. The last rank appends to its cache and does not keep the result;
+- the tree attends to its chunk, and makes three small Allreduces;
+- the ring agrees on the longest chunk by an Allreduce and `.item()`, for which the CPU waits;
+  copies keys and values (`contiguous`); pads all chunks but the last rank's by one key of float32
+  zeros from the CPU, which turns them into float32 and back; and sends them p − 1 times, with a key
+  head for every query head. Rank r attends to r + 1 chunks: the last rank to all of them.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from labs.cost.formulas import Number, Workload
+from labs.cost.models import MODELS, Model
+from labs.cost.strategies import decode_cost
+from labs.cost.topology import H100, MI300X, RTX4090, Device, Topology
+
+# 2024 §6.1, Figure 3: "close ×8 speedups when we use 128 GPUs on a sequence length of 5.12M".
+FIGURE_3_DEVICES = 128
+FIGURE_3_CONTEXT = 5_120_000
+FIGURE_3_SPEEDUP = 8
+
+# 2024 §6.2, Figure 4, two RTX 4090s: the gap between the methods' peaks, by hidden size, in bytes.
+FIGURE_4_GAP_BYTES = {2048: 524e6, 4096: 1040e6}
+
+PASSES = 9  # after the prefill
+
+
+class Measured(NamedTuple):
+    """A time in seconds, and what is printed after its ±.
+
+    The text calls it a standard error; the script prints numpy's standard deviation of ten runs,
+    of which the mean's standard error is a third.
+    """
+
+    mean: float
+    error: float
+
+
+class TableRow(NamedTuple):
+    """A line of Table 1 or 2: a prefill and ten tokens, by either attention."""
+
+    context: int
+    tree: Measured
+    ring: Measured
+    speedup: int  # as printed
+
+    @property
+    def ratio(self) -> Measured:
+        """Ring's time over tree's."""
+        ratio = self.ring.mean / self.tree.mean
+        errors = (x.error / x.mean for x in (self.tree, self.ring))
+        return Measured(ratio, ratio * sum(x * x for x in errors) ** 0.5)
+
+
+def _row(context, tree, tree_error, ring, ring_error, speedup) -> TableRow:
+    return TableRow(context, Measured(tree, tree_error), Measured(ring, ring_error), speedup)
+
+
+# 2025 Table 1: Llama 3.1 8B. "32k" is taken as 32,000, the script's own lengths being such.
+TABLE_1_H100 = (  # 8 × H100
+    _row(32_000, 0.60, 0.15, 2.57, 0.35, 4),
+    _row(64_000, 1.08, 0.10, 4.42, 0.38, 4),
+    _row(128_000, 2.68, 0.28, 6.38, 0.58, 2),
+    _row(256_000, 2.89, 0.62, 8.19, 1.07, 3),
+)
+TABLE_1_MI300X = (  # 4 × MI300X (2025 §6 says 8; its §6.4 and the table's head, 4)
+    _row(32_000, 1.05, 0.01, 3.57, 0.25, 3),
+    _row(64_000, 2.36, 0.01, 7.33, 0.25, 3),
+    _row(128_000, 6.43, 0.25, 16.40, 0.40, 3),
+    _row(256_000, 15.30, 4.93, 35.12, 5.02, 2),
+)
+# 2025 Table 2: Llama 3.2 1B on two RTX 4090s.
+TABLE_2_RTX4090 = (
+    _row(8_000, 0.34, 0.05, 1.38, 0.07, 4),
+    _row(16_000, 0.58, 0.07, 2.77, 0.04, 5),
+    _row(20_000, 0.74, 0.01, 3.47, 0.04, 5),
+    _row(32_000, 1.01, 0.02, 5.45, 0.03, 5),
+)
+
+
+class ScriptSetting(NamedTuple):
+    """A table's machine: its model, its device, how many of them."""
+
+    model: Model
+    device: Device
+    devices: int
+
+
+H100_8B = ScriptSetting(MODELS["llama-3.1-8b"], H100, 8)
+MI300X_8B = ScriptSetting(MODELS["llama-3.1-8b"], MI300X, 4)
+RTX4090_1B = ScriptSetting(MODELS["llama-3.2-1b"], RTX4090, 2)
+
+
+class ScriptMachine(NamedTuple):
+    """What a run's time depends on besides the data sheets.
+
+    bandwidth:   bytes per second that a device sends in a ring
+    utilisation: part of the peak arithmetic and memory bandwidth that is reached
+    overhead:    seconds of a layer in a pass, whatever its length, by either method
+    ring_step:   seconds more of a layer in a pass of the ring
+    """
+
+    bandwidth: float | np.ndarray  # arrays: many machines at once
+    utilisation: float | np.ndarray
+    overhead: float
+    ring_step: float = 0.0
+
+
+def script_seconds(
+    setting: ScriptSetting, context: int, machine: ScriptMachine, *, repeated: bool = True
+) -> tuple[float | np.ndarray, float | np.ndarray]:
+    """Seconds of a run of the authors' script, (tree, ring): a prefill and `PASSES` passes.
+
+    repeated: whether the ring sends a key head for every query head, as the script does.
+    """
+    model, device, p = setting
+    keys = context / p
+    queries = keys * model.heads * model.head_dim * 2  # bytes of a chunk, a head for every query
+    cached = queries * model.kv_heads / model.heads  # … a head for every key head
+    memory = machine.utilisation * device.memory_bandwidth
+    prefill = _prefill_seconds(setting, keys, queries, machine)
+
+    # Read and written: rotary of queries 5 chunks and of keys 10; repeat_kv reads and writes
+    # keys and values; the last rank's append; attending reads both.
+    layer = 5 * queries + 10 * cached + 2 * (cached + queries) + 8 * cached + 2 * queries
+    # contiguous() of both; padding of both, by way of float32 (2 + 4 bytes, then 4 + 2 an element).
+    more = 4 * queries + 12 * queries
+    tree = model.layers * layer / memory + 2 * model.weights / memory
+    send = 2 * (queries if repeated else cached) / machine.bandwidth
+    visit = np.maximum(send, 2 * queries / memory)  # of another rank's chunk
+    ring = tree + model.layers * (more / memory + (p - 1) * visit + machine.ring_step)
+    fixed = prefill + (1 + PASSES) * model.layers * machine.overhead
+    return fixed + PASSES * tree, fixed + PASSES * ring
+
+
+def _prefill_seconds(
+    setting: ScriptSetting, keys: float, queries: float, machine: ScriptMachine
+) -> float | np.ndarray:
+    """Seconds of the script's prefill, on the last of p ranks, with `keys` tokens each.
+
+    queries: bytes of a chunk's queries, or of its keys with a head for every query head
+    """
+    model, device, p = setting
+    flops = machine.utilisation * device.flops
+    chunk = 4 * keys * keys * model.heads * model.head_dim / flops  # all queries, all keys
+    send = 2 * queries / machine.bandwidth
+    attending = chunk / 2 + (p - 1) * np.maximum(chunk, send)
+    return model.layers * attending + 2 * model.weights * keys / flops
+
+
+def least_seconds(setting: ScriptSetting, context: int) -> float:
+    """A bound: the prefill's operations on the last rank, at the data sheet's peak."""
+    model, device, p = setting
+    keys = context / p
+    pairs = keys * keys * (p - 0.5)
+    attending = 4 * model.layers * pairs * model.heads * model.head_dim
+    return (attending + 2 * model.weights * keys) / device.flops
+
+
+def fit_machine(
+    rows: Sequence[TableRow],
+    setting: ScriptSetting,
+    *,
+    ring_step: bool = False,
+    repeated: bool = True,
+) -> ScriptMachine:
+    """The machine that predicts both columns of the rows best, by relative error.
+
+    Utilisation between 0.1 and 1, and the bandwidth, are searched on a grid; overheads follow by
+    least squares and are not negative. Raises ValueError with fewer numbers than parameters.
+    """
+    if 2 * len(rows) < 3 + ring_step:
+        raise ValueError(f"rows: expected at least 2 to fit, got {len(rows)}")
+    printed = np.array([[row.tree.mean, row.ring.mean] for row in rows])
+
+    # What a second of each overhead adds to each printed time, relative to it.
+    without = ScriptMachine(bandwidth=1e9, utilisation=0.5, overhead=0.0, ring_step=0.0)
+    with_one = [without._replace(overhead=1.0)]
+    if ring_step:
+        with_one.append(without._replace(ring_step=1.0))
+    base = _predict(rows, setting, without, repeated)
+    columns = [(_predict(rows, setting, x, repeated) - base) / printed for x in with_one]
+
+    # What is left for them to explain, at each point of the grid.
+    utilisation = np.linspace(0.1, 1.0, 46)[:, None]
+    bandwidth = np.geomspace(2e9, 600e9, 300)
+    predicted = _predict(rows, setting, ScriptMachine(bandwidth, utilisation, 0.0), repeated)
+    left = 1 - predicted / printed[..., None, None]
+    error, overheads = _not_negative(columns, left.reshape(printed.size, -1))
+    best = int(np.argmin(error))
+    i, j = np.unravel_index(best, predicted.shape[2:])
+    return ScriptMachine(
+        float(bandwidth[j]), float(utilisation[i, 0]), *map(float, overheads[:, best])
+    )
+
+
+def _predict(rows, setting, machine, repeated) -> np.ndarray:
+    """(rows, 2, …): what the script takes by tree and by ring, on a machine or a grid of them."""
+    pairs = [script_seconds(setting, row.context, machine, repeated=repeated) for row in rows]
+    grid = np.broadcast(*pairs[0]).shape
+    times = [np.broadcast_to(seconds, grid) for pair in pairs for seconds in pair]
+    return np.reshape(times, (len(rows), 2, *grid))
+
+
+def _not_negative(columns: list[np.ndarray], targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(errors (m,), coefficients (columns, m)): least squares of targets (n, m), none below 0.
+
+    columns: each with n numbers. The best of all choices of columns whose own least squares are
+    not negative.
+    """
+    a = np.stack([x.ravel() for x in columns], axis=1)
+    best = (targets**2).sum(axis=0)
+    extra = np.zeros((len(columns), targets.shape[1]))
+    for chosen in range(1, 2 ** len(columns)):
+        used = [k for k in range(len(columns)) if chosen >> k & 1]
+        x = np.linalg.lstsq(a[:, used], targets, rcond=None)[0]
+        error = ((targets - a[:, used] @ x) ** 2).sum(axis=0)
+        better = (x >= 0).all(axis=0) & (error < best)
+        best = np.where(better, error, best)
+        extra[:, better] = 0.0
+        extra[np.ix_(used, np.nonzero(better)[0])] = x[:, better]
+    return best, extra
+
+
+def common_seconds(
+    w: Workload, p: int, topology: Topology, speedup: Number, tree: str = "tree"
+) -> float:
+    """Seconds c for which (ring + c) / (tree + c) is the measured speedup.
+
+    tree: which of `STRATEGIES` stands for the tree
+    """
+    ring_seconds = decode_cost("ring", w, p, topology).seconds
+    tree_seconds = decode_cost(tree, w, p, topology).seconds
+    return (ring_seconds - speedup * tree_seconds) / (speedup - 1)

@@ -1,0 +1,163 @@
+"""Collectives as algorithms: who sends what to whom, round by round.
+
+A collective is a list of rounds, a round a set of messages that are sent at the same time.
+`labs.cost.network` says how long they take.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from labs.cost.formulas import Number
+from treeattn.idea.arrays import integer
+
+
+class Round(NamedTuple):
+    """Messages that are sent at the same time: the devices (messages,), and the bytes of each.
+
+    at_once: whether the devices send what they had from the beginning, and wait for nothing
+    """
+
+    source: np.ndarray
+    target: np.ndarray
+    message_bytes: Number
+    at_once: bool = False
+
+
+def around(p: int, message_bytes: Number, rounds: int) -> Iterator[Round]:
+    """So many rounds, in which each device sends a message to the next one."""
+    ring = np.arange(p)
+    yield from [Round(ring, (ring + 1) % p, message_bytes)] * rounds
+
+
+def tree_allreduce(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:
+    """Two trees with half of the message each, up and down: NCCL's double binary tree.
+
+    Each is a chain in a node, and a binary tree of depth ⌊log₂ nodes⌋ between the nodes' first
+    devices; the second has the nodes in reverse order.
+    """
+    rank = np.arange(p)
+    up = []
+    for place in range(min(g, p) - 1, 0, -1):
+        child = rank[rank % g == place]
+        up.append((child, child - 1))
+    nodes = -(-p // g)
+    depth = nodes.bit_length() - 1
+    for level in range(depth, 0, -1):
+        child = np.arange(2**level - 1, min(2 ** (level + 1) - 1, nodes))
+        parent = (child - 1) // 2
+        both = [np.concatenate([x, nodes - 1 - x]) * g for x in (child, parent)]
+        up.append(tuple(both))
+    chain = min(g, p) - 1
+    sizes = [message_bytes] * chain + [message_bytes / 2] * depth
+    for (child, parent), size in zip(up, sizes, strict=True):
+        yield Round(child, parent, size)
+    for (child, parent), size in zip(reversed(up), reversed(sizes), strict=True):
+        yield Round(parent, child, size)
+
+
+def butterfly(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:
+    """⌊log₂ p⌋ rounds in which partners swap whole messages; two more unless p is a power of 2.
+
+    As `treeattn.devices` does it. Known as recursive doubling.
+    """
+    core = 1 << (p.bit_length() - 1)
+    beyond = np.arange(core, p)
+    if len(beyond):
+        yield Round(beyond, beyond - core, message_bytes)
+    for stride in strides(core):
+        rank = np.arange(core)
+        yield Round(rank, rank ^ stride, message_bytes)
+    if len(beyond):
+        yield Round(beyond - core, beyond, message_bytes)
+
+
+def doubling_gather(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:
+    """⌈log₂ p⌉ rounds in which a device sends on all that it has: 1, 2, 4, … messages (Bruck)."""
+    rank = np.arange(p)
+    for stride in strides(p):
+        yield Round(rank, (rank - stride) % p, message_bytes * min(stride, p - stride))
+
+
+def halving_scatter(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:
+    """The doubling gather backwards, with sums: 1/p of the message to each device."""
+    for source, target, size, _ in reversed(list(doubling_gather(p, message_bytes / p))):
+        yield Round(target, source, size)
+
+
+def to_everybody(p: int, message_bytes: Number) -> Iterator[Round]:
+    """Each device sends a message to each other one, the next first, and waits for nothing."""
+    rank = np.arange(p)
+    for distance in range(1, p):
+        yield Round(rank, (rank + distance) % p, message_bytes, at_once=True)
+
+
+def hierarchical_allreduce(p: int, message_bytes: Number, g: int) -> Iterator[Round]:
+    """Scattered sums within each node of g devices, a butterfly between nodes, and a gather.
+
+    Where the devices do not fill their nodes, a plain tree takes its place.
+    """
+    if p % g:
+        yield from tree_allreduce(p, message_bytes, g)
+        return
+    nodes = np.arange(p // g) * g
+    place = np.arange(g)
+
+    def on_each_node(rounds):
+        for a, b, size, _ in rounds:
+            source, target = (np.add.outer(nodes, x).ravel() for x in (a, b))
+            yield Round(source, target, size)
+
+    yield from on_each_node(halving_scatter(g, message_bytes))
+    for a, b, size, _ in butterfly(p // g, message_bytes / g):
+        source, target = (np.add.outer(x * g, place).ravel() for x in (a, b))
+        yield Round(source, target, size)
+    yield from on_each_node(doubling_gather(g, message_bytes / g))
+
+
+def in_switch(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:
+    """A switch reads all messages, hands each device 1/p of their sum, and spreads these parts.
+
+    Messages to a neighbour stand for those to and from the switch: they load the same links.
+    """
+    yield from around(p, message_bytes, 1)
+    yield from around(p, message_bytes / p, 1)
+
+
+def strides(p: int) -> list[int]:
+    """1, 2, 4, … below p."""
+    return [1 << k for k in range((p - 1).bit_length())]
+
+
+# The rounds of each collective: (p, message bytes, devices of a node) -> rounds. What a message
+# is: all of what an Allreduce or a reduce-scatter reduces, and of what an all-to-all exchanges;
+# what each device contributes, to a ring or an all-gather.
+SCHEDULES: dict[str, Callable[[int, Number, int], Iterator[Round]]] = {
+    # What visits everybody, and what comes home besides, as the queries of pass-Q do.
+    "ring": lambda p, size, g: around(p, size, p - 1),
+    "round-trip": lambda p, size, g: around(p, size, p),
+    "ring-gather": lambda p, size, g: around(p, size, p - 1),
+    "doubling-gather": doubling_gather,
+    "ring-scatter": lambda p, size, g: around(p, size / p, p - 1),
+    "halving-scatter": halving_scatter,
+    "all-to-all": lambda p, size, g: to_everybody(p, size / p),
+    "ring-allreduce": lambda p, size, g: around(p, size / p, 2 * (p - 1)),
+    "tree-allreduce": tree_allreduce,
+    "hierarchical-allreduce": hierarchical_allreduce,
+    "butterfly": butterfly,
+    "one-shot": lambda p, size, g: to_everybody(p, size),
+    "in-switch": in_switch,
+}
+
+
+def schedule(kind: str, p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:
+    """The rounds of a collective on p devices, g of them in a node.
+
+    Raises ValueError for another kind than those of `SCHEDULES`.
+    """
+    p = integer("p", p, 1)
+    g = integer("g", g, 1)
+    if kind not in SCHEDULES:
+        raise ValueError(f"kind: expected one of {', '.join(SCHEDULES)}, got {kind!r}")
+    return SCHEDULES[kind](p, message_bytes, min(p, g))

@@ -1,0 +1,77 @@
+"""What a layer does with floats: a norm, and products with matrices of floats or of 8 bits."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from treeattn.idea.arrays import Array
+from treeattn_llama import int8
+from treeattn_llama.int8 import Int8Matrix
+
+# Up to so many tokens W xᵀ is computed no slower than x Wᵀ; from 32 on it is the slower.
+#
+# XLA:CPU rearranges the matrix for 2 tokens or more, so that 2 to 8 take 1.3 to 1.8 times as long
+# as one, and 16 some twice as long. Nothing else was faster (3072 × 576, on two cores with AVX-512,
+# jax 0.8.3 and 0.12, 2026-11-23): the transpose stored instead (2 tokens then take hardly longer
+# than one, 8 as long as before), the matrix in 2 to 48 blocks (up to twice as long), tokens filled
+# up to 16, a product for each token (for 8, three times as long), sums of elementwise products by
+# 16 to 64 lanes (as long, up to 30 times as long), and XLA's options for its other libraries.
+FEW_TOKENS = 16
+
+
+def linear(
+    x: Float[Array, "... d"],
+    matrix: Float[Array, "out d"] | Int8Matrix,
+    bias: Float[Array, " out"] | None = None,
+    dtype=None,
+) -> Float[Array, "... out"]:
+    """x Wᵀ + bias, in `dtype`, or x's: the matrix may be of another."""
+    if isinstance(matrix, Int8Matrix):
+        y = int8.product(x, matrix)
+    elif math.prod(x.shape[:-1]) > FEW_TOKENS:
+        y = jnp.einsum("...d,od->...o", x, matrix, preferred_element_type=dtype)
+    else:  # XLA:CPU rearranges the second factor: let that be the smaller one
+        y = jnp.einsum("od,...d->o...", matrix, x, preferred_element_type=dtype)
+        y = jnp.moveaxis(y, 0, -1)
+    return (y if bias is None else y + bias).astype(dtype or x.dtype)
+
+
+def summed_linear(
+    x: Float[Array, "... part"], matrix: Float[Array, "out part"] | Int8Matrix, bias, axes
+) -> Float[Array, "... out"]:
+    """`linear`, where each device has its part of x and of the matrix: summed in float32, or in
+    whole numbers. Without axes, `linear`."""
+    if not axes:
+        return linear(x, matrix, bias)
+    if isinstance(matrix, Int8Matrix):
+        y = int8.summed_product(x, matrix, axes)
+    else:
+        part = linear(x, matrix, dtype=jnp.promote_types(x.dtype, jnp.float32))
+        y = jax.lax.psum(part, axes)
+    return (y if bias is None else y + bias).astype(x.dtype)
+
+
+def take_rows(
+    matrix: Float[Array, "out d"] | Int8Matrix, indices: Int[Array, "*n"]
+) -> Float[Array, "*n d"]:
+    """Those rows, as floats."""
+    if not isinstance(matrix, Int8Matrix):
+        return matrix[indices]
+    return matrix.rows[indices].astype(matrix.dtype) * matrix.scale[indices][..., None]
+
+
+def take_token(x: Float[Array, "b l ..."], last: Int[Array, " b"]) -> Float[Array, "b 1 ..."]:
+    """Token last[row] of every row; its first where `last` is −1, its only one too."""
+    last = jnp.clip(last, 0, x.shape[1] - 1).reshape(-1, *[1] * (x.ndim - 1))
+    return jnp.take_along_axis(x, last, axis=1)
+
+
+def rms_norm(
+    x: Float[Array, "... d"], weight: Float[Array, " d"], epsilon: float
+) -> Float[Array, "... d"]:
+    """x / √mean(x²), times weight, computed in float32 or wider; in x's dtype."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + epsilon)
+    return (wide * weight).astype(x.dtype)
