@@ -7,7 +7,7 @@ import numpy as np
 from figures.canvas import styled
 from figures.sentence import VALUES, WEIGHTS, WORDS, convex_hull
 from figures.style import BLUE, GREY, INK, ORANGE, PALE, RED, Figure, new_figure
-from treeattn.idea.energy import energy
+from treeattn import energy
 
 
 @styled

@@ -8,7 +8,7 @@ from matplotlib.tri import TriAnalyzer, Triangulation
 from figures.canvas import styled
 from figures.sentence import WORDS, convex_hull, running_example
 from figures.style import BLUE, GREY, INK, ORANGE, PALE, RED, Figure, new_figure
-from treeattn.idea.energy import attention_from_energy, energy, log_likelihood
+from treeattn import attention_from_energy, energy, log_likelihood
 
 
 def example_line():
@@ -22,37 +22,6 @@ def gamma(zeta, z):
     return log_likelihood(zeta[None], z[None], *example_line(), scale=1.0)
 
 
-@jax.jit
-def follow(start, signs, dt=0.01):
-    """The flow (ζ, z)' = (sign_ζ ∂Γ/∂ζ, sign_z ∂Γ/∂z) from `start` (2,), by midpoint steps: (t, 2).
-
-    A sign of 1 climbs, −1 descends. A path that has left the picture stays where it left.
-    """
-
-    def velocity(x):
-        return signs * jax.grad(lambda x: gamma(*x))(x)
-
-    def step(x, _):
-        ahead = x + dt * velocity(x + dt / 2 * velocity(x))
-        x = jnp.where(jnp.all(jnp.abs(x - jnp.array([0, 2.25])) < 4), ahead, x)
-        return x, x
-
-    path = jax.lax.scan(step, start, length=3000)[1]
-    return jnp.concatenate([start[None], path])
-
-
-def _two_lines(axes, attention):
-    """Γ along the two lines through the stationary point on which it curves up and down by 2."""
-    c = _variance()
-    t = np.linspace(-1.8, 1.8, 73, dtype="float32")
-    for slope, sign, color, dashes in ((c / 2 + 1, "+", BLUE, "-"), (c / 2 - 1, "−", RED, "--")):
-        heights = jax.vmap(gamma)(t, attention + slope * t)
-        axes.plot(t, heights, dashes, color=color, label=f"z − z* = (c/2 {sign} 1) ζ")
-    axes.plot(0, gamma(jnp.zeros(()), jnp.asarray(attention)), "X", color=INK, ms=7, zorder=5)
-    axes.set(xlabel="ζ", ylabel="Γ", title="Γ along two lines through the point")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), fontsize=8)
-
-
 def _variance() -> float:
     """Of the values under the attention weights, the Hessian of F at 0."""
     q, k, v = example_line()
@@ -61,72 +30,21 @@ def _variance() -> float:
 
 @styled
 def gamma_saddle() -> Figure:
-    """Γ along two lines through its stationary point, and three gradient flows on level lines."""
-    q, k, v = example_line()
-    attention = attention_from_energy(q, k, v, scale=1.0).item()
-    figure, (left, flat) = new_figure(7.8, 4.2, ncols=2, width_ratios=[1, 1.3])
-    _two_lines(left, attention)
-    side = np.linspace(-3, 3, 61, dtype="float32")
-    heights = jax.vmap(jax.vmap(gamma))(*np.meshgrid(side, side + attention))
-    flat.contour(
-        side,
-        side + attention,
-        heights,
-        levels=np.arange(-20, 8, 2),
-        colors=GREY,
-        linewidths=0.5,
-        linestyles="solid",
-    )
-    flows = [
-        ("min over both", (-1, -1), RED, "--", [(0.1, -0.4), (-0.1, 0.6), (-1.5, -2), (1.2, 1)]),
-        ("max over both", (1, 1), ORANGE, "-.", [(0.3, 0.0), (-0.3, 0.4), (1.8, -2.6), (-1, 2)]),
-        ("min over z, max over ζ", (-1, 1), BLUE, "-", [(2.5, 2.5), (-2.5, -2)]),
-    ]
-    for label, (sign_z, sign_zeta), color, dashes, starts in flows:
-        signs = jnp.array([sign_zeta, sign_z], jnp.float32)
-        for start in starts:
-            begin = jnp.array([start[0], attention + start[1]], jnp.float32)
-            path = np.asarray(follow(begin, signs))
-            flat.plot(
-                *path.T, dashes, color=color, lw=1.5, label=label if start == starts[0] else None
-            )
-            where = np.argmax(np.cumsum(np.hypot(*np.diff(path, axis=0).T)) > 0.7)
-            arrow = {"arrowstyle": "-|>", "color": color, "lw": 1.5}
-            flat.annotate("", path[where + 8], path[where], arrowprops=arrow)
-    flat.plot(*way_in(attention).T, ":", color=INK, lw=1.5, label="the way in for “min over both”")
-    flat.plot(0, attention, "X", color=INK, ms=7, zorder=5)
-    flat.annotate(
-        "(0, attention)",
-        (0, attention),
-        (10, -12),
-        textcoords="offset points",
-        bbox={"fc": "white", "lw": 0, "pad": 1},
-    )
-    flat.set(xlim=(-3, 3), ylim=(attention - 3, attention + 3), xlabel="ζ", ylabel="z")
-    flat.set(title="Gradient flows on its level lines", aspect="equal")
-    flat.legend(loc="upper center", bbox_to_anchor=(0.45, -0.14), fontsize=8, ncols=2)
-    return figure.describe(
-        """Left: Γ along two lines through the stationary point: on one it is lowest there, on the
-        other highest. Right: gradient flows on its level lines. Paths that descend in both
-        variables, or climb in both, leave the picture, but for one dotted curve along which
-        descent in both comes in. Paths that descend in z and climb in ζ spiral into the point
-        (0, attention)."""
-    )
-
-
-def way_in(attention):
-    """The curve along which descent in both variables arrives, (t, 2): backwards, it climbs.
-
-    Near the point the flow is (ζ, y)' = (cζ − y, −ζ), c the values' variance, and the direction
-    of its negative eigenvalue λ is (−λ, 1).
-    """
+    """Γ along the two lines through its stationary point on which it curves up and down by 2."""
+    attention = attention_from_energy(*example_line(), scale=1.0).item()
+    figure, axes = new_figure(5.6, 3.6)
     c = _variance()
-    direction = np.array([-(c - np.sqrt(c**2 + 4)) / 2, 1])
-    ends = [
-        np.asarray(follow(jnp.array([0, attention]) + side * 1e-3 * direction, jnp.ones(2)))
-        for side in (-1, 1)
-    ]
-    return np.concatenate([ends[0][::-1], ends[1]])
+    t = np.linspace(-1.8, 1.8, 73, dtype="float32")
+    for slope, sign, color, dashes in ((c / 2 + 1, "+", BLUE, "-"), (c / 2 - 1, "−", RED, "--")):
+        heights = jax.vmap(gamma)(t, attention + slope * t)
+        axes.plot(t, heights, dashes, color=color, label=f"z = z* + (c/2 {sign} 1) ζ")
+    axes.plot(0, gamma(jnp.zeros(()), jnp.asarray(attention)), "X", color=INK, ms=8, zorder=5)
+    axes.set(xlabel="ζ", ylabel="Γ", title="Γ along two lines through (0, attention)")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure.describe(
+        """Γ along two lines through its stationary point, where it is −log 16. On one line it is
+        lowest there, on the other highest: a saddle."""
+    )
 
 
 @styled

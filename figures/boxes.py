@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.patches import Rectangle
 
 from figures.style import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY
-from treeattn.trees.token_tree import depths, leaf_paths
+from treeattn import depths
 
 ROWS = (BLUE, ORANGE, GREEN, PURPLE, SKY)  # a candidate's colour, in turn
 MARS = ("Mars is a red", "Mars is reddish when", "Mars is dark red")
@@ -52,11 +52,14 @@ def bare(axes, xlim, ylim):
 def tree_layout(parents) -> np.ndarray:
     """(L, 2): depth, and a height that puts leaves in rows and parents amid their children."""
     parents = np.asarray(parents)
-    paths, lengths = (x[0] for x in leaf_paths(parents[None], np.array([len(parents)])))
-    first = [tuple(row[:n]) for row, n in zip(paths.tolist(), lengths, strict=True)]
+
+    def path(node: int) -> tuple[int, ...]:
+        return (*path(parents[node]), node) if node >= 0 else ()
+
     place = np.stack([depths(parents), np.zeros(len(parents))], axis=1).astype(float)
-    for height, path in enumerate(sorted(first)):
-        place[path[-1], 1] = height
+    leaves = set(range(len(parents))) - set(parents.tolist())
+    for height, row in enumerate(sorted(map(path, leaves))):
+        place[row[-1], 1] = height
     for node in reversed(range(len(parents))):
         below = place[parents == node, 1]
         if len(below):

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from figures.canvas import styled
+from figures.style import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, new_figure
 from labs.cost.formulas import Workload, mem_ring, mem_tree, numel_kv
 from labs.cost.network import collective_seconds, run_rounds
 from labs.cost.papers import (
@@ -20,8 +22,6 @@ from labs.cost.roofline import attend_seconds
 from labs.cost.schedules import schedule
 from labs.cost.strategies import decode_cost
 from labs.cost.topology import CORNERS, H100, preset
-from figures.canvas import styled
-from figures.style import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, new_figure
 
 DGX = preset("dgx-h100")
 PAPERS_BLOCK = Workload(640_000)  # 2024 §6.3: 16 heads of 128, bfloat16

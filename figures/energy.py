@@ -3,15 +3,13 @@
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from matplotlib.patches import Circle
 
 from figures.canvas import styled, write_gif
 from figures.sentence import WORDS, convex_hull, running_example
 from figures.style import BLUE, GREY, INK, ORANGE, PALE, RED, Figure, new_figure
-from treeattn.idea.energy import cumulant, energy
-from treeattn_llama.model import Llama
+from treeattn import energy
 
 STEP = np.log(2) / 2 * np.array([1.0, -1.0], "float32")  # this nudge multiplies by powers of two
 
@@ -119,7 +117,7 @@ def write_nudge_gif(path: str | Path) -> None:
 
 @styled
 def energy_landscape() -> Figure:
-    """F(ζ), rings of sources on it, and where its gradient sends them among the values."""
+    """F(ζ), a ring of sources on it, and where its gradient sends the ring among the values."""
     q, k, v = running_example()
     figure, (left, right) = new_figure(7.6, 4.0, ncols=2)
     side = np.linspace(-1.3, 1.3, 105, dtype="float32")
@@ -129,27 +127,16 @@ def energy_landscape() -> Figure:
     lines = left.contour(side, side, f, levels=np.arange(1, 11), colors=GREY, linewidths=0.8)
     left.clabel(lines, fmt="%d", fontsize=8)
     weights, attention = tilted(np.zeros(2, "float32"))
-    beside_the_rings = ((9, -11), (-24, -13), (-22, -17), (-32, -3), (-34, 4))
-    _draw_words(right, v, weights, offsets=beside_the_rings)
+    beside_the_ring = ((9, -11), (-24, -13), (-22, -17), (-32, -3), (-34, 4))
+    _draw_words(right, v, weights, offsets=beside_the_ring)
 
     angles = np.linspace(0, 2 * np.pi, 181)
     circle = np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype("float32")
-    rings = ((0.25, "-", 135, 171), (0.5, "--", 135, 157), (1, ":", 135, 8))
-    for radius, dashes, on_left, on_right in rings:
-        places = (left, radius * circle, on_left), (right, gradient(radius * circle), on_right)
-        for axes, ring, at in places:
-            axes.plot(*np.asarray(ring).T, color=BLUE, ls=dashes, lw=1.4, zorder=2)
-            box = {"fc": "white", "lw": 0, "pad": 1, "alpha": 0.85}
-            axes.text(
-                *ring[at],
-                f"|ζ| = {radius}",
-                color=BLUE,
-                fontsize=8,
-                ha="center",
-                va="center",
-                bbox=box,
-                zorder=4,
-            )
+    for axes, ring, at in ((left, circle, 135), (right, gradient(circle), 8)):
+        axes.plot(*np.asarray(ring).T, color=BLUE, lw=1.4, zorder=2)
+        box = {"fc": "white", "lw": 0, "pad": 1, "alpha": 0.85}
+        font = {"color": BLUE, "fontsize": 8, "ha": "center", "va": "center"}
+        axes.text(*ring[at], "|ζ| = 1", bbox=box, zorder=4, **font)
     arrow = {"arrowstyle": "-|>", "color": RED, "lw": 2, "shrinkA": 0, "shrinkB": 0}
     left.annotate("", attention / 3, (0, 0), arrowprops=arrow)
     left.annotate(
@@ -161,7 +148,9 @@ def energy_landscape() -> Figure:
         fontsize=9,
         bbox={"fc": "white", "lw": 0, "pad": 1},
     )
-    left.set(xlabel="ζ₁", ylabel="ζ₂", aspect="equal", title="Level lines of F, a convex bowl")
+    left.set(
+        xlabel="ζ₁", ylabel="ζ₂", aspect="equal", title="Level lines of F, a slope without a floor"
+    )
     right.plot(*attention, "X", color=RED, ms=8, zorder=5)
     right.annotate(
         "∇F(0) = attention",
@@ -173,153 +162,17 @@ def energy_landscape() -> Figure:
         arrowprops={"arrowstyle": "-", "color": RED, "lw": 0.8},
         zorder=5,
     )
-    right.set_title("∇F sends each ring into the hull")
+    right.set_title("∇F sends the ring into the hull")
     return figure.describe(
-        """Left: level lines of F over the plane of sources, a bowl that rises fastest to the upper
-        right, with three rings of sources of length 0.25, 0.5 and 1 around the origin and an arrow,
-        the gradient there. Right: the five words' values and their hull; the gradient sends each
-        ring to a closed curve inside the hull, the larger ring the nearer to its border, and the
-        origin to attention at (1.25, 2.25)."""
-    )
-
-
-# ---------------------------------------------------------------- a real model
-
-TEXT = "The capital of France is Paris, and the capital of Italy is Rome. The capital of Germany is"
-
-
-def real_heads(text: str = TEXT):
-    """What the packaged model's query heads see at the text's last token.
-
-    (q (layers, heads, d), k (layers, heads, n, d), v the same, tokens: n strings)
-    """
-    model = Llama.load(None)
-    ids = model.tokenizer.encode(text)
-    layers = model.layers_qkv(np.array([ids]))
-    q, k, v = (np.stack(x) for x in zip(*([x[0] for x in layer] for layer in layers), strict=True))
-    group = q.shape[2] // k.shape[2]
-    k, v = (np.repeat(x, group, axis=2).swapaxes(1, 2) for x in (k, v))
-    return q[:, -1], k, v, [model.tokenizer.decode([i]) for i in ids]
-
-
-@jax.jit
-@jax.vmap
-@jax.vmap
-def dispersions(q, k, v):
-    """Of one head: exp(entropy) of its weights, the dispersion of its values, and its two parts.
-
-    The dispersion tr κ₂ / ⟨|v|²⟩, from 0 to 1, is the share of the attended values' mean square
-    that their mean does not have: ⟨|v|²⟩ = |attention|² + tr κ₂. It is the sum of what unequal
-    lengths make, Var |v| / ⟨|v|²⟩, and of what unequal directions do, (⟨|v|⟩² − |attention|²) /
-    ⟨|v|²⟩; neither is negative.
-    """
-    weights = jax.nn.softmax(k @ q / jnp.sqrt(len(q)))
-    length = jnp.linalg.norm(v, axis=-1)
-    square = weights @ length**2
-    mean = weights @ length
-    of_lengths = (square - mean**2) / square
-    of_directions = (mean**2 - jnp.sum(cumulant(1, q, k, v) ** 2)) / square
-    dispersion = jnp.trace(cumulant(2, q, k, v)) / square
-    return (
-        jnp.exp(jnp.sum(jax.scipy.special.entr(weights))),
-        dispersion,
-        of_lengths,
-        of_directions,
-    )
-
-
-def extreme_pair(effective, dispersion, low=1.5, high=2.5):
-    """Of the heads with `low` to `high` effective keys, the least and the most dispersed one."""
-    here = (np.asarray(effective) >= low) & (np.asarray(effective) <= high)
-    ends = (
-        np.argmin(np.where(here, dispersion, np.inf)),
-        np.argmax(np.where(here, dispersion, -np.inf)),
-    )
-    return [tuple(int(i) for i in np.unravel_index(end, here.shape)) for end in ends]
-
-
-def _extreme_heads(axes, effective, dispersion, weights, v, tokens) -> None:
-    """Mark the two extreme heads, and draw their weights and their values' lengths by token."""
-    here = np.arange(len(tokens))
-    pair = extreme_pair(effective, dispersion)
-    for name, at, color in zip("AB", pair, (BLUE, RED), strict=True):
-        axes["all"].plot(effective[at], dispersion[at], "o", color=color, ms=7)
-        axes["all"].annotate(
-            name,
-            (effective[at], dispersion[at]),
-            (7, -3),
-            color=color,
-            textcoords="offset points",
-            fontweight="bold",
-        )
-        top = axes[f"weight{name}"]
-        bottom = axes[f"|v|{name}"]
-        top.bar(here, weights[at], color=color)
-        bottom.bar(here, np.linalg.norm(v[at], axis=-1), color=GREY)
-        size = float(np.linalg.norm(np.asarray(weights[at]) @ v[at]))
-        bottom.axhline(size, color=color, ls="--", lw=1.2)
-        bottom.text(len(tokens), size, f"|z| = {size:.2f}", color=color, fontsize=8, va="bottom")
-        top.set(ylim=(0, 1), yticks=[0, 1], ylabel="weight", xticks=[], xlim=(-1, 25))
-        top.set_title(
-            f"{name}: layer {at[0]}, head {at[1]}, dispersion {dispersion[at]:.2f}",
-            fontsize=9,
-            color=color,
-        )
-        bottom.set(ylabel="|v|", xticks=[], xlim=(-1, 25))
-    bottom.set_xticks(
-        here,
-        [t.strip() for t in tokens],
-        rotation=70,
-        ha="right",
-        fontsize=7,
-        rotation_mode="anchor",
-    )
-
-
-@styled
-def spread_of_values(heads=None) -> Figure:
-    """How many keys each head of a real model attends to, and how far their values disperse."""
-    q, k, v, tokens = real_heads() if heads is None else heads
-    effective, dispersion, *_ = map(np.asarray, dispersions(q, k, v))
-    weights = jax.nn.softmax(np.einsum("lhd,lhnd->lhn", q, k) / np.sqrt(q.shape[-1]))
-    figure, _ = new_figure(7.6, 5.6)
-    figure.clear()
-    mosaic = [["all", f"{what}{head}"] for head in "AB" for what in ("weight", "|v|")]
-    axes = figure.subplot_mosaic(mosaic, width_ratios=[1, 1.2])
-    sink = np.asarray(weights[..., 0]) > 0.5
-    for group, marker, label in (
-        (sink, "v", "over half the weight on the first token"),
-        (~sink, "o", "the other heads"),
-    ):
-        axes["all"].plot(
-            effective[group],
-            dispersion[group],
-            marker,
-            ms=4,
-            mfc="none",
-            mew=0.8,
-            color=GREY if marker == "v" else BLUE,
-            label=label,
-        )
-    axes["all"].axvspan(1.5, 2.5, color=PALE, lw=0, zorder=0)
-    axes["all"].set(xscale="log", ylim=(0, 1.13), xlabel="effective keys, exp(entropy of weights)")
-    axes["all"].set(ylabel="dispersion, tr κ₂ / ⟨|v|²⟩", yticks=[0, 0.5, 1])
-    axes["all"].set_xticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
-    axes["all"].legend(fontsize=8, loc="upper left", borderpad=0)
-    _extreme_heads(axes, effective, dispersion, weights, v, tokens)
-    return figure.describe(
-        """Left: 270 heads by effective keys and dispersion. In the shaded band around two keys the
-        heads that put over half their weight on the first token lie high, most of the others
-        low. Right, the band's extremes, token by token. Head A puts its weight on "Germany", whose
-        value is as long as the others', and its output is nearly that long. Head B puts its
-        weight on the first token, whose value is far shorter than all others, and its output is
-        as short."""
+        """Left: level lines of F over the plane of sources, a convex slope that rises fastest to
+        the upper right, with a ring of sources of length 1 around the origin and an arrow, the
+        gradient there. Right: the five words' values and their hull; the gradient sends the ring
+        to a closed curve inside the hull, and the origin to attention at (1.25, 2.25)."""
     )
 
 
 FIGURES = {
     "nudge": nudge,
     "energy_landscape": energy_landscape,
-    "spread_of_values": spread_of_values,
 }
 ANIMATIONS = {"nudge": write_nudge_gif}

@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
+from treeattn_llama import Llama
 
 from figures.canvas import styled
 from figures.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, new_figure
-from treeattn.idea.state import finalize
-from treeattn.kernel.attend import attend
-from treeattn_llama.model import Llama
+from treeattn import attend, finalize
 
 TEXT = (
     "As every child knows, Paris is the capital of France, and the river Seine runs through it. "

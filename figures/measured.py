@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
 
 def measured(name: str, results: str | Path | None = None, *, script: str | None = None):
@@ -11,7 +11,7 @@ def measured(name: str, results: str | Path | None = None, *, script: str | None
 
     script: which writes it; benchmarks/{name}.py when None
 
-    Raises ValueError where there is no such file: an installed package has none.
+    Raises ValueError where there is no such file: there is none outside of a checkout.
     """
     script = script or f"benchmarks/{name}.py"
     path = Path(RESULTS if results is None else results) / f"{name}.json"

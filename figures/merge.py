@@ -18,7 +18,7 @@ from figures.style import (
     Figure,
     new_figure,
 )
-from treeattn.idea.state import (
+from treeattn import (
     AttentionState,
     finalize,
     reduce_tree,

@@ -7,15 +7,13 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from labs.cost.roofline import MACHINES, step_seconds
 from figures.boxes import ROWS, draw_tree, headline, tint, tree_layout
 from figures.canvas import styled
 from figures.llama import packaged_model
 from figures.measured import measured
 from figures.style import BLUE, GREEN, GREY, INK, ORANGE, new_figure
-from treeattn.trees.beam import pack, unpack
-from treeattn.trees.draft import beam_search, choice_tree, expand_tree
-from treeattn.trees.token_tree import depths
+from labs.cost.roofline import MACHINES, step_seconds
+from treeattn import beam_search, choice_tree, depths, expand_tree, pack, unpack
 
 MARKERS = "os^Dv"
 

@@ -19,8 +19,7 @@ from figures.boxes import (
 )
 from figures.canvas import styled
 from figures.style import BLUE, GREY, INK, ORANGE, PALE, RED, new_figure
-from treeattn.trees.beam import pack, prefix_encoding
-from treeattn.trees.token_tree import tree_from_beam
+from treeattn import pack, prefix_encoding, tree_from_beam
 
 
 def owners(rows) -> np.ndarray:

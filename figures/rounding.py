@@ -13,7 +13,7 @@ import numpy as np
 
 from figures.canvas import styled
 from figures.style import BLUE, GREY, ORANGE, RED, Figure, new_figure
-from treeattn.idea.state import AttentionState, finalize, merge, scan_states, tree_round
+from treeattn import AttentionState, finalize, merge, scan_states, tree_round
 
 DTYPES = "float32", "float16", "bfloat16"
 COUNTS = 2 ** np.arange(11)  # of merged states: 1, 2, 4, … 1,024

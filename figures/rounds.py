@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from labs.cost.work import count_merges, count_rounds, scalar_states
 from figures.canvas import styled
 from figures.style import BLUE, GREEN, ORANGE, RED, Figure, new_figure
-from treeattn.idea.state import reduce_chain
+from labs.cost.work import count_merges, count_rounds, scalar_states
+from treeattn import reduce_chain
 
 
 @styled

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from labs.cost.report import bytes_text
 from figures.canvas import styled
 from figures.measured import measured
 from figures.style import BLUE, GREEN, ORANGE, PURPLE, RED, new_figure
+from labs.cost.report import bytes_text
 
 STYLES = {  # a method's colour and marker
     "allreduce": (BLUE, "o"),

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import ConnectionPatch
+from treeattn_llama import Llama, SuffixDraft, accept_candidate_tokens, likeliest
 
 from figures.boxes import (
     MARS,
@@ -24,10 +25,7 @@ from figures.style import (
     SKY,
     new_figure,
 )
-from treeattn_llama.model import Llama
-from treeattn_llama.speculation import SuffixDraft, accept_candidate_tokens, likeliest
-from treeattn.trees.beam import pack, unpack
-from treeattn.trees.token_tree import beam_from_tree, pack_tree
+from treeattn import beam_from_tree, pack, pack_tree, unpack
 
 
 def _tree(axes, parents, labels, accepted=(), own=None, width=0.86, fontsize=8.5) -> None:

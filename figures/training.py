@@ -11,7 +11,7 @@ from figures.canvas import styled
 from figures.measured import measured
 from figures.style import BLUE, GREEN, GREY, INK, ORANGE, RED, new_figure
 from treeattn.trees.rows import RowTree, pack_rows
-from treeattn.trees.token_tree import ancestor_mask, depths
+from treeattn import ancestor_mask, depths
 
 TEXTS = "The cat sat down", "The cat ran", "The dog barks", "The cat sat"
 WORDS = ("The", "cat", "ran", "sat", "down", "dog", "barks")  # a token's id is its place

@@ -6,7 +6,6 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from labs.cost.schedules import schedule
 from figures.canvas import styled
 from figures.style import (
     BLUE,
@@ -18,6 +17,7 @@ from figures.style import (
     SKY,
     new_figure,
 )
+from labs.cost.schedules import schedule
 
 
 def _arrow(ax, start, end, **style) -> None:

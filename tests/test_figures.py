@@ -6,31 +6,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from treeattn import attend_exact, finalize, pack_rows, reduce_tree
-from labs.cost import MODELS, free_tokens, preset
 from figures import (
     autodiff,
     bayes,
     energy,
-    learning,
     llama,
     llama_times,
     mass,
     merge,
     packing,
-    positions,
     prefix_tree,
-    ridge,
-    roofline,
     rounds,
     sent,
     speculation,
-    training,
     tree,
 )
-from figures import speculation_results as results_of
 from figures.__main__ import collect
 from figures.measured import measured
+from treeattn import finalize, reduce_tree
 
 
 def test_golden_values_of_the_six_leaves():
@@ -49,22 +42,6 @@ def test_the_five_words_and_their_shards():
     shown = texts(merge.merge_words())
     assert {"3\n(8, 0)", "4\n(0, 8)", "9\n(12, 28)", "16\n(20, 36)"} <= set(shown)
     assert "attention = (20, 36) / 16 = (1.25, 2.25)" in shown
-
-
-def test_digits_add_up_to_the_sums_of_the_exact_state():
-    """What a window keeps of the weights in columns, beside the state of the same keys."""
-    for scores in (positions.SCORES, (*positions.SCORES, positions.LARGER)):
-        k = np.array(scores, np.float32).reshape(1, -1, 1, 1)
-        state = attend_exact(np.ones((1, 1, 1, 1), np.float32), k, np.ones_like(k), scale=1.0)
-        sums = positions.sums_of(scores)
-        assert list(sums) == [int(state.index.item()) - i for i in range(6)]
-        assert list(sums.values()) == np.asarray(state.denominator)[:, 1].ravel().tolist()
-        whole = sum(total * 256.0**place for place, total in sums.items())
-        np.testing.assert_allclose(whole, np.exp(scores).sum(), rtol=1e-6)
-    four, five = positions.falling_digits().axes
-    struck = [len(ax.lines) - 1 for ax in (four, five)]  # one line is above the sums
-    assert struck == [2, 4]
-    assert {"21", "187", "268", "532", "41", "250"} <= {text.get_text() for text in four.texts}
 
 
 def test_any_order_of_masses_ends_at_one_centre():
@@ -136,27 +113,6 @@ def test_the_nudge_draws_the_weights_of_the_five_words():
     assert "(2.50, 1.25)" in figure.alt
 
 
-def test_dispersion_is_of_lengths_and_of_directions():
-    """Two keys of equal weight: values of lengths 1 and 3, parallel; of length 1, opposite."""
-    q, k = np.zeros((1, 2, 1), "float32"), np.zeros((1, 2, 2, 1), "float32")
-    v = np.array([[[[1, 0], [3, 0]], [[1, 0], [-1, 0]]]], "float32")
-    effective, dispersion, lengths, directions = energy.dispersions(q, k, v)
-    np.testing.assert_allclose(effective, [[2, 2]], rtol=1e-6)
-    np.testing.assert_allclose(dispersion, [[0.2, 1]], rtol=1e-6)  # 1 of ⟨|v|²⟩ = 5; all of 1
-    np.testing.assert_allclose(lengths, [[0.2, 0]], atol=1e-6)
-    np.testing.assert_allclose(directions, [[0, 1]], atol=1e-6)
-    assert energy.extreme_pair(effective, dispersion) == [(0, 0), (0, 1)]
-    assert energy.extreme_pair(np.array([[2, 9]]), np.array([[0.5, 0.1]])) == [(0, 0), (0, 0)]
-
-
-def test_the_way_in_ends_at_the_saddle():
-    way = bayes.way_in(2.25)
-    slope = -(1.4375 - np.sqrt(1.4375**2 + 4)) / 2  # ζ over z, by the variance 1.4375
-    middle = way[np.argsort(np.hypot(way[:, 0], way[:, 1] - 2.25))[:2]]
-    np.testing.assert_allclose(middle[:, 0], slope * (middle[:, 1] - 2.25), atol=1e-5)
-    assert np.all(np.abs(way[[0, -1], 1] - 2.25) > 3)
-
-
 def test_figures_of_measurements_take_them_as_an_argument():
     rows = [
         {"name": name, "p": p, "keys": 1024, "ms": p * 1.0, "sent": 8320, "held": 10**6}
@@ -196,67 +152,6 @@ def test_the_first_token_and_its_shard_weigh_what_the_figure_says():
     np.testing.assert_allclose(np.exp(lse - total)[0], weights[:, ::8].sum(1), rtol=1e-4)
 
 
-def test_figures_of_speculation_show_what_was_measured():
-    common = {"kind": "code", "name": "tests", "draft": "suffix", "tokens_a_step": 2.5}
-    long = common | {"tokens": 100, "steps": 40}
-    short = common | {"tokens": 20, "steps": 20, "tokens_a_step": 1.0}
-    trained = {"drafts": [short | {"draft": "surer", "mode": "greedy"}]}
-    shown = texts(results_of.tokens_a_step({"counts": [long, short]}, trained))
-    assert shown == ["2.00", "1.00"]  # 120 tokens over 60 steps, not a mean of 2.5 and 1
-    bins = [{"probability": 0.5, "accepted": 0.4}]
-    drafts = {"recurrent, chat": bins, "suffix, chat": bins}
-    for ax in results_of.calibration({"drafts": drafts}).axes:
-        diagonal, line = ax.lines
-        np.testing.assert_allclose(line.get_xydata(), [[0.5, 0.4]])
-        np.testing.assert_allclose(diagonal.get_xydata(), [[0, 0], [1, 1]])
-    curve = [{"updates": n, "loss": 3 - n, "tokens_a_step": 1 + n} for n in (0, 1)]
-    axes = results_of.training({"training": {"curve": curve}}).axes
-    assert [ax.lines[0].get_ydata().tolist() for ax in axes] == [[3, 2], [1, 2]]
-
-
-def test_times_of_a_kind_are_added_up():
-    """A prompt that takes ten times as long weighs ten times as much; other drafts' rows do not."""
-    row = {"kind": "code", "name": "long", "tokens": 100, "tokens_a_step": 1.0}
-    row |= {"plain_seconds": [10.5, 10.0], "seconds": [10.0, 12.0], "speedup": 1.05}
-    row |= {"spread": [1.0, 1.2]}
-    short = row | {"name": "short", "plain_seconds": [1.0], "seconds": [0.1], "speedup": 10.0}
-    short |= {"tokens_a_step": 10.0, "spread": [9.0, 11.0]}
-    results = {"times": [row, short, short | {"draft": "recurrent"}]}
-    code, every = results_of.totals(results)
-    assert code == every._replace(kind="code") == ("code", 200, 110, 11.0, 10.1)
-    assert code.speedup == pytest.approx(11 / 10.1)  # the mean of ratios is 5.5
-    figure = results_of.speedups(results)
-    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert names == ["short", "long", "code, in all: 1.09"]
-    spread, dot, *_ = figure.axes[0].lines
-    assert list(spread.get_xdata()) == [9.0, 11.0] and list(dot.get_xdata()) == [10.0]
-
-
-def test_free_nodes_are_those_that_the_model_of_costs_says():
-    """Between the sizes that the figure looks at, beside every number of tokens."""
-    dgx = preset("dgx-h100")
-    for batch, context in ((1, 8192), (8, 2048), (32, 65536), (128, 2**20)):
-        exact = free_tokens(MODELS["llama-3.1-8b"], batch, context, dgx)
-        assert ridge.nodes_free(batch, context, dgx, 1) == pytest.approx(exact, rel=0.15, abs=1)
-
-
-def test_a_roofline_stands_beside_what_was_measured():
-    """Level up to 12 tokens after little context on two cores; attention's own ridge is at 4."""
-    rows = [{"batch": 1, "context": n, "ms": {"1": 10.0, "16": 30.0}} for n in (1, 10**7)]
-    left = roofline.roofline({"steps": rows}).axes[0]
-    lines = [line.get_ydata() for line in left.lines]
-    np.testing.assert_allclose(lines[1], [1, 3])  # measured
-    assert lines[0][11] < 1.05 and lines[0][12] > 1.04
-    assert lines[2][3] < 1.05 and lines[2][7] > 1.8
-
-
-def test_a_learning_curve_shows_each_step_and_a_mean():
-    steps = [{"reward": 0.1 * i, "right": 0.05 * i} for i in range(7)]
-    rewards, mean, *_ = learning.learning_curve({"steps": steps}).axes[0].lines
-    np.testing.assert_allclose(rewards.get_ydata(), 0.1 * np.arange(7))
-    np.testing.assert_allclose(mean.get_xydata(), [[5, 0.2], [6, 0.3], [7, 0.4]], atol=1e-12)
-
-
 def test_the_loop_that_is_drawn_accepts_what_the_model_says():
     texts = [text.get_text() for ax in speculation.loop().axes for text in ax.texts]
     assert [text for text in texts if text.startswith("✓ ")] == [
@@ -286,6 +181,18 @@ def test_what_packing_was_measured_to_save():
     assert all(row["speedup"] < 64 / row["nodes"] for row in rows)  # reading the weights is on top
 
 
+def test_gamma_curves_by_two_up_and_down():
+    """Along both lines Γ is −log 16 at the middle; its second derivative there is 2 and −2."""
+    up, down, _ = bayes.gamma_saddle().axes[0].lines
+    for line, sign in ((up, 1), (down, -1)):
+        t, heights = line.get_data()
+        middle = len(t) // 2
+        np.testing.assert_allclose(heights[middle], -np.log(16), rtol=1e-6)
+        step = t[1] - t[0]
+        second = (heights[middle + 1] - 2 * heights[middle] + heights[middle - 1]) / step**2
+        np.testing.assert_allclose(second, sign * 2, atol=0.02)
+
+
 def test_without_measurements_the_error_says_where_they_are_from(tmp_path, monkeypatch):
     monkeypatch.setattr("figures.measured.RESULTS", tmp_path)
     message = r"results: expected a folder with {0}\.json, as benchmarks/{0}\.py writes it"
@@ -294,47 +201,8 @@ def test_without_measurements_the_error_says_where_they_are_from(tmp_path, monke
         (sent.decode_ratios, "decode"),
         (llama_times.decode_times, "llama"),
         (llama_times.tree_against_ring, "llama"),
-        (results_of.tokens_a_step, "speculative"),
-        (results_of.calibration, "calibration"),
-        (results_of.speedups, "speculative"),
-        (results_of.training, "recurrent"),
-        (roofline.roofline, "ridge"),
     ):
         with pytest.raises(ValueError, match=message.format(name)):
             draw()
-    with pytest.raises(ValueError, match=r"as examples/train_on_a_tree\.py writes it"):
-        learning.learning_curve()
     (tmp_path / "other.json").write_text("[1]")
     assert measured("other", tmp_path) == [1]
-
-
-def test_what_a_tree_of_rows_saves():
-    """The formula, against trees of rows that share their prompt alone."""
-    for answers, prompt, answer in ((1, 5, 3), (4, 40, 10), (16, 3, 7)):
-        rows = [[0] * prompt + [1 + i] * answer for i in range(answers)]
-        (tree,) = pack_rows(rows)
-        saved = tree.row_tokens / len(tree.tokens)
-        assert training.tokens_saved(answers, prompt, answer) == pytest.approx(saved, rel=1e-12)
-
-
-def test_subtrees_are_runs_depth_first_and_have_holes_level_by_level():
-    (tree,) = pack_rows(training.rows_of())
-    node = np.arange(len(tree.tokens))
-    depth_first = training.renumbered_mask(tree, node)
-    for j, seen_by in enumerate(depth_first.T):
-        np.testing.assert_array_equal(np.flatnonzero(seen_by), np.arange(j, tree.ends[j]))
-    order = training.by_depth(tree)
-    by_level = training.renumbered_mask(tree, order)
-    assert not np.triu(by_level, 1).any()  # an ancestor still comes first
-    spans = [np.flatnonzero(seen_by) for seen_by in by_level.T]
-    holes = [
-        training.WORDS[tree.tokens[order[j]]]
-        for j, x in enumerate(spans)
-        if np.diff(x).max(initial=1) > 1
-    ]
-    assert holes == ["cat", "dog", "sat"]
-    hatched = [
-        sum(box.get_hatch() is not None for box in ax.patches)
-        for ax in training.subtrees_as_intervals().axes
-    ]
-    assert hatched == [0, 5]
