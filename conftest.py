@@ -1,4 +1,4 @@
-"""Nine simulated devices, float64 at hand, and the package's jaxtyping shapes checked."""
+"""Nine simulated devices, float64 at hand, and the packages' jaxtyping shapes checked."""
 
 import ctypes
 import gc
@@ -12,7 +12,7 @@ import jax
 import jaxtyping
 import pytest
 
-checked.install("treeattn")  # before anything imports it
+checked.install("treeattn", "treeattn_llama")  # before anything imports them
 
 from treeattn import simulate_devices  # noqa: E402
 
@@ -79,7 +79,7 @@ def _same_ranks(request):
 
 @pytest.fixture
 def unchecked():
-    """The package's own errors, as users see them: without the shape checks of the tests."""
+    """The packages' own errors, as users see them: without the shape checks of the tests."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -96,8 +96,8 @@ def optimized():
 
 @pytest.fixture
 def flash(monkeypatch):
-    """`treeattn.kernel.flash`, on a host without a GPU; the test is skipped without the package."""
-    from treeattn.kernel import flash
+    """`treeattn.flash`, on a host without a GPU; the test is skipped without flash-attn-jax."""
+    import treeattn.flash as flash
 
     if importlib.util.find_spec("flash_attn_jax") is None:
         pytest.skip("flash-attn-jax is not installed")

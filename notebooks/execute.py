@@ -1,7 +1,8 @@
-"""Execute every notebook, in order, each in a clean kernel, and write HTML under build/.
+"""Execute notebooks, in order, each in a clean kernel, and write HTML under build/.
 
-python notebooks/execute.py                 all notebooks; tracked files stay as they are
-python notebooks/execute.py 05 08           those whose names start so
+python notebooks/execute.py                 the main road; tracked files stay as they are
+python notebooks/execute.py --all           those of notebooks/deeper, the labs and the puzzles, too
+python notebooks/execute.py 05 the_same     of all, those whose names start so (or a path)
 python notebooks/execute.py --store 05      also store the outputs in the notebook
 """
 
@@ -18,8 +19,10 @@ from nbconvert import HTMLExporter
 from nbconvert.preprocessors import CellExecutionError, ExecutePreprocessor
 from tqdm import tqdm
 
-HERE = Path(__file__).parent
-BUILD = HERE.parent / "build"
+REPOSITORY = Path(__file__).parent.parent.resolve()
+BUILD = REPOSITORY / "build"
+MAIN_ROAD = ("notebooks/*.ipynb",)
+BESIDE_IT = ("notebooks/deeper/*.ipynb", "conformance/*.ipynb", "labs/*/*.ipynb")
 FONTS = """MathJax.Hub.Config({"HTML-CSS": {
   availableFonts: [], preferredFont: null, imageFont: null, webFont: "STIX-Web"  // the one there is
 }});
@@ -39,7 +42,7 @@ def execute(path: Path, progress: tqdm) -> nbformat.NotebookNode:
         on_cell_executed=lambda **_: progress.update(),
         resources={},
     )
-    runner.preprocess(notebook, {"metadata": {"path": str(HERE)}})
+    runner.preprocess(notebook, {"metadata": {"path": str(path.parent)}})
     # Only what a reader's Jupyter needs: kernel versions differ between machines.
     notebook.metadata = {"kernelspec": notebook.metadata["kernelspec"]}
     return notebook
@@ -60,18 +63,28 @@ def exporter() -> HTMLExporter:
     return HTMLExporter(mathjax_url=url, require_js_url="")
 
 
+def chosen(names: list[str], everything: bool) -> list[Path]:
+    """The notebooks of these paths, or whose names start so; without names the main road or all."""
+    patterns = MAIN_ROAD + (BESIDE_IT if names or everything else ())
+    paths = [path for pattern in patterns for path in sorted(REPOSITORY.glob(pattern))]
+    if not names:
+        return paths
+    given = [Path(name).resolve() for name in names]
+    return [path for path in paths if path in given or path.name.startswith(tuple(names))]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("only", nargs="*", help="the beginnings of the notebooks' names")
+    parser.add_argument("only", nargs="*", help="paths, or the beginnings of the notebooks' names")
+    parser.add_argument("--all", action="store_true", help="not only those of the main road")
     parser.add_argument("--store", action="store_true", help="store the outputs as well")
     args = parser.parse_args()
     if sys.platform == "win32":
         asyncio.set_event_loop_policy(asyncio.WindowsSelectorEventLoopPolicy())
 
-    paths = sorted(HERE.glob("*.ipynb"))
-    paths = [p for p in paths if not args.only or p.name.startswith(tuple(args.only))]
+    paths = chosen(args.only, args.all)
     if not paths:
-        parser.error(f"no notebook's name starts with {' or '.join(args.only)}")
+        parser.error(f"no notebook's path or name starts with {' or '.join(args.only)}")
     BUILD.mkdir(exist_ok=True)
     to_html = exporter()
     print(f"{len(paths)} notebooks, about half a minute each on two cores", flush=True)

@@ -1,4 +1,4 @@
-"""The package's annotations, checked at every call of a function that has any.
+"""The packages' annotations, checked at every call of a function that has any.
 
 `jaxtyping.install_import_hook` decorates every function: those without annotations, too, and those
 within another function anew at each of its calls, a millisecond each. Of tests that call much and
@@ -49,13 +49,13 @@ class Loader(importlib.machinery.SourceFileLoader):
 
 
 class Finder:
-    """Finds the modules of `package` as Python does, to be loaded by `Loader`."""
+    """Finds the modules of `packages` as Python does, to be loaded by `Loader`."""
 
-    def __init__(self, package: str):
-        self.package = package
+    def __init__(self, *packages: str):
+        self.packages = packages
 
     def find_spec(self, name: str, path=None, target=None):
-        if name.split(".")[0] != self.package:
+        if name.split(".")[0] not in self.packages:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
@@ -63,6 +63,6 @@ class Finder:
         return spec
 
 
-def install(package: str) -> None:
-    """Check whatever is imported of this package from now on."""
-    sys.meta_path.insert(0, Finder(package))
+def install(*packages: str) -> None:
+    """Check whatever is imported of these packages from now on."""
+    sys.meta_path.insert(0, Finder(*packages))
