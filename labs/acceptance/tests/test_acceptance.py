@@ -4,27 +4,29 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from scipy.optimize import linprog
+from treeattn_conformance import check_verifier
 
-from treeattn_conformance import (
+from labs.acceptance import (
     ACCEPTANCE_RULES,
+    DRAFT,
+    SHAPES,
+    TARGET,
+    TextModel,
     beam_candidates,
     best_rule_program,
     best_single_node,
-    check_verifier,
     drafted_trees,
     draw_tree,
+    drawing,
+    largest_fault,
     law,
     longest_of_tosses,
     mean_length,
+    most_tokens,
     proved_bound,
     step_law,
 )
-from treeattn_conformance.steps import softmax
-from treeattn_conformance.verifying import difference
-from figures import acceptance as figures
-
-pytestmark = pytest.mark.usefixtures("unchecked")
+from labs.acceptance.__main__ import beam_table, table
 
 MATCHING, TOKENS, BLOCK, TRAVERSAL, K_SEQUENTIAL = ACCEPTANCE_RULES.values()
 
@@ -53,14 +55,9 @@ def floats(model):
     return lambda path: model(path).astype(float)
 
 
-def best(target, draft, widths, replacement=False):
-    """(the program's maximum, the exact bound that its prices prove)."""
-    program = best_rule_program(target, draft, widths, replacement)
-    found = linprog(-program.lengths, A_eq=program.equations, b_eq=program.totals)
-    duals = -found.eqlin.marginals[len(program.trees) :]
-    prices = [Fraction(x).limit_denominator(10**9) for x in duals]
-    prices = dict(zip(program.texts, prices, strict=True))
-    return -found.fun, proved_bound(program, target, prices)
+def softmax(scores):
+    e = np.exp(np.asarray(scores) - np.max(scores))
+    return e / e.sum()
 
 
 # ---------------------------------------------------------------- lossless, or not
@@ -87,7 +84,7 @@ def test_every_rule_is_lossless(name):
 def test_in_fractions_nothing_differs(rule):
     for seed in range(3):
         target, draft = models(seed, least=0)
-        assert difference(step_law(rule, target, draft, (2, 1)), target)[0] == 0
+        assert largest_fault(step_law(rule, target, draft, (2, 1)), target) == 0
 
 
 def first_tokens(found):
@@ -97,16 +94,12 @@ def first_tokens(found):
     return [str(x) for x in chances]
 
 
-P = np.array([Fraction(1, 2), Fraction(3, 10), Fraction(1, 5)])
-Q = np.array([Fraction(3, 5), Fraction(3, 10), Fraction(1, 10)])
-
-
 def test_the_documents_project_is_not_lossless_at_a_temperature():
-    """Its rule for candidates of a beam search, in fractions: P is not what comes out."""
+    """Its rule for candidates of a beam search, in fractions: TARGET is not what comes out."""
 
     def tossed(width):
-        candidates = beam_candidates(lambda path: Q, width, 1)
-        model = (lambda path: P), (lambda path: Q)
+        candidates = beam_candidates(lambda path: DRAFT, width, 1)
+        model = (lambda path: TARGET), (lambda path: DRAFT)
         return law(lambda rng: longest_of_tosses(candidates, *model, rng))
 
     assert first_tokens(tossed(1)) == ["5/6", "0", "1/6"]
@@ -127,9 +120,9 @@ def test_the_checker_sees_it(width):
 
 def test_scores_of_candidates_do_not_say_what_is_left_to_draw():
     """Drafts that give their candidate one score, and leave different tokens after a rejection."""
-    other = Q[[0, 2, 1]]
-    rest = [np.maximum(P - q, 0) for q in (Q, other)]
-    assert Q[0] == other[0]
+    other = DRAFT[[0, 2, 1]]
+    rest = [np.maximum(TARGET - q, 0) for q in (DRAFT, other)]
+    assert DRAFT[0] == other[0]
     assert [list(np.flatnonzero(x)) for x in rest] == [[2], [1]]
 
 
@@ -139,6 +132,30 @@ def test_the_beam_is_the_drafts_likeliest():
     expected = sorted(every, key=lambda path: -every[path])
     found = beam_candidates(draft, 9, 2)
     assert [every[path] for path in found] == [every[path] for path in expected]
+
+
+def test_a_tosser_is_told_from_a_lossless_rule():
+    beam = beam_candidates(lambda path: DRAFT, 2, 1)
+
+    def step(rng):
+        return longest_of_tosses(beam, lambda path: TARGET, lambda path: DRAFT, rng)
+
+    assert largest_fault(law(step), lambda path: TARGET) == Fraction(1, 3)
+
+
+def test_every_way_that_chance_can_fall():
+    def run(rng):
+        return rng.choice(3, p=DRAFT), rng.random() < Fraction(1, 4)
+
+    found = law(run)
+    assert len(found) == 6 and sum(found.values()) == 1
+    assert found[0, True] == Fraction(6, 10) * Fraction(1, 4)
+    with pytest.raises(NotImplementedError, match="compared twice"):
+        law(lambda rng: (lambda u: (u < 0.5, u < 0.25))(rng.random()))
+    with pytest.raises(ValueError, match="p: expected 2 probabilities"):
+        law(lambda rng: rng.choice(2, p=DRAFT))
+    with pytest.raises(RuntimeError, match="more than 3 outcomes"):
+        law(lambda rng: (rng.random() < 0.5, rng.random() < 0.5), most=3)
 
 
 # ---------------------------------------------------------------- how much is accepted
@@ -160,7 +177,7 @@ def test_the_example_of_block_verifications_authors():
     model = (lambda path: p), (lambda path: p[::-1])
     accepted = [mean_length(step_law(rule, *model, (1, 1))) - 1 for rule in (TOKENS, BLOCK)]
     assert accepted == [Fraction(10, 9), Fraction(11, 9)]
-    assert best(*model, (1, 1))[1] - 1 == Fraction(11, 9)
+    assert most_tokens(*model, (1, 1))[1] - 1 == Fraction(11, 9)
 
 
 def test_no_rule_accepts_more_of_a_chain_than_block_verification():
@@ -172,7 +189,7 @@ def test_no_rule_accepts_more_of_a_chain_than_block_verification():
         block = mean_length(step_law(BLOCK, target, draft, chain))
         assert mean_length(step_law(TRAVERSAL, target, draft, chain)) == block
         assert mean_length(step_law(TOKENS, target, draft, chain)) < block
-        assert best(target, draft, chain)[1] == block
+        assert most_tokens(target, draft, chain)[1] == block
 
 
 @pytest.mark.parametrize("replacement", [False, True])
@@ -182,7 +199,7 @@ def test_in_trees_from_the_leaves_up_is_more_and_not_all(replacement):
         rules = (MATCHING, TOKENS, TRAVERSAL)
         laws = [step_law(rule, target, draft, (2, 1), replacement) for rule in rules]
         matched, by_token, traversed = map(mean_length, laws)
-        most, proved = best(target, draft, (2, 1), replacement)
+        most, proved = most_tokens(target, draft, (2, 1), replacement)
         assert matched < by_token < traversed < proved
         assert abs(float(proved) - most) < 1e-6
 
@@ -194,7 +211,7 @@ def test_at_one_node():
         least = {}
         for replacement in (False, True):
             most = best_single_node(target(()), drafted_trees(draft, (2,), replacement))
-            assert abs(best(target, draft, (2,), replacement)[0] - 1 - float(most)) < 1e-9
+            assert abs(most_tokens(target, draft, (2,), replacement)[0] - 1 - float(most)) < 1e-9
             tokens = mean_length(step_law(TOKENS, target, draft, (2,), replacement)) - 1
             assert tokens <= most
             least[replacement] = tokens
@@ -208,7 +225,7 @@ def test_at_one_node():
 def test_any_prices_prove_a_bound():
     target, draft = models(0)
     program = best_rule_program(target, draft, (2,))
-    most = best(target, draft, (2,))[1]
+    most = most_tokens(target, draft, (2,))[1]
     random = np.random.default_rng(0)
     for _ in range(20):
         prices = {text: Fraction(int(random.integers(-5, 6)), 4) for text in program.texts}
@@ -220,16 +237,23 @@ def test_any_prices_prove_a_bound():
 
 
 def test_the_figure_has_a_mark_for_each_rule():
-    bounds = {shape: Fraction(3) for shape, _, _ in figures.SHAPES}
-    figure = figures.tokens_by_rule(figures.TextModel(1), figures.TextModel(2), bounds)
+    bounds = {shape: Fraction(3) for shape, _, _ in SHAPES}
+    figure = drawing.tokens_by_rule(TextModel(1), TextModel(2), bounds)
     marks = [line for line in figure.axes[0].lines if line.get_marker() != "None"]
     assert len(marks) == 4 + 4 + 3 + 4 + 3
     assert "matching 1.43, token by token 2.36, block 2.61, traversal 2.61" in figure.alt
 
 
 def test_the_bars_are_what_is_tossed():
-    figure = figures.likeliest_tossed_for()
+    figure = drawing.likeliest_tossed_for()
     heights = [bar.get_height() for bar in figure.axes[0].patches]
     expected = [1 / 2, 3 / 10, 1 / 5, 5 / 6, 0, 1 / 6, 5 / 6, 1 / 6, 0]
     np.testing.assert_allclose(heights, expected)
     assert "5/6, 1/6, 0: token 0 comes much too often" in figure.alt
+
+
+def test_what_the_command_prints():
+    rows = table().splitlines()
+    assert "a chain of three        block           in fractions      2.6059" in rows
+    assert not [row for row in rows if " no " in row]
+    assert beam_table().splitlines()[1].split() == ["beam", "of", "two", "5/6", "1/6", "0"]

@@ -1,31 +1,16 @@
-"""What acceptance rules make of a target's distribution, and how many tokens they give (09b)."""
+"""The lab's two figures: what becomes of a distribution, and how many tokens each rule keeps."""
 
 from fractions import Fraction
 
 import numpy as np
 
-from treeattn_conformance.acceptance import (
-    ACCEPTANCE_RULES,
-    beam_candidates,
-    longest_of_tosses,
-    mean_length,
-    step_law,
-)
-from treeattn_conformance.chance import law
 from figures.canvas import styled
 from figures.style import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, Figure, new_figure
+from labs.acceptance.beams import beam_candidates, longest_of_tosses
+from labs.acceptance.chance import law
+from labs.acceptance.models import DRAFT, SHAPES, TARGET, in_floats, rules_for
+from labs.acceptance.rules import mean_length, step_law
 
-# Two models of three tokens that look at nothing.
-TARGET = tuple(Fraction(n, 10) for n in (5, 3, 2))
-DRAFT = tuple(Fraction(n, 10) for n in (6, 3, 1))
-
-SHAPES = (
-    ("one token", (1,), False),
-    ("a chain of three", (1, 1, 1), False),
-    ("two siblings", (2,), False),
-    ("two, with replacement", (2,), True),
-    ("two, then one each", (2, 1), False),
-)
 LOOKS = {  # marker, colour, and how far below the row's line
     "matching": ("o", GREY, 0.0),
     "token by token": ("s", ORANGE, -0.24),
@@ -35,40 +20,9 @@ LOOKS = {  # marker, colour, and how far below the row's line
 }
 
 
-class TextModel:
-    """A made-up model of three tokens: probabilities after any path, Fractions with small terms."""
-
-    def __init__(self, seed: int):
-        self.seed = seed
-        self._known: dict[tuple[int, ...], np.ndarray] = {}
-
-    def __call__(self, path: tuple[int, ...]) -> np.ndarray:
-        """(3,) Fractions, the same ones at every call."""
-        if path not in self._known:
-            random = np.random.default_rng([self.seed, *(x + 1 for x in path)])
-            counts = random.integers(1, 10, 3).tolist()
-            self._known[path] = np.array([Fraction(n, sum(counts)) for n in counts])
-        return self._known[path]
-
-
-def in_floats(model):
-    """The same model with float64 probabilities."""
-    return lambda path: model(path).astype(float)
-
-
-def rules_for(widths: tuple[int, ...], replacement: bool) -> dict:
-    """The rules that are made for such a tree, by name."""
-    rules = dict(ACCEPTANCE_RULES)
-    if max(widths) > 1:
-        del rules["block"]
-    if not replacement:
-        del rules["k-sequential"]
-    return rules
-
-
 def tossed(width: int) -> list[Fraction]:
     """The distribution of the first token, if `width` tokens of a beam search are tossed for."""
-    p, q = np.array(TARGET), np.array(DRAFT)
+    p, q = TARGET, DRAFT
     beam = beam_candidates(lambda path: q, width, 1)
     found = law(lambda rng: longest_of_tosses(beam, lambda path: p, lambda path: q, rng)[0])
     return [Fraction(found.get(x, 0)) for x in range(len(p))]
@@ -126,6 +80,3 @@ def tokens_by_rule(target, draft, bounds: dict) -> Figure:
     return figure.describe(
         f"A row for each drafted shape, marks at mean tokens. {'; '.join(said)}."
     )
-
-
-FIGURES = {"likeliest_tossed_for": likeliest_tossed_for}

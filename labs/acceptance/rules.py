@@ -1,10 +1,10 @@
-"""Rules that say which drafted tokens are accepted, each a function of a drafted tree.
+"""Rules that say which drafted tokens are kept, each a function of a drafted tree.
 
-    rule(tree, rng) -> the tokens accepted, and one more
+    rule(tree, rng) -> the drafted tokens kept, and one more
 
-rng is a `numpy.random.Generator`, or what `outcomes` hands out. The `ACCEPTANCE_RULES` are
-lossless; they differ in how many tokens they accept. Probabilities may be floats or Fractions (for
-k_sequential, floats). `longest_of_tosses` is for a beam's candidates, and is not lossless.
+rng is a `numpy.random.Generator`, or what `labs.acceptance.law` hands out. The `ACCEPTANCE_RULES`
+are lossless; they differ in how many tokens they keep. Probabilities may be floats or Fractions
+(for k_sequential, floats).
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .chance import law
+from labs.acceptance.chance import law
 
 Path = tuple[int, ...]
 
@@ -220,46 +220,18 @@ def mean_length(found: dict):
     return sum(len(tokens) * chance for tokens, chance in found.items())
 
 
-# ---------------------------------------------------------------- not drawn: a beam's candidates
+def largest_fault(found: dict, target: Callable):
+    """How far a step, {tokens: probability}, is from lossless: exactly 0 where it is, in Fractions.
 
-
-def beam_candidates(draft, width: int, length: int) -> list[Path]:
-    """The draft's `width` likeliest continuations, as beam search finds them, the likeliest first.
-
-    draft: path -> (V,) probabilities
+    Of the steps that go on after a text w, the share p(x | w) has to go on with x.
     """
-    beam: dict[Path, object] = {(): 1}
-    for _ in range(length):
-        longer = {
-            (*path, x): chance * q
-            for path, chance in beam.items()
-            for x, q in enumerate(draft(path))
-            if q > 0
-        }
-        beam = dict(sorted(longer.items(), key=lambda item: -item[1])[:width])
-    return list(beam)
-
-
-def longest_of_tosses(candidates: list[Path], target, draft, rng) -> Path:
-    """What the packing document's project does with a beam (its `_choose_from_candidates`).
-
-    Each token x of each candidate is tossed for by itself, with min(1, p(x) / q(x)), where another
-    candidate has the same token, too; of the candidates the first is taken that is accepted
-    furthest; then the token comes from max(p − q, 0), or from p where the candidate ends.
-    """
-    lengths = [_accepted(candidate, target, draft, rng) for candidate in candidates]
-    best = lengths.index(max(lengths))
-    path = candidates[best][: lengths[best]]
-    p = target(path)
-    if path != candidates[best]:
-        p, _ = residual(p, draft(path))
-    return (*path, pick(p, rng))
-
-
-def _accepted(candidate: Path, target, draft, rng) -> int:
-    """How many of the candidate's tokens are accepted one after the other."""
-    for n, x in enumerate(candidate):
-        path = candidate[:n]
-        if not rng.random() < target(path)[x] / draft(path)[x]:
-            return n
-    return len(candidate)
+    begun: dict[Path, object] = {}  # how likely a step's tokens begin so
+    for tokens, chance in found.items():
+        for n in range(len(tokens) + 1):
+            begun[tokens[:n]] = begun.get(tokens[:n], 0) + chance
+    faults = []
+    for w in begun:
+        p = target(w)
+        after = [begun.get((*w, x), 0) for x in range(len(p))]
+        faults += [abs(after[x] - sum(after) * p[x]) for x in range(len(p))]
+    return max(faults)

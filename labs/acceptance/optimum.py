@@ -6,14 +6,15 @@ many go on with each token: as many equations as there are texts, all of them li
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
+from scipy.optimize import linprog  # JAX brings it along
 
-from .acceptance import DrawnTree, draw_tree
-from .chance import law
+from labs.acceptance.chance import law
+from labs.acceptance.rules import DrawnTree, Path, draw_tree
 
-Path = tuple[int, ...]
 Nodes = frozenset[Path]
 
 
@@ -108,6 +109,17 @@ def _pay(paid: dict, text: Path, target: Callable, prices: Mapping) -> None:
         p = target(before)
         fair = sum(p[x] * prices.get((*before, x), 0) for x in range(len(p)))
         paid[text[:n]] = paid[before] + prices.get(text[:n], 0) - fair
+
+
+def most_tokens(
+    target: Callable, draft: Callable, widths: tuple[int, ...], replacement: bool = False
+) -> tuple[float, object]:
+    """(the program's maximum as a solver finds it, what its prices prove) in tokens of a step."""
+    program = best_rule_program(target, draft, widths, replacement)
+    found = linprog(-program.lengths, A_eq=program.equations, b_eq=program.totals)
+    duals = -found.eqlin.marginals[len(program.trees) :]
+    prices = [Fraction(x).limit_denominator(10**9) for x in duals]
+    return -found.fun, proved_bound(program, target, dict(zip(program.texts, prices, strict=True)))
 
 
 def best_single_node(p: np.ndarray, draws: Mapping[Nodes, object]):
