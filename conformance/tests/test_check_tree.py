@@ -2,13 +2,12 @@
 
 import itertools
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from treeattn import ancestor_mask, depths
-from treeattn_conformance import TREE_FINGERPRINTS, check_tree, tree_cases
-from treeattn_llama.cache import append
+from treeattn_conformance import check_tree
+from treeattn_conformance.token_trees import tree_cases
+from treeattn_conformance.trees import TREE_FINGERPRINTS
 
 
 def ancestors(parent, node):
@@ -216,38 +215,6 @@ WRONG_COMMITS = [
 def test_plain_dictionaries_and_loops_pass():
     report = check_tree(build, commit)
     assert report.names("passed") == ["mask", "positions", "walk", "commit"], str(report)
-
-
-def test_ours_pass():
-    """`ancestor_mask`, `depths`, and what a Llama's cache writes of a step's new entries."""
-
-    def ours(parents, lengths):
-        return {
-            "mask": ancestor_mask(parents),
-            "positions": lengths[:, None] + depths(parents),
-        }
-
-    def written(cache, lengths, accepted):
-        n = int(cache.shape[1] - lengths.max()) - 3
-        if n != 9:
-            raise NotImplementedError("other shapes: each would compile")
-        nodes = lengths[:, None] + np.arange(n)
-        new = jnp.take_along_axis(jnp.asarray(cache), jnp.asarray(nodes)[..., None], 1)
-        counts = jnp.asarray((accepted >= 0).sum(1), jnp.int32)
-        select = jnp.asarray(np.maximum(accepted, 0), jnp.int32)
-        kept = append(
-            (jnp.asarray(cache)[:, :, None],),
-            (new[:, :, None],),
-            jnp.asarray(lengths, jnp.int32),
-            counts,
-            None,
-            select,
-        )
-        return kept[0][:, :, 0], lengths + counts
-
-    report = check_tree(ours, written)
-    assert report.names("passed") == ["mask", "positions", "commit"], str(report)
-    assert report.names("skipped") == ["walk"]
 
 
 @pytest.mark.parametrize(("name", "wrong"), WRONG_BUILDERS)

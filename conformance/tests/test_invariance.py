@@ -8,12 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from treeattn import attend_exact, finalize, kv_mesh, tree_decode
-from treeattn_conformance import AXES, attend, check_invariance
+from treeattn_conformance import attend, check_invariance
 from treeattn_conformance.__main__ import CHECKS, main
+from treeattn_conformance.axes import AXES
 from treeattn_conformance.bits import bits, compare
-
-pytestmark = pytest.mark.slow
 
 SMALL = {
     "heads": (2, 1),
@@ -435,51 +433,6 @@ def test_arguments_have_their_dtype(dtype):
 def test_what_cannot_be_asked(wrong, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         check_invariance(**{"f": exact, **wrong})
-
-
-# Ours
-
-
-@pytest.mark.parametrize(
-    ("options", "failed"),
-    [({"method": "butterfly", "block": 32}, []), ({"method": "allreduce"}, ["devices"])],
-)
-def test_decoding_with_blocks_has_the_same_bits_on_any_devices(options, failed):
-    def on(p, q, k, v):
-        room = ((0, 0), (0, 512 - k.shape[1]), (0, 0), (0, 0))  # blocks in powers of two
-        k, v = (np.pad(x, room) for x in (k, v))
-        mesh = kv_mesh(jax.devices()[:p])
-        lengths = np.full(len(q), 257)
-        return tree_decode(q, k, v, mesh=mesh, axis="kv", kv_lengths=lengths, **options)
-
-    family = {p: functools.partial(on, p) for p in (1, 2, 4)}
-    report = check_invariance(
-        family, axes=["devices"], keys=(257,), batches=(1, 2), head_dim=8, heads=(2, 1)
-    )
-    assert report.names("failed") == failed, str(report)
-
-
-def test_the_exact_sums_depend_on_nothing():
-    """In parts, too, whose states merge."""
-    state = jax.jit(attend_exact)
-    one = jax.jit(lambda state: finalize(state.rounded()))
-    both = jax.jit(lambda state, other: finalize(state.merge(other).rounded()))
-
-    def f(q, k, v, *, kv_lengths=None, splits=None, in_flight=None):
-        n = k.shape[1]
-        kv_lengths = np.full(len(q), n) if kv_lengths is None else kv_lengths
-        if in_flight in (2, 9, 33) or (splits and len(splits) > 2):
-            raise NotImplementedError("that is as many programs to compile")
-        cut = splits[0] if splits else n - (in_flight or 0)
-        found = state(q, k[:, :cut], v[:, :cut], kv_lengths=np.minimum(kv_lengths, cut))
-        if cut == n:
-            return one(found)
-        return both(found, state(q, k[:, cut:], v[:, cut:], kv_lengths=kv_lengths - cut))
-
-    few = {"keys": (257,), "batches": (1, 3), "queries": (1, 2), "head_dim": 8, "heads": (2, 1)}
-    report = check_invariance(f, **few)
-    assert report.names("failed") == [], str(report)
-    assert report.names("skipped") == ["blocks", "devices"]
 
 
 def test_asked_from_a_shell(capsys, monkeypatch):

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from treeattn import attention, interval_mask, pack_rows
-from treeattn_conformance import PACKING_FINGERPRINTS, check_packed_loss, row_cases, separate_rows
+from treeattn_conformance import check_packed_loss, separate_rows
+from treeattn_conformance.packed_loss import row_cases
+from treeattn_conformance.packing import PACKING_FINGERPRINTS
 
 NODES = 64  # all are filled up to so many, and to as many log-probabilities: one program
 REDUCTIONS = ("sum", "tokens", "rows")
@@ -73,44 +74,26 @@ def test_expected_answers_are_those_of_autodiff(reduction):
             np.testing.assert_allclose(gradients[name], x, atol=1e-12)
 
 
-@value_and_gradients
-def loss_by_intervals(parameters, tree, rows, weights):
-    """The package's own way: intervals, positions by depth, parents, and reading row by row."""
-
-    def attend(q, k, v):
-        q, k, v = (x[None, :, None] for x in (q, k, v))
-        return attention(q, k, v, ends=tree["ends"][None])[0, :, 0]
-
-    log_p = log_probabilities(parameters, tree["tokens"], tree["positions"], attend)
-    of_nodes = log_p[tree["parents"], tree["tokens"]]
-    return -(weights * of_nodes[rows]).sum()
-
-
-def packed(rows, weights):
-    """(the filled tree, the nodes of all rows' tokens but the first, their weights)."""
-    (tree,) = pack_rows(rows)
-    n = len(tree.tokens)
-    fields = {
-        "tokens": filled(tree.tokens),
-        "positions": filled(tree.positions),
-        "parents": filled(tree.parents),
-        "ends": np.append(tree.ends, np.arange(n, NODES) + 1).astype(np.int32),
-    }
-    paths = [line[1 : len(row)] for line, row in zip(tree.row_map, rows, strict=True)]
-    nodes = np.concatenate(paths)
-    return fields, filled(nodes), filled(np.concatenate([w[1:] for w in weights]))
+def pack_rows(rows):
+    """(tokens, parents, the nodes of each row): rows sorted, each distinct prefix a node."""
+    node_of = {}
+    paths = {}
+    for row in sorted(map(tuple, rows)):
+        for length in range(1, len(row) + 1):
+            node_of.setdefault(row[:length], len(node_of))
+        paths[row] = np.array([node_of[row[:length]] for length in range(1, len(row) + 1)])
+    tokens = np.array([prefix[-1] for prefix in node_of])
+    parents = np.array([node_of.get(prefix[:-1], -1) for prefix in node_of])
+    return tokens, parents, [paths[tuple(row)] for row in rows]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "reduction"), [("float64", "sum"), ("float32", "tokens"), ("float32", "rows")]
-)
-def test_ours_passes(dtype, reduction):
-    def ours(parameters, rows, weights):
-        weights = [w.astype(dtype) for w in mean_weights(weights, reduction)]
-        return loss_by_intervals(parameters, *packed(rows, weights))
-
-    report = check_packed_loss(ours, dtype=dtype, reduction=reduction)
-    assert report.names("passed") == [case.name for case in row_cases()], str(report)
+def ancestors(parents):
+    """(n, n) bool: node i sees node j, above it or itself."""
+    visible = np.eye(len(parents), dtype=bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            visible[node] |= visible[parent]
+    return visible
 
 
 # What is wrong: each of these once, in a packed loss that is right without it
@@ -165,23 +148,22 @@ USED = ("tokens", "positions", "sources", "targets", "weights")
 
 def a_pass(rows, weights):
     """All that `loss_of_nodes` wants, and more for the mistakes: paths, parents, nodes."""
-    (tree,) = pack_rows(rows)
-    visible = interval_mask(tree.ends)
-    paths = [line[: len(row)] for line, row in zip(tree.row_map, rows, strict=True)]
+    tokens, parents, paths = pack_rows(rows)
+    visible = ancestors(parents)
     nodes = np.concatenate([path[1:] for path in paths])
     return {
-        "count": len(tree.tokens),
-        "tokens": tree.tokens,
-        "parents": tree.parents,
-        "positions": tree.positions,
+        "count": len(tokens),
+        "tokens": tokens,
+        "parents": parents,
+        "positions": visible.sum(1) - 1,
         "visible": visible,
         "detached": np.zeros_like(visible),
         "cached": np.zeros_like(visible),
         "nodes": nodes,
-        "sources": tree.parents[nodes],
-        "targets": tree.tokens[nodes],
+        "sources": parents[nodes],
+        "targets": tokens[nodes],
         "weights": np.concatenate([w[1:] for w in weights]),
-        "shared": sum(np.isin(np.arange(len(tree.tokens)), path).astype(int) for path in paths) > 1,
+        "shared": sum(np.isin(np.arange(len(tokens)), path).astype(int) for path in paths) > 1,
     }
 
 
@@ -345,8 +327,7 @@ def test_the_cases_have_what_they_are_for():
     within = cases["rows that begin others"].rows
     assert sum(len(a) > len(b) and a[: len(b)] == b for a in within for b in within) == 2
     for case in cases.values():
-        (tree,) = pack_rows(case.rows)
-        shares = len(tree.tokens) < tree.row_tokens
+        shares = len(pack_rows(case.rows)[0]) < sum(map(len, case.rows))
         assert shares == (case.name not in ("one row", "nothing shared")), case.name
         for one, other in zip(case.weights, row_cases()[0].weights, strict=False):
             assert one.dtype == other.dtype == np.float32

@@ -6,30 +6,20 @@ python -m treeattn_conformance invariance my_module:my_kernel
 python -m treeattn_conformance packed_loss my_module:my_loss
 python -m treeattn_conformance tree my_module:build_my_tree
 python -m treeattn_conformance verifier my_module:my_step
-python -m treeattn_conformance local_lengths my_module:my_local_lengths
-python -m treeattn_conformance top_k my_module:my_top_k
 python -m treeattn_conformance scan my_module:my_scan
-
-Or write the questions and the expected answers into a folder, as npz and as JSON:
-
-python -m treeattn_conformance --export vectors
 """
 
 import argparse
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from .attention import check_attention
-from .candidates import check_top_k
-from .exporting import export
 from .invariance import check_invariance
 from .judging import TOLERANCES
 from .merging import check_merge
 from .packed_loss import check_packed_loss
 from .scans import check_scan
-from .stripes import check_local_lengths
 from .trees import check_tree
 from .verifying import check_verifier
 
@@ -40,11 +30,9 @@ CHECKS = {
     "packed_loss": check_packed_loss,
     "tree": check_tree,
     "verifier": check_verifier,
-    "local_lengths": check_local_lengths,
-    "top_k": check_top_k,
     "scan": check_scan,
 }
-OF_NO_DTYPE = ("tree", "verifier", "local_lengths", "top_k", "scan")
+OF_NO_DTYPE = ("tree", "verifier", "scan")
 
 
 def named(place: str) -> Callable:
@@ -61,16 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("check", nargs="?", choices=CHECKS)
-    parser.add_argument("function", nargs="?", help="module:function")
+    parser.add_argument("check", choices=CHECKS)
+    parser.add_argument("function", help="module:function")
     parser.add_argument("--dtype", choices=TOLERANCES, default="float32")
-    parser.add_argument("--export", type=Path, metavar="FOLDER", help="write all vectors there")
     chosen = parser.parse_args(arguments)
-    if chosen.export:
-        print(*export(chosen.export), sep="\n")
-        return 0
-    if chosen.function is None:
-        parser.error("expected a check and module:function, or --export FOLDER")
     try:
         function = named(chosen.function)
     except (ValueError, ImportError, AttributeError) as error:

@@ -8,7 +8,6 @@ from .judging import Case, check
 from .merging import merge
 from .report import Report
 from .rounding import rounded
-from .stripes import local_lengths
 
 
 def attend(
@@ -146,6 +145,18 @@ def wrong_attentions(q, k, v, *, sinks=None, **options) -> Iterator:
     if "query_positions" in options:
         for mask in _bounded_by_local_positions(k.shape[1], options["query_positions"]):
             yield "local positions", attend(q, k, v, mask=mask[None, None])
+
+
+def local_lengths(lengths, devices: int, rank: int, interleave: int) -> np.ndarray:
+    """How many of the first `lengths` keys (any shape) device `rank` of `devices` has.
+
+    Keys are dealt in stripes of `interleave`, key t to device (t // interleave) mod devices:
+
+        ⌊L / (D·I)⌋ · I + clamp(L mod (D·I) − r·I, 0, I)
+    """
+    lengths = np.asarray(lengths)
+    full, rest = np.divmod(lengths, devices * interleave)
+    return full * interleave + np.clip(rest - rank * interleave, 0, interleave)
 
 
 def _bounded_by_local_positions(n: int, positions: np.ndarray) -> Iterator[np.ndarray]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .chance import OwnChance, law
+from .outcomes import OwnChance, law
 from .invariance import takes
 from .report import Report, Result
 from .steps import Settings

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from .chance import law
+from .outcomes import law
 from .steps import Path, Settings, Step, lacking, normalized
 
 # What known faults are, and their cures.
@@ -65,18 +65,14 @@ class Cut(Wrong):
 
 
 class NoiseOfDraftAndResidual(Chain):
-    """Gumbel noise that belongs to a position."""
-
-    def _winner(self, path: Path, p: np.ndarray) -> int:
-        noise = self.rng.at(len(path)).gumbel(size=len(p))
-        with np.errstate(divide="ignore"):
-            return int(np.argmax(np.log(p) + noise))
+    """Random numbers that belong to a position."""
 
     def children(self, path, width):
-        return (self._winner(path, self.q(path)),)
+        q = self.q(path)
+        return (int(self.rng.at(len(path)).choice(len(q), p=q)),)
 
     def last(self, path, p):
-        return self._winner(path, p)
+        return int(self.rng.at(len(path)).choice(len(p), p=normalized(p)))
 
 
 class NoiseOfDraftAndTest(Chain):
