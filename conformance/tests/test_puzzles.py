@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from treeattn_conformance import bfloat16
 from figures import puzzles
+from treeattn_conformance import bfloat16
 
 NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
 MISTAKES = {

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-
 IMPOSSIBLE = 1e-12  # answers less probable than this come from rounding, and are not followed
 ROUNDED = 1e-6  # how far from 1 probabilities may add up: those of float32 do not add up to 1
 

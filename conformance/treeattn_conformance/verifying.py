@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .outcomes import OwnChance, law
 from .invariance import takes
+from .outcomes import OwnChance, law
 from .report import Report, Result
 from .steps import Settings
 from .wrong_steps import MORE_SPECIAL, VERIFIER_FINGERPRINTS, possible_faults
