@@ -1,4 +1,4 @@
-"""A merge is a centre of mass: lse is the logarithm of a mass, out is where it lies (04, 04b)."""
+"""A merge is a centre of mass: lse is the logarithm of a mass, out is where it lies (04, and how merges go wrong)."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from figures.style import BLUE, GREY, INK, ORANGE, PALE, RED, Figure, new_figure
 # An order of merges is a word's number, or a pair of orders.
 ORDERS = {
     "a chain": ((((0, 1), 2), 3), 4),
-    "the shards of Figure 4.1": (((0, 1), 2), (3, 4)),
+    "the three shards": (((0, 1), 2), (3, 4)),
     "other pairs": ((0, 4), ((1, 2), 3)),
 }
 

@@ -3,27 +3,15 @@
 import itertools
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from figures import sentence
 from figures.canvas import styled, write_gif
 from figures.sentence import WEIGHTS, WORDS
-from figures.style import (
-    BLUE,
-    GREY,
-    INK,
-    ORANGE,
-    PALE,
-    Figure,
-    new_figure,
-)
-from treeattn import (
-    AttentionState,
-    finalize,
-    reduce_tree,
-    tree_round,
-)
+from figures.style import BLUE, GREY, INK, ORANGE, PALE, Figure, new_figure
+from treeattn import AttentionState, finalize, merge
 
 # ---------------------------------------------------------------- the five words
 
@@ -90,8 +78,12 @@ def six_leaves() -> AttentionState:
 def _levels() -> list[AttentionState]:
     """The leaves, and the states after each round of the tree."""
     levels = [six_leaves()]
-    while len(levels[-1].max) > 1:
-        levels.append(tree_round(levels[-1], 2))
+    while (count := len(levels[-1].max)) > 1:
+        left, right, alone = (
+            jax.tree.map(lambda x, part=part: x[part], levels[-1])
+            for part in (slice(0, count - 1, 2), slice(1, None, 2), slice(count - count % 2, None))
+        )
+        levels.append(jax.tree.map(lambda *x: jnp.concatenate(x), merge(left, right), alone))
     return levels
 
 
@@ -171,7 +163,7 @@ STEPS = (
 
 
 def _result() -> str:
-    out, lse = finalize(reduce_tree(six_leaves()))
+    out, lse = (x[0] for x in finalize(_levels()[-1]))
     return f"out = n / d = ({out[0]:.2f}, {out[1]:.2f})\nlse = m + log d = log {np.exp(lse):.0f}"
 
 
@@ -204,20 +196,6 @@ def merge_tree() -> Figure:
     )
 
 
-@styled
-def merge_tree_steps() -> Figure:
-    """The leaves, and the tree after each of its three rounds."""
-    figure, axes = new_figure(11.0, 7.4, nrows=2, ncols=2)
-    for level, ax in enumerate(axes.flat):
-        _draw_tree(ax, 2 * level, fontsize=6.5)
-        title = f"After round {level}" if level else "Five words, and a leaf without keys"
-        ax.set_title(title, loc="left", fontsize=11)
-    return figure.describe(
-        """Four pictures of the same tree of six states: the leaves alone, then after each of the
-        three rounds, in which three, two and one merged states appear."""
-    )
-
-
 def write_merge_tree_gif(path: str | Path) -> None:
     """The frames of `merge_tree_frame` as an animation that repeats."""
     milliseconds = [2500] * (len(STEPS) - 1) + [5000]
@@ -226,7 +204,6 @@ def write_merge_tree_gif(path: str | Path) -> None:
 
 FIGURES = {
     "merge_tree": merge_tree,
-    "merge_tree_steps": merge_tree_steps,
     "merge_words": merge_words,
 }
 ANIMATIONS = {"merge_tree": write_merge_tree_gif}

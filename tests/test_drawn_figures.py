@@ -31,7 +31,6 @@ LONG = {
     "llama_head_over_shards",
     "llama_score_ranges",
     "llama_shard_shares",
-    "merge_rounding",
     "prefix_tree_grown",
     "prefix_tree_saving",
     "speculation_tree",

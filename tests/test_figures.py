@@ -16,7 +16,6 @@ from figures import (
     merge,
     packing,
     prefix_tree,
-    rounds,
     sent,
     speculation,
     tree,
@@ -49,11 +48,11 @@ def test_any_order_of_masses_ends_at_one_centre():
         total, place = mass.centre(order)
         assert total == 16 and len(mass.inner(order)) == 4
         np.testing.assert_allclose(place, [1.25, 2.25], rtol=1e-12)
-    merged = [mass.centre(pair) for pair in mass.inner(mass.ORDERS["the shards of Figure 4.1"])]
+    merged = [mass.centre(pair) for pair in mass.inner(mass.ORDERS["the three shards"])]
     assert [m for m, _ in merged] == [3, 7, 9, 16]
 
 
-def test_levers_balance_at_the_numbers_of_notebook_04b():
+def test_levers_balance_at_the_notebooks_numbers():
     shown = [[text.get_text() for text in ax.texts] for ax in mass.levers().axes]
     pivots = ["5", "5.41", "2.67", "3.33", "4.57", "5"]
     assert all(pivot in found for pivot, found in zip(pivots, shown, strict=True))
@@ -68,16 +67,10 @@ def test_the_pivot_trap_takes_the_winner_away():
     assert {"attention (1.25, 2.25)", "as printed (0.25, −0.75)", "milk = v_argmax"} <= set(shown)
 
 
-def test_rounds_are_counted():
-    binary = rounds.merge_rounds(16).axes[0].lines[0]
-    counted = dict(zip(*binary.get_data(), strict=True))
-    assert all(counted[p] == math.ceil(math.log2(p)) for p in counted) and max(counted) == 16
-
-
 def test_figures_of_03_and_04_are_described():
-    drawn = [merge.merge_words, merge.merge_tree, merge.merge_tree_steps, autodiff.pivot_trap]
+    drawn = [merge.merge_words, merge.merge_tree, autodiff.pivot_trap]
     drawn += [mass.merge_mass, mass.levers]
-    assert all(len(draw().alt) > 40 for draw in (*drawn, lambda: rounds.merge_rounds(8)))
+    assert all(len(draw().alt) > 40 for draw in drawn)
 
 
 def test_the_animation_has_a_frame_for_each_half_round(tmp_path):
