@@ -1,13 +1,14 @@
-"""The rooms: who may import whom, no circles, small files, and a core that needs little."""
+"""The circles: who may import whom, in which order, what is public, and how large each may be."""
 
 import ast
 import importlib
+import inspect
+import io
 import json
-import pkgutil
 import re
 import subprocess
 import sys
-import types
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,88 +16,140 @@ import pytest
 
 import treeattn
 
-PACKAGE = Path(treeattn.__file__).parent
 REPOSITORY = Path(__file__).parent.parent
 
-# What others may import, each as its `__all__` says, or else what has no underscore in front; of
-# figures, which belong to a checkout, every module. All else may change its name tomorrow.
-PUBLIC = (
-    "treeattn",
-    "treeattn_llama",
-    "treeattn_llama.speculation",
-    "labs.cost",
-    "treeattn_conformance",
-    "figures",
-)
-
-# What each room stands on, besides itself. A name of a room stands for all that is in it.
-BELOW = {
-    "extras": (),
-    "idea": (),
-    "measured": (),
-    "kernel": ("idea",),
-    "devices": ("idea", "kernel", "measured"),
-    "trees": ("idea.arrays",),
-    "cost": ("idea", "measured"),
-    "conformance": (),
-    "llama": ("idea", "kernel", "devices", "trees", "measured", "extras"),
-    "figures": ("idea", "kernel", "devices", "trees", "cost", "llama", "conformance", "extras"),
-    "__init__": ("idea", "kernel", "devices", "trees", "llama"),
-    "__main__": ("idea", "kernel", "devices", "trees", "llama", "extras"),
+# The folder in which each package, or folder of scripts, stands.
+FOUND_IN = {
+    "treeattn": ".",
+    "treeattn_llama": "llama",
+    "treeattn_conformance": "conformance",
+    "figures": ".",
+    "labs": ".",
+    "benchmarks": ".",
 }
+# What each circle stands on, besides itself. Nothing stands on a lab, and no lab on another.
+PACKAGES = {"treeattn", "treeattn_llama", "treeattn_conformance"}
+BELOW = {
+    "treeattn": set(),
+    "treeattn_llama": {"treeattn"},
+    "treeattn_conformance": set(),
+    "figures": PACKAGES,
+    "benchmarks": PACKAGES,
+    "a lab": PACKAGES | {"figures"},
+}
+# The core from its ground upwards: a file imports what stands before it, and nothing else of ours.
+CORE = (
+    "arguments",
+    "state",
+    "energy",
+    "products",
+    "blocks",
+    "flash",
+    "attend",
+    "program",
+    "mesh",
+    "shards",
+    "merge",
+    "decode",
+    "prefill",
+    "beam",
+    "token_tree",
+    "__init__",
+)
+# Of other projects: what the core and the suite may import (flash-attn-jax where it is installed).
+OTHERS = {
+    "treeattn": {"jax", "numpy", "jaxtyping", "flash_attn_jax"},
+    "treeattn_conformance": {"numpy"},
+}
+# Tokens of code, comments and docstrings aside. They are limits, to be lowered when there is less.
+BUDGET = {
+    "treeattn": 20_000,
+}
+PUBLIC_NAMES = 36
+PARAMETERS = 10  # of a public function, beside q, k and v
 
 
-def sources() -> dict[str, str]:
-    """Name of each module, without "treeattn.", and its text; packages end in ".__init__"."""
-    files = PACKAGE.rglob("*.py")
-    return {
-        ".".join(file.relative_to(PACKAGE).with_suffix("").parts): file.read_text(encoding="utf-8")
-        for file in files
-    }
-
-
-def imported(importer: str, text: str, modules: set[str]) -> Iterator[str]:
-    """Names of the `modules` that the module of this name and text imports, wherever in it.
-
-    Modules are spelled out, but for those of the conformance suite: it can be copied.
-    """
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            module = node.module
-            if node.level:
-                assert node.level == 1 and importer.startswith("conformance."), importer
-                module = f"treeattn_conformance.{module}"
-            names = [f"{module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        for name in names:
-            if name.split(".")[0] != "treeattn":
-                continue
-            name = name.partition(".")[2]
-            holder = name.rpartition(".")[0]  # of a function, or of another name
-            choices = (name, f"{name}.__init__", holder, f"{holder}.__init__".lstrip("."))
-            yield next(choice for choice in choices if choice in modules)
-
-
-def graph(texts: dict[str, str]) -> dict[str, set[str]]:
-    return {name: set(imported(name, text, set(texts))) for name, text in texts.items()}
-
-
-def upward(edges: dict[str, set[str]]) -> list[str]:
-    """The imports that `BELOW` does not allow."""
-    found = []
-    for name, targets in edges.items():
-        room = name.split(".")[0]
-        for target in targets:
-            allowed = any(f"{target}.".startswith(f"{below}.") for below in (room, *BELOW[room]))
-            if not allowed:
-                found.append(f"{name} imports {target}")
+def modules() -> dict[str, str]:
+    """Dotted name and text of every module of ours but tests; packages end in ".__init__"."""
+    found = {}
+    for top, folder in FOUND_IN.items():
+        root = REPOSITORY / folder
+        for file in sorted((root / top).rglob("*.py")):
+            name = file.relative_to(root).with_suffix("").parts
+            if "tests" not in name:
+                found[".".join(name)] = file.read_text(encoding="utf-8")
     return found
 
 
-def circle(edges: dict[str, set[str]]) -> list[str] | None:
+MODULES = modules()
+
+
+def circle_of(name: str) -> str:
+    """ "labs.cost" of labs.cost.network, "figures" of figures.style."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "labs" else parts[0]
+
+
+def imported(text: str, importer: str = "") -> set[str]:
+    """Dotted names of all that this code imports, wherever in it: modules, or names of theirs."""
+    names = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            holder = [node.module] if node.module else []
+            if node.level:
+                holder = [*importer.split(".")[: -node.level], *holder]
+            names |= {".".join([*holder, alias.name]) for alias in node.names}
+    return names
+
+
+def module_of(name: str, known: dict[str, str]) -> str | None:
+    """The module among `known` that a dotted name is, or is a name of; None if there is none."""
+    while name:
+        for choice in (name, f"{name}.__init__"):
+            if choice in known:
+                return choice
+        name = name.rpartition(".")[0]
+    return None
+
+
+def graph(texts: dict[str, str]) -> dict[str, set[str]]:
+    """For each module, the modules of ours that it imports."""
+    edges = {}
+    for importer, text in texts.items():
+        names = imported(text, importer)
+        if importer.startswith("benchmarks."):  # scripts, which find each other by their own folder
+            names |= {f"benchmarks.{name}" for name in names}
+        found = {module_of(name, texts) for name in names}
+        edges[importer] = found - {None, importer}
+    return edges
+
+
+def outward(edges: dict[str, set[str]]) -> set[str]:
+    """The imports from one circle into another that it does not stand on."""
+    found = set()
+    for importer, targets in edges.items():
+        circle = circle_of(importer)
+        below = BELOW["a lab" if circle.startswith("labs.") else circle]
+        for target in targets:
+            if circle_of(target) not in below | {circle}:
+                found.add(f"{importer} imports {target}")
+    return found
+
+
+def upward(edges: dict[str, set[str]]) -> set[str]:
+    """The imports within the core that go up, or sideways."""
+    place = {f"treeattn.{name}": i for i, name in enumerate(CORE)}
+    return {
+        f"{importer} imports {target}"
+        for importer, i in place.items()
+        for target in edges[importer]
+        if place.get(target, i) >= i
+    }
+
+
+def ring(edges: dict[str, set[str]]) -> list[str] | None:
     """Modules of which each imports the next, and the last the first; None if there are none."""
     done: set[str] = set()
 
@@ -113,73 +166,84 @@ def circle(edges: dict[str, set[str]]) -> list[str] | None:
     return next((found for name in edges if (found := visit(name, []))), None)
 
 
-def test_dependencies_go_downwards_only():
-    assert upward(graph(sources())) == []
+def test_no_circle_imports_what_is_further_out():
+    assert outward(graph(MODULES)) == set()
 
 
-def test_there_is_no_circle():
-    assert circle(graph(sources())) is None
+def test_the_core_imports_downwards():
+    files = {name for name in MODULES if circle_of(name) == "treeattn"}
+    assert files == {f"treeattn.{name}" for name in CORE}
+    assert upward(graph(MODULES)) == set()
+
+
+def test_no_modules_import_each_other_in_a_ring():
+    assert ring(graph(MODULES)) is None
+
+
+def test_the_core_and_the_suite_need_little():
+    for circle, allowed in OTHERS.items():
+        texts = {name: text for name, text in MODULES.items() if circle_of(name) == circle}
+        tops = {x.split(".")[0] for name in texts for x in imported(texts[name], name)}
+        assert tops - sys.stdlib_module_names - {circle} <= allowed
+
+
+def test_nobody_imports_a_lab_but_its_own_notebook_and_tests():
+    found = set()
+    for path in REPOSITORY.rglob("*"):
+        place = path.relative_to(REPOSITORY).parts
+        if path.suffix not in (".py", ".ipynb") or place[0].startswith(".") or "build" in place:
+            continue
+        own = ".".join(place[:2])
+        for code in codes(path):
+            labs = {circle_of(name) for name in imported(code) if name.split(".")[0] == "labs"}
+            found |= {f"{path.name} imports {lab}" for lab in labs - {own}}
+    assert found == set()
 
 
 @pytest.mark.parametrize(
-    ("module", "line", "message"),
+    ("module", "line", "target"),
     [
-        ("idea.state", "from treeattn.kernel.attend import attend", "kernel.attend"),
-        ("idea.state", "from treeattn.kernel import attend", "kernel.attend"),
-        ("kernel.attend", "import treeattn.devices.mesh", "devices.mesh"),
-        ("devices.mesh", "def f():\n    from treeattn_llama import Llama", "llama.__init__"),
-        ("devices.mesh", "from treeattn import merge", "__init__"),
-        ("trees.beam", "from treeattn.idea.state import merge", "idea.state"),
-        ("cost.program", "from treeattn.kernel.attend import attend", "kernel.attend"),
-        ("llama.model", "from labs.cost import collectives", "cost.__init__"),
-        ("llama.model", "import figures.style as style", "figures.style"),
-        ("conformance.merging", "from treeattn.idea.state import merge", "idea.state"),
+        ("treeattn.state", "from treeattn_llama import Llama", "treeattn_llama.__init__"),
+        ("treeattn.merge", "def f():\n    import figures.style", "figures.style"),
+        ("treeattn_llama.model", "from labs.cost import network", "labs.cost.network"),
+        ("treeattn_conformance.merging", "from treeattn import merge", "treeattn.__init__"),
+        ("figures.style", "import labs.cost.network as n", "labs.cost.network"),
+        ("labs.exact.digits", "from labs.cost import network", "labs.cost.network"),
     ],
 )
-def test_a_planted_upward_import_is_found(module, line, message):
-    texts = sources()
-    before = upward(graph(texts))
-    texts[module] += f"\n{line}\n"
-    assert set(upward(graph(texts))) - set(before) == {f"{module} imports {message}"}
+def test_a_planted_import_outwards_is_found(module, line, target):
+    planted = MODULES | {module: f"{MODULES[module]}\n{line}\n"}
+    before = outward(graph(MODULES))
+    assert outward(graph(planted)) - before == {f"{module} imports {target}"}
 
 
 @pytest.mark.parametrize(
-    "line",
-    ["from treeattn.idea.state import merge", "def f():\n    from treeattn.idea import state"],
+    ("module", "line", "target"),
+    [
+        ("treeattn.state", "from treeattn.attend import attend", "treeattn.attend"),
+        ("treeattn.mesh", "def f():\n    from treeattn import merge", "treeattn.__init__"),
+        ("treeattn.state", "from . import energy", "treeattn.energy"),
+    ],
 )
-def test_a_planted_circle_is_found(line):
-    texts = sources()
-    texts["idea.arrays"] += f"\n{line}\n"
-    assert set(circle(graph(texts))) == {"idea.arrays", "idea.state"}
+def test_a_planted_import_upwards_is_found(module, line, target):
+    planted = MODULES | {module: f"{MODULES[module]}\n{line}\n"}
+    before = upward(graph(MODULES))
+    assert upward(graph(planted)) - before == {f"{module} imports {target}"}
 
 
-def test_a_file_is_what_a_reader_can_hold():
-    """Some 300 lines each, figures included; how many files there are is nobody's limit."""
-    lines = {name: text.count("\n") for name, text in sources().items()}
-    assert {name: n for name, n in lines.items() if n > 330} == {}
-
-
-def test_every_module_can_be_imported_by_its_name():
-    """`import treeattn.x as x` is a module, not a function that a package exports as x."""
-    names = [module.name for module in pkgutil.walk_packages(treeattn.__path__, "treeattn.")]
-    assert {name.removeprefix("treeattn.") for name in names} == {
-        name.removesuffix(".__init__") for name in sources() if name != "__init__"
+def test_a_planted_ring_is_found():
+    texts = {
+        "figures.a": "from figures import b",
+        "figures.b": "from figures.c import draw",
+        "figures.c": "def draw():\n    import figures.a",
+        "benchmarks.one": "from two import times",
+        "benchmarks.two": "times = 3",
     }
-    for name in names:
-        importlib.import_module(name)
-        scope: dict[str, object] = {}
-        exec(f"import {name} as module", scope)
-        assert isinstance(scope["module"], types.ModuleType), name
-        assert scope["module"].__name__ == name
-
-
-def test_every_public_name_is_there_and_listed():
-    assert set(treeattn.__all__) <= set(dir(treeattn))
-    for name in treeattn.__all__:
-        assert getattr(treeattn, name) is not None
-    assert treeattn.energy is importlib.import_module("treeattn.idea.energy").energy
-    with pytest.raises(AttributeError, match="no attribute 'flash_attention'"):
-        _ = treeattn.flash_attention
+    assert set(ring(graph(texts))) == {"figures.a", "figures.b", "figures.c"}
+    texts["figures.c"] = ""
+    assert ring(graph(texts)) is None
+    texts["benchmarks.two"] = "import one"
+    assert set(ring(graph(texts))) == {"benchmarks.one", "benchmarks.two"}
 
 
 def run(code: str) -> str:
@@ -189,75 +253,27 @@ def run(code: str) -> str:
     return done.stdout
 
 
-def test_the_core_imports_jax_numpy_and_jaxtyping_only():
-    list_new = """
+def test_importing_the_core_loads_little_and_starts_nothing():
+    code = """
 import sys
 import jax, numpy, jaxtyping
 def tops():
     return {name.split(".")[0] for name in sys.modules}
 before = tops()
-from treeattn import merge, pack, tree_decode
+import treeattn
 print(*sorted(tops() - before - set(sys.stdlib_module_names)))
-ours = [name for name in sys.modules if name.startswith("treeattn.") and name.count(".") == 1]
-print(*sorted(ours))
 print("jax.experimental.pallas" in sys.modules)  # a fifth of JAX's own time
+from jax._src import xla_bridge
+print(xla_bridge.backends_are_initialized())
 """
-    assert run(list_new).splitlines() == [
-        "treeattn",
-        "treeattn.devices treeattn.idea treeattn.kernel treeattn.measured treeattn.trees",
-        "False",
-    ]
+    assert run(code).split() == ["treeattn", "False", "False"]
 
 
-def test_costs_need_no_more_than_the_core():
-    """Whatever draws figures or reads checkpoints may be absent, and is not imported where not."""
-    absent = ("matplotlib", "PIL", "gguf", "tokenizers", "safetensors", "jinja2", "tqdm")
-    code = f"""
-import importlib, pkgutil, sys
-sys.modules |= dict.fromkeys({absent}, None)
-import labs.cost
-for module in pkgutil.iter_modules(labs.cost.__path__, "labs.cost."):
-    importlib.import_module(module.name)
-print(set(labs.cost.__all__) <= set(dir(labs.cost)))
-print(*sorted({{name.split(".")[1] for name in sys.modules if name.startswith("treeattn.")}}))
-labs.cost.__main__.main(["--context", "1000"])
-"""
-    same, rooms, _, blank, *table = run(code).splitlines()
-    assert (same, rooms, blank) == ("True", "cost devices idea kernel measured trees", "")
-    assert table[0].startswith("do: ") and table[2].startswith("ms") and len(table) > 7
-
-
-@pytest.mark.parametrize(
-    ("what", "absent", "message"),
-    [
-        ("import treeattn; treeattn.Llama", "gguf", "treeattn_llama needs gguf"),
-        ("from treeattn import Llama", "tokenizers", "treeattn_llama needs tokenizers"),
-        ("import treeattn_llama.text", "jinja2", "treeattn_llama needs jinja2"),
-        ("import treeattn.__main__", "tqdm", "treeattn_llama needs tqdm"),
-        ("import figures", "PIL", "figures needs PIL"),
-        ("import figures.style", "matplotlib", "figures needs matplotlib"),
-        ("import figures.energy", "safetensors", "treeattn_llama needs safetensors"),
-    ],
-)
-def test_what_is_missing_names_its_extra(what, absent, message):
-    """Figures belong to a checkout, which has a group of dependencies for them."""
-    install = "'treeattn[llama]'"
-    if message.startswith("figures"):
-        install = "-e '.[llama]' --group dev"
-    code = f"""
-import sys
-sys.modules[{absent!r}] = None  # as if it were not there
-try:
-    {what}
-except ImportError as error:
-    print(error)
-"""
-    expected = f"{message}, not installed here: pip install {install}"
-    assert run(code).strip() == expected
+# ---------------------------------------------------------------- what is public
 
 
 def blocks(markdown: str) -> Iterator[str]:
-    """The Python code of a text in Markdown, without what a shell or IPython would run."""
+    """The Python code of a text in Markdown."""
     for block in re.findall(r"^```python\n(.*?)^```", markdown, re.MULTILINE | re.DOTALL):
         lines = block.splitlines()
         if block.startswith(">>> "):
@@ -265,118 +281,134 @@ def blocks(markdown: str) -> Iterator[str]:
         yield "\n".join(lines)
 
 
-def users() -> Iterator[tuple[str, str]]:
-    """(file, code) of all that stands outside of the package and uses it as a reader would."""
-    for folder in ("examples", "benchmarks", "training", "site", "notebooks"):
-        for file in sorted((REPOSITORY / folder).rglob("*.py")):
-            yield f"{folder}/{file.name}", file.read_text(encoding="utf-8")
-    for file in sorted((REPOSITORY / "notebooks").glob("*.ipynb")):
-        for cell in json.loads(file.read_text(encoding="utf-8"))["cells"]:
+def codes(path: Path) -> Iterator[str]:
+    """The Python code in a module, a notebook or a page."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        yield text
+    elif path.suffix == ".md":
+        yield from blocks(text)
+    else:
+        for cell in json.loads(text)["cells"]:
             source = "".join(cell["source"])
-            for code in [source] if cell["cell_type"] == "code" else blocks(source):
-                yield file.name, code
-    for file in (*REPOSITORY.glob("*.md"), *(REPOSITORY / "site").glob("*.md")):
-        for code in blocks(file.read_text(encoding="utf-8")):
-            yield file.name, code
+            yield from [source] if cell["cell_type"] == "code" else blocks(source)
+
+
+def users() -> Iterator[Path]:
+    """All that uses the packages as a reader would."""
+    for folder in ("examples", "benchmarks", "site", "figures", "labs", "notebooks", "conformance"):
+        for kind in ("*.py", "*.ipynb", "*.md"):
+            for path in sorted((REPOSITORY / folder).rglob(kind)):
+                if not {"tests", "treeattn_conformance"} & set(path.parts):
+                    yield path
+    yield from sorted((REPOSITORY / "llama" / "treeattn_llama").rglob("*.py"))
+    yield from sorted(REPOSITORY.glob("*.md"))
 
 
 def is_public(name: str) -> bool:
-    """Whether "treeattn.x.y" is a public module, one of its names, or of the figures."""
-    holder, _, last = name.rpartition(".")
-    if name in PUBLIC or f"{name}.".startswith("figures."):
-        return True
-    if holder not in PUBLIC or last.startswith("_"):
-        return False
-    module = importlib.import_module(holder)
-    return last in getattr(module, "__all__", dir(module))
+    """Whether "treeattn.x" is a name of the package's `__all__`."""
+    top, _, rest = name.partition(".")
+    return not rest or rest in importlib.import_module(top).__all__ or rest == "__version__"
 
 
-def private(code: str) -> set[str]:
-    """What this code imports, or reaches through `treeattn.…`, and is not public."""
-    names = set()
+def private(code: str, own: str = "") -> set[str]:
+    """What this code imports, or reaches as `treeattn.…`, of packages not its own, not public."""
+    names = imported(code, own)
     for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             names |= {f"{node.value.id}.{node.attr}"}
-    ours = {name for name in names if name.split(".")[0] == "treeattn"}
+    ours = {name for name in names if name.split(".")[0] in PACKAGES - {own.split(".")[0]}}
     return {name for name in ours if not is_public(name)}
 
 
 def test_users_import_what_is_public_only():
-    """Notebooks, the README, examples, benchmarks, training and the site."""
-    found = {(file, name) for file, code in users() for name in private(code)}
+    found = set()
+    for path in users():
+        own = "treeattn_llama.x" if "treeattn_llama" in path.parts else ""
+        for code in codes(path):
+            found |= {(path.name, name) for name in private(code, own)}
     assert found == set()
-    files = {file for file, _ in users()}
-    assert {"README.md", "01_the_energy_function.ipynb", "examples/decode_sharded.py"} <= files
-
-
-def test_contributing_has_the_public_modules():
-    text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    _, _, section = text.partition("## What is public\n\n")
-    sentence, _, _ = section.partition(":")
-    assert re.findall(r"`(treeattn[\w.]*)`", sentence) == list(PUBLIC)
-
-
-def test_the_readmes_tree_is_that_of_the_project():
-    """Every folder that holds files of ours: at the top, the package's rooms, and theirs."""
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    _, _, section = text.partition("## What is where\n\n```\n")
-    tree, _, _ = section.partition("```")
-    path: list[str] = []
-    shown = set()
-    for line in tree.splitlines():
-        name = line.split()[0]
-        depth = (len(line) - len(line.lstrip())) // 4
-        path = [*path[:depth], name.rstrip("/")]
-        assert (REPOSITORY / "/".join(path)).exists() and len(line.split()) > 2, line
-        shown |= {"/".join(path)} if name.endswith("/") else set()
-    ours = {str(file.parent.relative_to(REPOSITORY)) for file in PACKAGE.rglob("*.py")}
-    ignored = (REPOSITORY / ".gitignore").read_text(encoding="utf-8").replace("/", "").split()
-    for folder in REPOSITORY.iterdir():
-        if folder.is_dir() and not any(map(folder.match, (".*", *ignored))):
-            ours |= {folder.name}
-    assert shown == ours
-
-
-def test_what_we_rely_on_is_where_the_table_says():
-    """Each place is a file with that word in it, and each test that would notice is there."""
-    text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    table = re.search(r"^\| what \| where .*?\n\n", text, re.MULTILINE | re.DOTALL)[0]
-    _, _, *rows = [row.strip("|").split(" | ") for row in table.strip().splitlines()]
-    files = (REPOSITORY / "tests").glob("test_*.py")
-    tests = "\n".join(file.read_text(encoding="utf-8") for file in files)
-    for what, where, _, notices in rows:
-        file, word = re.findall(r"`(\S+?)`", where)
-        assert word in (REPOSITORY / file).read_text(encoding="utf-8"), what
-        named = re.findall(r"`(\S+?)`", notices)
-        assert named or "`make " in notices, what
-        for name in named:
-            if name.startswith("test_"):
-                assert f"def {name}(" in tests, name
-            elif "/" in name:
-                assert (REPOSITORY / name).is_file(), name
 
 
 @pytest.mark.parametrize(
     ("code", "found"),
     [
-        ("from treeattn.idea.state import merge", "treeattn.idea.state.merge"),
-        ("from treeattn.kernel import flash", "treeattn.kernel.flash"),
-        ("from treeattn import kernel", "treeattn.kernel"),
-        ("import treeattn.devices.merge as m", "treeattn.devices.merge"),
-        ("def f():\n    from treeattn.program import memory", "treeattn.program.memory"),
-        ("import treeattn\n\ntreeattn.kernel.flash.load()", "treeattn.kernel"),
-        ("from treeattn_llama import model", "treeattn_llama.model"),
-        ("from treeattn_conformance import judging", "treeattn_conformance.judging"),
-        ("import treeattn\n\ntreeattn.merge", None),
-        ("from labs.cost import memory", None),
-        ("from figures import energy", None),
-        ("from figures.sent import sent_by_context", None),
-        ("from treeattn_llama import speculation", None),
+        ("from treeattn.state import merge", {"treeattn.state.merge"}),
+        ("def f():\n    import treeattn.flash as flash", {"treeattn.flash"}),
+        ("import treeattn\n\ntreeattn.flash.load()", {"treeattn.flash"}),
+        ("from treeattn_llama import text", {"treeattn_llama.text"}),
+        ("import treeattn\n\ntreeattn.merge", set()),
+        ("from treeattn import collectives", set()),
+        ("from figures.style import palette", set()),
     ],
 )
 def test_what_is_public(code, found):
-    assert private(code) == ({found} - {None})
+    assert private(code) == found
+
+
+def test_every_public_name_is_there_and_no_other():
+    assert sorted(treeattn.__all__) == list(treeattn.__all__)
+    for name in treeattn.__all__:
+        assert getattr(treeattn, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'flash_attention'"):
+        _ = treeattn.flash_attention
+
+
+# ---------------------------------------------------------------- how large
+
+
+def tokens(text: str) -> int:
+    """Tokens of code: what is not a comment, a docstring or white space. An f-string is one."""
+    count, within, begins = 0, 0, True
+    layout = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    opening = getattr(tokenize, "FSTRING_START", None)  # Python 3.12 tells f-strings' parts
+    closing = getattr(tokenize, "FSTRING_END", None)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in (tokenize.COMMENT, tokenize.NL):
+            continue
+        within -= token.type == closing
+        if token.type in layout:
+            begins = True
+            continue
+        documentation = begins and token.type == tokenize.STRING
+        count += not within and not documentation and token.type != closing
+        within += token.type == opening
+        begins = False
+    return count
+
+
+def test_what_counts_as_a_token():
+    text = (
+        '"""About."""\n\n# why\ndef f(x):\n    """More."""\n    return f"{x} or {x + 1}"  # what\n'
+    )
+    assert tokens(text) == len("def f ( x ) : return f''".split())
+
+
+def by_circle() -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name, text in MODULES.items():
+        circle = circle_of(name)
+        found[circle] = found.get(circle, 0) + tokens(text)
+    return found
+
+
+def test_the_budget():
+    found = by_circle()
+    assert set(found) == set(BUDGET)
+    assert {name: n for name, n in found.items() if n > BUDGET[name]} == {}
+
+
+def test_a_file_is_what_a_reader_can_hold():
+    lines = {name: text.count("\n") for name, text in MODULES.items()}
+    assert {name: n for name, n in lines.items() if n > 330} == {}
+
+
+def test_public_names_and_parameters_are_few():
+    assert len(treeattn.__all__) <= PUBLIC_NAMES
+    many = {}
+    for name in treeattn.__all__:
+        if inspect.isfunction(inspect.unwrap(getattr(treeattn, name))):
+            parameters = set(inspect.signature(getattr(treeattn, name)).parameters)
+            if len(parameters - {"q", "k", "v"}) > PARAMETERS:
+                many[name] = len(parameters)
+    assert many == {}

@@ -1,18 +1,30 @@
-"""What a stranger installs: the wheel and what it declares, in an otherwise empty environment."""
+"""What a stranger installs: three wheels and what they declare, in otherwise empty environments."""
 
 import importlib.metadata
 import subprocess
 import sys
+import tarfile
+import tomllib
 import venv
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
+import treeattn
+
 pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parent.parent
+# The folder of each project, by the package that it holds.
+PROJECTS = {
+    "treeattn": REPOSITORY,
+    "treeattn_llama": REPOSITORY / "llama",
+    "treeattn_conformance": REPOSITORY / "conformance",
+}
+README_SECTION = "Decode from a sharded cache"
 
 
 def run(*command: object, cwd: Path) -> str:
@@ -21,6 +33,18 @@ def run(*command: object, cwd: Path) -> str:
     done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> dict[str, dict[str, Path]]:
+    """By package its "wheel" and "sdist", built without a network."""
+    found = {}
+    for package, project in PROJECTS.items():
+        folder = tmp_path_factory.mktemp(package)
+        run(sys.executable, "-m", "hatchling", "build", "-d", folder, cwd=project)
+        (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+        found[package] = {"wheel": wheel, "sdist": sdist}
+    return found
 
 
 def closure(requirements: Iterable[str]) -> set[str]:
@@ -34,92 +58,108 @@ def closure(requirements: Iterable[str]) -> set[str]:
     return names
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory) -> tuple[object, ...]:
-    """The command for Python in an environment of the wheel and what it says it needs, only.
+def environment(folder: Path, wheels: list[Path]) -> tuple[object, ...]:
+    """The command for Python in an environment of these wheels and what they say they need, only.
 
-    The wheel is built and installed without a network; what it needs is linked to from here.
+    They are installed without a network; what they need is linked to from here.
     """
-    folder = tmp_path_factory.mktemp("environment")
-    hatchling = (sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder)
-    run(*hatchling, cwd=REPOSITORY)
-    (wheel,) = folder.glob("treeattn-*.whl")
-
     venv.create(folder / "venv", symlinks=True, with_pip=False)
     python = folder / "venv" / "bin" / "python"
     pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index")
-    run(*pip, "--no-deps", wheel, cwd=folder)
-
+    run(*pip, "--no-deps", *wheels, cwd=folder)
     (packages,) = (folder / "venv").glob("lib/python*/site-packages")
-    (treeattn,) = importlib.metadata.distributions(name="treeattn", path=[str(packages)])
-    for name in closure(treeattn.requires):
+    installed = list(importlib.metadata.distributions(path=[str(packages)]))
+    required = {name for one in installed for name in closure(one.requires or ())}
+    for name in required - {one.name for one in installed}:
         here = importlib.metadata.distribution(name)
         for part in {file.parts[0] for file in here.files} - {"..", "__pycache__"}:
             (packages / part).symlink_to(here.locate_file(part))
     return python, "-I"  # without this environment's PYTHONPATH
 
 
-def test_the_environment_holds_nothing_else(python, tmp_path):
-    """Or the other tests would show little."""
+@pytest.fixture(scope="module")
+def core(built, tmp_path_factory):
+    return environment(tmp_path_factory.mktemp("core"), [built["treeattn"]["wheel"]])
+
+
+def names_in(wheel: Path) -> set[str]:
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+@pytest.mark.parametrize("package", PROJECTS)
+def test_a_wheel_holds_its_package_and_nothing_else(built, package):
+    folder = PROJECTS[package] / package
+    wanted = {
+        str(file.relative_to(folder.parent))
+        for file in folder.rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    found = names_in(built[package]["wheel"])
+    about = {name for name in found if ".dist-info/" in name}
+    assert found - about == wanted
+    assert any(name.endswith("/licenses/LICENSE") for name in about)
+    assert f"{package}/py.typed" in wanted or package != "treeattn"
+
+
+@pytest.mark.parametrize("package", PROJECTS)
+def test_a_source_distribution_is_small_and_can_be_built_from(built, package, tmp_path):
+    sdist = built[package]["sdist"]
+    assert sdist.stat().st_size < 1_000_000
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (folder,) = tmp_path.iterdir()
+    tops = {path.name for path in folder.iterdir()}
+    assert {package, "LICENSE", "pyproject.toml"} <= tops
+    beside = {"benchmarks", "figures", "labs", "llama", "conformance", "notebooks", "site", "tests"}
+    assert not tops & beside
+    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path, cwd=folder)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert names_in(wheel) == names_in(built[package]["wheel"])
+
+
+def test_the_environment_of_the_core_holds_nothing_else(core, tmp_path):
+    """Or the next test would show little."""
     names = "{d.name for d in importlib.metadata.distributions()}"
-    found = run(*python, "-c", f"import importlib.metadata; print(*{names})", cwd=tmp_path).split()
+    found = run(*core, "-c", f"import importlib.metadata; print(*{names})", cwd=tmp_path).split()
     assert {"treeattn", "jax", "numpy", "jaxtyping"} <= set(found)
-    assert not {"gguf", "tokenizers", "safetensors", "jinja2", "tqdm", "matplotlib"} & set(found)
-    where = run(*python, "-c", "import treeattn; print(treeattn.__file__)", cwd=tmp_path)
-    assert Path(where.strip()).is_relative_to(python[0].parent.parent)
+    assert not {"treeattn-llama", "treeattn-conformance", "gguf", "matplotlib"} & set(found)
+    where = run(*core, "-c", "import treeattn; print(treeattn.__file__)", cwd=tmp_path)
+    assert Path(where.strip()).is_relative_to(core[0].parent.parent)
 
 
-def test_the_wheel_runs_the_readmes_script_section(python, tmp_path):
+def test_the_core_runs_the_readmes_block_for_engineers(core, tmp_path):
     runner = REPOSITORY / "tests" / "test_readme.py"
-    printed = run(*python, runner, "In a script", cwd=tmp_path)
+    printed = run(*core, runner, README_SECTION, cwd=tmp_path)
     assert printed.endswith(" 0 failed\n") and " 0 examples" not in printed
 
 
-@pytest.mark.parametrize(
-    ("line", "extra"),
-    [
-        ("import treeattn; treeattn.Llama", "llama"),
-        ("from treeattn import Llama", "llama"),
-        ("import runpy; runpy.run_module('treeattn', run_name='__main__')", "llama"),
-    ],
-)
-def test_the_wheel_names_the_extra_that_is_missing(python, tmp_path, line, extra):
-    catch = f"try:\n    {line}\nexcept ImportError as error:\n    print(error)"
-    assert f"pip install 'treeattn[{extra}]'" in run(*python, "-c", catch, cwd=tmp_path)
-
-
-def test_all_but_the_llama_works_without_an_extra(python, tmp_path):
-    """And the figures, which belong to a checkout, are not there at all."""
+def test_the_suite_runs_with_numpy_alone(built, tmp_path):
+    python = environment(tmp_path, [built["treeattn_conformance"]["wheel"]])
     code = """
-import importlib, pkgutil, treeattn
-for module in pkgutil.walk_packages(treeattn.__path__, "treeattn.", onerror=lambda name: None):
-    if not module.name.startswith("treeattn_llama") and module.name != "treeattn.__main__":
-        importlib.import_module(module.name)
-        print(module.name)
+import sys
+from treeattn_conformance import check_merge, merge
+print(check_merge(merge).names("failed"), "jax" in sys.modules)
 """
-    found = run(*python, "-c", code, cwd=tmp_path).split()
-    assert {"labs.cost.papers", "treeattn_conformance", "treeattn.trees.beam"} <= set(found)
-    assert not any(name.startswith("figures") for name in found)
-    advice = run(*python, "-m", "labs.cost", "--context", "1000", cwd=tmp_path)
-    assert "heads + sequence" in advice
+    assert run(*python, "-c", code, cwd=tmp_path) == "[] False\n"
+    assert "usage" in run(*python, "-m", "treeattn_conformance", "--help", cwd=tmp_path)
 
 
-def test_the_whole_package_but_its_figures_is_in_the_wheel(python, tmp_path):
-    installed = run(*python, "-c", "import treeattn; print(*treeattn.__path__)", cwd=tmp_path)
-    names, here = (
-        {file.relative_to(folder) for file in folder.rglob("*") if "__pycache__" not in file.parts}
-        for folder in (Path(installed.strip()), REPOSITORY / "treeattn")
-    )
-    assert names == {name for name in here if name.parts[0] != "figures"}
-    assert Path("py.typed") in names
-    assert not any(name.suffix == ".safetensors" or "recurrent" in name.stem for name in names)
-    assert not (Path(installed.strip()).parent / "training").exists()
+def test_the_llama_runs_beside_the_core(built, tmp_path):
+    wheels = [built[package]["wheel"] for package in ("treeattn", "treeattn_llama")]
+    python = environment(tmp_path, wheels)
+    assert "--devices" in run(*python, "-m", "treeattn_llama", "--help", cwd=tmp_path)
 
 
-def test_extras_are_what_a_user_installs(python, tmp_path):
-    """What the tests, the notebooks and the site need are groups, which a wheel does not show."""
-    code = """
-from importlib.metadata import metadata
-print(*metadata("treeattn").get_all("Provides-Extra"))
-"""
-    assert set(run(*python, "-c", code, cwd=tmp_path).split()) == {"llama", "flash"}
+def test_the_three_agree_on_version_and_licence():
+    metadata = {}
+    for package, project in PROJECTS.items():
+        text = (project / "pyproject.toml").read_text(encoding="utf-8")
+        metadata[package] = tomllib.loads(text)["project"]
+        assert (project / "LICENSE").read_bytes() == (REPOSITORY / "LICENSE").read_bytes()
+    versions = {package: found["version"] for package, found in metadata.items()}
+    assert set(versions.values()) == {treeattn.__version__}
+    assert f"treeattn=={treeattn.__version__}" in metadata["treeattn_llama"]["dependencies"]
+    citation = (REPOSITORY / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {treeattn.__version__}\n" in citation
+    changes = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"\n## {treeattn.__version__}\n" in changes
