@@ -20,8 +20,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from labs.cost.groups import axes_crossed, group_size
-from labs.cost.report import columns
+from treeattn.groups import axes_crossed, group_size
 
 COLLECTIVE_KINDS = (
     "all-reduce",
@@ -156,7 +155,17 @@ def collectives_table(found: Iterable[Collective]) -> str:
         axes = [", ".join(c.axes or ())] * over
         rows.append((c.kind, *numbers, *axes, " ".join(c.shapes)))
     numbers = f"{count_collectives(found):,}", f"{total_bytes(found):,}", f"{sent_bytes(found):,}"
-    return columns([*rows, ("all", *numbers, *[""] * over, "")])
+    return _columns([*rows, ("all", *numbers, *[""] * over, "")])
+
+
+def _columns(rows: list[tuple[str, ...]]) -> str:
+    """Lines of aligned columns: the first and the last to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for name, *middle, last in rows:
+        middle = [text.rjust(width) for text, width in zip(middle, widths[1:-1], strict=True)]
+        lines.append("  ".join([name.ljust(widths[0]), *middle, last]).rstrip())
+    return "\n".join(lines)
 
 
 def _text(program: jax.stages.Lowered | jax.stages.Compiled | str) -> str:

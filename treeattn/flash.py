@@ -3,6 +3,8 @@
 The kernel returns (out, lse), which is a state (`from_output`). It knows neither masks nor
 lengths; its variable-length form gives each row its number of keys. The derivative is that of
 the blockwise form: the kernel's own knows no gradient of lse, which a merge needs.
+
+Nothing here was run on a GPU: the kernel is lowered for CUDA in the tests, and no more.
 """
 
 import ctypes
@@ -13,12 +15,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from treeattn.idea.arrays import varying_like
-from treeattn.idea.state import AttentionState, finalize, from_output
-from treeattn.kernel.blockwise import attend_blockwise
-from treeattn.kernel.inputs import Inputs
+from treeattn.arguments import Inputs
+from treeattn.blocks import attend_blockwise
+from treeattn.state import AttentionState, finalize, from_output
 
 MAX_HEAD_DIM = 256
+LONG_TEXT = 128  # queries from which the kernel is taken unasked; for fewer it was not compared
 
 
 @functools.cache
@@ -47,12 +49,21 @@ def _load_cuda_runtime() -> None:
             return
 
 
-def obstacle(inputs: Inputs) -> str | None:
+def check_device(q) -> None:
+    """Raise a ValueError where `q` lies on another kind of device; a traced one lies nowhere."""
+    if isinstance(q, jax.core.Tracer):
+        return
+    devices = q.devices() if isinstance(q, jax.Array) else jax.local_devices()[:1]
+    device = next(iter(devices))
+    if device.platform not in ("gpu", "cuda"):
+        raise ValueError(
+            f"implementation: 'flash' needs a CUDA device, got a {device.platform} device"
+        )
+
+
+def why_not(inputs: Inputs) -> str | None:
     """Why the kernel cannot take these arguments, naming the argument; None if it can."""
-    if inputs.intervals is not None:
-        return "ends: the flash kernel takes none; use implementation='blockwise'"
-    q = inputs.q
-    v = inputs.v
+    q, v = inputs.q, inputs.v
     if q.dtype not in (jnp.float16, jnp.bfloat16):
         return f"q: the flash kernel takes float16 or bfloat16, got {q.dtype}"
     if v.shape[-1] != q.shape[-1]:
@@ -69,27 +80,31 @@ def obstacle(inputs: Inputs) -> str | None:
     return None
 
 
+def is_best(inputs: Inputs) -> bool:
+    """Whether a program for CUDA should take the kernel unasked: a long text, where it can run."""
+    if jax.default_backend() != "gpu" or inputs.q.shape[1] <= LONG_TEXT:
+        return False
+    return importlib.util.find_spec("flash_attn_jax") is not None and why_not(inputs) is None
+
+
 @jax.custom_vjp
 def flash_attend(inputs: Inputs) -> AttentionState:
-    """The state by the CUDA kernel, of inputs that have no `obstacle`.
+    """The state by the CUDA kernel, of inputs that `why_not` has nothing against.
 
     The kernel knows its scale when it is compiled. A factor, which comes later, multiplies the
     queries, and is rounded with them.
     """
     if inputs.k.shape[1] == 0:
         return attend_blockwise(inputs)
-    q, k, v, *_, lengths, factor = varying_like(inputs.arrays, *inputs.arrays)
-    q = q if factor is None else (q * factor).astype(q.dtype)
+    q, k, v = inputs.q, inputs.k, inputs.v
+    q = q if inputs.factor is None else (q * inputs.factor).astype(q.dtype)
     options = {"softmax_scale": inputs.scale, "is_causal": inputs.causal}
-    if lengths is None:
-        flash_fwd, _ = load()
-        out, lse = flash_fwd.flash_mha_fwd(
-            q, k, v, window_size_left=-1, window_size_right=-1, **options
-        )
-        lse = lse.transpose(0, 2, 1)  # (b, h, l) -> (b, l, h)
-    else:
-        out, lse = _variable_lengths(q, k, v, lengths, options)
-    return from_output(*varying_like((out, lse), *inputs.arrays))
+    if inputs.lengths is not None:
+        return from_output(*_variable_lengths(q, k, v, inputs.lengths, options))
+    flash_fwd, _ = load()
+    everything = {"window_size_left": -1, "window_size_right": -1}
+    out, lse = flash_fwd.flash_mha_fwd(q, k, v, **everything, **options)
+    return from_output(out, lse.transpose(0, 2, 1))  # lse comes as (b, h, l)
 
 
 def _variable_lengths(q, k, v, lengths, options):

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
-from treeattn.idea.arrays import (
+from treeattn.arguments import (
     Array,
     Scale,
     accumulation_dtype,

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float
 
-from treeattn.idea.arrays import Array, as_array, check_floating, check_same_dtype, integer
+from treeattn.arguments import Array, as_array, check_floating, check_same_dtype, integer
 
 
 class AttentionState(NamedTuple):
@@ -32,6 +32,9 @@ class AttentionState(NamedTuple):
     max:          (...,)     the pivot m; −∞ when the set is empty
     denominator:  (...,)     d = Σ_a exp(s_a − m)
     numerator:    (..., dv)  n = Σ_a exp(s_a − m) v_a
+
+    >>> print(AttentionState(jnp.zeros(2), jnp.ones(2), jnp.ones((2, 3))).numerator.shape)
+    (2, 3)
     """
 
     max: Float[Array, "..."]
@@ -83,21 +86,25 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
     Associative up to rounding, commutative bit for bit, with `AttentionState.identity` as identity.
     The result has the wider of the two dtypes. Finite fields, or a pivot of −∞, never give a
     NaN: sums saturate. Raises a TypeError or ValueError when `a` or `b` is no state, its
-    fields do not fit each other, or the two differ in shape.
+    fields do not fit each other, or the two differ in shape. (2024 §5.1, 2025 §5.1.)
+
+    >>> a, b = from_output([[1.0]], [0.0]), from_output([[4.0]], [0.0])  # two keys of score 0
+    >>> out, lse = finalize(merge(a, b))
+    >>> print(out, lse.round(4))
+    [[2.5]] [0.6931]
     """
+    return _merge(a, b)
+
+
+# One program where it is called by itself: some twenty operations would take a hundred times as
+# long, and what is wrong is looked for once a shape. Inside another program it leaves no trace.
+@functools.partial(jax.jit, inline=True)
+def _merge(a: AttentionState, b: AttentionState) -> AttentionState:
     check_state(a=a, b=b)
     if a.numerator.shape != b.numerator.shape:
         raise ValueError(
             f"b: expected a's numerator shape {a.numerator.shape}, got {b.numerator.shape}"
         )
-    return _merge(a, b)
-
-
-# One program where it is called by itself: some twenty operations would take a hundred times as
-# long. Inside another program it leaves no trace.
-@functools.partial(jax.jit, inline=True)
-def _merge(a: AttentionState, b: AttentionState) -> AttentionState:
-    """The merge of two states of one shape."""
     dtype = jnp.promote_types(a.max.dtype, b.max.dtype)
     a, b = (jax.tree.map(lambda x: x.astype(dtype), state) for state in (a, b))
     m = jnp.maximum(a.max, b.max)
@@ -129,79 +136,71 @@ def finalize(state: AttentionState) -> tuple[Float[Array, "... dv"], Float[Array
 
     out has the state's dtype; lse, a natural logarithm, is never below float32. The state of
     no keys gives (0, −∞). Sums beyond the dtype's range count as its largest finite number.
+    Raises a TypeError or ValueError for what is no state.
+
+    >>> out, lse = finalize(AttentionState.identity((2,), 3))
+    >>> print(out[0], lse)
+    [0. 0. 0.] [-inf -inf]
     """
-    check_state(state=state)
     return _finalize(state)
 
 
 @functools.partial(jax.jit, inline=True)
 def _finalize(state: AttentionState):
-    """(out, lse) of a state of fitting fields."""
+    check_state(state=state)
     m, d, n = state
     empty = (d == 0) | (m == -jnp.inf)
     d = jnp.where(empty, 1, finite(d))
-    out = jnp.where(empty[..., None], 0, finite(n) / d[..., None])
+    # Not n / d: some compilers make a product with 1 / d of it, and others do not.
+    out = finite(n) * finite(1 / d)[..., None]
     lse_dtype = jnp.promote_types(m.dtype, jnp.float32)
     lse = m.astype(lse_dtype) + jnp.log(d.astype(lse_dtype))
-    return out, jnp.where(empty, -jnp.inf, lse)
+    return jnp.where(empty[..., None], 0, out), jnp.where(empty, -jnp.inf, lse)
 
 
 def from_output(out: Float[Array, "... dv"], lse: Float[Array, "..."]) -> AttentionState:
     """The state that finalizes to (out, lse): what a flash-attention kernel returns.
 
-    lse is a natural logarithm. Where it is −∞, or +∞ as some kernels write it, there were no
-    keys, and `out` is ignored. The state's dtype is lse's or out's, whichever is wider, and
-    at least float32.
+    lse is a natural logarithm. −∞ says that there were no keys, and `out` is ignored; so does +∞,
+    as some kernels write it, unless `out` holds a NaN: FlashAttention-2 writes +∞ for a sum that is
+    NaN, too, and that is not lost. The state's dtype is lse's or out's, whichever is wider, and at
+    least float32. Raises a TypeError or ValueError for dtypes and shapes that do not fit.
+
+    >>> state = from_output(jnp.ones((1, 2)), jnp.array([3.0]))
+    >>> print(*finalize(state))
+    [[1. 1.]] [3.]
     """
+    return _from_output(as_array("out", out), as_array("lse", lse))
+
+
+@functools.partial(jax.jit, inline=True)
+def _from_output(out, lse) -> AttentionState:
     check_floating(out=out, lse=lse)
     if out.shape[:-1] != lse.shape or out.ndim == 0:
         raise ValueError(
             f"lse: expected out's shape without its last axis, {out.shape[:-1]}, got {lse.shape}"
         )
     dtype = jnp.promote_types(jnp.result_type(out, lse), jnp.float32)
-    empty = jnp.isinf(lse)
+    out = out.astype(dtype)
+    is_nan = (lse == jnp.inf) & jnp.any(jnp.isnan(out), axis=-1)
+    empty = jnp.isinf(lse) & ~is_nan
     # Relative to its own constant value, exp(lse − m) is 1 and still carries lse's gradient.
-    lse = jnp.where(empty, 0, lse.astype(dtype))
+    lse = jnp.where(empty, 0, jnp.where(is_nan, jnp.nan, lse.astype(dtype)))
     m = jax.lax.stop_gradient(lse)
     d = jnp.where(empty, 0, jnp.exp(lse - m))
-    out = jnp.where(empty[..., None], 0, out.astype(dtype))
+    out = jnp.where(empty[..., None], 0, out)
     return AttentionState(jnp.where(empty, -jnp.inf, m), d, out * d[..., None])
 
 
-def skip_bound(
-    seen: AttentionState,
-    skipped_lse: Float[Array, "..."] | float,
-    radius: Float[Array, "..."] | float,
-) -> Float[Array, "..."]:
-    """The most that skipping some keys can have cost: no less than ‖out − seen's out‖, (...,).
-
-    A merged output lies between the two outputs, nearer to the heavier. So one that lacks some keys
-    is off by their weight, 1 / (1 + exp(lse − skipped_lse)), times the distance of the two outputs,
-    which is at most ‖seen's out‖ + radius.
-
-    seen:         (...,)  the state of the keys that were attended to
-    skipped_lse:  (...,) or a number: log Σ exp(s) of the skipped keys, or what it is at most, as
-                  log n + the largest score of n keys; −∞ for no keys
-    radius:       (...,) or a number: the length of their longest value, at least
-
-    In the dtype of lse. Raises a TypeError or ValueError when `seen` is no state, or the others are
-    not real or do not fit it.
-    """
-    out, lse = finalize(seen)
-    given = {"skipped_lse": skipped_lse, "radius": radius}
-    given = {name: jnp.asarray(as_array(name, x)) for name, x in given.items()}
-    check_floating(**given)
-    for name, x in given.items():
-        if x.shape not in ((), lse.shape):
-            raise ValueError(f"{name}: expected a number or the shape {lse.shape}, got {x.shape}")
-    skipped, radius = (x.astype(lse.dtype) for x in given.values())
-    weight = jax.nn.sigmoid(finite(skipped) - finite(lse))
-    distance = jnp.linalg.norm(out.astype(lse.dtype), axis=-1) + radius
-    return jnp.where(skipped == -jnp.inf, 0, weight * distance)
-
-
 def reduce_chain(states: AttentionState, axis: int = 0) -> AttentionState:
-    """Merge the states along `axis` one after another: p − 1 merges in p − 1 rounds."""
+    """Merge the states along `axis` one after another: p − 1 merges in p − 1 rounds.
+
+    Raises a TypeError or ValueError for what are no states, and for an axis they lack.
+
+    >>> three = from_output(jnp.array([[1.0], [2.0], [6.0]]), jnp.zeros(3))
+    >>> print(finalize(reduce_chain(three))[0])
+    [3.]
+    """
     states = _axis_first(states, axis)
     if len(states.max) == 0:
         dv = states.numerator.shape[-1]
@@ -219,6 +218,11 @@ def reduce_tree(states: AttentionState, axis: int = 0, *, arity: int = 2) -> Att
     """Merge the states along `axis` as a tree of `arity` children a node.
 
     p states take ⌈log_arity p⌉ rounds and p − 1 merges. (Theorem 1: 2024 §10, 2025 App. E.)
+    Raises a TypeError or ValueError for what are no states, an axis they lack, an arity below 2.
+
+    >>> three = from_output(jnp.array([[1.0], [2.0], [6.0]]), jnp.zeros(3))
+    >>> print(finalize(reduce_tree(three))[0])
+    [3.]
     """
     arity = integer("arity", arity, 2)
     states = _axis_first(states, axis)
@@ -250,7 +254,11 @@ def scan_states(states: AttentionState, axis: int = 0) -> AttentionState:
 
     With one state a key this is attention as a recurrence: entry i has seen the keys 0 … i.
     For each query its own row of such states, entry i of row i, is causal attention. Fewer
-    than 2p merges, in at most 2 log₂ p rounds.
+    than 2p merges, in at most 2 log₂ p rounds. Raises as `reduce_chain` does.
+
+    >>> three = from_output(jnp.array([[1.0], [2.0], [6.0]]), jnp.zeros(3))
+    >>> print(finalize(scan_states(three))[0].ravel())
+    [1.  1.5 3. ]
     """
     scanned = jax.lax.associative_scan(merge, _axis_first(states, axis))
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, axis % states.max.ndim), scanned)

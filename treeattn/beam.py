@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int, Integer, Shaped
 
-from treeattn.idea.arrays import (
+from treeattn.arguments import (
     Array,
     as_array,
     bounded,

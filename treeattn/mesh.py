@@ -6,13 +6,9 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
-from treeattn.idea.arrays import integer
-
-AnyMesh = Mesh | AbstractMesh
-Axes = tuple[str, ...]  # of a mesh, by name
-AxisNames = str | Axes  # as a caller may give them
+from treeattn.arguments import integer
 
 
 def simulate_devices(n: int) -> None:
@@ -52,8 +48,8 @@ def kv_mesh(
     nodes:   None for one axis, "kv"; a number for two, ("node", "device"), with the devices
              divided evenly over the nodes, neighbours on the same node.
     heads:   a number for an axis "heads" before these, of that size: each of its devices has its
-             own heads, of queries and keys (`tree_decode`'s head_axis).
-    batch:   a number for an axis "batch" before all others: each has its own rows (batch_axis).
+             own heads, of queries and keys.
+    batch:   a number for an axis "batch" before all others: each has its own rows.
 
     Raises TypeError for what are no devices or whole numbers; ValueError when there are no
     devices, or when they do not fill the axes.

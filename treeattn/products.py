@@ -1,11 +1,13 @@
 """The scores of a block of keys, and the sums of its values: what XLA:CPU computes fast.
 
-A decoding step does so little arithmetic that memory sets its pace, if XLA lets it. What it needs
-for that is said where it is done; benchmarks/local_attention.py measures it. Few queries take
-sums over streams, many queries take matrix products.
+A decoding step does so little arithmetic that memory sets its pace, if XLA lets it. Written plainly
+as products and sums, the same loop over blocks takes 2.4 times as long for 16 heads of 128, 7.7
+times with 4 key heads, and 2.5 times for 9 heads of 64 on 3 (16,384 and 8,192 keys in float32, one
+query, two cores). What XLA needs is said where it is done; benchmarks/local_attention.py measures
+it. Few queries take sums over streams, many queries, and GPUs, take matrix products.
 
 Here queries are (b, h_kv, group, l, d), keys and values (b, size, h_kv, ·), scores and weights
-(b, h_kv, group, l, size), as in treeattn/kernel/blockwise.py.
+(b, h_kv, group, l, size), as in treeattn/blocks.py.
 """
 
 import jax
@@ -19,7 +21,7 @@ STREAMS = 8  # terms of a sum that is written out; XLA:CPU stops fusing at 16
 EXACT = lax.Precision.HIGHEST  # else XLA would round to TensorFloat-32 on a GPU
 
 
-def may_be_partitioned(*arrays) -> bool:
+def xla_may_split() -> bool:
     """Whether XLA may deal the program over several devices by itself.
 
     It does where arguments are sharded, and knows sums and maxima of its own only. Inside a program
@@ -30,10 +32,7 @@ def may_be_partitioned(*arrays) -> bool:
     sizes = zip(context.axis_sizes, context.axis_types, strict=True)
     if not context.empty and all(n == 1 or kind == AxisType.Manual for n, kind in sizes):
         return False
-    arrays = [x for x in arrays if isinstance(x, jax.Array)]
-    if any(isinstance(x, jax.core.Tracer) for x in arrays):
-        return jax.device_count() > 1
-    return any(not x.is_fully_replicated for x in arrays)
+    return jax.device_count() > 1
 
 
 def few_queries(q, n: int) -> bool:
@@ -42,6 +41,8 @@ def few_queries(q, n: int) -> bool:
     Measured: up to d / 16 of them a key head do, 8 of head_dim 128, and from 512 keys on.
     """
     _, _, group, l, d = q.shape
+    if jax.default_backend() != "cpu":
+        return False
     return 16 * group * l <= d <= 256 and d % 8 == 0 and n >= BLOCK // 2
 
 
@@ -57,56 +58,28 @@ def read_block(x, first, size: int, *, row, rows: int, dtype):
     x = lax.dynamic_slice(x, start, (rows, size, *x.shape[2:]))
     if as_bits:  # the upper half of a float32
         x = lax.bitcast_convert_type(x.astype(jnp.uint32) << 16, jnp.float32)
-    elif x.dtype == jnp.float8_e4m3fn:
-        x = widen_float8(x)
     return x.astype(dtype)
 
 
-def widen_float8(x):
-    """float8_e4m3fn as float32, from its bits: XLA:CPU's own way takes fifteen times as long.
-
-    A sign, four bits of an exponent and three of a fraction, as in a float32 but for where they
-    begin; below 8 steps of 1/512 whole numbers of them; and NaN with all bits but the sign's set.
-    """
-    bits = lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.uint32)
-    rest = bits & 0x7F
-    normal = lax.bitcast_convert_type((rest << 20) + np.uint32(120 << 23), jnp.float32)
-    wide = jnp.where(rest < 8, rest.astype(jnp.float32) / 512, normal)
-    wide = jnp.where(rest == 0x7F, jnp.nan, wide)
-    return jnp.where(bits > rest, -wide, wide)
-
-
-def row_max(s, partitioned: bool):
+def row_max(s, xla_may_split: bool):
     """max over the last axis: (…, size) -> (…). It may pass over a NaN, which the sums still get.
 
-    jnp.max hands a NaN on, and is not vectorized for it. A reduction of our own is, and so is the
-    maximum of integers in the floats' order: those of a negative number's bits, all but the sign
-    turned round. That takes up to a quarter longer, and may be partitioned.
+    jnp.max hands a NaN on, and is not vectorized for it. A reduction of our own is.
     """
-    if not partitioned:
-        start = np.asarray(-np.inf, s.dtype)
-        return lax.reduce(s, start, lambda a, b: lax.select(a > b, a, b), (s.ndim - 1,))
-    info = jnp.finfo(s.dtype)
-    integers = jnp.dtype(f"int{info.bits}")
-
-    all_but_the_sign = np.asarray(np.iinfo(integers).max, integers)
-
-    def swap(bits):  # its own inverse
-        negative = bits >> (info.bits - 1)  # all bits set, or none
-        return bits ^ (negative & all_but_the_sign)
-
-    bits = swap(lax.bitcast_convert_type(s, integers))
-    return lax.bitcast_convert_type(swap(jnp.max(bits, axis=-1)), s.dtype)
+    if xla_may_split:
+        return jnp.max(s, axis=-1)
+    start = np.asarray(-np.inf, s.dtype)
+    return lax.reduce(s, start, lambda a, b: lax.select(a > b, a, b), (s.ndim - 1,))
 
 
-def shrink(q, partitioned: bool = True):
+def shrink(q, xla_may_split: bool = True):
     """(q / f², f): f a power of two for each query, so that no partial sum of q·k overflows.
 
     q is (…, d), f (…, 1). |q·k| ≤ d · max|q| · max|k|: with f² ≥ d · max|q|, the scores of q / f²
     stay below max|k|, which is in range. They are multiplied by f twice, after which the largest
     may be clipped.
     """
-    largest = row_max(jnp.abs(q), partitioned)[..., None]
+    largest = row_max(jnp.abs(q), xla_may_split)[..., None]
     exponent = jnp.ceil(jnp.maximum(jnp.log2(largest) + jnp.log2(q.shape[-1]), 0) / 2)
     exponent = lax.stop_gradient(exponent).astype(jnp.int32)
     one = jnp.ones_like(largest)
@@ -124,25 +97,15 @@ def matrix_scores(q, k):
     return jnp.einsum("bkgld,bnkd->bkgln", q, k, precision=EXACT)
 
 
-def times_scale(x, scale):
-    """Scores or weights (b, h_kv, group, l, size), each times its key's scale.
-
-    scale: (b, size, h_kv, 1), as keys and values lie; 1 for size where all share one; or None
-    """
-    return x if scale is None else x * jnp.transpose(scale, (0, 2, 3, 1))[:, :, None]
-
-
-def matrix_sums(p, v, scale=None):
+def matrix_sums(p, v):
     """(Σ p, Σ p v), with p at most 1: (b, h_kv, group, l) and (b, h_kv, group, l, dv).
 
-    scale: of the values, as `times_scale` takes it
-
-    Values divided by BLOCK, at least their number, keep the sum in range.
+    Values divided by a power of two no less than their number keep the sum in range.
     """
+    terms = 1 << (p.shape[-1] - 1).bit_length()
     ones = jnp.ones(p.shape[-1], p.dtype)
     total = jnp.einsum("bkgln,n->bkgl", p, ones, precision=EXACT)  # faster than jnp.sum
-    weights = times_scale(p, scale)
-    weighted = jnp.einsum("bkgln,bnkd->bkgld", weights, v / BLOCK, precision=EXACT) * BLOCK
+    weighted = jnp.einsum("bkgln,bnkd->bkgld", p, v / terms, precision=EXACT) * terms
     return total, weighted
 
 
@@ -151,14 +114,14 @@ def matrix_sums(p, v, scale=None):
 # vectorized, on all cores.
 
 
-def _sum(x, axis: int, partitioned: bool):
+def _sum(x, axis: int, xla_may_split: bool):
     """The sum over an axis, in the loop that computes x.
 
     From 0.10 on, XLA:CPU hands plain sums to a library, and writes out for it what they add, which
     takes three times as long. It does not recognize a sum whose every step is rounded to the
     precision that it has anyway. Nor does its partitioner.
     """
-    if partitioned:
+    if xla_may_split:
         return jnp.sum(x, axis=axis)
     about = jnp.finfo(x.dtype)
 
@@ -184,11 +147,11 @@ def stream_queries(q):
     return parts
 
 
-def stream_scores(parts, k, partitioned: bool):
+def stream_scores(parts, k, xla_may_split: bool):
     """q·k of all queries and keys, (b, h_kv, group, l, size), as a sum of elementwise products."""
     k = k[:, :, :, None, None]
     s = sum(q * k[..., start : start + q.shape[-1]] for start, q in parts)
-    return jnp.moveaxis(_sum(s, -1, partitioned), 1, -1)
+    return jnp.moveaxis(_sum(s, -1, xla_may_split), 1, -1)
 
 
 def _terms(d: int) -> tuple[range | tuple[int, ...], int]:
@@ -204,18 +167,17 @@ def _terms(d: int) -> tuple[range | tuple[int, ...], int]:
     return range(0, d, d // terms), d // terms
 
 
-def stream_sums(p, streams, partitioned: bool, scale=None):
+def stream_sums(p, streams, xla_may_split: bool):
     """(Σ p, Σ p v), with p at most 1: (b, h_kv, group, l) and (b, h_kv, group, l, dv).
 
     streams: the block's values in STREAMS runs of neighbouring keys, (b, size / STREAMS, h_kv, dv)
-    scale:   theirs, as `times_scale` takes it
 
     Weights divided by BLOCK, at least their number, keep the sum in range. Runs, and not every
     eighth key: where slices share an index, XLA reloads it for every element, and does not
     vectorize.
     """
     total = jnp.sum(p, axis=-1)
-    weights = jnp.moveaxis(times_scale(p, scale) / BLOCK, -1, 1)[..., None]
+    weights = jnp.moveaxis(p / BLOCK, -1, 1)[..., None]
     weights = jnp.split(weights, STREAMS, axis=1)
     products = [w * v[:, :, :, None, None] for w, v in zip(weights, streams, strict=True)]
-    return total, _sum(sum(products), 1, partitioned) * BLOCK
+    return total, _sum(sum(products), 1, xla_may_split) * BLOCK

@@ -1,16 +1,33 @@
-"""The array type of the signatures, the checks that every public function shares, and padding."""
+"""What a call is given: arrays and numbers, checked, with errors that name the argument.
 
+Values are looked at before a function is compiled; shapes and dtypes while it is traced, which is
+once a shape.
+"""
+
+import dataclasses
 import math
 import numbers
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Integer
 
 Array = jax.Array | np.ndarray
 Scale = float | int | Float[Array, ""] | None  # None: 1/√head_dim
+
+# The arguments of an attention, in all signatures: b rows, of l queries and n keys each; h query
+# heads, a multiple of the h_kv key heads. Query head i reads key head i // (h // h_kv). Of a mask
+# and a bias, an axis may be 1.
+Queries = Float[Array, "b l h d"]
+Keys = Float[Array, "b n h_kv d"]
+Values = Float[Array, "b n h_kv dv"]
+Mask = Bool[Array, "#b #h #l #n"]
+Bias = Float[Array, "#b #h #l #n"]
+Lengths = Integer[Array, " b"]
+Output = Float[Array, "b l h dv"]
 
 
 def namespace(*arrays: Array):
@@ -21,26 +38,6 @@ def namespace(*arrays: Array):
 def accumulation_dtype(*arrays: Array) -> jnp.dtype:
     """float64 when any of the arrays is; float32 otherwise. What is summed is summed in it."""
     return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
-
-
-def varying_like(tree, *arrays: Array | None):
-    """`tree`, typed as differing between the devices along every axis that an array differs along.
-
-    Inside `shard_map` a loop's carry must have the type that its body gives it. A sum over no
-    elements of an array is 0 and has its type, in every release of JAX; XLA drops the addition.
-
-    Integers and booleans in the tree stay as they are: lengths and masks are no carries, and
-    must not come to depend on what a gradient is taken by.
-    """
-    given = (jnp.asarray(x) for x in arrays if x is not None)
-    # An integer: it has no gradient.
-    zero = sum(jnp.sum(x[None][:0].astype(jnp.int32)) for x in given)
-
-    def vary(x):
-        floating = jnp.issubdtype(x.dtype, jnp.floating)
-        return jnp.add(x, zero.astype(x.dtype)) if floating else x
-
-    return jax.tree.map(vary, tree)
 
 
 def pad_axis(x: Array | None, axis: int, size: int) -> Array | None:
@@ -167,53 +164,6 @@ def bounded(name: str, x: Array, least: int, most, expected: str) -> Array:
     return x.astype(np.int32)
 
 
-def check_ends(ends: Array) -> Array:
-    """`ends` (b, n) in int32: of each row's nodes, in depth-first order, where its subtree ends.
-
-    Raises a ValueError unless every node's interval, of the numbers j … ends[j] − 1, begins with
-    itself and lies within another's or apart from it. Entries that nobody can look at are clipped
-    to 0 … n.
-    """
-    size = ends.shape[1]
-    checked = bounded("ends", ends, 0, size, f"the ends of subtrees, up to {size} nodes")
-    if isinstance(checked, jax.core.Tracer):
-        return checked
-    for row, line in enumerate(np.asarray(checked).tolist()):
-        open_ends = [size]  # of the subtrees that the node at hand lies in, the innermost last
-        for node, end in enumerate(line):
-            while open_ends[-1] <= node:
-                open_ends.pop()
-            if not node < end <= open_ends[-1]:
-                raise ValueError(
-                    f"ends: expected depth-first order, where node {node}'s subtree ends at "
-                    f"{node + 1} to {open_ends[-1]}, got {end} in row {row}"
-                )
-            open_ends.append(end)
-    return checked
-
-
-def check_nodes(nodes: Array, size: int) -> Array:
-    """`nodes` (places,) in int32: the node, of `size`, at each place; −1 at an empty one.
-
-    Raises TypeError for what are no integers, ValueError for another shape, and unless every node
-    has one place. Entries that nobody can look at are clipped to −1 … size − 1.
-    """
-    nodes = as_array("nodes", nodes)
-    check_integers(nodes=nodes)
-    check_rank(1, "(places,)", nodes=nodes)
-    checked = bounded("nodes", nodes, -1, size - 1, f"−1, or one of {size} nodes")
-    if not isinstance(checked, jax.core.Tracer):
-        times = np.bincount(np.asarray(checked) + 1, minlength=size + 1)[1:]
-        wrong = np.flatnonzero(times != 1)
-        if wrong.size:
-            node = wrong[0]
-            raise ValueError(
-                f"nodes: expected each of {size} nodes at one place, got node {node} {times[node]} "
-                "times"
-            )
-    return checked
-
-
 def check_same_dtype(**arrays: Array) -> None:
     """Raise a TypeError that lists the dtypes when they are not all the same."""
     if len({jnp.dtype(x.dtype) for x in arrays.values()}) > 1:
@@ -255,3 +205,101 @@ def check_broadcasts(name: str, x: Array, target: tuple[int, ...], layout: str) 
         raise ValueError(
             f"{name}: expected a shape that broadcasts to {layout} = {target}, got {x.shape}"
         )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The arguments of one attention. A pytree: its arrays are leaves, scale and causal static.
+
+    q:          (b, l, h, d); k (b, n, h_kv, d) and v (b, n, h_kv, dv), of one dtype
+    mask, bias: (b, h, l, n), an axis being 1 where all share an entry; or None
+    lengths:    (b,) int32 in 0 … n: only the first keys of a row count; or None
+    factor:     the part of the scale that came as a JAX array, (), so that its value is not
+                compiled in; None where all of it is in `scale`
+    scale:      the part that is a number: the scores are scale · factor · q·k
+    causal:     whether query i sees keys 0 … i only
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    mask: Any = None
+    bias: Any = None
+    lengths: Any = None
+    factor: Any = None
+    scale: float = dataclasses.field(default=1.0, metadata={"static": True})
+    causal: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    def replace(self, **changes) -> "Inputs":
+        """The same with other fields."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def dtype(self):
+        """That of scores and sums."""
+        return accumulation_dtype(self.q)
+
+    @property
+    def hides(self) -> bool:
+        """Whether there may be a key that somebody does not see."""
+        return self.causal or not (self.mask is self.bias is self.lengths is None)
+
+
+def gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal=False) -> Inputs:
+    """The `Inputs`, after a look at what no trace can see: the values of lengths and scale.
+
+    `check_inputs` sees to the rest, where a function is traced.
+    """
+    q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
+    mask = None if mask is None else as_array("mask", mask)
+    bias = None if bias is None else as_array("bias", bias)
+    if kv_lengths is not None:
+        kv_lengths = as_array("kv_lengths", kv_lengths)
+        check_integers(kv_lengths=kv_lengths)
+        n = k.shape[1] if k.ndim > 1 else 0
+        kv_lengths = bounded("kv_lengths", kv_lengths, 0, n, f"0 to kv_len = {n} keys")
+    factor = None
+    if scale is None:
+        scale = q.shape[-1] ** -0.5 if q.ndim and q.shape[-1] else 1.0
+    else:
+        scale = check_scale(scale, 0, accumulation_dtype(q))
+        if isinstance(scale, jax.Array):  # traced or not: no program for each value
+            factor, scale = scale, 1.0
+    return Inputs(q, k, v, mask, bias, kv_lengths, factor, float(scale), bool(causal))
+
+
+def check_inputs(inputs: Inputs) -> None:
+    """Raise the TypeError or ValueError that `attend` documents, naming the argument."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    check_floating(q=q, k=k, v=v)
+    check_same_dtype(q=q, k=k, v=v)
+    check_rank(4, "(batch, length, heads, head_dim)", q=q, k=k, v=v)
+    b, l, h, d = q.shape
+    n, h_kv = k.shape[1:3]
+    if d == 0:
+        raise ValueError(f"q: expected a head_dim of at least 1, got shape {q.shape}")
+    if (k.shape[0], k.shape[3]) != (b, d):
+        raise ValueError(
+            f"k: expected (batch, kv_len, kv_heads, head_dim) with batch {b} and "
+            f"head_dim {d} as in q {q.shape}, got {k.shape}"
+        )
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"v: expected k's batch, kv_len and kv_heads, {k.shape[:3]}, got {v.shape}"
+        )
+    if h_kv == 0 or h % h_kv:
+        raise ValueError(f"q: expected a number of heads that k's {h_kv} heads divide, got {h}")
+    if inputs.causal and l != n:
+        raise ValueError(f"q: causal attention expects as many queries as keys, {n}, got {l}")
+    layout = "(batch, heads, q_len, kv_len)"
+    if inputs.mask is not None:
+        if inputs.mask.dtype != jnp.bool_:
+            raise TypeError(f"mask: expected booleans, got dtype {inputs.mask.dtype}")
+        check_broadcasts("mask", inputs.mask, (b, h, l, n), layout)
+    if inputs.bias is not None:
+        check_floating(bias=inputs.bias)
+        check_broadcasts("bias", inputs.bias, (b, h, l, n), layout)
+    if inputs.lengths is not None and inputs.lengths.shape != (b,):
+        came = inputs.lengths.shape
+        raise ValueError(f"kv_lengths: expected shape ({b},), one a row, got {came}")

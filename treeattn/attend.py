@@ -1,0 +1,248 @@
+"""Attention on one device: queries and keys in, a state out.
+
+Layouts are those of `jax.nn.dot_product_attention`: queries (b, l, h, d), keys (b, n, h_kv, d),
+values (b, n, h_kv, dv); query head i reads key head i // (h // h_kv).
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from treeattn import flash
+from treeattn.arguments import (
+    Array,
+    Bias,
+    Inputs,
+    Keys,
+    Lengths,
+    Mask,
+    Output,
+    Queries,
+    Scale,
+    Values,
+    check_inputs,
+    gather_inputs,
+)
+from treeattn.blocks import attend_blockwise
+from treeattn.state import AttentionState, finalize, from_output
+
+# What computes it: a name, a function of one's own, or None for the best that can run.
+Implementation = str | Callable | None
+NAMES = (None, "blockwise", "flash")
+
+
+def attend(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    mask: Mask | None = None,
+    bias: Bias | None = None,
+    kv_lengths: Lengths | None = None,
+    causal: bool = False,
+    scale: Scale = None,
+    implementation: Implementation = None,
+) -> AttentionState:
+    """The state of each query after its keys: fields (b, l, h) and numerator (b, l, h, dv).
+
+    q:          (b, l, h, d), floating-point; k (b, n, h_kv, d) and v (b, n, h_kv, dv) of the
+                same dtype. h must be a multiple of h_kv.
+    mask:       True where a query may see a key; broadcasts to (b, h, l, n).
+    bias:       added to the scaled scores; broadcasts to (b, h, l, n). −∞ hides the key.
+    kv_lengths: (b,) only the first so many keys of each row count, 0 … n; clipped to that where
+                they are traced.
+    causal:     query i sees keys 0 … i, of as many keys as queries.
+    scale:      multiplies q·k; 1/√d when None. A number is compiled in, a JAX array's value is not.
+    implementation: "blockwise" is plain JAX and takes everything; "flash" is flash-attn-jax's CUDA
+                kernel, for float16 and bfloat16 without mask and bias; None takes flash on a CUDA
+                device where it can run, and blockwise elsewhere. Or a function of yours,
+
+                    kernel(q, k, v, *, scale, mask=None, bias=None, kv_lengths=None, causal=False)
+
+                which returns (out, lse) as `from_output` reads them, an AttentionState, or a state
+                of its own, which the `method` of `tree_decode` then has to merge. It is given what
+                has been checked, and of the options those that the call has; for these it needs
+                parameters. It is compiled into the program, and differentiated as it stands.
+
+    The state is in float32, or float64 when an input is. A score above the dtype's range counts as
+    the largest finite one, and sums saturate. A query that sees no key has the state (−∞, 0, 0),
+    and zero gradients. Keys and values that no query of their row and head sees may be NaN or ∞; a
+    NaN in one that some of them see may reach the others, too (0 · NaN). (2024 eq. 2–4, 2025
+    eq. 1–3, a block of keys at a time.)
+
+    Raises TypeError for dtypes that are not floating-point or differ, ValueError for shapes that do
+    not fit, lengths out of range, a scale that is not finite, "flash" where it cannot run, and an
+    option that a function does not take; both for a function that returns something else.
+
+    >>> q, k, v = jnp.ones((1, 1, 2, 4)), jnp.ones((1, 3, 1, 4)), jnp.ones((1, 3, 1, 5))
+    >>> state = attend(q, k, v)
+    >>> print(state.max.shape, state.numerator.shape, state.denominator[0, 0])
+    (1, 1, 2) (1, 1, 2, 5) [3. 3.]
+    """
+    inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal)
+    check_implementation(implementation, q)
+    return _attend(inputs, implementation)
+
+
+def attention(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    mask: Mask | None = None,
+    bias: Bias | None = None,
+    kv_lengths: Lengths | None = None,
+    causal: bool = False,
+    scale: Scale = None,
+    implementation: Implementation = None,
+) -> Output:
+    """softmax(scale · q kᵀ) v, (b, l, h, dv) in the queries' dtype (2024 eq. 5, 2025 eq. 5).
+
+    Arguments and errors as in `attend`, whose state it finalizes. A query that sees no key has
+    output 0.
+
+    >>> q, k = jnp.zeros((1, 1, 1, 4)), jnp.zeros((1, 2, 1, 4))
+    >>> print(attention(q, k, jnp.array([1.0, 3.0]).reshape(1, 2, 1, 1)).ravel())
+    [2.]
+    """
+    inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal)
+    check_implementation(implementation, q)
+    return _attention(inputs, implementation)
+
+
+@functools.partial(jax.jit, static_argnums=1, inline=True)
+def _attend(inputs: Inputs, implementation: Implementation):
+    check_inputs(inputs)
+    return attend_inputs(inputs, implementation)
+
+
+@functools.partial(jax.jit, static_argnums=1, inline=True)
+def _attention(inputs: Inputs, implementation: Implementation):
+    check_inputs(inputs)
+    return finalize(attend_inputs(inputs, implementation))[0].astype(inputs.q.dtype)
+
+
+def check_implementation(implementation: Implementation, q) -> None:
+    """Raise the error for what is neither a name nor a hashable function, or cannot run on q."""
+    if callable(implementation):
+        try:
+            hash(implementation)
+        except TypeError:
+            name = name_of(implementation)
+            raise TypeError(
+                f"implementation: expected a name or a hashable function, got {name}"
+            ) from None
+    elif implementation not in NAMES:
+        raise ValueError(
+            f"implementation: expected one of {NAMES}, or a function, got {implementation!r}"
+        )
+    elif implementation == "flash":
+        flash.check_device(q)
+
+
+def attend_inputs(inputs: Inputs, implementation: Implementation):
+    """`attend` for checked inputs, inside a trace: a state, or whatever a function returns."""
+    if callable(implementation):
+        return _attend_by_function(inputs, implementation)
+    if implementation == "flash":
+        if (reason := flash.why_not(inputs)) is not None:
+            raise ValueError(reason)
+        return flash.flash_attend(inputs)
+    if implementation is None and flash.is_best(inputs):
+        # Only the program's compiler knows whether it is one for the GPU or for the host's CPU.
+        return jax.lax.platform_dependent(inputs, cuda=flash.flash_attend, default=attend_blockwise)
+    return attend_blockwise(inputs)
+
+
+def _attend_by_function(inputs: Inputs, kernel: Callable):
+    """The state by a user's kernel, which is given the options that this call has.
+
+    Raises ValueError for an option that it does not take, and what `_as_state` raises.
+    """
+    options = {"mask": inputs.mask, "bias": inputs.bias, "kv_lengths": inputs.lengths}
+    options = {name: x for name, x in options.items() if x is not None}
+    options |= {"causal": True} if inputs.causal else {}
+    if missing := [name for name in options if not _takes(kernel, name)]:
+        hint = ""
+        if missing[0] == "kv_lengths":
+            hint = ", which come about where devices cannot share the keys evenly, too"
+        raise ValueError(f"{missing[0]}: {name_of(kernel)} takes none{hint}")
+    if 0 in (*inputs.q.shape, *inputs.v.shape):  # kernels expect something to do
+        dv = inputs.v.shape[-1]
+        return AttentionState.identity(inputs.q.shape[:3], dv, inputs.dtype)
+    scale = inputs.scale
+    if inputs.factor is not None:
+        scale = scale * inputs.factor.astype(inputs.dtype)
+    found = kernel(inputs.q, inputs.k, inputs.v, scale=scale, **options)
+    return _as_state(found, inputs, name_of(kernel))
+
+
+def _takes(kernel: Callable, option: str) -> bool:
+    """Whether the function has a parameter of that name, or takes any."""
+    try:
+        parameters = inspect.signature(kernel).parameters
+    except (TypeError, ValueError):  # what is not written in Python may have no signature
+        return True
+    named = parameters.get(option)
+    if named is not None and named.kind in (named.KEYWORD_ONLY, named.POSITIONAL_OR_KEYWORD):
+        return True
+    return any(x.kind == x.VAR_KEYWORD for x in parameters.values())
+
+
+def _as_state(found: Any, inputs: Inputs, name: str):
+    """What a function returned: (out, lse) as a state, a state as it should be, its own untouched.
+
+    Raises TypeError for what is no state of any kind, and for sums narrower than they are kept in;
+    ValueError for other shapes. Both name `implementation`.
+    """
+    shape = inputs.q.shape[:3]
+    with_values = (*shape, inputs.v.shape[-1])
+    dtype = inputs.dtype
+    if isinstance(found, AttentionState):
+        for field, x in found._asdict().items():
+            _check_part(name, field, x, with_values if field == "numerator" else shape, dtype)
+        return AttentionState(*(jnp.asarray(x).astype(dtype) for x in found))
+    if type(found) in (tuple, list) and len(found) == 2:
+        out, lse = found
+        _check_part(name, "out", out, with_values, None)  # rounded once, as a result is
+        _check_part(name, "lse", lse, shape, dtype)
+        return from_output(jnp.asarray(out).astype(dtype), jnp.asarray(lse).astype(dtype))
+    if found is None or isinstance(found, Array | np.generic | tuple | list):
+        if not hasattr(found, "_fields"):  # a NamedTuple is a state of somebody's own
+            raise TypeError(
+                f"implementation: expected {name} to return (out, lse), an AttentionState or a "
+                f"state of its own, got {type(found).__name__}"
+            )
+    return found
+
+
+def _check_part(name: str, part: str, x: Any, shape: tuple[int, ...], dtype) -> None:
+    """Raise the error that says what `part` of a function's result should have been.
+
+    dtype: that it must have, or a wider one; None for any floating-point dtype
+    """
+    if not isinstance(x, Array | np.generic) or not jnp.issubdtype(x.dtype, jnp.floating):
+        came = getattr(x, "dtype", type(x).__name__)
+        raise TypeError(
+            f"implementation: expected {name}'s {part} to be a floating-point array, got {came}"
+        )
+    if dtype is not None and jnp.promote_types(x.dtype, dtype) != x.dtype:
+        raise TypeError(
+            f"implementation: expected {name}'s {part} in {dtype} or wider, got {x.dtype}"
+        )
+    if x.shape != shape:
+        raise ValueError(
+            f"implementation: expected {name}'s {part} of shape {shape}, got {x.shape}"
+        )
+
+
+def name_of(function: Callable) -> str:
+    """How errors call a function."""
+    if isinstance(function, functools.partial):
+        return name_of(function.func)
+    return getattr(function, "__name__", type(function).__name__)

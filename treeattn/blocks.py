@@ -1,0 +1,407 @@
+"""Attention in plain JAX, a block of keys at a time.
+
+A block's scores become a state, and the states of the blocks merge (the iteration of 2024
+eq. 2–4, 2025 eq. 1–3, a block at a time, as in FlashAttention). Keys and values are read once,
+where they lie; what is held besides them does not grow with their number.
+
+Inside, queries are (b, h_kv, group, l, d), grouped by the key head that they read, and already
+scaled; scores (b, h_kv, group, l, size); mask and bias (b, h_kv, group, l, n), or 1 for an axis
+that shares them. Keys and values stay as they came, (b, n, h_kv, ·).
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from treeattn import products
+from treeattn.arguments import Inputs, pad_axis
+from treeattn.state import AttentionState, finite, merge
+
+SCORES = 1 << 20  # scores held at a time, about: more of them fall out of a CPU's caches
+CAUSAL_BLOCK = 128  # queries under one mask, at most: half of the scores under it are hidden
+
+
+def attend_blockwise(inputs: Inputs) -> AttentionState:
+    """The state of checked queries after all keys that they see: (b, l, h) and (b, l, h, dv)."""
+    b, l, h, _ = inputs.q.shape
+    if inputs.q.size == 0 or inputs.k.shape[1] == 0:
+        return AttentionState.identity((b, l, h), inputs.v.shape[-1], inputs.dtype)
+    if inputs.causal:
+        if inputs.mask is inputs.bias is inputs.lengths is None:
+            return _attend_causal(inputs.replace(causal=False))
+        below = jnp.tri(l, dtype=bool)[None, None]
+        mask = below if inputs.mask is None else inputs.mask & below
+        inputs = inputs.replace(mask=mask, causal=False)
+    state = _attend(group_heads(inputs))
+    return jax.tree.map(_ungroup_heads, state)
+
+
+def _attend_causal(inputs: Inputs) -> AttentionState:
+    """The state of queries that each see the keys up to their own, without mask and lengths.
+
+    The text is halved until its parts are short: 1,000 tokens become 8 parts of 125. Each part
+    sees itself under a mask. On the way back up, the second of two neighbours sees all of the
+    first, and the states merge: a tree over the text, which computes few of the scores that
+    causality hides.
+    """
+    b, length = inputs.q.shape[:2]
+    parts = 1
+    while parts * CAUSAL_BLOCK < length:
+        parts *= 2
+    size = -(-length // parts)
+    # Padded keys come last: nobody sees them.
+    q, k, v = (pad_axis(x, 1, parts * size) for x in (inputs.q, inputs.k, inputs.v))
+
+    def split(tree, rows):  # rows of a text as more, or fewer, of `size` tokens
+        return jax.tree.map(lambda x: x.reshape(rows, size, *x.shape[2:]), tree)
+
+    def half(tree, which):  # the first (0) or the second (1) half of each row
+        return jax.tree.map(lambda x: jnp.split(x, 2, axis=1)[which], tree)
+
+    def state_of_keys(q, k, v, mask=None):
+        return attend_blockwise(inputs.replace(q=q, k=k, v=v, mask=mask))
+
+    below = jnp.tri(size, dtype=bool)[None, None]
+    state = state_of_keys(*split((q, k, v), b * parts), below)
+    while parts > 1:
+        parts //= 2
+        size *= 2
+        state, q, k, v = split((state, q, k, v), b * parts)
+        before = state_of_keys(half(q, 1), half(k, 0), half(v, 0))
+        second = merge(before, half(state, 1))
+        state = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), half(state, 0), second)
+    return jax.tree.map(lambda x: x[:, :length], state)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Grouped:
+    """The arguments as the loop reads them: heads grouped by the key head that they read.
+
+    q:          (b, h_kv, group, l, d), scaled, in the accumulation dtype; group is h // h_kv
+    k, v:       (b, n, h_kv, d) and (b, n, h_kv, dv), as they came
+    mask, bias: (b, h_kv, group, l, n), an axis being 1 where all share an entry; or None
+    lengths:    (b,) int32; or None
+    xla_may_split: whether XLA may deal the program over devices by itself
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    mask: Any
+    bias: Any
+    lengths: Any
+    xla_may_split: bool = dataclasses.field(metadata={"static": True})
+
+    @property
+    def hides(self) -> bool:
+        """Whether there may be a key that somebody does not see."""
+        return not (self.mask is self.bias is self.lengths is None)
+
+    def replace(self, **changes) -> "Grouped":
+        """The same with other fields."""
+        return dataclasses.replace(self, **changes)
+
+
+def group_heads(inputs: Inputs) -> Grouped:
+    """The inputs as the loop reads them, queries scaled and in the accumulation dtype."""
+    b, l, h, d = inputs.q.shape
+    h_kv = inputs.k.shape[2]
+    dtype = inputs.dtype
+    scale = inputs.scale
+    if inputs.factor is not None:
+        scale = scale * inputs.factor.astype(dtype)
+    q = (inputs.q.astype(dtype) * scale).reshape(b, l, h_kv, h // h_kv, d)
+
+    def group(x):  # (b, h, l, n) -> (b, h_kv, group, l, n), or (b, 1, 1, l, n)
+        heads = (1, 1) if x.shape[1] == 1 else (h_kv, h // h_kv)
+        return x.reshape(len(x), *heads, *x.shape[2:])
+
+    return Grouped(
+        q=q.transpose(0, 2, 3, 1, 4),
+        k=inputs.k,
+        v=inputs.v,
+        mask=None if inputs.mask is None else group(inputs.mask),
+        bias=None if inputs.bias is None else group(inputs.bias).astype(dtype),
+        lengths=inputs.lengths,
+        xla_may_split=products.xla_may_split(),
+    )
+
+
+def _ungroup_heads(x):
+    """(b, h_kv, group, l, …) -> (b, l, h, …)."""
+    b, h_kv, group, l, *rest = x.shape
+    x = x.transpose(0, 3, 1, 2, *range(4, x.ndim))
+    return x.reshape(b, l, h_kv * group, *rest)
+
+
+@jax.custom_jvp
+def _attend(inputs: Grouped) -> AttentionState:
+    """The state of the queries: fields (b, h_kv, group, l) and (b, h_kv, group, l, dv)."""
+    b = inputs.q.shape[0]
+    # On a CPU one after another, so that a row of 10 keys does not read the blocks of one of
+    # 10,000. A GPU has room for all rows at once.
+    if inputs.lengths is None or b == 1 or jax.default_backend() != "cpu":
+        return _attend_rows(inputs, 0)
+
+    def attend_row(i):
+        def cut(x):
+            shared = x is None or x.shape[0] == 1
+            return x if shared else lax.dynamic_slice_in_dim(x, i, 1)
+
+        fields = ("q", "mask", "bias", "lengths")
+        row = inputs.replace(**{name: cut(getattr(inputs, name)) for name in fields})
+        return _attend_rows(row, i)
+
+    states = lax.map(attend_row, jnp.arange(b, dtype=jnp.int32))
+    return jax.tree.map(lambda x: x[:, 0], states)
+
+
+def _attend_rows(inputs: Grouped, row) -> AttentionState:
+    """The state of the queries, whose keys and values begin with row `row` of k and v.
+
+    So a single row of queries, (1, h_kv, group, l, d), reads its keys where they lie.
+    """
+    q = inputs.q
+    plain = inputs.xla_may_split
+    size = block_size(inputs)
+    few = products.few_queries(q, inputs.k.shape[1])
+    shrunk, root = products.shrink(q, plain)
+    streams = products.stream_queries(shrunk) if few else None
+
+    def read(x, first, count):
+        return products.read_block(x, first, count, row=row, rows=len(q), dtype=q.dtype)
+
+    def state_of_block(start):
+        first, visible, bias = _visibility(inputs, start, size)
+        keys = read(inputs.k, first, size)
+        s = (
+            products.stream_scores(streams, keys, plain)
+            if few
+            else products.matrix_scores(shrunk, keys)
+        )
+        s = _mask_and_clip(s * root * root, visible, bias)
+        m = products.row_max(s, plain)
+        p = jnp.exp(s - finite(m)[..., None])
+        hidden = _hidden_from_all(visible)
+
+        def values(at, count):
+            return _zero_hidden(read(inputs.v, first + at, count), hidden, at)
+
+        if few:  # a stream of values at a time
+            width = size // products.STREAMS
+            parts = [values(at, width) for at in range(0, size, width)]
+            denominator, numerator = products.stream_sums(p, parts, plain)
+        else:
+            denominator, numerator = products.matrix_sums(p, values(0, size))
+        m = jnp.where(jnp.isnan(denominator), denominator, m)  # the maximum may pass over a NaN
+        # Values that others see may be NaN, and a query that sees none has 0 of each.
+        numerator = jnp.where((m == -jnp.inf)[..., None], 0, finite(numerator))
+        return AttentionState(m, denominator, numerator)
+
+    def add_block(state, start):
+        return merge(state, state_of_block(start))
+
+    # Beginning with a block's state, and not with that of no keys, gives a loop's carry its type
+    # inside of `shard_map`.
+    return _over_blocks(add_block, state_of_block(jnp.int32(0)), size, inputs)
+
+
+@functools.partial(_attend.defjvp, symbolic_zeros=True)
+def _attend_jvp(primals, tangents):
+    """The derivative: that of a second pass over the blocks, relative to the final pivot.
+
+    The pivot is constant, so the blocks only add up: nothing has to be kept of each.
+    """
+    (inputs,) = primals
+    (given,) = tangents
+    state = _attend(inputs)
+    moving = {}
+    directions = {}
+    for name in ("q", "k", "v", "bias"):
+        tangent = getattr(given, name)
+        if tangent is not None and not isinstance(tangent, SymbolicZero):
+            moving[name] = getattr(inputs, name)
+            directions[name] = tangent
+
+    def sums(moving):
+        return _sums(inputs.replace(**moving), state.max)
+
+    _, (d, n) = jax.jvp(sums, (moving,), (directions,))
+    n = jnp.where((state.max == -jnp.inf)[..., None], 0, n)  # what it does not see may be NaN
+    return state, AttentionState(jnp.zeros_like(state.max), d, n)
+
+
+def _sums(inputs: Grouped, m):
+    """(Σ exp(s − m), Σ exp(s − m) v), m constant: what a state holds, made to be differentiated.
+
+    m and the first are (b, h_kv, group, l), the second (b, h_kv, group, l, dv).
+    """
+    q, bias = inputs.q, inputs.bias
+    n = inputs.k.shape[1]
+    size = block_size(inputs)
+    m = lax.stop_gradient(finite(m))[..., None]
+    shrunk, root = products.shrink(q)
+    # Handed to the loop as blocks: each then gets its gradient in its place, where slices of
+    # one array would add up arrays of its size.
+    blocks = {"k": _split_blocks(inputs.k, 1, size), "v": _split_blocks(inputs.v, 1, size)}
+    if bias is not None and bias.shape[-1] == n:
+        blocks["bias"] = _split_blocks(bias, -1, size)
+    without_bias = inputs.replace(bias=None)
+
+    def sums_of_block(start, block):
+        _, visible, _ = _visibility(without_bias, start, size)
+        added = block.get("bias", bias)
+        if added is not None:
+            visible = _and(visible, added != -jnp.inf)
+        hidden = _hidden_from_all(visible)
+        keys = _zero_hidden(block["k"].astype(q.dtype), hidden)
+        values = _zero_hidden(block["v"].astype(q.dtype), hidden)
+        s = products.matrix_scores(shrunk, keys)
+        s = _mask_and_clip(s * root * root, visible, added)
+        return products.matrix_sums(jnp.exp(s - m), values)
+
+    def add_block(sums, start, block):
+        return jax.tree.map(jnp.add, sums, sums_of_block(start, block))
+
+    first = sums_of_block(jnp.int32(0), jax.tree.map(lambda x: x[0], blocks))
+    return _over_blocks(add_block, first, size, inputs, jax.tree.map(lambda x: x[1:], blocks))
+
+
+def block_size(inputs: Grouped) -> int:
+    """Keys a block, for queries (b, h_kv, group, l, d) and n keys.
+
+    At most BLOCK, at most n, and nearly equal: 1,500 keys are two blocks of 750. For streams it is
+    a multiple of STREAMS. On a GPU, where each block is some kernels, 16 times as many.
+    """
+    b, h_kv, group, l, _ = inputs.q.shape
+    n = inputs.k.shape[1]
+    if not products.few_queries(inputs.q, n):
+        more = 1 if jax.default_backend() == "cpu" else 16
+        rows = b * h_kv * group * l
+        most = min(max(more * SCORES // max(rows, 1), 128), more * products.BLOCK)
+        return -(-n // -(-n // most))
+    streams = products.STREAMS
+    blocks = -(-n // products.BLOCK)
+    size = -(-n // (blocks * streams)) * streams
+    return size if size <= n else -(-n // ((blocks + 1) * streams)) * streams
+
+
+def _over_blocks(add_block, first, size: int, inputs: Grouped, *blocks):
+    """add_block(…add_block(first, size, *blocks[0])…), for the blocks that any row sees.
+
+    add_block(state, start, *block) takes a block's first key, and what `blocks`, pytrees of arrays
+    with a first axis of blocks, have for it; `first` is what the block of key 0 gives.
+    """
+    n = inputs.k.shape[1]
+    if size == n:
+        return first
+    longest = n if inputs.lengths is None else _longest(inputs.lengths)
+
+    @jax.checkpoint
+    def visit(state, block):
+        # The branch keeps blocks past the longest row from being read. It also keeps XLA:CPU
+        # from moving the widening of half-precision keys out of the loop, which would write a
+        # float32 copy of the whole cache.
+        start, *arrays = block
+        more = start < lax.optimization_barrier(jnp.asarray(longest, jnp.int32))
+        return lax.cond(more, add_block, lambda state, *_: state, state, start, *arrays), None
+
+    starts = jnp.arange(size, n, size, dtype=jnp.int32)
+    return lax.scan(visit, first, (starts, *blocks))[0]
+
+
+@jax.custom_batching.custom_vmap
+def _longest(lengths):
+    """The largest of all lengths (b,), those of the rows that `jax.vmap` adds, too: a scalar.
+
+    So a batch skips the blocks that none of its rows sees. With a length for each, JAX would turn
+    the branches into a selection from both, whose derivative it cannot transpose.
+    """
+    return jnp.max(lengths, initial=0)
+
+
+@_longest.def_vmap
+def _longest_of_a_batch(axis_size, in_batched, lengths):
+    return _longest(lengths), False
+
+
+def _split_blocks(x, axis: int, size: int):
+    """The blocks of `x` along `axis`, along a new first axis; the last is the last `size`.
+
+    Keys (b, n, h_kv, d) become (⌈n / size⌉, b, size, h_kv, d).
+    """
+    n = x.shape[axis]
+    whole = -(-n // size) - 1
+    axis %= x.ndim
+    head = lax.slice_in_dim(x, 0, whole * size, axis=axis)
+    head = head.reshape(*x.shape[:axis], whole, size, *x.shape[axis + 1 :])
+    last = lax.slice_in_dim(x, n - size, n, axis=axis)
+    return jnp.concatenate([jnp.moveaxis(head, axis, 0), last[None]])
+
+
+def _visibility(inputs: Grouped, start, size: int):
+    """(first, visible, bias): the block's first key, who sees which of its keys, its bias.
+
+    `visible` is None where everybody sees everything. The last block starts early enough to be
+    whole, and hides what was seen before: of 10 keys in blocks of 4, the last is 6 … 9, of which 6
+    and 7 are hidden.
+    """
+    n = inputs.k.shape[1]
+    first = jnp.minimum(start, n - size)
+    position = (first + jnp.arange(size, dtype=jnp.int32))[None, None, None, None]
+    visible = position >= start if n % size else None
+    if inputs.lengths is not None:
+        visible = _and(visible, position < inputs.lengths[:, None, None, None, None])
+
+    def cut(x):
+        return x if x.shape[-1] == 1 else lax.dynamic_slice_in_dim(x, first, size, axis=-1)
+
+    if inputs.mask is not None:
+        visible = _and(visible, cut(inputs.mask))
+    if inputs.bias is None:
+        return first, visible, None
+    bias = cut(inputs.bias)
+    return first, _and(visible, bias != -jnp.inf), bias  # nothing else hides, a NaN neither
+
+
+def _and(visible, more):
+    """What is visible by both."""
+    return more if visible is None else visible & more
+
+
+def _mask_and_clip(s, visible, bias):
+    """The scores with their bias, within the dtype's range (∞ − ∞ is NaN); −∞ where hidden."""
+    largest = jnp.finfo(s.dtype).max
+    s = jnp.clip(s, -largest, largest)
+    if bias is not None:
+        s = jnp.clip(s + bias, -largest, largest)
+    return s if visible is None else jnp.where(visible, s, -jnp.inf)
+
+
+def _hidden_from_all(visible):
+    """Whether no query that reads a key sees it: (b, size, h_kv, 1), as keys and values lie.
+
+    An axis is 1 where all share its entries; None where everybody sees everything.
+    """
+    if visible is None:
+        return None
+    hidden = ~jnp.any(visible, axis=(2, 3))
+    return jnp.moveaxis(hidden, -1, 1)[..., None]
+
+
+def _zero_hidden(x, hidden, first: int = 0):
+    """Keys or values (b, count, h_kv, ·) of a block, from its key `first` on; 0 where hidden.
+
+    There a cache may hold anything, and 0 · NaN would be NaN.
+    """
+    if hidden is None:
+        return x
+    if hidden.shape[1] > 1:
+        hidden = hidden[:, first : first + x.shape[1]]
+    return jnp.where(hidden, 0, x)

@@ -1,0 +1,170 @@
+"""Decoding from a sharded cache: by a tree of states, and by the ring it is compared with.
+
+A call goes straight down:
+
+    gather_inputs, check_inputs   arguments.py   what is wrong is named
+    layout_of, deal               shards.py      the cache in shards, one for each device
+    attend_inputs                 attend.py      on every device: its shard becomes a state
+    merge_across                  merge.py       the states meet
+    finalize                      state.py       a state becomes the output
+"""
+
+import functools
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Float
+
+from treeattn.arguments import (
+    Array,
+    Bias,
+    Inputs,
+    Keys,
+    Lengths,
+    Mask,
+    Output,
+    Queries,
+    Scale,
+    Values,
+    check_inputs,
+    gather_inputs,
+)
+from treeattn.attend import Implementation, attend_inputs, check_implementation
+from treeattn.merge import Method, check_method, merge_across
+from treeattn.shards import (
+    Layout,
+    check_divides,
+    deal,
+    layout_of,
+    local_lengths,
+    on_devices,
+    visit_shards,
+)
+from treeattn.state import finalize, merge
+
+OutputAndLse = tuple[Output, Float[Array, "b l h"]]
+
+
+def tree_decode(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    sharding: NamedSharding | None = None,
+    striped: bool = False,
+    kv_lengths: Lengths | None = None,
+    mask: Mask | None = None,
+    bias: Bias | None = None,
+    scale: Scale = None,
+    method: Method = "allreduce",
+    implementation: Implementation = None,
+    return_lse: bool = False,
+) -> Output | OutputAndLse:
+    """Attention of q over a sharded cache, by a tree of states (2024 and 2025, Algorithm 3).
+
+    sharding: how k and v lie, NamedSharding(mesh, P(batch, keys, heads)); each entry is None, an
+              axis, or a tuple of axes, outermost first. q and the result lie as P(batch, None,
+              heads): nothing crosses these axes, and axes that are not named hold copies. None: as
+              k lies, which `jax.jit` hides along Auto axes. NumPy's arrays, and those on one
+              device, are dealt out; kv_len need not divide by the devices, and may be smaller.
+    striped:  key i is in slot (i mod p)·t + i div p of kv_len = p·t slots, which is on device
+              i mod p. So a half-empty cache keeps all devices busy. mask and bias are in the order
+              of the slots, too; kv_lengths counts keys.
+    method:   how states meet, as in `merge_across`. By "all_to_all" the result is sharded along
+              heads and the keys' axes, with ⌈h/p⌉·p heads, those beyond h with output 0.
+    The rest is as in `attend`. What is sent does not depend on kv_len: a state.
+
+    Returns out (b, l, h, dv) in q's dtype; with return_lse also lse (b, l, h), the natural
+    logarithm of the sum of exponentials, in float32 or wider.
+
+    Raises ValueError where nobody can see how k lies, where k or v lies otherwise on the mesh, for
+    rows, heads or stripes that the devices cannot share evenly, another method, another mesh than
+    that of `jax.set_mesh`, and whatever `attend` refuses; TypeError for what is no NamedSharding.
+
+    >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> q, k, v = (jax.numpy.ones((1, n, 2, 4)) for n in (1, 8, 8))
+    >>> print(tree_decode(q, k, v, sharding=NamedSharding(mesh, P(None, "kv"))).shape)
+    (1, 1, 2, 4)
+    """
+    check_method(method)
+    inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale)
+    check_implementation(implementation, q)
+    layout = layout_of(inputs, sharding, striped)
+    out, lse = _decode(inputs, layout, method, implementation)
+    return (out, lse) if return_lse else out
+
+
+def ring_decode(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    sharding: NamedSharding | None = None,
+    striped: bool = False,
+    kv_lengths: Lengths | None = None,
+    mask: Mask | None = None,
+    bias: Bias | None = None,
+    scale: Scale = None,
+    implementation: Implementation = None,
+    return_lse: bool = False,
+) -> Output | OutputAndLse:
+    """Ring Attention for decoding: every shard of the cache visits every device.
+
+    (Liu et al. 2023; 2024 §6.3.) Arguments, result and errors as `tree_decode`. In each of p − 1
+    steps a device sends the shard it holds to its neighbour, and attends to it meanwhile:
+    2·b·t·d_kv·(p − 1) elements from each device (2024 eq. 31–32 counts p steps; the last would
+    bring the shards home).
+
+    >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> q, k, v = (jax.numpy.ones((1, n, 2, 4)) for n in (1, 8, 8))
+    >>> print(ring_decode(q, k, v, sharding=NamedSharding(mesh, P(None, "kv"))).shape)
+    (1, 1, 2, 4)
+    """
+    inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale)
+    check_implementation(implementation, q)
+    layout = layout_of(inputs, sharding, striped)
+    out, lse = _decode(inputs, layout, None, implementation)
+    return (out, lse) if return_lse else out
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _decode(
+    inputs: Inputs, layout: Layout, method: Method | None, implementation: Implementation
+) -> OutputAndLse:
+    """(out, lse), (b, l, h, dv) and (b, l, h); by a ring where `method` is None."""
+    check_inputs(inputs)
+    check_divides(inputs, layout)
+
+    def on_device(rank, inputs):
+        if method is None:
+            state = _ring(inputs, layout, rank, implementation)
+        else:
+            own = inputs.replace(lengths=local_lengths(inputs, layout, rank))
+            state = attend_inputs(own, implementation)
+            state = merge_across(state, layout.keys, method=method)
+        out, lse = finalize(state)
+        return out.astype(inputs.q.dtype), lse
+
+    inputs, specs = deal(inputs, layout)
+    heads = layout.heads
+    if method == "all_to_all":
+        heads += layout.keys
+    result = P(layout.batch or None, None, heads or None)
+    return on_devices(on_device, layout, (specs,), result)(inputs)
+
+
+def _ring(inputs: Inputs, layout: Layout, rank, implementation: Implementation):
+    """The state of the queries after every shard has come by. Devices agree up to rounding."""
+
+    def state_of(shard, owner):
+        k, v, mask, bias = shard
+        lengths = local_lengths(inputs, layout, owner)
+        visited = inputs.replace(k=k, v=v, mask=mask, bias=bias, lengths=lengths)
+        return attend_inputs(visited, implementation)
+
+    def visit(state, shard, owner):
+        return merge(state, state_of(shard, owner))
+
+    shard = inputs.k, inputs.v, inputs.mask, inputs.bias
+    return visit_shards(visit, state_of(shard, rank), shard, layout, rank)

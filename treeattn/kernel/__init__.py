@@ -1,1 +1,0 @@
-"""One device: queries and keys in, a state out."""

@@ -1,0 +1,178 @@
+"""Merging across a mesh: every device's state in, the state of all their keys out.
+
+Only states travel, whose size does not depend on the length of the context. (2024 §5.2,
+Algorithm 3; 2025 §5.2, Algorithm 3.) A state travels as one array, and so as one message: a message
+costs its start before it costs its bytes.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Float
+
+from treeattn.arguments import Array
+from treeattn.state import AttentionState, check_state, merge, reduce_tree, rescale, where
+
+Axes = tuple[str, ...]  # of a mesh, by name
+Method = str | Callable
+
+
+def merge_across(
+    state: AttentionState, axis_name: str | Axes, *, method: Method = "allreduce"
+) -> AttentionState:
+    """Inside `shard_map`: the merge of all devices' states along one axis, or several.
+
+    state: each device's own, fields (..., h) and (..., h, dv), of the same shape on all. Several
+           axes are outermost first.
+
+    On every device, all of it, in the same shape:
+
+    method: "allreduce":    2025 Algorithm 3: one Allreduce for the pivot, two for the sums.
+            "butterfly":    recursive doubling. Each of log₂ p rounds swaps one packed state with
+                            a partner and merges; two rounds more when p is no power of two.
+                            Every device gets the same bits.
+            "gather":       everybody gets all states, and merges them as a tree by itself.
+            "hierarchical": within a node (the last axis) an all-to-all leaves each device a share
+                            of the heads, a gather across the nodes merges equal shares, and one
+                            within the node completes them.
+
+    On each device, its share of the heads, ⌈h/p⌉ of them, the last padded with the state of no
+    keys:
+
+            "all_to_all":   each device gets everybody's states of its share, and merges them.
+
+    Or a function (state, axes) that returns the merged AttentionState. Its `state` is whatever the
+    implementation returned.
+
+    JAX can tell that a result is the same on all devices for "allreduce" only. For the others call
+    `shard_map` with check_vma=False where its `out_specs` say so.
+
+    Raises ValueError for another method, TypeError for what is no state.
+
+    >>> from jax.sharding import PartitionSpec as P
+    >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> body = lambda state: merge_across(state, "kv")
+    >>> merged = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P())
+    >>> print(merged(AttentionState.identity((1,), 2)).max)
+    [-inf]
+    """
+    check_method(method)
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    if callable(method):
+        merged = method(state, axes)
+        if not isinstance(merged, AttentionState):
+            came = type(merged).__name__
+            raise TypeError(f"method: expected it to return an AttentionState, got {came}")
+        return merged
+    check_state(state=state)
+    if method == "all_to_all":
+        return _all_to_all(state, axes) if axes else state
+    if method == "hierarchical":
+        return _hierarchical(state, axes) if axes else state
+    for axis in reversed(axes):  # a tree of trees: the innermost axis first
+        state = WHOLE[method](state, axis)
+    return state
+
+
+def check_method(method: Method) -> None:
+    """Raise a ValueError for what is neither a function nor one of `METHODS`."""
+    if not callable(method) and method not in METHODS:
+        raise ValueError(f"method: expected one of {METHODS}, or a function, got {method!r}")
+
+
+def _allreduce(state: AttentionState, axis: str) -> AttentionState:
+    """2025 Algorithm 3: the largest pivot, then the sums of d and n relative to it."""
+    m = lax.pmax(lax.stop_gradient(state.max), axis)
+    _, d, n = rescale(state, m)
+    return AttentionState(m, lax.psum(d, axis), lax.psum(n, axis))
+
+
+def _butterfly(state: AttentionState, axis: str) -> AttentionState:
+    """Recursive doubling: in round i device r swaps its state with device r XOR 2ⁱ, and merges.
+
+    Of 6 devices 4 are a butterfly of 2 rounds; before it, devices 4 and 5 hand theirs to 0 and 1,
+    and get the result after it.
+    """
+    p = lax.axis_size(axis)
+    rank = lax.axis_index(axis)
+    core = 1 << (p.bit_length() - 1)  # the largest power of two that p holds
+    extra = p - core
+
+    def send(state, pairs):  # what arrives; no keys where nothing does
+        return _move(lambda x: lax.ppermute(x, axis, pairs), state)
+
+    if extra:
+        arrived = send(state, [(core + i, i) for i in range(extra)])
+        state = where(rank < extra, merge(state, arrived), state)
+    bit = 1
+    while bit < core:
+        # The partner's merge(arrived, state) has the same bits: merge is commutative to the bit.
+        state = merge(state, send(state, [(i, i ^ bit) for i in range(core)]))
+        bit *= 2
+    if extra:
+        state = where(rank < core, state, send(state, [(i, core + i) for i in range(extra)]))
+    return state
+
+
+def _gather(state: AttentionState, axis: str) -> AttentionState:
+    """Every device gets all p states, (p, ..., h) and (p, ..., h, dv), and merges them as a tree."""
+    return reduce_tree(_move(lambda x: lax.all_gather(x, axis), state))
+
+
+def _all_to_all(state: AttentionState, axes: Axes) -> AttentionState:
+    """Each device gets everybody's states of its share, (p, ..., ⌈h/p⌉, ·), and merges them.
+
+    Fields (..., h) and (..., h, dv) in, (..., ⌈h/p⌉) and (..., ⌈h/p⌉, dv) out.
+    """
+    heads = state.max.ndim - 1
+
+    def exchange(x):  # (…, h, …) -> (p, …, h / p, …)
+        return lax.all_to_all(x[None], axes, split_axis=heads + 1, concat_axis=0, tiled=True)
+
+    return reduce_tree(_move(exchange, _pad_heads(state, lax.axis_size(axes))))
+
+
+def _hierarchical(state: AttentionState, axes: Axes) -> AttentionState:
+    """Shares of the heads within a node (the last axis), merged with other nodes' equal shares.
+
+    Between n nodes a gather sends n − 1 shares from each device in one message; an Allreduce sends
+    2 (n − 1)/n of one in two, the pivot's first. For states of a few rows the message counts more.
+    """
+    h = state.max.shape[-1]
+    heads = state.max.ndim - 1
+    share = _all_to_all(state, axes[-1:])
+    for axis in reversed(axes[:-1]):
+        share = _gather(share, axis)
+
+    def complete(x):
+        if h == 0:  # XLA gathers no arrays of no elements
+            return x
+        padded = lax.all_gather(x, axes[-1], axis=heads, tiled=True)
+        return lax.slice_in_dim(padded, 0, h, axis=heads)
+
+    return _move(complete, share)
+
+
+def _pad_heads(state: AttentionState, p: int) -> AttentionState:
+    """The state with heads that saw no keys at its end, so that p devices share them evenly."""
+    added = -state.max.shape[-1] % p
+    if not added:
+        return state
+    shape = (*state.max.shape[:-1], added)
+    more = AttentionState.identity(shape, state.numerator.shape[-1], state.max.dtype)
+    heads = state.max.ndim - 1
+    return jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=heads), state, more)
+
+
+def _move(collective: Callable, state: AttentionState) -> AttentionState:
+    """The state that arrives, when `collective` moves one array (..., h, dv + 2) that carries it."""
+    m, d, n = state
+    joined: Float[Array, "... fields"] = jnp.concatenate([n, d[..., None], m[..., None]], axis=-1)
+    arrived = collective(joined)
+    return AttentionState(arrived[..., -1], arrived[..., -2], arrived[..., :-2])
+
+
+WHOLE = {"allreduce": _allreduce, "butterfly": _butterfly, "gather": _gather}
+METHODS = (*WHOLE, "hierarchical", "all_to_all")

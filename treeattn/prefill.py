@@ -1,0 +1,166 @@
+"""Prefill with the sequence sharded: the queries of a whole prompt, dealt out like its keys.
+
+Tree decoding has few queries, which every device can hold; a prompt has as many queries as keys.
+`ring_attention` lets the keys visit the queries, `ulysses_attention` trades shards of the sequence
+for shards of the heads.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from treeattn.arguments import (
+    Inputs,
+    Keys,
+    Output,
+    Queries,
+    Scale,
+    Values,
+    check_inputs,
+    gather_inputs,
+    pad_axis,
+)
+from treeattn.attend import Implementation, attend_inputs, check_implementation
+from treeattn.shards import (
+    Layout,
+    check_divides,
+    layout_of,
+    local_lengths,
+    on_devices,
+    visit_shards,
+)
+from treeattn.state import AttentionState, finalize, merge
+
+
+def ring_attention(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    sharding: NamedSharding | None = None,
+    causal: bool = True,
+    scale: Scale = None,
+    implementation: Implementation = None,
+) -> Output:
+    """Ring Attention with the queries sharded like the keys: prefill (Liu et al. 2023).
+
+    Every device keeps its queries and sees all shards of the keys pass. With `causal`, query i
+    sees keys 0 … i, and a device skips the shards that lie after its queries.
+
+    sharding: how q, k, v and the result lie, as in `tree_decode`: P(batch, sequence, heads). The
+              lengths need not divide by the devices. The rest is as in `attend`.
+
+    Returns out (b, l, h, dv) in q's dtype. Raises what `tree_decode` raises, and ValueError for
+    causal attention of other numbers of queries than keys.
+
+    >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> x = jnp.ones((1, 8, 2, 4))
+    >>> print(ring_attention(x, x, x, sharding=NamedSharding(mesh, P(None, "kv"))).shape)
+    (1, 8, 2, 4)
+    """
+    inputs = gather_inputs(q, k, v, None, None, None, scale, causal)
+    check_implementation(implementation, q)
+    return _prefill(inputs, layout_of(inputs, sharding), _ring, implementation)
+
+
+def ulysses_attention(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    sharding: NamedSharding | None = None,
+    causal: bool = True,
+    scale: Scale = None,
+    implementation: Implementation = None,
+) -> Output:
+    """Prefill by two all-to-alls: shards of the sequence become shards of the heads, and back.
+
+    Each device attends over the whole sequence for h / p heads (Jacobs et al. 2023, DeepSpeed
+    Ulysses). When p does not divide the key heads, they are repeated just as often as needed.
+    Arguments and result as in `ring_attention`; h is the number of heads of one device along the
+    heads' axes. Raises ValueError when p does not divide it, and as `ring_attention` does.
+
+    >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> x = jnp.ones((1, 8, 2, 4))
+    >>> print(ulysses_attention(x, x, x, sharding=NamedSharding(mesh, P(None, "kv"))).shape)
+    (1, 8, 2, 4)
+    """
+    inputs = gather_inputs(q, k, v, None, None, None, scale, causal)
+    check_implementation(implementation, q)
+    return _prefill(inputs, layout_of(inputs, sharding), _ulysses, implementation)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _prefill(inputs: Inputs, layout: Layout, method, implementation: Implementation):
+    """`out` (b, l, h, dv): queries and keys dealt along their lengths, and what each device does.
+
+    method: (inputs, layout, rank, implementation), with shards of the queries (b, ⌈l/p⌉, h, d) and
+            of the keys (b, t, …), to a shard of `out`
+    """
+    check_inputs(inputs)
+    check_divides(inputs, layout)
+    b, l = inputs.q.shape[:2]
+    n = inputs.k.shape[1]
+    p = layout.shards
+    q, k, v = (pad_axis(x, 1, p * -(-x.shape[1] // p)) for x in (inputs.q, inputs.k, inputs.v))
+    # Padded keys come after all real queries, so causality hides them as well.
+    hidden = inputs.causal or k.shape[1] == n
+    lengths = None if hidden else jnp.full(b, n, jnp.int32)
+    inputs = inputs.replace(q=q, k=k, v=v, lengths=lengths)
+    along = layout.spec(layout.keys)
+    specs = inputs.replace(q=along, k=along, v=along, lengths=P(layout.batch or None), factor=P())
+
+    def on_device(rank, inputs):
+        return method(inputs, layout, rank, implementation)
+
+    return on_devices(on_device, layout, (specs,), along)(inputs)[:, :l]
+
+
+def _ring(inputs: Inputs, layout: Layout, rank, implementation: Implementation):
+    """The keys visit the queries: in step i device r sees the shard of device r − i."""
+
+    def state_of(shard, owner, causal=False):
+        k, v = shard
+        lengths = local_lengths(inputs, layout, owner)
+        visited = inputs.replace(k=k, v=v, lengths=lengths, causal=causal)
+        return attend_inputs(visited, implementation)
+
+    def visit(state, shard, owner):
+        if not inputs.causal:
+            return merge(state, state_of(shard, owner))
+        # Shards after the queries' own are skipped.
+        nothing = AttentionState.identity(
+            state.max.shape, state.numerator.shape[-1], state.max.dtype
+        )
+        seen = lax.cond(owner < rank, lambda: state_of(shard, owner), lambda: nothing)
+        return merge(state, seen)
+
+    shard = inputs.k, inputs.v
+    own = state_of(shard, rank, inputs.causal)
+    out, _ = finalize(visit_shards(visit, own, shard, layout, rank))
+    return out.astype(inputs.q.dtype)
+
+
+def _ulysses(inputs: Inputs, layout: Layout, rank, implementation: Implementation):
+    """Shards of the text become shards of the heads, (b, p·⌈l/p⌉, h/p, d), and back."""
+    p = layout.shards
+    h, h_kv = inputs.q.shape[2], inputs.k.shape[2]
+    if h % p:
+        raise ValueError(f"q: expected heads that {p} devices can share evenly, got {h}")
+    if p == 1:
+        return finalize(attend_inputs(inputs, implementation))[0].astype(inputs.q.dtype)
+    exchange = functools.partial(lax.all_to_all, axis_name=layout.keys, tiled=True)
+
+    def by_heads(x):
+        return exchange(x, split_axis=2, concat_axis=1)
+
+    repeats = p // math.gcd(p, h_kv)
+    k, v = (jnp.repeat(x, repeats, axis=2) for x in (inputs.k, inputs.v))
+    whole_text = inputs.replace(q=by_heads(inputs.q), k=by_heads(k), v=by_heads(v))
+    out, _ = finalize(attend_inputs(whole_text, implementation))
+    return exchange(out.astype(inputs.q.dtype), split_axis=1, concat_axis=2)

@@ -1,0 +1,272 @@
+"""How the arrays of one attention lie on a mesh, and what runs on each of its devices.
+
+Keys and values lie as a NamedSharding(mesh, P(batch, keys, heads)) says: shard r of the keys holds
+slots r·t … (r+1)·t − 1 with t = ⌈n/p⌉ (the papers' t = N/p). Contiguous shards keep key i in slot i;
+striped ones in slot (i mod p)·t + i div p, so that a cache that grows fills all devices evenly.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from treeattn.arguments import Inputs, pad_axis
+from treeattn.merge import Axes
+
+
+class Layout(NamedTuple):
+    """Along which axes of a mesh the rows, the keys and the heads lie; and whether in stripes.
+
+    Nothing crosses the axes of rows and heads. Axes that are not named hold copies.
+    """
+
+    mesh: Mesh | AbstractMesh
+    batch: Axes
+    keys: Axes
+    heads: Axes
+    striped: bool = False
+
+    @property
+    def shards(self) -> int:
+        """The number of devices that share the keys."""
+        return math.prod(self.mesh.shape[name] for name in self.keys)
+
+    def spec(self, length: Axes = ()) -> P:
+        """Of an array (batch, length, heads, …), whose length lies along the given axes."""
+        return P(self.batch or None, length or None, self.heads or None)
+
+
+def layout_of(inputs: Inputs, sharding: NamedSharding | None, striped: bool = False) -> Layout:
+    """The layout that a caller names, or that the keys have, where that can be seen.
+
+    Raises TypeError for what is no NamedSharding; ValueError where nobody can see how the keys lie,
+    for a spec that does not fit keys, for keys and values that lie otherwise on several devices,
+    and for axes that an enclosing `shard_map` has split already.
+    """
+    if sharding is None:
+        sharding = _sharding_of(inputs.k)
+    elif not isinstance(sharding, NamedSharding):
+        came = type(sharding).__name__
+        raise TypeError(f"sharding: expected a NamedSharding or None, got {came}")
+    _check_lies("k", inputs.k, sharding)
+    _check_lies("v", inputs.v, sharding)
+    return _layout(sharding, bool(striped), manual_axes())
+
+
+def _sharding_of(k) -> NamedSharding:
+    """How the keys lie: those of a concrete array, or of a traced one along Explicit axes."""
+    found = None
+    if isinstance(k, jax.core.Tracer):
+        found = jax.typeof(k).sharding
+        if any(t == AxisType.Auto for t in found.mesh.axis_types):
+            found = None  # XLA will decide
+    elif isinstance(k, jax.Array):
+        found = k.sharding
+    if not isinstance(found, NamedSharding) or found.mesh.empty:
+        raise ValueError(
+            "sharding: nobody can see here how k lies on the devices; pass how it does, as in "
+            "sharding=NamedSharding(mesh, P(None, 'kv'))"
+        )
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(sharding: NamedSharding, striped: bool, manual: frozenset[str]) -> Layout:
+    """The layout of a checked sharding; what an enclosing `shard_map` has split is split."""
+    *entries, last = (*sharding.spec, None, None, None, None)[:4]
+    if len(sharding.spec) > 4 or last is not None:
+        raise ValueError(f"sharding: expected P(batch, keys, heads), got {sharding.spec}")
+    if P.UNCONSTRAINED in entries:
+        raise ValueError(f"sharding: expected names of axes or None, got {sharding.spec}")
+    batch, keys, heads = (
+        (entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries
+    )
+    if inside := manual & set(keys):
+        names = sorted(inside)
+        raise ValueError(f"sharding: {names} are manual here already: call merge_across")
+    batch, heads = (tuple(x for x in axes if x not in manual) for axes in (batch, heads))
+    return Layout(sharding.mesh, batch, keys, heads, striped)
+
+
+def manual_axes() -> frozenset[str]:
+    """The axes that an enclosing `shard_map` has made manual."""
+    context = jax.sharding.get_abstract_mesh()
+    kinds = zip(context.axis_names, context.axis_types, strict=True)
+    return frozenset(name for name, kind in kinds if kind == AxisType.Manual)
+
+
+def _check_lies(name: str, x, wanted: NamedSharding) -> None:
+    """Raise a ValueError for an array that would have to be moved between devices first.
+
+    NumPy's arrays, those on one device, and copies on all are dealt out without such a move.
+    """
+    if isinstance(x, jax.core.Tracer):
+        found = jax.typeof(x).sharding
+        visible = AxisType.Explicit in found.mesh.axis_types
+        if not visible or not any(found.spec):
+            return
+        lies = _entries(found.spec) == _entries(wanted.spec)
+    elif isinstance(x, jax.Array) and not x.is_fully_replicated and x.ndim == 4:
+        found = x.sharding
+        concrete = isinstance(wanted.mesh, Mesh)
+        lies = not concrete or found.is_equivalent_to(wanted, x.ndim)
+    else:
+        return
+    if not lies:
+        raise ValueError(
+            f"sharding: {name} lies as {getattr(found, 'spec', found)}, and the call says "
+            f"{wanted.spec}, which would move it; jax.device_put it, or pass how it lies"
+        )
+
+
+def _entries(spec: P) -> list[Axes]:
+    """The axes that a spec names, without what stands for none at its end."""
+    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+    while entries and not entries[-1]:
+        entries.pop()
+    return entries
+
+
+def check_divides(inputs: Inputs, layout: Layout) -> None:
+    """Raise a ValueError where devices cannot share the rows, heads or stripes evenly."""
+    wholes = {
+        "rows": (layout.batch, inputs.q.shape[0]),
+        "key heads": (layout.heads, inputs.k.shape[2]),
+        "slots of a striped cache": (layout.keys if layout.striped else (), inputs.k.shape[1]),
+    }
+    for what, (axes, n) in wholes.items():
+        devices = math.prod(layout.mesh.shape[name] for name in axes)
+        if n % devices:
+            raise ValueError(
+                f"sharding: the {devices} devices along {axes} cannot share {n} {what} evenly"
+            )
+
+
+def deal(inputs: Inputs, layout: Layout) -> tuple[Inputs, Inputs]:
+    """(inputs, specs) with the keys padded to whole shards, and where each array lies.
+
+    Queries, and lengths, which count the keys of all shards, are whole on every device along the
+    keys' axes. 10 keys (b, 10, …) over 4 devices become (b, 12, …), 3 a device, with lengths of 10.
+    """
+    n = inputs.k.shape[1]
+    p = layout.shards
+    padded = p * -(-n // p)
+    lengths = inputs.lengths
+    # With a single key, an entry for it holds for all shards: the others have no keys.
+    if lengths is None and (padded != n or n == 1):
+        lengths = jnp.full(inputs.k.shape[0], n, jnp.int32)
+
+    def spread(x):  # a mask or bias: along the keys, unless all keys share one entry
+        if x is None:
+            return x, P()
+        batch = layout.batch if x.shape[0] > 1 else ()
+        heads = layout.heads if x.shape[1] > 1 else ()
+        own = x.shape[-1] == n != 1
+        x = pad_axis(x, -1, padded) if own else x
+        keys = layout.keys if own else ()
+        return x, P(batch or None, heads or None, None, keys or None)
+
+    mask, mask_spec = spread(inputs.mask)
+    bias, bias_spec = spread(inputs.bias)
+    k, v = pad_axis(inputs.k, 1, padded), pad_axis(inputs.v, 1, padded)
+    dealt = inputs.replace(k=k, v=v, mask=mask, bias=bias, lengths=lengths)
+    of_keys = layout.spec(layout.keys)
+    specs = dealt.replace(
+        q=layout.spec(),
+        k=of_keys,
+        v=of_keys,
+        mask=mask_spec,
+        bias=bias_spec,
+        lengths=P(layout.batch or None),
+        factor=P(),
+    )
+    return dealt, specs
+
+
+def local_lengths(inputs: Inputs, layout: Layout, rank):
+    """How many keys of each row device `rank` holds, (b,), of the lengths that count all of them."""
+    if inputs.lengths is None:
+        return None
+    t = inputs.k.shape[1]  # of this device
+    if layout.striped:
+        own = (inputs.lengths - rank + layout.shards - 1) // layout.shards
+    else:
+        own = inputs.lengths - rank * t
+    return jnp.clip(own, 0, t)
+
+
+def on_devices(body, layout: Layout, in_specs, out_specs):
+    """body(rank, *arguments) on every device, under `shard_map`; rank counts along the keys' axes.
+
+    All axes of the mesh are manual, so that nothing is left to XLA: what the specs do not shard is
+    whole on every device. Within a `shard_map`, and within `jax.set_mesh`, the context's mesh is
+    taken, and what is manual there stays so. Raises ValueError for another mesh than the context's.
+    """
+    mesh = layout.mesh
+    context = jax.sharding.get_abstract_mesh()
+    if not context.empty and dict(context.shape) != dict(mesh.shape):
+        raise ValueError(f"sharding: expected the context's mesh {context.shape}, got {mesh.shape}")
+
+    def with_rank(*arguments):
+        rank = lax.axis_index(layout.keys) if layout.keys else jnp.int32(0)
+        return body(rank, *arguments)
+
+    mapped = jax.shard_map(
+        with_rank,
+        mesh=mesh if context.empty else None,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=frozenset(mesh.axis_names) - manual_axes(),
+        check_vma=False,  # of most merges JAX cannot tell that all devices have the same
+    )
+
+    def place(spec, tree):  # along Explicit axes what lies otherwise would be refused
+        on = mesh if context.empty else context
+        explicit = AxisType.Explicit in on.axis_types
+        return jax.tree.map(
+            lambda x: jax.reshard(x, NamedSharding(on, spec)) if explicit else x, tree
+        )
+
+    return lambda *arguments: mapped(*jax.tree.map(place, in_specs, arguments))
+
+
+def send_next(tree, axes: Axes):
+    """Everybody's `tree` goes to the next device around the ring, in the order of `axis_index`.
+
+    `ppermute` numbers devices in the mesh's order of axes, whatever the order of their names
+    (JAX 0.8.3; later ones refuse names in another order): its pairs are translated.
+    """
+    order = [name for name in jax.sharding.get_abstract_mesh().axis_names if name in axes]
+    sizes = [lax.axis_size(name) for name in axes]
+    ranks = np.arange(math.prod(sizes)).reshape(sizes)  # as axis_index(axes) counts them …
+    at = np.argsort(ranks.transpose([axes.index(name) for name in order]), axis=None)
+    to_next = list(zip(at.tolist(), np.roll(at, -1).tolist(), strict=True))  # … and ppermute
+    return jax.tree.map(lambda x: lax.ppermute(x, tuple(order), to_next), tree)
+
+
+def visit_shards(visit, state, shard, layout: Layout, rank):
+    """The state after visit(state, shard, owner) of every other device's shard.
+
+    state: that of the device's own shard; shard: a pytree of arrays that goes around the ring in
+    p − 1 steps. The barrier holds the next step's message back: it depends on no state, and XLA
+    would send, and hold, all shards first.
+    """
+    p = layout.shards
+    if p == 1:
+        return state
+
+    def step(carry, i):
+        state, shard = carry
+        arrived = send_next(shard, layout.keys)
+        state = visit(state, arrived, (rank - i) % p)
+        return lax.optimization_barrier((state, arrived)), None
+
+    counts = jnp.arange(1, p, dtype=jnp.int32)  # as lengths are, with x64, too
+    (state, _), _ = lax.scan(step, (state, shard), counts)
+    return state
