@@ -117,7 +117,7 @@ def _butterfly(state: AttentionState, axis: str) -> AttentionState:
 
 
 def _gather(state: AttentionState, axis: str) -> AttentionState:
-    """Every device gets all p states, (p, ..., h) and (p, ..., h, dv), and merges them as a tree."""
+    """Every device gets all states, (p, ..., h) and (p, ..., h, dv), and merges them as a tree."""
     return reduce_tree(_move(lambda x: lax.all_gather(x, axis), state))
 
 
@@ -167,7 +167,7 @@ def _pad_heads(state: AttentionState, p: int) -> AttentionState:
 
 
 def _move(collective: Callable, state: AttentionState) -> AttentionState:
-    """The state that arrives, when `collective` moves one array (..., h, dv + 2) that carries it."""
+    """The state that arrives, when `collective` moves one array (..., h, dv + 2) of all fields."""
     m, d, n = state
     joined: Float[Array, "... fields"] = jnp.concatenate([n, d[..., None], m[..., None]], axis=-1)
     arrived = collective(joined)

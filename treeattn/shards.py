@@ -1,7 +1,7 @@
 """How the arrays of one attention lie on a mesh, and what runs on each of its devices.
 
-Keys and values lie as a NamedSharding(mesh, P(batch, keys, heads)) says: shard r of the keys holds
-slots r·t … (r+1)·t − 1 with t = ⌈n/p⌉ (the papers' t = N/p). Contiguous shards keep key i in slot i;
+Keys and values lie as a NamedSharding(mesh, P(batch, keys, heads)) says: shard r holds the slots
+r·t … (r+1)·t − 1 with t = ⌈n/p⌉ (the papers' t = N/p). Contiguous shards keep key i in slot i,
 striped ones in slot (i mod p)·t + i div p, so that a cache that grows fills all devices evenly.
 """
 
@@ -190,7 +190,7 @@ def deal(inputs: Inputs, layout: Layout) -> tuple[Inputs, Inputs]:
 
 
 def local_lengths(inputs: Inputs, layout: Layout, rank):
-    """How many keys of each row device `rank` holds, (b,), of the lengths that count all of them."""
+    """How many keys of each row device `rank` holds, (b,), by the lengths, which count all."""
     if inputs.lengths is None:
         return None
     t = inputs.k.shape[1]  # of this device
