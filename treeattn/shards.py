@@ -156,7 +156,7 @@ def deal(inputs: Inputs, layout: Layout) -> tuple[Inputs, Inputs]:
     """
     n = inputs.k.shape[1]
     p = layout.shards
-    padded = p * -(-n // p)
+    padded = p * max(-(-n // p), 1)  # a shard of no keys has one that does not count
     lengths = inputs.lengths
     # With a single key, an entry for it holds for all shards: the others have no keys.
     if lengths is None and (padded != n or n == 1):
