@@ -1,4 +1,4 @@
-"""A merge is a centre of mass: lse is the logarithm of a mass, out is where it lies (04, and how merges go wrong)."""
+"""A merge is a centre of mass: lse is the logarithm of a mass, out is where it lies."""
 
 import numpy as np
 

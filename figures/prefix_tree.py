@@ -19,7 +19,7 @@ from figures.boxes import (
 )
 from figures.canvas import styled
 from figures.style import BLUE, GREY, INK, ORANGE, PALE, RED, new_figure
-from treeattn import pack, prefix_encoding, tree_from_beam
+from treeattn import pack, prefix_encoding
 
 
 def owners(rows) -> np.ndarray:
@@ -85,8 +85,10 @@ def _around(axes, edge, x, start, end, text) -> None:
 def beam_as_tree(rows=MARS) -> Figure:
     """The beam as a table, and the tree of its prefixes."""
     beam, words = ids_of(rows)
-    tree = tree_from_beam(beam)
-    labels = words_of(tree.tokens[0], words)
+    packed = pack(beam)
+    labels = words_of(packed.packed_beam[0], words)
+    parents = np.full(len(labels), -1)
+    parents[packed.unpack_map[0, :, 1:]] = packed.unpack_map[0, :, :-1]
     colors = [ROWS[m % len(ROWS)] for m in owners(rows)]
     figure, (left, right) = new_figure(7.4, 1.9, ncols=2)
     for m, row in enumerate(rows):
@@ -95,7 +97,7 @@ def beam_as_tree(rows=MARS) -> Figure:
         left.text(-0.65, m, str(m), ha="right", va="center", color=GREY, fontsize=9)
     bare(left, (-1.0, len(rows[0]) - 0.5), (-0.6, len(rows) - 0.4))
     headline(left, f"The beam: {beam[0].size} tokens")
-    draw_tree(right, tree.parents[0], labels, colors, width=0.86)
+    draw_tree(right, parents, labels, colors, width=0.86)
     headline(right, f"Its prefix tree: {len(labels)} nodes")
     return figure.describe(
         f"Left, a table of {len(rows)} candidates of {len(rows[0])} words: "
@@ -126,35 +128,6 @@ def encoding_borders(rows=MARS) -> Figure:
         "The beam as a table, each word with the number of the row that owns its prefix: "
         f"{'; '.join(' '.join(map(str, row)) for row in encoding)}. A thick bar in each row "
         "separates what an earlier row owns from what the row itself adds."
-    )
-
-
-@styled
-def packed_sequence(rows=MARS) -> Figure:
-    """The nodes in a row, candidate by candidate, with their numbers and position offsets."""
-    beam, words = ids_of(rows)
-    packed = pack(beam)
-    owner = owners(rows)
-    labels = words_of(packed.packed_beam[0], words)
-    offsets = packed.position_offsets[0]
-    figure, axes = new_figure(7.4, 1.9)
-    for i, (label, m) in enumerate(zip(labels, owner, strict=True)):
-        draw_cell(axes, i, 0, label, ROWS[m % len(ROWS)])
-        for y, text in ((-0.62, i), (0.64, f"+{offsets[i]}"), (1.2, m)):
-            axes.text(i, y, text, ha="center", va="center", color=INK, fontsize=9)
-    for y, text in (
-        (-0.62, "node"),
-        (0, "token"),
-        (0.64, "position offset"),
-        (1.2, "added by row"),
-    ):
-        axes.text(-0.65, y, text, ha="right", va="center", color=GREY, fontsize=9)
-    bare(axes, (-2.2, len(labels) - 0.5), (-0.9, 1.45))
-    headline(axes, "What each row adds, one row after another; offsets start again at each branch")
-    return figure.describe(
-        f"The {len(labels)} nodes in a row: {' '.join(labels)}. Below each its position offset, "
-        f"{' '.join(map(str, offsets))}, and the candidate that adds it, "
-        f"{' '.join(map(str, owner))}."
     )
 
 
@@ -229,7 +202,6 @@ FIGURES = {
     "prefix_tree_flow": flow,
     "prefix_tree_beam": beam_as_tree,
     "prefix_tree_encoding": encoding_borders,
-    "prefix_tree_packed": packed_sequence,
     "prefix_tree_mask": tree_mask,
     "prefix_tree_segments": unpacker_segments,
 }

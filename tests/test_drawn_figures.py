@@ -31,8 +31,6 @@ LONG = {
     "llama_head_over_shards",
     "llama_score_ranges",
     "llama_shard_shares",
-    "prefix_tree_grown",
-    "prefix_tree_saving",
     "speculation_tree",
 }
 BLOCK, TOLERANCE = 10, 0.025  # pixels; 256 colours to store in cost less than half of that

@@ -14,7 +14,6 @@ from figures import (
     llama_times,
     mass,
     merge,
-    packing,
     prefix_tree,
     sent,
     speculation,
@@ -119,11 +118,6 @@ def test_figures_of_measurements_take_them_as_an_argument():
     ratios = [list(bars.lines[0].get_ydata()) for bars in ax.containers]
     assert ratios[0] == [3.0]
     np.testing.assert_allclose(ratios[1], [4.28, 4.09, 2.38, 2.83], atol=0.01)  # Table 1, H100
-    row = {"kind": "code", "tokens": 64, "nodes": 16, "packed_ms": 5.0, "unpacked_ms": 10.0}
-    left, right = packing.packing_time({"packed": [row | {"speedup": 2.0}]}).axes
-    np.testing.assert_allclose(left.lines[0].get_xydata(), [[16, 5], [64, 10]])
-    unpacked, packed = (line.get_ydata() for line in right.lines)
-    np.testing.assert_allclose([unpacked[0], unpacked[-1]], [packed[0], packed[-1] * 72 / 33])
 
 
 def test_a_ring_hands_on_shards_and_a_tree_states():
@@ -163,15 +157,6 @@ def test_the_five_lines_are_drawn_with_what_they_hand_on():
     for tensor in ("beam", "scores", "packed_beam", "attention_mask", "position_offsets"):
         assert any(tensor in text for text in shown), tensor
     assert any("unpack_map" in x for x in shown) and any("verified_scores" in x for x in shown)
-
-
-def test_what_packing_was_measured_to_save():
-    """The stored result: the same logits; 16 to 43 nodes for 64 tokens, 1.2 to 2 times as fast."""
-    rows = measured("speculative")["packed"]
-    assert {row["tokens"] for row in rows} == {64} and all(row["allclose"] for row in rows)
-    assert min(row["nodes"] for row in rows) == 16 and max(row["nodes"] for row in rows) == 43
-    assert all(1.2 < row["speedup"] < 2.0 for row in rows)
-    assert all(row["speedup"] < 64 / row["nodes"] for row in rows)  # reading the weights is on top
 
 
 def test_gamma_curves_by_two_up_and_down():
