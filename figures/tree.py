@@ -17,7 +17,6 @@ from figures.style import (
     SKY,
     new_figure,
 )
-from labs.cost.schedules import schedule
 
 
 def _arrow(ax, start, end, **style) -> None:
@@ -81,14 +80,12 @@ def butterfly_pairs(p: int) -> list[tuple[str, list[tuple[int, int]]]]:
 
     Devices beyond the largest power of two hand in their states first, and get the result last.
     """
-    swaps = p.bit_length() - 1
-    names = [f"swap over {1 << k}" for k in range(swaps)]
-    if p > 1 << swaps:
-        names = ["hand in", *names, "hand back"]
-    rounds = []
-    for name, round_ in zip(names, schedule("butterfly", p, 1), strict=True):
-        pairs = zip(round_.source.tolist(), round_.target.tolist(), strict=True)
-        rounds.append((name, list(pairs)))
+    core = 1 << (p.bit_length() - 1)
+    bits = [1 << i for i in range(core.bit_length() - 1)]
+    rounds = [(f"swap over {bit}", [(i, i ^ bit) for i in range(core)]) for bit in bits]
+    if p > core:
+        hand_in = [(i, i - core) for i in range(core, p)]
+        rounds = [("hand in", hand_in), *rounds, ("hand back", [(b, a) for a, b in hand_in])]
     return rounds
 
 
