@@ -1,8 +1,9 @@
-"""Notebook 03: what differentiating the maximum does."""
+"""Notebook 03: passes over the keys, and what differentiating the maximum does."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from matplotlib.patches import Rectangle
 
 from figures.canvas import styled
 from figures.sentence import VALUES, WEIGHTS, WORDS, convex_hull
@@ -54,4 +55,37 @@ def pivot_trap() -> Figure:
     )
 
 
-FIGURES = {"pivot_trap": pivot_trap}
+PASSES = {  # program -> (what a pass carries, whether it runs backwards), in turn
+    "three: safe softmax": [("m", False), ("d", False), ("out", False)],
+    "two: reverse mode": [("m, d", False), ("out", True)],
+    "one: forward mode": [("m, d, n", False)],
+}
+
+
+@styled
+def passes(keys: int = 8) -> Figure:
+    """How often three programs for attention read the keys, and what each pass carries along."""
+    figure, axes = new_figure(7.4, 2.7, ncols=len(PASSES), sharey=True)
+    rows = max(map(len, PASSES.values()))
+    for ax, (title, carried) in zip(axes, PASSES.items(), strict=True):
+        ax.set_title(title)
+        for key in range(keys):
+            ax.add_patch(Rectangle((key + 0.1, -0.35), 0.8, 0.7, fc=PALE, ec=GREY, lw=1))
+        for row, (what, backwards) in enumerate(carried, 1):
+            start, end = (keys, 0) if backwards else (0, keys)
+            color = RED if backwards else BLUE
+            arrow = {"arrowstyle": "-|>", "color": color, "lw": 2, "shrinkA": 0, "shrinkB": 0}
+            ax.annotate("", (end, row), (start, row), arrowprops=arrow)
+            ax.text(keys / 2, row - 0.12, what, ha="center", va="bottom", color=color)
+        ax.set(xlim=(-0.3, keys + 0.3), ylim=(rows + 0.4, -0.6), xticks=[], yticks=[])
+        ax.spines[:].set_visible(False)
+    axes[0].text(0, -0.42, "the keys", va="bottom", fontsize=8, color=GREY)
+    return figure.describe(
+        """Three panels, each with a row of keys and an arrow for each pass over them. Safe softmax
+        takes three: one for the maximum m, one for the denominator d, one for the output. Reverse
+        mode takes two: m and d on the way forwards, the output on the way back. Forward mode takes
+        one, which carries m, d and the numerator n."""
+    )
+
+
+FIGURES = {"passes": passes, "pivot_trap": pivot_trap}
