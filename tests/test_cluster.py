@@ -96,23 +96,6 @@ def test_a_rank_that_never_arrives_ends_the_others(ranks):
     assert "did not find the others" in output or "DEADLINE_EXCEEDED" in output
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_processes_calibrate_together(ranks, processes, tmp_path):
-    """One file, one set of times and one method for all; a folder that the writer lacks is an
-    error of all, before anything is measured, and nobody waits."""
-    file = tmp_path / "times.json"
-    started = ranks(file, script="calibrate_rank.py", processes=processes)
-    outputs = [process.communicate(timeout=240)[0] for process in started]
-    assert [process.returncode for process in started] == [0] * processes, outputs
-    lines = [output.splitlines()[-3:] for output in outputs]
-    refused, times, decodes = zip(*lines, strict=True)
-    assert refused[0] == f"refused path: there is no folder {tmp_path / 'no'} measured 0"
-    assert set(refused[1:]) == {"refused path: another process cannot write the file measured 0"}
-    assert len(set(times)) == 1 and times[0].startswith("same True times [(('all-gather', Group(")
-    assert len(set(decodes)) == 1 and decodes[0].endswith("True")
-    assert [x.name for x in tmp_path.iterdir()] == ["times.json"]
-
-
 def test_simulated_devices_are_what_was_asked_for():
     n = len(jax.devices())
     treeattn.simulate_devices(n)  # again, with the same number: nothing to change

@@ -1,6 +1,7 @@
 """What JAX's users compose first: transformations and layouts, of every function, each against
 dense attention in float64."""
 
+import contextlib
 import functools
 
 import jax
@@ -12,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 from oracles import dense_attention, dense_gradients
 
 import treeattn
-from treeattn.devices.merge import METHODS
 
 ROWS, BATCH, QUERIES, HEADS, KV_HEADS, DIM, VALUE_DIM = 3, 2, 2, 2, 2, 4, 3
 KEYS = 5  # an odd number: shards are ragged
@@ -34,8 +34,9 @@ PREFILL = {
     "ring_attention": treeattn.ring_attention,
     "ulysses_attention": treeattn.ulysses_attention,
 }
+METHODS = "allreduce", "butterfly", "gather", "hierarchical", "all_to_all"
 OVER_MESH = {method: functools.partial(treeattn.tree_decode, method=method) for method in METHODS}
-OVER_MESH |= {"ring_decode": treeattn.ring_decode, "pass_q_decode": treeattn.pass_q_decode}
+OVER_MESH |= {"ring_decode": treeattn.ring_decode}
 OVER_MESH |= PREFILL
 ALL = [*LOCAL, *OVER_MESH]
 
@@ -50,7 +51,7 @@ def function(name, mesh):
     """(q, k, v, lengths) -> out."""
     if name in LOCAL:
         return lambda q, k, v, lengths: LOCAL[name](q, k, v, kv_lengths=lengths)
-    call = functools.partial(OVER_MESH[name], mesh=mesh, axis="kv")
+    call = functools.partial(OVER_MESH[name], sharding=NamedSharding(mesh, P(None, "kv")))
     if name in PREFILL:
         return lambda q, k, v, lengths: call(q, k, v)
     return lambda q, k, v, lengths: call(q, k, v, kv_lengths=lengths)
@@ -157,22 +158,50 @@ def test_within_set_mesh(name, kind):
         check_values(name, jax.jit(f)(arguments[0], k, v, arguments[3]), arguments)
 
 
-SPECS = [P("data", "kv"), P(None, ("kv", "data")), P(None, None, None, "kv"), P(None, None, "kv")]
+# A gradient through a cache on a mesh, as training over a long context takes it.
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-@pytest.mark.parametrize("name", ["attention", "merge", "allreduce", "ring_decode", *PREFILL])
-def test_sharded_arguments(name, spec):
-    """Wherever the keys lie: along their length, their rows, heads and numbers."""
-    mesh = make_mesh(data=2, kv=2)
-    (q, k, v, lengths), _ = draw(name, keys=8)
-    v = np.concatenate([v, v[..., :1]], axis=-1)  # an even number
-    arguments = q, k, v, lengths
-    k, v = jax.device_put((k, v), NamedSharding(mesh, spec))
+def jit_of_grad(f, k, v, w):
+    return jax.jit(jax.grad(lambda k, v: jnp.sum(w * f(k, v)), (0, 1)))(k, v)
+
+
+def vjp(f, k, v, w):
+    out, pull = jax.vjp(f, k, v)
+    return pull(w.astype(out.dtype))
+
+
+def eager_grad(f, k, v, w):
+    return jax.grad(lambda k, v: jnp.sum(w * f(k, v)), (0, 1))(k, v)
+
+
+@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("take", [jit_of_grad, vjp, eager_grad], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", ["allreduce", "butterfly", "ring_decode", "ring_attention"])
+def test_a_gradient_through_a_cache_on_a_mesh(name, take, kind, placed):
+    """Eager `jax.grad` over Explicit axes works in `jax.set_mesh` only, of JAX's own functions,
+    too; all else in and outside of it."""
+    (q, k, v, lengths), w = draw(name, keys=6)
+    mesh = make_mesh(kind, data=1, kv=2)
     f = function(name, mesh)
-    check_values(name, f(q, k, v, lengths), arguments)
-    if name in ("attention", "allreduce"):
-        check_values(name, jax.jit(f)(q, k, v, lengths), arguments)
+    q, w = jnp.asarray(q), jnp.asarray(w)
+    k, v = jnp.asarray(k), jnp.asarray(v)
+    arguments = q, k, v, lengths
+    if placed:
+        k, v = jax.device_put((k, v), NamedSharding(mesh, P(None, "kv")))
+
+    def of_cache(k, v):
+        return f(q, k, v, lengths)
+
+    expected = dense_gradients(*arguments[:3], w, **options(name, arguments))[1:]
+    contexts = [jax.set_mesh(mesh)]
+    if take is not eager_grad or kind == AxisType.Auto:
+        contexts.append(contextlib.nullcontext())
+    for context in contexts:
+        with context:
+            gradients = take(of_cache, k, v, w)
+        for got, dense in zip(gradients, expected, strict=True):
+            np.testing.assert_allclose(got, dense, atol=1e-11)
 
 
 @pytest.mark.parametrize("queries", [1, 3], ids=["streams", "products"])
@@ -187,8 +216,8 @@ def test_a_cache_that_is_sharded(spec, queries):
     expected = dense_attention(q, k, v)
     np.testing.assert_allclose(treeattn.attention(q, *cache), expected, atol=1e-12)
     np.testing.assert_allclose(jax.jit(treeattn.attention)(q, *cache), expected, atol=1e-12)
-    out = treeattn.tree_decode(q, *cache, mesh=mesh, axis="kv")
-    np.testing.assert_allclose(out, expected, atol=1e-12)
+    if spec == P(None, "kv"):
+        np.testing.assert_allclose(treeattn.tree_decode(q, *cache), expected, atol=1e-12)
 
 
 BEAMS = np.random.default_rng(0).integers(0, 3, (2, 2, 4, 3))

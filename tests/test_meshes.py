@@ -3,6 +3,8 @@ and heads along other axes than the keys: right, and nothing crosses those."""
 
 import functools
 import math
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,20 +12,18 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracles import dense_attention, dense_gradients, dense_weights
 
 import treeattn
+from treeattn.merge import METHODS
 from treeattn.program import collectives, count_collectives, total_bytes
-from treeattn.devices.layout import lay_out
-from treeattn.devices.merge import METHODS, merge_across
-from treeattn.kernel.inputs import check_inputs
 
 CAUSAL = {"ring_attention": treeattn.ring_attention, "ulysses": treeattn.ulysses_attention}
 DECODERS = {
     method: functools.partial(treeattn.tree_decode, method=method) for method in METHODS
-} | {"ring": treeattn.ring_decode, "pass_q": treeattn.pass_q_decode}
+} | {"ring": treeattn.ring_decode}
 
 
 def arrays(seed, b, l, n, h, h_kv, d=4):
@@ -47,7 +47,6 @@ def sends(name, sizes, *, b, l, h, d, item, shard=()):
         return item * b * l * h * (d + 2)
 
     everybodys = -(-h // p) * p
-    share = item * b * l * (everybodys // p) * (d + 1)  # an output and its lse
     if name == "allreduce":
         return 2 * len(sizes), state(h) * len(sizes)
     if name == "butterfly":
@@ -55,15 +54,10 @@ def sends(name, sizes, *, b, l, h, d, item, shard=()):
         return rounds, state(h) * rounds
     if name == "gather":
         return len(sizes), state(h) * len(sizes)
-    if name == "reduce_scatter":
-        return 3, state(everybodys) + share
     if name == "all_to_all":
-        return 2, state(everybodys) + share
+        return 1, state(everybodys)
     if name == "ring":
         return (p - 1) * len(shard), (p - 1) * sum(shard)
-    if name == "pass_q":
-        few = -(-l // p)
-        return p + 1, (p - 1) * item * b * few * h * d + (p + 1) * state(h, few)
     raise AssertionError(name)
 
 
@@ -111,6 +105,10 @@ def among_several(program, mesh, keys):
     return [c for c in found if c.devices > 1 or "permute" in c.kind]
 
 
+def lying(mesh, rows, keys, heads):
+    return NamedSharding(mesh, P(rows or None, keys or None, heads or None))
+
+
 def place(mesh, x, *entries):
     return jax.device_put(x, NamedSharding(mesh, P(*(entry or None for entry in entries))))
 
@@ -147,11 +145,14 @@ def test_decoding_on_any_mesh(where, name, kind, seed):
         shard.append(8 * 2 * h_kv * n // p)
     if kind == "lengths":
         options["kv_lengths"] = place(mesh, rng.integers(0, n + 1, wide_b).astype(np.int32), rows)
-    f = functools.partial(
-        DECODERS[name], mesh=mesh, axis=keys, batch_axis=rows, head_axis=heads, return_lse=True
-    )
+    f = functools.partial(DECODERS[name], sharding=lying(mesh, rows, keys, heads), return_lse=True)
     program = jax.jit(f).lower(q, k, v, **options).compile()
     out, lse = program(q, k, v, **options)
+    h = 2 * wide_kv
+    if name == "all_to_all":  # each group of heads has those that make its shares whole at its end
+        groups = along(mesh, heads)
+        split = (np.reshape(x, (wide_b, l, groups, -1, *x.shape[3:])) for x in (out, lse))
+        out, lse = (x[:, :, :, : h // groups].reshape(wide_b, l, h, *x.shape[4:]) for x in split)
     np.testing.assert_allclose(out, dense_attention(q, k, v, **options), atol=1e-12)
     np.testing.assert_allclose(lse, dense_weights(q, k, **options)[1], atol=1e-12)
     found = among_several(program, mesh, keys)
@@ -173,10 +174,9 @@ def test_prefill_on_any_mesh(where, name, causal, seed):
     q, k, v = arrays(seed, wide_b, p * t, p * t, wide_kv * p, wide_kv, d)
     mask = np.tri(p * t, dtype=bool)[None, None] if causal else None
     q, k, v = (place(mesh, x, rows, keys, heads) for x in (q, k, v))
-    options = {"mesh": mesh, "axis": keys, "batch_axis": rows, "head_axis": heads}
-    program = (
-        jax.jit(functools.partial(CAUSAL[name], causal=causal, **options)).lower(q, k, v).compile()
-    )
+    sharding = lying(mesh, rows, keys, heads)
+    f = functools.partial(CAUSAL[name], causal=causal, sharding=sharding)
+    program = jax.jit(f).lower(q, k, v).compile()
     np.testing.assert_allclose(program(q, k, v), dense_attention(q, k, v, mask=mask), atol=1e-12)
     found = among_several(program, mesh, keys)
     if p == 1:
@@ -189,14 +189,13 @@ def test_prefill_on_any_mesh(where, name, causal, seed):
     assert (count_collectives(found), total_bytes(found)) == expected
 
 
-@pytest.mark.parametrize("name", ["reduce_scatter", "butterfly", "pass_q"])
+@pytest.mark.parametrize("name", ["hierarchical", "butterfly"])
 def test_gradients_with_rows_and_heads_elsewhere(name):
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("heads", "kv", "batch"))
     q, k, v = arrays(0, 2, 2, 5, 4, 2)
     w, u = np.random.default_rng(1).normal(size=(2, *q.shape))
-    decode = functools.partial(
-        DECODERS[name], mesh=mesh, axis="kv", batch_axis="batch", head_axis="heads", return_lse=True
-    )
+    sharding = NamedSharding(mesh, P("batch", "kv", "heads"))
+    decode = functools.partial(DECODERS[name], sharding=sharding, return_lse=True)
 
     def loss(q, k, v):
         out, lse = decode(q, k, v)
@@ -207,268 +206,148 @@ def test_gradients_with_rows_and_heads_elsewhere(name):
         np.testing.assert_allclose(x, y, atol=1e-11)
 
 
-@pytest.mark.parametrize("method", ["all_to_all", "hierarchical"])
-def test_scattered_shares_are_of_a_devices_own_heads(method):
+def test_shares_are_of_a_devices_own_heads():
     """3 heads on each of two devices, in shares of 2, 2: the fourth saw no keys."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("heads", "kv"))
     q, k, v = arrays(0, 1, 2, 4, 6, 2)
-    out = treeattn.tree_decode(
-        q, k, v, mesh=mesh, axis="kv", head_axis="heads", method=method, scatter=True
-    )
+    sharding = NamedSharding(mesh, P(None, "kv", "heads"))
+    out = treeattn.tree_decode(q, k, v, sharding=sharding, method="all_to_all")
     assert out.sharding.spec[2] == ("heads", "kv") and out.shape == (1, 2, 8, 4)
     expected = dense_attention(q, k, v).reshape(1, 2, 2, 3, 4)
     np.testing.assert_allclose(out.reshape(1, 2, 2, 4, 4)[..., :3, :], expected, atol=1e-12)
 
 
-def test_where_rows_and_heads_lie_is_seen():
-    """Of arrays, and of Explicit axes in their types; not of what JAX traces."""
-    mesh = treeattn.kv_mesh(jax.devices()[:8], heads=2, batch=2)
-    x = jnp.ones((2, 2, 2, 4))
-
-    def layout(k, **options):
-        found = lay_out(check_inputs(x, k, k), mesh, "kv", **options)
-        return found.batch, found.heads, found.left
-
-    k = place(mesh, x, "batch", "kv", "heads")
-    assert layout(k) == (("batch",), ("heads",), ())
-    assert layout(x) == layout(np.asarray(x)) == ((), (), ())
-    assert layout(k, batch_axis=()) == ((), ("heads",), ())
-    seen = []
-    jax.jit(lambda k: seen.append(layout(k))).trace(k)
-    jax.jit(lambda k: seen.append(layout(k, head_axis="heads"))).trace(k)
-    assert seen == [((), (), ("batch", "heads")), ((), ("heads",), ())]
-    mesh = jax.make_mesh((2, 2), ("batch", "kv"), axis_types=(AxisType.Explicit,) * 2)
-    k = place(mesh, x, "batch", "kv")
-    jax.jit(lambda k: seen.append(layout(k))).trace(k)
-    assert layout(k) == seen[-1] == (("batch",), (), ())
+# How a cache lies: as it shows itself, or as the call says, never both.
 
 
-def test_a_gpus_kernel_is_not_given_a_gathered_cache_in_silence():
-    mesh = treeattn.kv_mesh(jax.devices()[:4], batch=2)
-    x = jnp.ones((2, 2, 2, 4), jnp.float32)
-    decode = functools.partial(treeattn.tree_decode, mesh=mesh, axis="kv", implementation="pallas")
-    with pytest.warns(UserWarning, match="batch_axis"):
-        jax.jit(decode).trace(x, x, x)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("name", ["allreduce", "ring", "ring_attention"])
+def test_a_placed_cache_says_how_it_lies(name, kind):
+    mesh = jax.make_mesh((2, 2), ("batch", "kv"), axis_types=(kind,) * 2)
+    f = (DECODERS | CAUSAL)[name]
+    q, k, v = arrays(0, 2, 4, 4, 4, 2)
+    expected = dense_attention(q, k, v)
+    if name in CAUSAL:
+        expected = dense_attention(q, k, v, mask=np.tri(4, dtype=bool)[None, None])
+    k, v = (place(mesh, x, "batch", "kv") for x in (k, v))
+    out = f(q, k, v)
+    np.testing.assert_allclose(out, expected, atol=1e-12)
+    assert out.sharding.spec[0] == "batch"
+    if kind == AxisType.Explicit:  # the axes are in the type, which a trace sees
+        np.testing.assert_allclose(jax.jit(f)(jnp.asarray(q), k, v), expected, atol=1e-12)
+    else:
+        with pytest.raises(ValueError, match="nobody can see here how k lies"):
+            jax.jit(f)(q, k, v)
+
+
+@pytest.mark.parametrize("spec", [P(None, None, "kv"), P("kv"), P(None, None, None, "kv")], ids=str)
+def test_a_cache_that_lies_otherwise_is_not_moved_in_silence(spec, unchecked):
+    """16.8 MB a step were, where a state is 33 kB: an error that names both."""
+    mesh = treeattn.kv_mesh(jax.devices()[:2])
+    q, k, v = arrays(0, 2, 1, 4, 2, 2)
+    cache = jax.device_put((k, v), NamedSharding(mesh, spec))
+    along_keys = NamedSharding(mesh, P(None, "kv"))
+    for f in (treeattn.tree_decode, treeattn.ring_decode):
+        with pytest.raises(ValueError) as error:
+            f(q, *cache, sharding=along_keys)
+        assert f"k lies as {spec}" in str(error.value)
+        assert f"the call says {along_keys.spec}" in str(error.value)
+    with pytest.raises(ValueError, match="v lies as"):
+        treeattn.tree_decode(q, k, cache[1], sharding=along_keys)
+    copies = jax.device_put((k, v), NamedSharding(mesh, P()))  # of which nothing has to be sent
+    out = treeattn.tree_decode(q, *copies, sharding=along_keys)
+    np.testing.assert_allclose(out, dense_attention(q, k, v), atol=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("error", "message", "options"),
+    ("error", "message", "sharding"),
     [
-        (TypeError, "axis: expected the name of an axis", {"axis": 0}),
-        (TypeError, "axis: expected the name of an axis", {"axis": None}),
-        (ValueError, "batch_axis: the mesh has axes", {"batch_axis": "rows"}),
-        (ValueError, "expected axes besides", {"batch_axis": "kv"}),
-        (ValueError, "expected axes besides", {"batch_axis": "batch", "head_axis": "batch"}),
-        (ValueError, "batch_axis: the 2 devices .* cannot share 3 rows", {"batch_axis": "batch"}),
-        (ValueError, "head_axis: the 2 devices .* cannot share 3 key", {"head_axis": "batch"}),
-        (TypeError, "block: expected an integer", {"block": 8.0, "method": "gather"}),
-        (TypeError, "block: expected an integer", {"block": "8", "method": "gather"}),
-        (
-            ValueError,
-            "wire: what bfloat16 rounds",
-            {"block": 1, "method": "gather", "wire": "bfloat16"},
-        ),
-        (ValueError, "wire: expected a floating", {"wire": jnp.int16}),
-        (ValueError, "wire: expected a floating", {"wire": "half a byte"}),
-        (ValueError, "wire: expected a floating", {"wire": jnp.float8_e4m3fn}),
+        (TypeError, "expected a NamedSharding", P(None, "kv")),
+        (ValueError, r"expected P\(batch, keys, heads\)", P(None, "kv", None, "batch")),
+        (ValueError, "the 2 devices .* cannot share 3 rows", P("batch", "kv")),
+        (ValueError, "the 2 devices .* cannot share 3 key heads", P(None, "kv", "batch")),
+        (ValueError, "expected names of axes or None", P(P.UNCONSTRAINED, "kv")),
     ],
 )
-def test_what_does_not_fit_a_mesh_is_refused(error, message, options, unchecked):
+def test_what_does_not_fit_a_mesh_is_refused(error, message, sharding, unchecked):
     mesh, x = treeattn.kv_mesh(jax.devices()[:4], batch=2), jnp.ones((3, 2, 3, 4))
+    if error is not TypeError:
+        sharding = NamedSharding(mesh, sharding)
     with pytest.raises(error, match=message):
-        treeattn.tree_decode(x, x, x, **{"mesh": mesh, "axis": "kv"} | options)
+        treeattn.tree_decode(x, x, x, sharding=sharding)
 
 
-def test_what_is_no_state_is_refused(unchecked):
-    with pytest.raises(TypeError, match="state: expected an AttentionState"):
-        merge_across((1, 2, 3), "kv")
-
-
-@pytest.mark.parametrize("name", ["ring", "pass_q"])
-def test_a_ring_of_one_device_sends_itself_nothing(name):
+def test_a_ring_of_one_device_sends_itself_nothing():
     """The other axis, along which rows lie, has two."""
     mesh = treeattn.kv_mesh(jax.devices()[:2], batch=2)
     q, k, v = arrays(0, 2, 2, 3, 2, 1)
-    f = functools.partial(DECODERS[name], mesh=mesh, axis="kv", batch_axis="batch")
+    f = functools.partial(treeattn.ring_decode, sharding=NamedSharding(mesh, P("batch", "kv")))
     program = jax.jit(f).lower(*(place(mesh, x, "batch") for x in (q, k, v))).compile()
     assert [c for c in collectives(program) if "permute" in c.kind or c.devices > 1] == []
 
 
-@pytest.mark.parametrize("name", ["allreduce", "reduce_scatter", "ring"])
+@pytest.mark.parametrize("name", ["allreduce", "all_to_all", "hierarchical", "ring"])
 def test_no_rows_and_no_heads(name):
-    mesh = treeattn.kv_mesh(jax.devices()[:2])
+    sharding = NamedSharding(treeattn.kv_mesh(jax.devices()[:2]), P(None, "kv"))
     for b, h in [(0, 2), (1, 0)]:
-        q, k, v = arrays(0, b, 1, 5, h, 2)
-        out = DECODERS[name](q, k, v, mesh=mesh, axis="kv", kv_lengths=np.ones(b, np.int32))
-        assert out.shape == q.shape and out.dtype == q.dtype
+        q, k, v = np.ones((b, 1, h, 4)), np.ones((b, 5, 1, 4)), np.ones((b, 5, 1, 4))
+        out, lse = DECODERS[name](q, k, v, sharding=sharding, return_lse=True)
+        assert out.shape == q.shape and lse.shape == q.shape[:3]
 
 
-WIRED = {  # collectives, and numbers of 16 bits: a head's d, and an lse's two
-    "allreduce": (2, lambda d: d + 2),
-    "butterfly": (2, lambda d: 2 * (d + 2)),
-    "gather": (1, lambda d: d + 2),
-    "reduce_scatter": (2, lambda d: d + 2),
-    "all_to_all": (1, lambda d: d + 2),
-}
-
-
-@pytest.mark.parametrize("method", WIRED)
-def test_a_wire_of_16_bits_costs_no_more_messages(method):
-    """As compiled for a GPU in place of XLA:CPU, which widens what it adds up."""
-    mesh = AbstractMesh((4,), ("kv",), axis_types=(AxisType.Auto,))
-    heads = P(None, None, "kv") if method in ("reduce_scatter", "all_to_all") else P()
-
-    def body(m, d, n):
-        return merge_across(
-            treeattn.AttentionState(m, d, n), "kv", method=method, wire=jnp.bfloat16
-        )
-
-    f = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=heads, check_vma=False)
-    x = [jax.ShapeDtypeStruct((1, 1, 8, *y), jnp.float32) for y in ((), (), (16,))]
-    found = collectives(jax.jit(f).trace(*x).lower(lowering_platforms=("cuda",)))
-    number, lanes = WIRED[method]
-    assert (count_collectives(found), total_bytes(found)) == (number, 2 * 8 * lanes(16))
-
-
-@pytest.mark.parametrize("name", [*DECODERS, *CAUSAL])
+@pytest.mark.parametrize("name", ["butterfly", "hierarchical", "all_to_all", "ring", *CAUSAL])
 def test_axes_in_another_order_than_the_meshs(name):
     mesh = Mesh(np.array(jax.devices()[:6]).reshape(2, 3), ("node", "device"))
-    axis = "device", "node"
+    sharding = NamedSharding(mesh, P(None, ("device", "node")))
     if name in CAUSAL:
         q, k, v = arrays(0, 1, 13, 13, 6, 2)
-        out = CAUSAL[name](q, k, v, mesh=mesh, axis=axis)
+        out = CAUSAL[name](q, k, v, sharding=sharding)
         expected = dense_attention(q, k, v, mask=np.tri(13, dtype=bool)[None, None])
     else:
-        q, k, v = arrays(0, 1, 4, 13, 4, 2)
-        out = DECODERS[name](q, k, v, mesh=mesh, axis=axis)
+        q, k, v = arrays(0, 1, 4, 13, 6, 2)
+        out = DECODERS[name](q, k, v, sharding=sharding)
         expected = dense_attention(q, k, v)
     np.testing.assert_allclose(out, expected, atol=1e-12)
 
 
-KINDS = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
-
-
-@pytest.mark.parametrize("placed", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_mesh_of_the_context(kind, placed):
-    """`jax.set_mesh(jax.make_mesh(…))`, whose axes are Explicit from JAX 0.9 on."""
-    mesh = jax.make_mesh((2, 2), ("data", "kv"), axis_types=(KINDS[kind],) * 2)
-    q, k, v = arrays(0, 2, 4, 4, 4, 2)
-    with jax.set_mesh(mesh):
-        if placed:
-            k, v = jax.device_put((k, v), NamedSharding(mesh, P("data", "kv")))
-        out = treeattn.tree_decode(q, k, v, mesh=mesh, axis="kv")
-        np.testing.assert_allclose(out, dense_attention(q, k, v), atol=1e-12)
-        jitted = jax.jit(functools.partial(treeattn.ring_attention, mesh=mesh, axis="kv"))
-        expected = dense_attention(q, k, v, mask=np.tri(4, dtype=bool)[None, None])
-        np.testing.assert_allclose(jitted(q, k, v), expected, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_inside_a_shard_map_over_another_axis(kind):
-    mesh = jax.make_mesh((2, 2), ("data", "kv"), axis_types=(KINDS[kind],) * 2)
-    q, k, v = arrays(0, 2, 2, 7, 4, 2)
-    decode = functools.partial(treeattn.tree_decode, mesh=mesh, axis="kv", batch_axis="data")
-    rows = jax.shard_map(
-        decode, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
-    )
-    q, k, v = jax.device_put((q, k, v), NamedSharding(mesh, P("data")))
-    np.testing.assert_allclose(jax.jit(rows)(q, k, v), dense_attention(q, k, v), atol=1e-12)
-
-
 def test_another_mesh_than_the_contexts_is_refused():
     x = jnp.ones((1, 2, 2, 4))
-    mesh, other = (jax.make_mesh((n,), ("kv",), axis_types=(AxisType.Auto,)) for n in (2, 3))
-    with jax.set_mesh(other), pytest.raises(ValueError, match="mesh: expected the context's"):
-        treeattn.tree_decode(x, x, x, mesh=mesh, axis="kv")
+    meshes = (jax.make_mesh((n,), ("kv",), axis_types=(AxisType.Auto,)) for n in (2, 3))
+    sharding, other = (NamedSharding(mesh, P(None, "kv")) for mesh in meshes)
+    with jax.set_mesh(other.mesh), pytest.raises(ValueError, match="expected the context's mesh"):
+        treeattn.tree_decode(x, x, x, sharding=sharding)
 
     def inside(x):
-        return treeattn.tree_decode(x, x, x, mesh=mesh, axis="kv")
+        return treeattn.tree_decode(x, x, x, sharding=sharding)
 
+    specs = {"in_specs": P(), "out_specs": P(), "check_vma": False}
     with pytest.raises(ValueError, match="are manual here already"):
-        jax.shard_map(inside, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(x)
+        jax.shard_map(inside, mesh=sharding.mesh, **specs)(x)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_vmap_and_the_gradient_under_it(method):
-    mesh, arguments = treeattn.kv_mesh(jax.devices()[:2]), arrays(0, 3, 2, 5, 2, 2)
-    decode = functools.partial(treeattn.tree_decode, mesh=mesh, axis="kv", method=method)
-
-    def row(q, k, v):
-        return jnp.sum(decode(q[None], k[None], v[None]) ** 2)
-
-    def whole(*x):
-        return jnp.sum(treeattn.attention(*x) ** 2)
-
-    value, got = jax.jit(jax.vmap(jax.value_and_grad(row, (0, 1, 2))))(*arguments)
-    total, expected = jax.jit(jax.value_and_grad(whole, (0, 1, 2)))(*arguments)
-    np.testing.assert_allclose(value.sum(), total, rtol=1e-12)
-    for x, y in zip(got, expected, strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-12)
-
-
-def test_a_tree_of_trees_travels_in_16_bits_too():
-    """Its parts: the node's all-to-all, the nodes' gather and the node's."""
-    mesh = AbstractMesh((2, 2), ("node", "device"), axis_types=(AxisType.Auto,) * 2)
-    q = jax.ShapeDtypeStruct((1, 1, 8, 16), jnp.float32)
-    f = functools.partial(
-        treeattn.tree_decode,
-        mesh=mesh,
-        axis=mesh.axis_names,
-        method="hierarchical",
-        implementation="blockwise",
-        wire=jnp.bfloat16,
-    )
-    found = collectives(jax.jit(f).trace(q, q, q).lower(lowering_platforms=("cuda",)))
-    head = 2 * (16 + 2)  # bytes of a head: its output and its lse
-    assert (count_collectives(found), total_bytes(found)) == (3, head * (8 + 4 + 4))
+ALL_IN_BFLOAT16 = """
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+import treeattn
+treeattn.simulate_devices(4)
+mesh = treeattn.kv_mesh(batch=2)
+sharding = NamedSharding(mesh, P(None, "kv"))  # nobody names "batch"
+for dtype in (jnp.bfloat16, jnp.float16):
+    q, kv = jnp.ones((2, 1, 2, 8), dtype), jnp.ones((2, 8, 2, 8), dtype)
+    for method in ("allreduce", "butterfly", "gather", "hierarchical", "all_to_all", "ring"):
+        def loss(q, k, v):
+            if method == "ring":
+                out = treeattn.ring_decode(q, k, v, sharding=sharding)
+            else:
+                out = treeattn.tree_decode(q, k, v, sharding=sharding, method=method)
+            return out.astype(jnp.float32).sum()
+        value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(q, kv, kv)
+        assert value == 32 and all(jnp.isfinite(x).all() for x in gradients), method
+print("done")
+"""
 
 
-# How often a number is rounded on its way over (2, 2) devices, sums of up to four included.
-ROUNDINGS = {
-    "allreduce": 4,
-    "butterfly": 2,
-    "gather": 2,
-    "reduce_scatter": 4,
-    "all_to_all": 1,
-    "hierarchical": 3,
-    "pass_q": 2,
-}
-
-
-@functools.cache
-def wired(name):
-    """The jitted output and lse, and the gradient by v of their weighted sum."""
-    axis = "node", "device"
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), axis)
-    decode = functools.partial(
-        DECODERS[name], mesh=mesh, axis=axis, wire=jnp.bfloat16, return_lse=True
-    )
-
-    def loss(v, q, k, w):
-        out, lse = decode(q, k, v)
-        return jnp.sum(w * out), (out, lse)
-
-    return jax.jit(jax.value_and_grad(loss, has_aux=True))
-
-
-@settings(max_examples=20, phases=ONCE)
-@given(
-    st.sampled_from([*ROUNDINGS]),
-    st.sampled_from([0, 1, 30]),
-    st.sampled_from([1e-3, 1, 1e3]),
-    st.integers(0, 2**32 - 1),
-)
-def test_what_16_bits_on_the_wire_lose(name, scores, size, seed):
-    """Half a unit of bfloat16 a rounding, of the largest value; lse and its gradient nothing."""
-    q, k, v = arrays(seed, 1, 2, 9, 4, 2)
-    q, v = scores * q, size * v
-    w = np.random.default_rng(seed).normal(size=q.shape)
-    (_, (out, lse)), grads = wired(name)(v, q, k, w)
-    half = 2.0**-8 * 1.01  # of what is being rounded, which is a little off itself
-    bound = ROUNDINGS[name] * half
-    assert np.abs(out - dense_attention(q, k, v)).max() <= bound * np.abs(v).max()
-    np.testing.assert_allclose(lse, dense_weights(q, k)[1], rtol=1e-12, atol=1e-12)
-    exact = dense_gradients(q, k, v, w)[2]
-    # Two heads of two queries read a key: four terms, each rounded as often on its way back.
-    assert np.abs(grads - exact).max() <= 2 * 4 * bound * np.abs(w).max()
+def test_half_precision_on_a_mesh_with_an_axis_that_nobody_names():
+    """It ended the process: XLA:CPU cannot add in 16 bits along axes that are left to it."""
+    done = subprocess.run([sys.executable, "-c", ALL_IN_BFLOAT16], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-2000:]

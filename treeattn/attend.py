@@ -212,12 +212,11 @@ def _as_state(found: Any, inputs: Inputs, name: str):
         _check_part(name, "out", out, with_values, None)  # rounded once, as a result is
         _check_part(name, "lse", lse, shape, dtype)
         return from_output(jnp.asarray(out).astype(dtype), jnp.asarray(lse).astype(dtype))
-    if found is None or isinstance(found, Array | np.generic | tuple | list):
-        if not hasattr(found, "_fields"):  # a NamedTuple is a state of somebody's own
-            raise TypeError(
-                f"implementation: expected {name} to return (out, lse), an AttentionState or a "
-                f"state of its own, got {type(found).__name__}"
-            )
+    if found is None or type(found) in (tuple, list) or isinstance(found, Array | np.generic):
+        raise TypeError(
+            f"implementation: expected {name} to return (out, lse), an AttentionState or a state "
+            f"of its own, got {type(found).__name__}"
+        )
     return found
 
 

@@ -23,7 +23,6 @@ from treeattn.arguments import (
     Keys,
     Lengths,
     Mask,
-    Output,
     Queries,
     Scale,
     Values,
@@ -43,7 +42,9 @@ from treeattn.shards import (
 )
 from treeattn.state import finalize, merge
 
-OutputAndLse = tuple[Output, Float[Array, "b l h"]]
+# Of as many heads as q has, but for the shares of "all_to_all", which are of equal size.
+Output = Float[Array, "b l heads dv"]
+OutputAndLse = tuple[Output, Float[Array, "b l heads"]]
 
 
 def tree_decode(
