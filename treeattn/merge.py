@@ -6,6 +6,7 @@ costs its start before it costs its bytes.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +21,12 @@ Method = str | Callable
 
 
 def merge_across(
-    state: AttentionState, axis_name: str | Axes, *, method: Method = "allreduce"
+    state: Any, axis_name: str | Axes, *, method: Method = "allreduce"
 ) -> AttentionState:
     """Inside `shard_map`: the merge of all devices' states along one axis, or several.
 
-    state: each device's own, fields (..., h) and (..., h, dv), of the same shape on all. Several
-           axes are outermost first.
+    state: each device's own AttentionState, fields (..., h) and (..., h, dv), of the same shape on
+           all. Several axes are outermost first.
 
     On every device, all of it, in the same shape:
 
