@@ -1,47 +1,62 @@
 """All plans for so many devices, which of them is fastest, and how many devices would do."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from labs.cost.merges import MERGES, SCATTERING
+from labs.cost.merges import SCATTERING
 from labs.cost.models import Model
-from labs.cost.placement import lies_well
-from labs.cost.sharding import HEADROOM, Plan, Step, held_bytes, step_cost
+from labs.cost.steps import HEADROOM, REPAIRED, Plan, Rates, Step, held_bytes, step_cost
 from labs.cost.topology import Topology
-from treeattn.idea.arrays import integer
+from labs.cost.workload import whole
+
+# Of all merges one of these is the fastest, or within a hundredth of it (tests/test_advice.py).
+FASTEST = ("gather", "one-shot", "hierarchical", "butterfly", "a2a", "helix")
 
 
-def plans(model: Model, batch: int, p: int, merges=MERGES) -> Iterator[Plan]:
-    """All plans that come to p devices.
+def plans(model: Model, batch: int, p: int, merges: Sequence[str] = FASTEST) -> Iterator[Plan]:
+    """All plans that come to p devices and that something can run.
 
-    No more shares of the batch than sequences, of the heads than query heads, no more stages than
-    layers; a sequence is split where each device has whole key heads. Copies of the weights take
-    merges that end with everything on every device.
+    No more shares of the batch than sequences, no more stages than layers; heads and feed-forward
+    weights divide evenly (`divides`); a sequence is split where each device has whole key heads.
+    Copies of the weights take merges that end with everything on every device.
     """
-    p = integer("p", p, 1)
-    for shares in divisors(p):
+    for shares in divisors(whole("devices", p)):
         for stages in divisors(p // shares):
             if shares > batch or stages > model.layers:
                 continue
             for heads in divisors(p // shares // stages):
                 sequence = p // shares // stages // heads
-                if heads <= model.heads:
-                    yield from _of_group(model, shares, heads, sequence, stages, merges)
+                for plan in _of_group(model, heads, sequence, merges):
+                    plan = plan._replace(batch=shares, stages=stages)
+                    if divides(model, plan):
+                        yield plan
 
 
-def _of_group(
-    model: Model, shares: int, heads: int, sequence: int, stages: int, merges
-) -> Iterator[Plan]:
+def _of_group(model: Model, heads: int, sequence: int, merges) -> Iterator[Plan]:
     """Plans with these shares: every merge, and every way to split the weights."""
     if sequence == 1:
-        yield Plan(shares, heads, 1, None, True, 1, stages)
+        yield Plan(heads=heads)
     elif heads <= model.kv_heads:
         for copies in divisors(sequence):
             for merge in merges:
                 if heads * sequence > copies and not (copies > 1 and merge in SCATTERING):
-                    yield Plan(shares, heads, sequence, merge, True, copies, stages)
-        for merge in merges:
-            if heads == 1 and merge not in SCATTERING:
-                yield Plan(shares, heads, sequence, merge, False, 1, stages)
+                    yield Plan(1, heads, sequence, merge, True, copies)
+        if heads == 1:
+            for merge in merges:
+                if merge not in SCATTERING:
+                    yield Plan(1, 1, sequence, merge, False)
+
+
+def divides(model: Model, plan: Plan) -> bool:
+    """Whether each device gets as much as the others: what serving engines ask of a plan.
+
+    Query heads divide by the shares of heads, and of these and the key heads one divides by the
+    other, so that beyond the key heads each lies on as many devices; where the weights are split,
+    query heads and a feed-forward network's inner numbers divide over those who share them.
+    """
+    more, fewer = max(plan.heads, model.kv_heads), min(plan.heads, model.kv_heads)
+    hidden = model.expert_hidden or model.hidden
+    over = plan.weights_over
+    return not (more % fewer or model.heads % plan.heads or model.heads % over or hidden % over)
 
 
 def divisors(n: int) -> list[int]:
@@ -49,17 +64,22 @@ def divisors(n: int) -> list[int]:
     return [k for k in range(1, n + 1) if n % k == 0]
 
 
-def can_run(plan: Plan, topology: Topology) -> bool:
-    """Whether a plan's parts lie well on the nodes, and its merge is one that devices there have.
+def lies_well(plan: Plan, topology: Topology) -> bool:
+    """Whether a plan's parts do not straddle nodes without need, and its merge can run there.
 
-    Merges by one kernel that reads its peers' memory are for devices of one node that let it.
+    A part lies in one node, or fills nodes: otherwise the first one, whose times are calculated,
+    would not be the slowest. Merges by one kernel that reads its peers' memory stay in a node.
     """
+    node = topology.node_size
+    if plan.merge == "one-shot":
+        reach = plan.group if plan.copies > 1 else plan.sequence
+        if reach > node:
+            return False
     inner = plan.heads if plan.copies > 1 else plan.sequence
     blocks = (inner, plan.weights_over, plan.group, plan.group * plan.stages)
-    within = plan.group if plan.copies > 1 else plan.sequence
-    if plan.merge == "one-shot" and not (topology.peers and within <= topology.node_size):
-        return False
-    return all(lies_well(block, plan.devices, topology) for block in blocks)
+    return plan.devices <= node or all(
+        block in (1, plan.devices) or not (node % block and block % node) for block in blocks
+    )
 
 
 def advise(
@@ -68,49 +88,100 @@ def advise(
     context: int,
     p: int,
     topology: Topology,
-    merges=MERGES,
+    rates: Rates = REPAIRED,
     *,
+    merges: Sequence[str] = FASTEST,
     exactly: bool = False,
     **dtypes: str,
 ) -> list[Step]:
     """Steps of all plans for p devices or fewer, the fastest first; those that do not fit, last.
 
-    Fewer are numbers that divide p, so that p / devices replicas run, and powers of two; none, if
-    exactly. dtypes: weight_dtype and cache_dtype as in `step_cost`.
+    Fewer are numbers that divide p, so that p / devices replicas run, powers of two and whole
+    nodes; none, if exactly. dtypes: as in `step_cost`.
 
     Raises ValueError for more devices than the topology joins.
     """
     topology.check_devices(p)
     steps = [
-        step_cost(model, plan, batch, context, topology, **dtypes)
-        for n in ([p] if exactly else numbers_of_devices(p))
+        step_cost(model, plan, batch, context, topology, rates, **dtypes)
+        for n in ([p] if exactly else numbers_of_devices(p, topology.node_size))
         for plan in plans(model, batch, n, merges)
-        if can_run(plan, topology)
+        if lies_well(plan, topology)
     ]
-    return sorted(steps, key=lambda step: (not step.fits, step.seconds, step.plan.devices))
+    return sorted(steps, key=_rank)
 
 
-def numbers_of_devices(p: int) -> list[int]:
-    """The divisors of p, and the powers of two below it."""
+def _rank(step: Step) -> tuple:
+    """Those that fit, by time to the microsecond; of equal ones, what merges least."""
+    plan = step.plan
+    return not step.fits, round(step.seconds, 6), plan.devices, plan.sequence
+
+
+def numbers_of_devices(p: int, node_size: int) -> list[int]:
+    """p, its divisors, and below it the powers of two and whole nodes."""
     powers = {1 << k for k in range(p.bit_length())}
-    return sorted(powers | set(divisors(p)))
+    return sorted(powers | set(divisors(p)) | set(range(node_size, p, node_size)))
 
 
 def least_devices(
-    model: Model, batch: int, context: int, topology: Topology, **dtypes: str
+    model: Model,
+    batch: int,
+    context: int,
+    topology: Topology,
+    *,
+    weight_dtype: str = "bfloat16",
+    cache_dtype: str = "bfloat16",
 ) -> int | None:
-    """The least devices on which some plan fits, beyond a node whole nodes; None if none do.
-
-    dtypes as in `step_cost`.
-    """
+    """The least devices on which some plan fits, beyond a node whole nodes; None if none do."""
     room = (1 - HEADROOM) * topology.device.memory_bytes
-    whole = held_bytes(model, Plan(1, 1, 1, None, True), batch, context, **dtypes)
+    dtypes = ((weight_dtype, weight_dtype), cache_dtype)
+    everything = held_bytes(model, Plan(), batch, context, *dtypes)
     node = topology.node_size
     for p in [*range(1, node), *range(node, topology.capacity + 1, node)]:
-        if 2 * p * room < whole:  # a pipeline's ends have one embedding each: at least half
+        if 2 * p * room < everything:  # a pipeline's ends have one embedding each: at least half
             continue
         for plan in plans(model, batch, p, merges=("gather",)):
-            held = held_bytes(model, plan, batch, context, **dtypes)
-            if held <= room and can_run(plan, topology):
+            held = held_bytes(model, plan, batch, context, *dtypes)
+            if held <= room and lies_well(plan, topology):
                 return p
     return None
+
+
+# ------------------------------------------------------------------------------------ as text
+
+
+def best_of_each(steps: Sequence[Step]) -> list[Step]:
+    """The best plan of each kind, in the order of the steps; of pipelines the best alone."""
+    best: dict[tuple | str, Step] = {}
+    for step in steps:
+        plan = step.plan
+        kind = (plan.family, plan.split_weights, plan.copies > 1)
+        best.setdefault("a pipeline" if plan.stages > 1 else kind, step)
+    return list(best.values())
+
+
+def advice_table(steps: Sequence[Step]) -> str:
+    """The best plan of each kind: its parts in milliseconds.
+
+    held: bytes of weights and cache on a device; on: devices that the plan uses.
+    """
+    parts = ("step", "weights", "attend", "merge", "sums", "kernels", "held", "on")
+    rows = [("ms", *parts, "plan")]
+    for step in best_of_each(steps):
+        times = (f"{1e3 * x:.2f}" for x in (step.seconds, *step[1:6]))
+        where = (bytes_text(step.memory_bytes), str(step.plan.devices))
+        text = f"{step.plan}{'' if step.fits else ': does not fit'}"
+        rows.append((step.plan.family, *times, *where, text))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for name, *middle, last in rows:
+        middle = [text.rjust(width) for text, width in zip(middle, widths[1:-1], strict=True)]
+        lines.append("  ".join([name.ljust(widths[0]), *middle, last]).rstrip())
+    return "\n".join(lines)
+
+
+def bytes_text(count: float) -> str:
+    """Three digits and a decimal unit: 655360000 -> "655 MB"."""
+    units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1))
+    name, size = next((unit for unit in units if count >= 0.9995 * unit[1]), units[-1])
+    return f"{float(f'{count / size:.3g}'):g} {name}"

@@ -3,43 +3,30 @@
 Every way ends with the same attention; they differ in who gets it: a sharded output projection
 needs a share of the heads on each device only.
 
-| merge          | collectives of a layer                                         | ends on      |
-|----------------|----------------------------------------------------------------|--------------|
-| tree           | Allreduce of max, of denominators, of numerators (Algorithm 3) | every device |
-| tree-joined    | Allreduce of max, of both sums in one: what XLA makes of tree  | every device |
-| nodes          | the same two, each in three: in the nodes, between them, back  | every device |
-| butterfly      | packed states to a partner a round, a permute each             | every device |
-| gather         | packed states to everybody                                     | every device |
-| one-shot       | the same in one kernel that reads its peers' memory            | every device |
-| hierarchical   | all-to-all in the nodes, gather across, gather in the nodes    | every device |
-| reduce-scatter | Allreduce of max; both sums scattered over the heads           | their owners |
-| ag-rs          | gather q; gather lse; reduce-scatter 16-bit outputs (vLLM)     | their owners |
-| a2a            | gather q; all-to-all of 16-bit outputs with lse (vLLM, SGLang) | their owners |
-| helix          | all-to-all of 16-bit outputs and two statistics (TensorRT-LLM) | their owners |
-| sglang         | gather q; gather lse; Allreduce of 16-bit outputs              | every device |
+| merge        | collectives of a layer                                         | ends on      |
+|--------------|----------------------------------------------------------------|--------------|
+| tree         | Allreduce of max, of denominators, of numerators (Algorithm 3) | every device |
+| tree-joined  | Allreduce of max, of both sums in one: what XLA makes of tree  | every device |
+| butterfly    | packed states to a partner a round, a permute each             | every device |
+| gather       | packed states to everybody                                     | every device |
+| one-shot     | the same in one kernel that reads its peers' memory            | every device |
+| hierarchical | all-to-all in the nodes, gather across, gather in the nodes    | every device |
+| ag-rs        | gather q; gather lse; reduce-scatter 16-bit outputs (vLLM)     | their owners |
+| a2a          | gather q; all-to-all of 16-bit outputs with lse (vLLM, SGLang) | their owners |
+| helix        | all-to-all of 16-bit outputs and two statistics (TensorRT-LLM) | their owners |
 
-Sources: vLLM `vllm/v1/attention/ops/common.py` and `dcp_alltoall.py`; SGLang
+The first six are this project's and the papers', in float32. The others keep an output in 16 bits
+and lse in 32. Their sources: vLLM `vllm/v1/attention/ops/common.py` and `dcp_alltoall.py`; SGLang
 `python/sglang/srt/layers/dcp/comm.py`; Helix, arXiv 2507.07120, whose devices all project all
-queries, so that none are gathered. All of them keep an output in 16 bits and lse in 32. "nodes" is
-an Allreduce by nodes as Horovod has it (`HOROVOD_HIERARCHICAL_ALLREDUCE`), "hierarchical" what this
-package's `method="hierarchical"` sends.
+queries, so that none are gathered.
 """
 
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
-from labs.cost.formulas import Number, Workload, numel_state
-from labs.cost.network import (
-    collective_launches,
-    collective_rounds,
-    collective_seconds,
-    collective_sent_bytes,
-)
-from labs.cost.placement import every_nth
-from labs.cost.roofline import attend_seconds
-from labs.cost.topology import Topology
-from treeattn.idea.arrays import integer
+from labs.cost.network import collective_seconds, collective_sent_bytes
+from labs.cost.topology import Topology, every_nth
+from labs.cost.workload import Number, Workload
 
 
 class Message(NamedTuple):
@@ -56,62 +43,35 @@ class Message(NamedTuple):
     stride: int = 1
 
 
-MERGES = (
-    "tree",
-    "tree-joined",
-    "nodes",
-    "butterfly",
-    "gather",
-    "one-shot",
-    "hierarchical",
-    "reduce-scatter",
-    "ag-rs",
-    "a2a",
-    "helix",
-    "sglang",
-)
-# Those that leave each device with its share of the heads.
-SCATTERING = ("reduce-scatter", "ag-rs", "a2a", "helix")
+SCATTERING = ("ag-rs", "a2a", "helix")  # those that leave each device with its share of the heads
+MERGES = ("tree", "tree-joined", "butterfly", "gather", "one-shot", "hierarchical", *SCATTERING)
 
 
 def merge_messages(
-    merge: str,
-    w: Workload,
-    p: int,
-    *,
-    gather_queries: bool = True,
-    node_size: int | None = None,
+    merge: str, w: Workload, p: int, *, node_size: int, gather_queries: bool = False
 ) -> list[Message]:
-    """The collectives of one layer that merge the states (float32, or float64) of p devices.
+    """The collectives of one layer that merge the states of p devices, node_size in a node.
 
     gather_queries: whether merges that gather queries pay for it; else they are everywhere.
-    node_size:      devices of a node, for "hierarchical"; all of them when None
 
-    Raises ValueError for another merge than those of `MERGES`, and for a node_size below 1.
+    Raises ValueError for another merge than those of `MERGES`.
     """
     if merge not in MERGES:
         raise ValueError(f"merge: expected one of {', '.join(MERGES)}, got {merge!r}")
     if p == 1:
         return []
-    rows = w.batch * w.queries * w.heads  # one for each query of each head
-    lse = rows * state_bytes(w)
-    out = rows * w.value_dim * w.dtype_bytes
-    state = numel_state(w) * state_bytes(w)
-    queries = rows * w.head_dim * w.dtype_bytes
-    gather = [Message("all-gather", queries / p)] if gather_queries else []
+    lse = 4 * w.rows
+    gather = [Message("all-gather", w.query_bytes / p)] if gather_queries else []
     return {
-        "tree": [Message("allreduce", lse, 2), Message("allreduce", state - 2 * lse)],
-        "tree-joined": [Message("allreduce", lse), Message("allreduce", state - lse)],
-        "nodes": [Message("hierarchical-allreduce", x) for x in (lse, state - lse)],
-        "butterfly": [Message("butterfly", state)],
-        "gather": [Message("all-gather", state)],
-        "one-shot": [Message("one-shot", state)],
-        "hierarchical": _by_nodes(w, p, p if node_size is None else node_size),
-        "reduce-scatter": [Message("allreduce", lse), Message("reduce-scatter", state - lse)],
-        "ag-rs": [*gather, Message("all-gather", lse), Message("reduce-scatter", out)],
-        "a2a": [*gather, Message("all-to-all", out + lse)],
-        "helix": [Message("all-to-all", out + 2 * lse)],
-        "sglang": [*gather, Message("all-gather", lse), Message("allreduce", out)],
+        "tree": [Message("allreduce", lse, 2), Message("allreduce", w.state_bytes - 2 * lse)],
+        "tree-joined": [Message("allreduce", lse), Message("allreduce", w.state_bytes - lse)],
+        "butterfly": [Message("butterfly", w.state_bytes)],
+        "gather": [Message("all-gather", w.state_bytes)],
+        "one-shot": [Message("one-shot", w.state_bytes)],
+        "hierarchical": _by_nodes(w, p, node_size),
+        "ag-rs": [*gather, Message("all-gather", lse), Message("reduce-scatter", w.output_bytes)],
+        "a2a": [*gather, Message("all-to-all", w.output_bytes + lse)],
+        "helix": [Message("all-to-all", w.output_bytes + 2 * lse)],
     }[merge]
 
 
@@ -120,10 +80,8 @@ def _by_nodes(w: Workload, p: int, node_size: int) -> list[Message]:
 
     Of p devices that do not fill their nodes, parts of nodes that they do fill take their place.
     """
-    node_size = integer("node_size", node_size, 1)
     g = p if p <= node_size else math.gcd(p, node_size)
-    of_a_head = numel_state(w) // w.heads * state_bytes(w)
-    share = -(-w.heads // g) * of_a_head
+    share = -(-w.heads // g) * w.state_bytes / w.heads
     parts = [
         Message("all-to-all", g * share, 1, g),
         Message("all-gather", share, 1, p // g, g),
@@ -132,83 +90,23 @@ def _by_nodes(w: Workload, p: int, node_size: int) -> list[Message]:
     return [x for x in parts if x.devices != 1]
 
 
-class Traffic(NamedTuple):
-    """What some collectives of one layer come to.
-
-    collectives:   that the program runs
-    rounds:        of messages that they take
-    operand_bytes: that a device puts into them: what the compiled program shows
-    sent_bytes:    that the busiest device puts on its links
-    latency:       seconds that they would take without any bytes, launches included
-    volume:        seconds that the bytes add
-    """
-
-    collectives: int = 0
-    rounds: int = 0
-    operand_bytes: Number = 0
-    sent_bytes: Number = 0
-    latency: Number = 0.0
-    volume: Number = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Latency and volume."""
-        return self.latency + self.volume
-
-
-def traffic(messages: list[Message], p: int, topology: Topology) -> Traffic:
-    """What the messages come to on the first p devices of a topology."""
-    total = Traffic()
-    for kind, size, times, devices, stride in messages:
-        among = p if devices is None else devices
-        there = topology if stride == 1 else every_nth(topology, stride)
-        g = there.node_size
-        launches = collective_launches(kind, among, g)
-        latency = collective_seconds(kind, among, 0, there)
-        once = Traffic(
-            collectives=launches,
-            rounds=collective_rounds(kind, among, g),
-            operand_bytes=_operand_bytes(kind, size, launches, min(among, g)),
-            sent_bytes=collective_sent_bytes(kind, among, size, g),
-            latency=latency,
-            volume=collective_seconds(kind, among, size, there) - latency,
-        )
-        total = Traffic(*(a + times * b for a, b in zip(total, once, strict=True)))
-    return total
-
-
-def _operand_bytes(kind: str, size: Number, launches: int, g: int) -> Number:
-    """Bytes that a device puts into a collective's launches; by nodes, all of it into the first."""
-    if kind == "hierarchical-allreduce":
-        return size + (launches - 1) * size / g
-    return launches * size
-
-
-def merge_seconds(
-    merge: str, w: Workload, p: int, topology: Topology, *, gather_queries: bool = True
-) -> float:
-    """Seconds to merge one layer's states across p devices."""
-    messages = merge_messages(
-        merge, w, p, gather_queries=gather_queries, node_size=topology.node_size
+def sent_bytes(messages: list[Message], p: int, node_size: int) -> Number:
+    """Bytes that the busiest of p devices puts on its links."""
+    return sum(
+        x.times * collective_sent_bytes(x.kind, x.devices or p, x.message_bytes, node_size)
+        for x in messages
     )
-    return traffic(messages, p, topology).seconds
 
 
-def merge_in_pieces(merge: str, w: Workload, p: int, topology: Topology, pieces: int) -> float:
-    """Seconds of a layer whose heads are attended to, and merged, in so many pieces.
-
-    A piece is merged while the next one is attended to: the last merge is waited for, and each
-    piece has launches of its own. Raises ValueError when the key heads do not divide.
-    """
-    if w.kv_heads % pieces:
-        raise ValueError(f"pieces: expected a divisor of {w.kv_heads} key heads, got {pieces}")
-    part = replace(w, heads=w.heads // pieces, kv_heads=w.kv_heads // pieces, layers=1)
-    attend = attend_seconds(part, w.chunk(p), w.queries, topology.device) + topology.launch
-    messages = merge_messages(merge, part, p, gather_queries=False, node_size=topology.node_size)
-    send = traffic(messages, p, topology).seconds
-    return attend + (pieces - 1) * max(attend, send) + send
+def message_seconds(x: Message, p: int, topology: Topology) -> tuple[float, bool]:
+    """(seconds of the message's collectives, whether they leave a node)."""
+    among = x.devices or p
+    there = every_nth(topology, x.stride)
+    seconds = x.times * collective_seconds(x.kind, among, x.message_bytes, there)
+    return seconds, among > there.node_size
 
 
-def state_bytes(w: Workload) -> int:
-    """Bytes of an element of a state: it is accumulated in float32 at least."""
-    return max(4, w.dtype_bytes)
+def merge_seconds(merge: str, w: Workload, p: int, topology: Topology) -> float:
+    """Seconds to merge one layer's states across p devices, queries being everywhere."""
+    messages = merge_messages(merge, w, p, node_size=topology.node_size)
+    return sum(message_seconds(x, p, topology)[0] for x in messages)

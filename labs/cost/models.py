@@ -1,9 +1,12 @@
 """The sizes of models: what a step of decoding reads of them, and what devices hold."""
 
+import json
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
-from labs.cost.formulas import Number
 from labs.cost.topology import DATA
+from labs.cost.workload import Number, whole
 
 
 @dataclass(frozen=True)
@@ -93,3 +96,62 @@ class Model:
 
 
 MODELS = {name: Model(name, **sizes) for name, sizes in DATA["models"].items()}
+
+
+def find_model(name: str | os.PathLike) -> Model:
+    """One of `MODELS` by its name, or any by its Hugging Face config.json (or the folder of one).
+
+    Raises ValueError where there is neither, and for a config that lacks a size.
+    """
+    if str(name) in MODELS:
+        return MODELS[str(name)]
+    path = Path(name)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        known = ", ".join(MODELS)
+        raise ValueError(f"model: expected a config.json or one of {known}, got {str(name)!r}")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        return _of_config(path.resolve().parent.name, config)
+    except KeyError as error:
+        raise ValueError(f"model: {path} lacks {error.args[0]!r}") from None
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"model: {path} cannot be read: {error}") from None
+
+
+def _of_config(name: str, config: dict) -> Model:
+    """A Llama's sizes, an MLA's, with or without experts, in Hugging Face's names."""
+    heads = config["num_attention_heads"]
+    sizes = {
+        "layers": config["num_hidden_layers"],
+        "width": config["hidden_size"],
+        "heads": heads,
+        "hidden": config["intermediate_size"],
+        "vocabulary": config["vocab_size"],
+        "tied": config.get("tie_word_embeddings", False),
+    }
+    if "kv_lora_rank" in config:
+        sizes |= {
+            "kv_heads": 1,
+            "head_dim": config["kv_lora_rank"] + config["qk_rope_head_dim"],
+            "value_dim": config["kv_lora_rank"],
+            "latent": True,
+            "query_rank": config["q_lora_rank"],
+            "inner_dim": config["qk_nope_head_dim"],
+        }
+    else:
+        sizes["kv_heads"] = config.get("num_key_value_heads") or heads
+        sizes["head_dim"] = config.get("head_dim") or sizes["width"] // heads
+    experts = config.get("n_routed_experts") or config.get("num_local_experts") or 0
+    if experts:
+        sizes |= {
+            "experts": experts,
+            "experts_used": config["num_experts_per_tok"],
+            "shared_experts": config.get("n_shared_experts") or 0,
+            "expert_hidden": config.get("moe_intermediate_size") or config["intermediate_size"],
+            "dense_layers": config.get("first_k_dense_replace", 0),
+        }
+    for size, value in sizes.items():
+        if not isinstance(value, bool):
+            whole(size, value, 0)
+    return Model(name, **sizes)

@@ -12,16 +12,14 @@ permutes has one for each round, an Allreduce by nodes three; they wait for each
 """
 
 import functools
-import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from labs.cost.formulas import Number
 from labs.cost.schedules import Round, schedule
 from labs.cost.topology import Topology
-from treeattn.measured import Group
+from labs.cost.workload import Number
 
 # Collectives of which a library has several algorithms, and takes the fastest.
 CHOICES = {
@@ -30,8 +28,7 @@ CHOICES = {
     "reduce-scatter": ("ring-scatter", "halving-scatter"),
 }
 # What JAX writes as a permute a round, each a launch of its own.
-PERMUTES = ("ring", "round-trip", "butterfly")
-XLA_NAMES = {"allreduce": "all-reduce"} | dict.fromkeys(PERMUTES, "collective-permute")
+PERMUTES = ("ring", "butterfly")
 ALGORITHMS = dict.fromkeys(("one-shot", "in-switch"), "direct")
 ALGORITHMS |= dict.fromkeys(("tree-allreduce", "hierarchical-allreduce"), "tree")
 # What the library runs as several rings or trees at once, each leaving a node by another card.
@@ -89,8 +86,7 @@ def simulate(
 
 def _link_count(topology: Topology, p: int) -> int:
     """More than the largest number that `_load` gives a link."""
-    widest = max(x.size if x.wiring == "mesh" else 6 for x in topology.levels)
-    return 2 * len(topology.levels) * widest * max(p, topology.levels[0].size)
+    return 2 * len(topology.levels) * (max(p, topology.node_size) + topology.node_size)
 
 
 def _load(round_: Round, topology: Topology) -> tuple[np.ndarray, ...]:
@@ -107,68 +103,22 @@ def _load(round_: Round, topology: Topology) -> tuple[np.ndarray, ...]:
         (here,) = np.nonzero(level == i)
         if not len(here):
             continue
-        message, used = _links(round_.source[here], round_.target[here], i, topology)
+        out_of = 2 * _port(round_.source[here], i, topology)
+        into = 2 * _port(round_.target[here], i, topology) + 1
+        used = np.concatenate([out_of, into])
         _, number = np.unique(used, return_inverse=True)
-        sharing = np.bincount(number)[number]  # messages on that link
-        busiest = np.zeros(len(here), int)
-        np.maximum.at(busiest, message, sharing)
-        hops = 1
-        if isinstance(links.wiring, tuple):
-            hops = np.bincount(message, minlength=len(here))
-        latency[here] = links.latency * hops
-        seconds[here] = busiest * round_.message_bytes / links.bandwidth
-        pairs.append(np.stack([here[message], used * len(topology.levels) + i]))
+        sharing = np.bincount(number)[number].reshape(2, -1)  # messages on that link
+        latency[here] = links.latency
+        seconds[here] = sharing.max(axis=0) * round_.message_bytes / links.bandwidth
+        pairs.append(np.stack([np.tile(here, 2), used * len(topology.levels) + i]))
     return latency, seconds, *np.concatenate(pairs, axis=1)
 
 
-def _links(source, target, i: int, topology: Topology) -> tuple[np.ndarray, np.ndarray]:
-    """(message, link) for each link that each message uses on level i; links are just numbers."""
-    level = topology.levels[i]
+def _port(device: np.ndarray, i: int, topology: Topology) -> np.ndarray:
+    """The number of a device's link to level i, which others of its unit may share."""
     unit = topology.unit_sizes()[i]
-    every = np.arange(len(source))
-    if isinstance(level.wiring, tuple):
-        return _torus_links(source, target, level.wiring)
-    if level.wiring == "mesh":  # one from each device to each other one
-        return every, source * level.size + target % level.size
-    ports = level.links or unit
-
-    def port(device):
-        return device // unit * ports + device % unit * ports // unit
-
-    out_of_and_into = [2 * port(source), 2 * port(target) + 1]
-    return np.concatenate([every, every]), np.concatenate(out_of_and_into)
-
-
-def _torus_links(source, target, sides: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """As `_links`: the shorter way around each dimension, one dimension after another."""
-    at = torus_coordinates(source, sides)
-    goal = torus_coordinates(target, sides)
-    messages = []
-    links = []
-    for axis, side in enumerate(sides):
-        ahead = (goal[axis] - at[axis]) % side
-        direction = np.where(2 * ahead <= side, 1, -1)
-        while (moving := np.nonzero(at[axis] != goal[axis])[0]).size:
-            here = np.ravel_multi_index(at[:, moving], sides)
-            messages.append(moving)
-            links.append((here * len(sides) + axis) * 2 + (direction[moving] > 0))
-            at[axis, moving] = (at[axis, moving] + direction[moving]) % side
-    return np.concatenate(messages), np.concatenate(links)
-
-
-def torus_coordinates(device: np.ndarray, sides: tuple[int, ...]) -> np.ndarray:
-    """Coordinates (dimensions, devices) along a path on which successive devices are neighbours.
-
-    Where all sides are even, the last device is a neighbour of the first one, too.
-    """
-    coordinates = []
-    rest = np.asarray(device)
-    for axis in range(len(sides)):
-        block = math.prod(sides[axis + 1 :])
-        index, rest = np.divmod(rest, block)
-        rest = np.where(index % 2 == 1, block - 1 - rest, rest)  # every second row runs backwards
-        coordinates.append(index)
-    return np.stack(coordinates)
+    ports = topology.levels[i].links or unit
+    return device // unit * ports + device % unit * ports // unit
 
 
 # ------------------------------------------------------------------------- a collective's costs
@@ -178,18 +128,10 @@ def torus_coordinates(device: np.ndarray, sides: tuple[int, ...]) -> np.ndarray:
 def collective_seconds(kind: str, p: int, message_bytes: Number, topology: Topology) -> float:
     """Seconds of one collective on p devices, by the fastest protocol, its launches included.
 
-    Where the topology has measured times of such a group (`is_measured`), by those.
-
     kind and message_bytes as in `schedules.SCHEDULES`; or one of `CHOICES`, for its fastest
-    algorithm. Raises ValueError for an unknown kind, when the topology has fewer devices, and for
-    kernels that read their peers' memory where devices cannot.
+    algorithm. Raises ValueError for an unknown kind, and when the topology has fewer devices.
     """
     topology.check_devices(p)
-    if ALGORITHMS.get(kind) == "direct" and not topology.peers:
-        raise ValueError(f"kind: {kind} reads other devices' memory, which {topology.name} lacks")
-    if is_measured(kind, p, topology):
-        parts = _library_collectives(kind, p, message_bytes, topology)
-        return sum(topology.measured.seconds(name, size, *group) for name, group, size in parts)
     if kind in CHOICES:
         return min(collective_seconds(k, p, message_bytes, topology) for k in CHOICES[kind])
     rounds = list(schedule(kind, p, float(message_bytes), topology.node_size))
@@ -201,34 +143,6 @@ def collective_seconds(kind: str, p: int, message_bytes: Number, topology: Topol
         launches * choice.launch + simulate(rounds, p, choice, pipelined=launches == 1)
         for choice in topology.by_protocol(algorithm, p, spread=kind in CHANNELS)
     )
-
-
-def is_measured(kind: str, p: int, topology: Topology) -> bool:
-    """Whether the topology's measured times have the collective, among p such devices."""
-    if topology.measured is None:
-        return False
-    parts = _library_collectives(kind, p, 0, topology)
-    return all((name, group) in topology.measured.fits for name, group, _ in parts)
-
-
-def _library_collectives(
-    kind: str, p: int, message_bytes: Number, topology: Topology
-) -> list[tuple[str, Group, Number]]:
-    """What a library is called for: XLA's names, the groups, and the bytes that a device puts in.
-
-    Kernels of one's own, and single algorithms, are none of XLA's, and keep their names.
-    """
-    g = min(topology.node_size, p)
-    near = topology.stride
-    if kind == "hierarchical-allreduce" and p % g == 0:
-        parts = [
-            ("reduce-scatter", Group(g, near), message_bytes),
-            ("all-reduce", Group(p // g, g * near), message_bytes / g),
-            ("all-gather", Group(g, near), message_bytes / g),
-        ]
-        return [part for part in parts if part[1].devices > 1]
-    rounds = collective_rounds(kind, p) if kind in PERMUTES else 1
-    return [(XLA_NAMES.get(kind, kind), Group(p, near), message_bytes)] * rounds
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,8 +1,8 @@
 """What the papers print of their measurements, and what their own scripts would take.
 
-Of Figures 2, 3 and 4 the sources give captions and a few values in the text: those are all there
-is. github.com/Zyphra/tree_attention has two JAX scripts of Figure 3's shape, and a PyTorch one of
-that of Tables 1 and 2, with which they were probably measured.
+Of Figure 3 the sources give a caption and one value in the text. github.com/Zyphra/tree_attention
+has two JAX scripts of its shape, and a PyTorch one of that of Tables 1 and 2, with which they were
+probably measured.
 
 `script_seconds` goes through `benchmark_generation.py` and `llama_flash_sp.py` and adds up what a
 run of either method computes, reads and sends:
@@ -25,18 +25,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from labs.cost.formulas import Number, Workload
+from labs.cost.merges import merge_seconds
 from labs.cost.models import MODELS, Model
-from labs.cost.strategies import decode_cost
-from labs.cost.topology import H100, MI300X, RTX4090, Device, Topology
+from labs.cost.network import collective_seconds
+from labs.cost.steps import DATA_SHEETS, attend_seconds
+from labs.cost.topology import DEVICES, Device, Topology
+from labs.cost.workload import Number, Workload
 
 # 2024 §6.1, Figure 3: "close ×8 speedups when we use 128 GPUs on a sequence length of 5.12M".
 FIGURE_3_DEVICES = 128
 FIGURE_3_CONTEXT = 5_120_000
 FIGURE_3_SPEEDUP = 8
-
-# 2024 §6.2, Figure 4, two RTX 4090s: the gap between the methods' peaks, by hidden size, in bytes.
-FIGURE_4_GAP_BYTES = {2048: 524e6, 4096: 1040e6}
 
 PASSES = 9  # after the prefill
 
@@ -102,9 +101,9 @@ class ScriptSetting(NamedTuple):
     devices: int
 
 
-H100_8B = ScriptSetting(MODELS["llama-3.1-8b"], H100, 8)
-MI300X_8B = ScriptSetting(MODELS["llama-3.1-8b"], MI300X, 4)
-RTX4090_1B = ScriptSetting(MODELS["llama-3.2-1b"], RTX4090, 2)
+H100_8B = ScriptSetting(MODELS["llama-3.1-8b"], DEVICES["H100"], 8)
+MI300X_8B = ScriptSetting(MODELS["llama-3.1-8b"], DEVICES["MI300X"], 4)
+RTX4090_1B = ScriptSetting(MODELS["llama-3.2-1b"], DEVICES["RTX4090"], 2)
 
 
 class ScriptMachine(NamedTuple):
@@ -238,13 +237,27 @@ def _not_negative(columns: list[np.ndarray], targets: np.ndarray) -> tuple[np.nd
     return best, extra
 
 
-def common_seconds(
-    w: Workload, p: int, topology: Topology, speedup: Number, tree: str = "tree"
-) -> float:
-    """Seconds c for which (ring + c) / (tree + c) is the measured speedup.
+# ------------------------------------------------------------------------------- Figure 3
 
-    tree: which of `STRATEGIES` stands for the tree
+
+def block_seconds(
+    how: str, w: Workload, p: int, topology: Topology, overlap: bool = False
+) -> float:
+    """One block's decode step by "ring" or by one of `MERGES`, from data sheets alone.
+
+    overlap: whether a ring sends its next chunk while it attends to this one. What a merge has to
+             send, it has after attending.
     """
-    ring_seconds = decode_cost("ring", w, p, topology).seconds
-    tree_seconds = decode_cost(tree, w, p, topology).seconds
-    return (ring_seconds - speedup * tree_seconds) / (speedup - 1)
+    attend = attend_seconds(w, w.keys_on(p), topology.device, DATA_SHEETS)
+    if how != "ring":
+        return attend + merge_seconds(how, w, p, topology)
+    send = collective_seconds("ring", p, w.cache_bytes(p), topology)
+    if not overlap or p == 1:
+        return p * attend + send
+    return attend + (p - 1) * max(attend, send / (p - 1))
+
+
+def common_seconds(w: Workload, p: int, topology: Topology, speedup: Number) -> float:
+    """Seconds c that both pay, for which (ring + c) / (tree + c) is the measured speedup."""
+    ring, tree = (block_seconds(how, w, p, topology) for how in ("ring", "tree"))
+    return (ring - speedup * tree) / (speedup - 1)

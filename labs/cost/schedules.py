@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from labs.cost.formulas import Number
-from treeattn.idea.arrays import integer
+from labs.cost.workload import Number, whole
 
 
 class Round(NamedTuple):
@@ -60,7 +59,7 @@ def tree_allreduce(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]
 def butterfly(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:
     """⌊log₂ p⌋ rounds in which partners swap whole messages; two more unless p is a power of 2.
 
-    As `treeattn.devices` does it. Known as recursive doubling.
+    As treeattn's `merge_across` does it. Known as recursive doubling.
     """
     core = 1 << (p.bit_length() - 1)
     beyond = np.arange(core, p)
@@ -134,9 +133,7 @@ def strides(p: int) -> list[int]:
 # is: all of what an Allreduce or a reduce-scatter reduces, and of what an all-to-all exchanges;
 # what each device contributes, to a ring or an all-gather.
 SCHEDULES: dict[str, Callable[[int, Number, int], Iterator[Round]]] = {
-    # What visits everybody, and what comes home besides, as the queries of pass-Q do.
     "ring": lambda p, size, g: around(p, size, p - 1),
-    "round-trip": lambda p, size, g: around(p, size, p),
     "ring-gather": lambda p, size, g: around(p, size, p - 1),
     "doubling-gather": doubling_gather,
     "ring-scatter": lambda p, size, g: around(p, size / p, p - 1),
@@ -156,8 +153,8 @@ def schedule(kind: str, p: int, message_bytes: Number, g: int = 1) -> Iterator[R
 
     Raises ValueError for another kind than those of `SCHEDULES`.
     """
-    p = integer("p", p, 1)
-    g = integer("g", g, 1)
+    p = whole("p", p)
+    g = whole("g", g)
     if kind not in SCHEDULES:
         raise ValueError(f"kind: expected one of {', '.join(SCHEDULES)}, got {kind!r}")
     return SCHEDULES[kind](p, message_bytes, min(p, g))

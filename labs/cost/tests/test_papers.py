@@ -1,10 +1,13 @@
 """What the papers print, what their scripts would take, and where the two part."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from labs.cost.formulas import Workload, numel_kv
+from labs.cost.merges import merge_seconds
 from labs.cost.models import MODELS
+from labs.cost.network import collective_seconds
 from labs.cost.papers import (
     FIGURE_3_CONTEXT,
     FIGURE_3_DEVICES,
@@ -18,13 +21,15 @@ from labs.cost.papers import (
     Measured,
     ScriptMachine,
     TableRow,
+    block_seconds,
     common_seconds,
     fit_machine,
     least_seconds,
     script_seconds,
 )
-from labs.cost.strategies import decode_cost
-from labs.cost.topology import CORNERS, preset
+from labs.cost.steps import DATA_SHEETS, attend_seconds
+from labs.cost.topology import PRESETS, preset
+from labs.cost.workload import Workload
 
 DGX = preset("dgx-h100")
 BLOCK = Workload(FIGURE_3_CONTEXT)
@@ -133,8 +138,8 @@ def test_a_blocks_speedup_is_not_a_models():
     """2024 and 2025 §6, "transfer seamlessly": a token of Llama 3.1 8B also reads the weights."""
     reading = WEIGHTS / DGX.device.memory_bandwidth
     for context, block, whole in ((32_000, 8.6, 3.1), (128_000, 22.3, 7.9), (10**6, 55.0, 32.8)):
-        w = Workload(context, heads=LLAMA.heads, kv_heads=LLAMA.kv_heads, layers=LLAMA.layers)
-        ring, tree = (decode_cost(s, w, 8, DGX).seconds for s in ("ring", "tree"))
+        w = Workload(context, heads=LLAMA.heads, kv_heads=LLAMA.kv_heads)
+        ring, tree = (LLAMA.layers * block_seconds(s, w, 8, DGX) for s in ("ring", "tree"))
         assert ring / tree == pytest.approx(block, rel=0.01)
         assert (ring + reading) / (tree + reading) == pytest.approx(whole, rel=0.01)
 
@@ -142,9 +147,8 @@ def test_a_blocks_speedup_is_not_a_models():
 def test_when_a_cache_outweighs_the_weights():
     """2024 and 2025 §1, "largely determines": attention's part of what a step reads."""
     for context, part in ((8_000, 0.07), (32_000, 0.28), (128_000, 1.12), (10**6, 8.73)):
-        w = Workload(context, kv_heads=LLAMA.kv_heads, heads=LLAMA.heads, layers=LLAMA.layers)
-        cache = w.dtype_bytes * w.layers * numel_kv(w, 1)
-        assert cache / WEIGHTS == pytest.approx(part, abs=0.005)
+        w = Workload(context, kv_heads=LLAMA.kv_heads, heads=LLAMA.heads)
+        assert LLAMA.layers * w.cache_bytes() / WEIGHTS == pytest.approx(part, abs=0.005)
 
 
 def test_the_ratios_dip_is_no_run_variance_by_the_printed_errors():
@@ -162,16 +166,16 @@ def test_the_trees_time_becomes_flatter_and_not_flat():
     """2025 §6.1, from 80,000 keys to 5.12 million; and its merge takes as long at any length,
     so that reading the keys comes to dominate and not, as 2025 §5.3 has it, communication, which
     does so only as the devices become more."""
-    merges = []
+    parts = []
     for p, growth in ((8, 22.3), (64, 2.36), (128, 1.57)):
-        few, many = (decode_cost("tree", Workload(n), p, DGX) for n in (80_000, FIGURE_3_CONTEXT))
-        assert many.seconds / few.seconds == pytest.approx(growth, rel=0.01)
-        merge, later = (x.latency_seconds + x.volume_seconds for x in (few, many))
-        assert merge == later and many.compute_seconds > 15 * few.compute_seconds
-        merges.append(merge / many.seconds)
-    assert merges == sorted(merges) and merge == pytest.approx(166e-6, rel=0.01)
-    longer = decode_cost("tree", Workload(4 * FIGURE_3_CONTEXT), 128, DGX)
-    assert longer.compute_seconds > 2 * merge
+        few, many = (block_seconds("tree", Workload(n), p, DGX) for n in (80_000, FIGURE_3_CONTEXT))
+        assert many / few == pytest.approx(growth, rel=0.01)
+        merge = merge_seconds("tree", Workload(1), p, DGX)
+        assert many - merge > 15 * (few - merge)
+        parts.append(merge / many)
+    assert parts == sorted(parts) and merge == pytest.approx(166e-6, rel=0.01)
+    longer = block_seconds("tree", Workload(4 * FIGURE_3_CONTEXT), 128, DGX)
+    assert longer - merge > 2 * merge
 
 
 def test_eight_times_is_no_asymptote():
@@ -179,7 +183,7 @@ def test_eight_times_is_no_asymptote():
     ratios = []
     for times in (1, 4, 16):
         w = Workload(times * FIGURE_3_CONTEXT)
-        ring, tree = (decode_cost(s, w, FIGURE_3_DEVICES, DGX).seconds for s in ("ring", "tree"))
+        ring, tree = (block_seconds(s, w, FIGURE_3_DEVICES, DGX) for s in ("ring", "tree"))
         ratios.append(ring / tree)
     assert ratios[0] > 100 * FIGURE_3_SPEEDUP and ratios == sorted(ratios)
 
@@ -194,7 +198,7 @@ def test_four_mi300x_rather_than_eight():
 
 def test_common_seconds_gives_the_printed_ratio():
     c = common_seconds(BLOCK, FIGURE_3_DEVICES, DGX, FIGURE_3_SPEEDUP)
-    ring, tree = (decode_cost(s, BLOCK, FIGURE_3_DEVICES, DGX).seconds for s in ("ring", "tree"))
+    ring, tree = (block_seconds(s, BLOCK, FIGURE_3_DEVICES, DGX) for s in ("ring", "tree"))
     assert (ring + c) / (tree + c) == pytest.approx(FIGURE_3_SPEEDUP)
     assert c == pytest.approx(0.126, rel=0.01)
 
@@ -205,21 +209,66 @@ def test_the_gap_widens_with_context_and_with_devices():
 
     def ratio(context, p, network=DGX):
         w = Workload(context)
-        ring, tree = (decode_cost(s, w, p, network).seconds for s in ("ring", "tree"))
+        ring, tree = (block_seconds(s, w, p, network) for s in ("ring", "tree"))
         return ring / tree
 
     by_context = [ratio(context, 128) for context in (80_000, 640_000, 5_120_000)]
     by_devices = [ratio(5_120_000, p) for p in (8, 64, 128)]
     assert by_context == sorted(by_context) and by_devices == sorted(by_devices)
     assert by_context[-1] == pytest.approx(3298, rel=0.001)
-    ring, joined = (decode_cost(s, BLOCK, 128, DGX) for s in ("ring", "tree-joined"))
-    assert ring.seconds / joined.seconds == pytest.approx(4157, rel=0.001)
-    merging = joined.latency_seconds + joined.volume_seconds
-    assert merging == pytest.approx(111e-6, rel=0.01)
-    assert ratio(5_120_000, 128, CORNERS["slow"](DGX)) == pytest.approx(1880, rel=0.001)
+    ring, joined = (block_seconds(s, BLOCK, 128, DGX) for s in ("ring", "tree-joined"))
+    assert ring / joined == pytest.approx(4157, rel=0.001)
+    assert merge_seconds("tree-joined", BLOCK, 128, DGX) == pytest.approx(111e-6, rel=0.01)
+    assert ratio(5_120_000, 128, DGX.scaled(latency=2.2)) == pytest.approx(1880, rel=0.01)
 
 
-@pytest.mark.usefixtures("unchecked")
+def test_overlap_hides_the_shorter_of_attending_and_sending():
+    w = Workload(640_000)
+    attend = attend_seconds(w, 80_000, DGX.device, DATA_SHEETS)
+    sending = collective_seconds("ring", 8, w.cache_bytes(8), DGX)
+    assert block_seconds("ring", w, 8, DGX) == pytest.approx(8 * attend + sending)
+    # Sending is what takes longer: overlapped, one chunk's attending is left besides.
+    assert block_seconds("ring", w, 8, DGX, overlap=True) == pytest.approx(attend + sending)
+    many = Workload(640_000, queries=64_000)  # a prefill: now attending does
+    attend = attend_seconds(many, 80_000, DGX.device, DATA_SHEETS)
+    assert block_seconds("ring", many, 8, DGX, overlap=True) == pytest.approx(8 * attend)
+    tree = [block_seconds("butterfly", w, 8, DGX, overlap=o) for o in (False, True)]
+    assert tree[0] == tree[1]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_no_ring_decodes_one_token_faster(name):
+    """2024 and 2025 §5.3, of Allreduces. A butterfly wins even over a link of 1 ms and 1 TB/s.
+
+    There three Allreduces, which wait for three times as many messages, do not.
+    """
+    topology = preset(name)
+    links = replace(topology.levels[0], latency=1e-3, bandwidth=1e12)
+    slow = replace(topology, levels=(links, *topology.levels[1:]), protocols=())
+    w = Workload(640_000)
+    for p in (2, 8, 64):
+        ring = block_seconds("ring", w, p, topology)
+        for allreduce in ("tree", "tree-joined", "butterfly"):
+            assert ring > 9 * block_seconds(allreduce, w, p, topology)
+        ring, butterfly = (block_seconds(s, w, p, slow) for s in ("ring", "butterfly"))
+        assert ring > 2 * butterfly
+    if name == "dgx-h100":
+        times = [block_seconds(s, w, 8, slow) for s in ("tree", "ring", "butterfly")]
+        assert times[0] / times[1] == pytest.approx(3.2, abs=0.05)
+        assert times[1] / times[2] == pytest.approx(4.1, abs=0.05)
+
+
+def test_a_ring_loses_less_on_a_torus():
+    """2025 §6.4, of TPU pods. 64 chips of a v5p, links of 100 GB/s, by hand: in a ring
+    each message has a link of its own; of a tree every round may cross the pod, 24 hops of 1 µs."""
+    w, p = Workload(5_120_000), 64
+    attend = w.cache_bytes(p) / 2.765e12
+    ring = p * attend + (p - 1) * (1e-6 + w.cache_bytes(p) / 100e9)
+    tree = attend + 3 * 2 * 6 * 24e-6  # three Allreduces, log2(64) rounds up and down
+    on_h100 = block_seconds("ring", w, p, DGX) / block_seconds("tree", w, p, DGX)
+    assert 300 < ring / tree < 0.2 * on_h100 and on_h100 == pytest.approx(2600, rel=0.02)
+
+
 def test_bad_input():
     with pytest.raises(ValueError, match="rows: expected at least 2 to fit, got 1"):
         fit_machine(TABLE_1_H100[:1], H100_8B)
