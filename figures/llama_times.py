@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import numpy as np
 from matplotlib.figure import Figure
 
-from labs.cost.papers import TABLE_1_H100, TABLE_1_MI300X, TABLE_2_RTX4090
 from figures.canvas import styled
 from figures.measured import measured
+from figures.printed import TABLE_1_H100, TABLE_1_MI300X, TABLE_2_RTX4090
 from figures.style import BLUE, GREEN, INK, ORANGE, PALE, PURPLE, new_figure
 
 # 2025 Tables 1 and 2, with the markers of their points.

@@ -175,7 +175,6 @@ def test_without_measurements_the_error_says_where_they_are_from(tmp_path, monke
     monkeypatch.setattr("figures.measured.RESULTS", tmp_path)
     message = r"results: expected a folder with {0}\.json, as benchmarks/{0}\.py writes it"
     for draw, name in (
-        (sent.sent_by_context, "decode"),
         (sent.decode_ratios, "decode"),
         (llama_times.decode_times, "llama"),
         (llama_times.tree_against_ring, "llama"),

@@ -5,6 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from figures.printed import (
+    TABLE_1_H100,
+    TABLE_1_MI300X,
+    TABLE_2_RTX4090,
+    Measured,
+    TableRow,
+)
 from labs.cost.merges import merge_seconds
 from labs.cost.models import MODELS
 from labs.cost.network import collective_seconds
@@ -15,12 +22,7 @@ from labs.cost.papers import (
     H100_8B,
     MI300X_8B,
     RTX4090_1B,
-    TABLE_1_H100,
-    TABLE_1_MI300X,
-    TABLE_2_RTX4090,
-    Measured,
     ScriptMachine,
-    TableRow,
     block_seconds,
     common_seconds,
     fit_machine,
