@@ -1,4 +1,4 @@
-"""A trie in plain Python: what `treeattn.trees.beam` must agree with, bit for bit."""
+"""A trie in plain Python: what `treeattn.pack` must agree with, bit for bit."""
 
 import numpy as np
 

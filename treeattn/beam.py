@@ -51,6 +51,12 @@ class PackedBeam(NamedTuple):
                                  the model it stands at context length + offset; 0 at a pad
     unpack_map:       (B, M, C)  int32 in [0, L): the node of candidate m's token c; 0 at
                                  positions beyond a candidate's length
+
+    >>> packed = pack([[[7, 8], [7, 9]]])  # two candidates, which share their first token
+    >>> print(packed.packed_beam[0], packed.position_offsets[0])
+    [7 8 9] [0 1 1]
+    >>> print(packed.attention_mask[0].astype(int)[2])  # the node of 9 sees that of 7, not 8's
+    [1 0 1]
     """
 
     packed_beam: Integer[Array, "batch nodes"]
@@ -69,6 +75,10 @@ def prefix_encoding(
     `lengths` as in `pack`; positions beyond a candidate's length encode as −1.
 
     Raises as `pack` does.
+
+    >>> print(prefix_encoding([[[7, 8], [7, 9]]])[0])
+    [[0 0]
+     [0 1]]
     """
     xp, beam, lengths = _checked(beam, lengths)
     encoding = _encode(xp, _common_prefix(xp, beam, lengths), beam.shape[2])
@@ -85,6 +95,9 @@ def packed_token_indices(
     Token c of candidate m is at m·C + c; a token that candidates share, at its place in the
     first of them. −1 after a batch row's last node. Takes, raises, and sizes its result as
     `pack` does.
+
+    >>> print(packed_token_indices([[[7, 8], [7, 9]]]))
+    [[0 1 3]]
     """
     encoding = prefix_encoding(beam, lengths)
     xp = namespace(encoding)
@@ -132,7 +145,11 @@ def pack(
 
     Raises TypeError when beam or lengths are not integers, or ragged, ValueError when their
     shapes do not fit, when a length is negative or beyond C (inside jit, where lengths
-    cannot be looked at, they are clipped), or when pad_token does not fit the beam's dtype.
+    cannot be looked at, they are clipped), when pad_token does not fit the beam's dtype, or when
+    NumPy's ids beside JAX's lengths are beyond the integers that JAX has.
+
+    >>> print(pack([[[7, 8], [7, 0]]], lengths=[[2, 1]]).packed_beam)
+    [[7 8]]
     """
     xp, beam, lengths = _checked(beam, lengths)
     pad_token = check_pad_token(pad_token, beam.dtype)
@@ -156,7 +173,13 @@ def unpack(
                 there are no nodes at all).
 
     Raises TypeError or ValueError when unpack_map is not an integer array of that shape, with
-    entries from 0 to L − 1 (inside jit, where they cannot be looked at, they are clipped).
+    entries from 0 to L − 1 (inside jit, where they cannot be looked at, they are clipped);
+    ValueError for NumPy's integers beside JAX's map that are beyond the integers that JAX has.
+
+    >>> packed = pack([[[7, 8], [7, 9]]])
+    >>> print(unpack(packed.packed_beam, packed.unpack_map)[0])
+    [[7 8]
+     [7 9]]
     """
     packed = as_array("packed", packed)
     unpack_map = as_array("unpack_map", unpack_map)
@@ -173,7 +196,7 @@ def unpack(
     if packed.shape[1] == 0:
         return xp.zeros((*unpack_map.shape, *packed.shape[2:]), packed.dtype)
     row = xp.arange(len(unpack_map))[:, None, None]
-    return xp.asarray(packed)[row, xp.asarray(unpack_map)]
+    return _moved("packed", packed, xp)[row, xp.asarray(unpack_map)]
 
 
 def _common_prefix(xp, beam, lengths):
@@ -301,9 +324,32 @@ def check_pad_token(pad_token: int, dtype) -> int:
     return integer(f"pad_token ({kind.dtype} like the tokens)", pad_token, kind.min, kind.max)
 
 
+def _moved(name, x, xp):
+    """`x` as an array of numpy or jax.numpy (xp), unless integers would become others there.
+
+    JAX without 64 bits keeps the lower 32 of each, and tells nobody.
+    """
+    moved = xp.asarray(x)
+    if moved.dtype != x.dtype and jnp.issubdtype(x.dtype, jnp.integer) and x.size:
+        kept = np.iinfo(moved.dtype)
+        if x.min() < kept.min or x.max() > kept.max:
+            raise ValueError(
+                f"{name}: expected integers that {kept.dtype} holds, got {x.min()} to {x.max()}: "
+                "pass NumPy's arrays only, or set jax_enable_x64"
+            )
+    return moved
+
+
 def _checked(beam, lengths):
     """(numpy or jax.numpy, beam, lengths in int32), or the error that says what is wrong."""
-    beam = as_array("beam", beam)
+    try:
+        beam = as_array("beam", beam)
+    except TypeError:
+        if not isinstance(beam, list | tuple):
+            raise
+        raise TypeError(
+            "beam: expected candidates of one length, got a ragged list: pad them, and pass lengths"
+        ) from None
     check_integers(beam=beam)
     check_rank(3, "(batch, M, C)", beam=beam)
     shape = beam.shape[:2]
@@ -314,4 +360,4 @@ def _checked(beam, lengths):
         raise ValueError(f"lengths: expected shape (batch, M) = {shape}, got {lengths.shape}")
     xp = namespace(beam, lengths)
     lengths = bounded("lengths", lengths, 0, width, f"0 to C = {width} tokens")
-    return xp, xp.asarray(beam), xp.asarray(lengths)
+    return xp, _moved("beam", beam, xp), xp.asarray(lengths)
