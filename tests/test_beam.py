@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_trie import bulk_pack, plain_pack, plain_trie
 
-from treeattn import PackedBeam, memory, pack, packed_token_indices, prefix_encoding, unpack
+from treeattn import (
+    PackedBeam,
+    attention,
+    memory,
+    pack,
+    packed_token_indices,
+    prefix_encoding,
+    unpack,
+)
 
 DTYPES = ["int8", "int16", "int32", "int64", "uint32"]
 pack_jit = jax.jit(pack, static_argnames="pad_token")
@@ -243,6 +251,26 @@ def test_more_candidates_than_a_word_has_bits(rows):
     assert_packed(pack_jit(beam), prefix_encoding(beam), beam)
 
 
+def test_three_segments():
+    """A row may take its tokens from two earlier rows and add its own."""
+    beam = np.array([[[1, 2, 3], [1, 4, 5], [1, 4, 6]]])
+    np.testing.assert_array_equal(prefix_encoding(beam)[0, 2], [0, 1, 2])
+    np.testing.assert_array_equal(pack(beam).unpack_map[0], [[0, 1, 2], [0, 3, 4], [0, 3, 5]])
+
+
+def test_tokens_and_mask_say_everything():
+    """Positions and parents follow from the mask: two tensors describe the tree."""
+    rng = np.random.default_rng(8)
+    packed = pack(random_beam(rng, (4, 6, 5)), rng.integers(0, 6, (4, 6)))
+    for mask, offsets in zip(packed.attention_mask, packed.position_offsets, strict=True):
+        real = np.diagonal(mask)
+        np.testing.assert_array_equal(offsets[real], mask.sum(axis=1)[real] - 1)
+        for node in np.flatnonzero(real & (offsets > 0)):  # the parent: the deepest that it sees
+            seen = mask[node] & (np.arange(len(mask)) != node)
+            parent = np.flatnonzero(seen)[offsets[seen].argmax()]
+            np.testing.assert_array_equal(mask[parent], seen)
+
+
 def two_segments(beam):
     """The unpacker in the document's words, for one beam.
 
@@ -349,6 +377,24 @@ def test_a_later_column_never_has_fewer_nodes():
         assert (np.diff(count) >= 0).all() and count.max() == 3
 
 
+def test_a_beam_need_not_repeat_anything():
+    """The document calls it unavoidable. Candidates that differ at once share no prefix."""
+    for beam, nodes in (([[[1, 2, 3], [2, 2, 3]]], 6), ([[[1, 2, 3], [1, 2, 3]]], 3)):
+        packed = pack(np.array(beam))
+        assert np.diagonal(packed.attention_mask, axis1=1, axis2=2).sum() == nodes
+
+
+def test_plain_indexing_mixes_up_the_batch():
+    """The document's `packed_beam[unpack_map] == beam`: right without a batch, and no error."""
+    packed = pack(np.concatenate([MARS, MARS[:, ::-1] + 10]))
+    for b in range(2):
+        beam = packed.packed_beam[b][packed.unpack_map[b]]
+        np.testing.assert_array_equal(beam, (MARS, MARS[:, ::-1] + 10)[b][0])
+        np.testing.assert_array_equal(unpack(packed.packed_beam, packed.unpack_map)[b], beam)
+    literal = jax.eval_shape(lambda x, i: x[i], packed.packed_beam, packed.unpack_map)
+    assert literal.shape == (2, 3, 4, 8)  # rows of the batch, and 3, 4, … are taken for the last
+
+
 def test_packing_is_a_program_of_tensors():
     """No loop over tokens, and nothing that the host would have to decide or compute."""
     text = pack_jit.lower(jax.ShapeDtypeStruct((2, 12, 6), jnp.int32)).as_text()
@@ -381,16 +427,13 @@ def test_traced_numbers_out_of_range_are_clipped():
     np.testing.assert_array_equal(encode_jit(beam, lengths)[0, :, 126:128], [[-1, -1], [1, -1]])
 
 
-def test_gradients_flow_through_unpack():
-    """A node's gradient is the sum over the candidates that share it."""
-    rng = np.random.default_rng(3)
-    unpack_map = pack(random_beam(rng, (2, 4, 3))).unpack_map
-    x, weight = rng.normal(size=(2, 12, 5)), rng.normal(size=(2, 4, 3, 5))
-    gradient = jax.jit(jax.grad(lambda x: jnp.sum(weight * unpack(x, unpack_map))))(x)
-    expected = np.zeros_like(x)
-    for b, m, c in np.ndindex(unpack_map.shape):
-        expected[b, unpack_map[b, m, c]] += weight[b, m, c]
-    np.testing.assert_allclose(gradient, expected, rtol=1e-14)
+def test_the_gradient_of_unpacking_counts_who_shares_a_node():
+    """So that a loss over all candidates trains what they share as often as it is shared."""
+    beam = np.array([[[1, 2, 3], [1, 2, 4], [1, 5, 6]]])
+    packed = pack(beam)
+    out = jnp.zeros(packed.packed_beam.shape, jnp.float32)
+    gradient = jax.grad(lambda x: unpack(x, packed.unpack_map).sum())(out)
+    np.testing.assert_array_equal(gradient[0][:6], [3, 2, 1, 1, 1, 1])
 
 
 def test_vmap_and_traced_lengths():
@@ -504,6 +547,22 @@ def test_a_token_may_not_be_shared_with_another_prefix():
     both = mask.copy()
     both[3, 6] = True  # and sees "dark"
     assert (errors(7, both, shared) > 1e-3).tolist() == [True, False, True]
+
+
+def test_operations_are_saved_with_the_tokens():
+    """XLA's count for a layer: in proportion to the tokens, and of its scores some more."""
+
+    def flops(n):
+        def run(x, weights):
+            q, k, v = (x @ weights).reshape(3, 1, n, 4, 64)
+            return attention(q, k, v)
+
+        arrays = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((n, 256), (3, 256, 256)))
+        return jax.jit(run).lower(*arrays).cost_analysis()["flops"]
+
+    nodes = pack(MARS).packed_beam.size
+    assert (MARS.size, nodes) == (12, 8)
+    assert 12 / 8 <= flops(MARS.size) / flops(nodes) < 1.05 * 12 / 8
 
 
 @pytest.mark.parametrize("shape", [(64, 32, 16), (4, 200, 2)])

@@ -11,10 +11,12 @@ import pytest
 import sympy as sp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from calls import python_calls
+from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 from oracles import dense_attention, dense_weights
 
-import treeattn.idea.state
+import treeattn.state
 from treeattn import (
     AttentionState,
     attend,
@@ -25,11 +27,9 @@ from treeattn import (
     reduce_chain,
     reduce_tree,
     scan_states,
-    skip_bound,
 )
-from labs.cost.work import count_merges
-from figures import rounding
-from treeattn.idea.state import rescale
+from treeattn.state import rescale, tree_round
+from treeattn_conformance import check_merge
 
 N, DV, PARTS = 12, 2, 5  # keys, their values' width, parts they are split into
 
@@ -107,7 +107,7 @@ PROGRAMS += [("tree of 2", "float32"), ("tree of 3", "float64")]
 
 
 @pytest.mark.slow
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(
     s=st.lists(SCORES, min_size=N, max_size=N),
     parts=st.lists(st.integers(0, PARTS - 1), min_size=N, max_size=N),
@@ -129,6 +129,15 @@ def test_any_order_of_any_split_is_dense_attention(s, parts, permutation, progra
 
 
 # ---------------------------------------------------------------- the laws
+
+
+def test_the_suite_finds_nothing_wrong():
+    @jax.jit
+    def merged(outs, lses):
+        return finalize(reduce_tree(from_output(outs, lses)))
+
+    report = check_merge(lambda parts: merged(*map(np.stack, zip(*parts, strict=True))))
+    assert len(report.names("passed")) == len(report.results) >= 12, str(report)
 
 
 def random_states(rng, shape, dv=3, dtype=np.float32):
@@ -176,12 +185,12 @@ def test_merge_adds_what_states_stand_for(dtype):
 @pytest.fixture
 def changeable(monkeypatch):
     """`merge` without the programs that it keeps: a part of it may be replaced."""
-    monkeypatch.setattr(treeattn.idea.state, "_merge", treeattn.idea.state._merge.__wrapped__)
+    monkeypatch.setattr(treeattn.state, "_merge", treeattn.state._merge.__wrapped__)
 
 
 @pytest.mark.usefixtures("changeable")
 def test_without_rescaling_the_sums_are_wrong(monkeypatch):
-    monkeypatch.setattr(treeattn.idea.state, "rescale", lambda x, m: x._replace(max=m))
+    monkeypatch.setattr(treeattn.state, "rescale", lambda x, m: x._replace(max=m))
     with pytest.raises(AssertionError):
         check_merge_adds("float64")
 
@@ -227,7 +236,7 @@ def test_the_wider_dtype_wins():
 
 
 def test_an_infinite_lse_means_no_keys():
-    """Whatever stands beside it, in every second row."""
+    """Whatever stands beside it, in every second row; but a NaN beside +∞ is one."""
     rng = np.random.default_rng(4)
     good, lse = rng.normal(size=(4, 3)), rng.normal(size=4)
 
@@ -240,7 +249,8 @@ def test_an_infinite_lse_means_no_keys():
         state = from_output(out, lse)
         return state, finalize(state), jax.grad(loss, (0, 1))(out, lse)
 
-    for infinity, value in itertools.product([-np.inf, np.inf], [np.nan, np.inf, 7.0]):
+    beside = itertools.product([-np.inf, np.inf], [np.inf, 7.0])
+    for infinity, value in [*beside, (-np.inf, np.nan)]:
         out = good.copy()
         lse[::2], out[::2] = infinity, value
         state, (again, lse_again), gradients = jax.tree.map(np.asarray, run(out, lse))
@@ -251,6 +261,29 @@ def test_an_infinite_lse_means_no_keys():
         for gradient in gradients:
             assert not gradient[::2].any() and np.isfinite(gradient).all()
             np.testing.assert_allclose(gradient[1::2], 1, rtol=1e-12)
+
+
+def test_a_nan_with_an_infinite_lse_is_not_lost():
+    """FlashAttention-2 writes lse = +∞ for a sum that is NaN, as it does for no keys."""
+    out = np.array([[1.0, 2.0], [np.nan, 2.0], [np.nan, np.nan]])
+    state = from_output(out, np.full(3, np.inf))
+    more = merge(state, from_output(np.ones((3, 2)), np.zeros(3)))
+    for of_nan, seen in (state, 0.0), (more, 1.0):
+        out, lse = finalize(of_nan)
+        np.testing.assert_array_equal(np.isnan(lse), [False, True, True])
+        np.testing.assert_array_equal(out[0], [seen, seen])
+        assert np.isnan(out[1:]).any(axis=-1).all()
+
+
+@pytest.mark.parametrize("dv", [1, 2, 24])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_an_output_has_the_bits_of_a_product_with_the_reciprocal(dtype, dv, optimized):
+    """n / d has them in some releases of JAX, unless dv is 1, and in others it has its own."""
+    state = random_states(np.random.default_rng(6), (2, 64), dv, dtype)
+    _, d, n = map(np.asarray, state)
+    for run in finalize, jax.jit(lambda x: finalize(x)):
+        np.testing.assert_array_equal(run(state)[0], n * (1 / d)[..., None])
+    assert dv == 1 or (n / d[..., None] != n * (1 / d)[..., None]).any()
 
 
 def test_a_pivot_of_minus_infinity_hides_whatever_stands_beside_it():
@@ -348,25 +381,10 @@ def test_no_nan_from_finite_states(reduce):
     check_no_nan(reduce)
 
 
-def test_a_weight_of_zero_times_an_infinite_numerator():
-    near = AttentionState(jnp.zeros(1), jnp.ones(1), jnp.ones((1, 1)))
-    far = AttentionState(jnp.full(1, -1e4), jnp.ones(1), jnp.full((1, 1), jnp.inf))
-    assert finalize(merge(near, far))[0] == 1
-
-
 def test_an_infinite_score_takes_all_the_weight():
     one = AttentionState(jnp.full(1, jnp.inf), jnp.ones(1), jnp.full((1, 1), 5.0))
     rest = AttentionState(jnp.zeros(1), jnp.ones(1), jnp.ones((1, 1)))
     assert finalize(merge(one, rest))[0] == finalize(merge(rest, one))[0] == 5
-
-
-def test_exponentials_beyond_the_range_of_float16():
-    """lse 2·10⁴: exp(lse) overflows in every dtype, the difference of two does not."""
-    lse = jnp.array([20000.0, 20000.0 + math.log(3)])
-    run = jax.jit(lambda out, lse: finalize(reduce_tree(from_output(out, lse))))
-    out, merged = run(jnp.array([[0.0], [4.0]]), lse)
-    np.testing.assert_allclose(out, [3.0], rtol=1e-12)
-    np.testing.assert_allclose(merged, 20000 + math.log(4), rtol=1e-15)
 
 
 def test_a_nan_is_not_hidden():
@@ -625,6 +643,25 @@ def test_merging_commutes_bit_for_bit(dtype, optimized):
 # ---------------------------------------------------------------- work and depth
 
 
+def count_merges(program, *arguments):
+    """(work, depth): the merges of a traced program, and those on its longest path.
+
+    Each merge takes one maximum of two pivots, and the program must take no other.
+    """
+    with jax.disable_jit():  # loops are unrolled, and functions inlined
+        jaxpr = jax.make_jaxpr(program)(*arguments).jaxpr
+    work, depth = 0, {}
+
+    def deepest(inputs):
+        return max((depth.get(x, 0) for x in inputs if not isinstance(x, Literal)), default=0)
+
+    for eqn in jaxpr.eqns:
+        merges = eqn.primitive.name == "max"
+        work += eqn.outvars[0].aval.size if merges else 0
+        depth |= dict.fromkeys(eqn.outvars, deepest(eqn.invars) + merges)
+    return work, deepest(jaxpr.outvars)
+
+
 def scalar_states(p):
     """The shapes of p states of one query and one value, for tracing."""
     return jax.eval_shape(lambda: AttentionState.identity((p,), 1))
@@ -636,36 +673,36 @@ def check_tree_counts(ps, k):
         rounds = 0  # the smallest r with kʳ ≥ p, in integers
         while k**rounds < p:
             rounds += 1
-        tree = functools.partial(treeattn.idea.state.reduce_tree, arity=k)
+        tree = functools.partial(treeattn.state.reduce_tree, arity=k)
         work, depth = count_merges(tree, scalar_states(p))
         assert work == p - 1 and rounds <= depth <= (k - 1) * rounds, p
         assert depth == rounds or k > 2, p
         left = p
         for _ in range(rounds):
-            one = functools.partial(treeattn.idea.state.tree_round, arity=k)
+            one = functools.partial(tree_round, arity=k)
             left = jax.eval_shape(one, scalar_states(left)).max.shape[0]
         assert left == 1, p
 
 
 @pytest.mark.parametrize("k", [2, 3, 8])
 def test_rounds_and_merges_of_trees(k):
-    check_tree_counts((1, 2, 3, 5, 9, 27, 28, 65), k)
+    check_tree_counts((1, 2, 3, 5, 9, 27, 28), k)
 
 
 @functools.cache
 def left_after_a_round(p, k):
-    one = functools.partial(treeattn.idea.state.tree_round, arity=k)
+    one = functools.partial(tree_round, arity=k)
     return jax.eval_shape(one, scalar_states(p)).max.shape[0]
 
 
-def check_states_left(p, k, one_round=left_after_a_round):
+def check_states_left(p, k):
     """⌈p / kʳ⌉ after r rounds, until one is left."""
     left = p
     for r in range(p + 1):
         assert left == -(-p // k**r)
         if left == 1:
             return
-        left = one_round(left, k)
+        left = left_after_a_round(left, k)
     raise AssertionError("more rounds than states")
 
 
@@ -675,24 +712,18 @@ def test_states_left_after_each_round_for_any_arity():
             check_states_left(p, k)
 
 
-def test_a_round_that_merges_one_pair_only_is_noticed():
-    check_states_left(2, 2, lambda p, k: p - 1)
-    with pytest.raises(AssertionError):
-        check_states_left(5, 2, lambda p, k: p - 1)
-
-
 def test_rounds_and_merges_of_a_tree_wider_than_its_leaves():
     check_tree_counts((5,), 200)
 
 
 def test_chain_and_scan_counts():
-    for p in (1, 2, 3, 100, 128):
+    for p in (1, 2, 3, 65):
         assert count_merges(reduce_chain, scalar_states(p)) == (p - 1, p - 1)
         work, depth = count_merges(scan_states, scalar_states(p))
         assert work < 2 * p and depth <= 2 * math.ceil(math.log2(p))
 
 
-@pytest.mark.parametrize(("n", "p"), [(128, 1), (128, 8), (128, 128), (120, 5)])
+@pytest.mark.parametrize(("n", "p"), [(16, 1), (128, 8), (64, 64), (120, 5)])
 def test_theorem_1(n, p):
     """n keys on p processors: n/p − 1 merges in a chain, then ⌈log₂ p⌉ rounds of the tree."""
 
@@ -807,139 +838,23 @@ def test_rounding_by_order_and_dtype(dtype):
     assert tree < chain < error(chain_of_outputs, exact[-1])
 
 
-@pytest.fixture
-def few_merges(monkeypatch):
-    """The figure's measurement: 128 states, and two seeds."""
-    monkeypatch.setattr(rounding, "COUNTS", 2 ** np.arange(8))
-    monkeypatch.setattr(rounding, "SEEDS", 2)
-    rounding.shards.cache_clear()
-    yield
-    rounding.shards.cache_clear()
-
-
-def largest_share(errors):
-    """Of an error in its worst-case bound, over all queries and means and spreads."""
-    return max((x.error / x.bound).max() for x in errors.values() if x.bound is not None)
-
-
-def test_rounding_depends_on_the_data(few_merges, monkeypatch):
-    """Within the bounds; trees near ε; (out, lse) worse with mean 0, better with mean 3."""
-    monkeypatch.setattr(rounding, "DTYPES", ("bfloat16",))
-    errors = rounding.rounding_errors.__wrapped__()
-    assert largest_share(errors) < 1
-    tree, chain, pairs = (
-        np.median(errors["bfloat16", order].error, -1)
-        for order in ("tree", "chain", "chain of (out, lse)")
-    )
-    assert tree.max() < 2 < chain.max()
-    for mean, worse in ((0, True), (2, False)):  # the first and the last; spread 1
-        at = np.s_[-1, mean, 0]
-        assert (np.median(pairs[at]) > np.median(chain[at])) is np.bool_(worse)
-
-
-@pytest.mark.usefixtures("changeable")
-def test_merges_that_do_not_rescale_leave_the_bounds(few_merges, monkeypatch):
-    monkeypatch.setattr(rounding, "DTYPES", ("float32",))
-    monkeypatch.setattr(treeattn.idea.state, "rescale", lambda x, m: x._replace(max=m))
-    assert largest_share(rounding.rounding_errors.__wrapped__()) > 100
-
-
-# ---------------------------------------------------------------- what skipping costs
-
-
-def with_and_without(seed, shape=(6, 40)):
-    """(seen, out and lse with all keys, scores and values of the skipped keys), float64."""
-    rng = np.random.default_rng(seed)
-    s = rng.normal(size=(*shape, 2)) * rng.choice([0.1, 3.0])
-    v = rng.normal(size=(*shape, 2, 3)) + rng.normal(size=3)
-    m = s[..., 0].max(-1)
-    w = np.exp(s[..., 0] - m[:, None])
-    seen = AttentionState(m, w.sum(-1), np.einsum("qk,qkd->qd", w, v[..., 0, :]))
-    terms = np.exp(s.reshape(shape[0], -1))
-    whole = np.einsum("qk,qkd->qd", terms, v.reshape(shape[0], -1, 3)) / terms.sum(-1)[:, None]
-    return seen, whole, s[..., 1], v[..., 1, :]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_skipping_costs_no_more_than_its_bound(seed):
-    """By the lse of the skipped keys, and by their largest score and their number."""
-    seen, whole, s, v = with_and_without(seed)
-    cost = np.linalg.norm(whole - finalize(seen)[0], axis=-1)
-    radius = np.linalg.norm(v, axis=-1).max(-1)
-    lse = np.log(np.exp(s).sum(-1))
-    by_lse = np.asarray(skip_bound(seen, lse, radius))
-    by_score = np.asarray(skip_bound(seen, s.max(-1) + np.log(s.shape[-1]), radius.max()))
-    assert (cost <= by_lse).all() and (by_lse <= by_score).all()
-    weight = np.exp(lse) / (np.exp(lse) + seen.denominator * np.exp(seen.max))
-    longest = np.linalg.norm(finalize(seen)[0], axis=-1) + radius
-    np.testing.assert_allclose(by_lse, weight * longest, rtol=1e-12)
-
-
-def test_the_bound_of_skipping_is_reached():
-    """By one skipped key whose value lies opposite to the output; a weight of a fourth."""
-    seen = AttentionState(np.zeros(1), 3 * np.ones(1), np.array([[6.0, 0.0]]))
-    np.testing.assert_allclose(skip_bound(seen, 0.0, 5.0), [(2 + 5) / 4], rtol=1e-12)
-    key = AttentionState(np.zeros(1), np.ones(1), np.array([[-5.0, 0.0]]))
-    out = finalize(merge(seen, key))[0]
-    np.testing.assert_allclose(np.linalg.norm(out - finalize(seen)[0]), (2 + 5) / 4, rtol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_skipping_no_keys_costs_nothing_and_skipping_all_of_them_the_output(dtype):
-    none = AttentionState.identity((1,), 2, dtype)
-    some = AttentionState(*(jnp.asarray(x, dtype) for x in ([1.0], [1.0], [[3.0, 4.0]])))
-    for seen, skipped, wanted in (
-        (some, -np.inf, 0.0),
-        (none, -np.inf, 0.0),
-        (none, 1.0, 2.0),  # nothing was seen: the output is 0, and at most 2 long
-        (some, 1e4, 7.0),
-        (some, -1e4, 0.0),
-    ):
-        found = skip_bound(seen, skipped, 2.0)
-        assert found.shape == (1,) and found.dtype == jnp.promote_types(dtype, jnp.float32)
-        np.testing.assert_allclose(found, [wanted], rtol=1e-6)
-
-
 # ---------------------------------------------------------------- checks that can fail
 
 
 @pytest.mark.usefixtures("changeable")
 def test_without_the_guard_the_checks_fail(monkeypatch):
-    monkeypatch.setattr(treeattn.idea.state, "finite", lambda x: x)
+    monkeypatch.setattr(treeattn.state, "finite", lambda x: x)
     none = AttentionState.identity((1,), 1)
     assert jnp.isnan(merge(none, none).denominator).all()
     with pytest.raises(AssertionError):
         check_no_nan()
 
 
-def check_merge_of_outputs():
-    """Merging (out, lse) of shards is exact to float32's rounding."""
-    rng = np.random.default_rng(15)
-    out, lse = rng.normal(size=(8, 32, 4)), rng.normal(size=(8, 32)) + 9
-    w = np.exp(lse - lse.max(0))
-    wanted = (out * w[..., None]).sum(0) / w.sum(0)[..., None]
-    states = treeattn.idea.state.from_output(jnp.float32(out), jnp.float32(lse))
-    got, total = jax.jit(lambda x: finalize(reduce_tree(x)))(states)
-    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(total, lse.max(0) + np.log(w.sum(0)), rtol=1e-6)
-
-
-def test_with_a_bfloat16_lse_the_check_fails(monkeypatch):
-    check_merge_of_outputs()
-
-    def halved(out, lse):
-        return from_output(out, lse.astype(jnp.bfloat16))
-
-    monkeypatch.setattr(treeattn.idea.state, "from_output", halved)
-    with pytest.raises(AssertionError):
-        check_merge_of_outputs()
-
-
 def test_with_a_chain_for_the_tree_the_counter_notices(monkeypatch):
     def chain(states, axis=0, *, arity=2):
         return reduce_chain(states, axis)
 
-    monkeypatch.setattr(treeattn.idea.state, "reduce_tree", chain)
+    monkeypatch.setattr(treeattn.state, "reduce_tree", chain)
     with pytest.raises(AssertionError):
         check_tree_counts((8,), 2)
 
@@ -985,11 +900,6 @@ STATE = AttentionState(jnp.zeros(3), jnp.ones(3), jnp.ones((3, 2)))
             r"state\.max: expected a floating-point array, got dtype int",
         ),
         (
-            lambda: finalize(STATE._replace(max=0.0)),
-            TypeError,
-            r"state\.max: expected an array, got float",
-        ),
-        (
             lambda: scan_states(STATE._replace(max=jnp.zeros(3, "float16"))),
             TypeError,
             r"expected one dtype, got states\.max float16",
@@ -1004,12 +914,6 @@ STATE = AttentionState(jnp.zeros(3), jnp.ones(3), jnp.ones((3, 2)))
             TypeError,
             r"out: expected a floating-point",
         ),
-        (
-            lambda: skip_bound(STATE, np.zeros(2), 1.0),
-            ValueError,
-            r"skipped_lse: .*\(3,\), got \(2,\)",
-        ),
-        (lambda: skip_bound(STATE, 0.0, np.ones(3, int)), TypeError, "radius: .*floating-point"),
         (lambda: AttentionState.identity((3,), 2, int), TypeError, r"dtype: .*floating-point"),
         (
             lambda: AttentionState.identity((3,), 2, jnp.float8_e4m3fn),
@@ -1031,7 +935,18 @@ def test_called_by_itself_it_is_one_program(function):
     states = (state, state)[: 2 if function is merge else 1]
     result = function(*states)
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(result))
-    program = getattr(treeattn.idea.state, f"_{function.__name__}")
+    program = getattr(treeattn.state, f"_{function.__name__}")
     assert program._cache_size() > 0
     inside = jax.jit(function).lower(*states).as_text()
     assert f"@_{function.__name__}" not in inside
+
+
+def test_a_warm_call_takes_few_steps_in_python(unchecked):
+    """Checks are made while a function is traced: once a shape."""
+    state = random_states(np.random.default_rng(0), (3,))
+    for calls, function, arguments in (
+        (1, merge, (state, state)),
+        (1, finalize, (state,)),
+        (3, from_output, (jnp.ones((3, 2)), jnp.ones(3))),
+    ):
+        assert python_calls(function, *arguments) == calls, function

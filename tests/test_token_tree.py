@@ -68,6 +68,15 @@ def test_a_beams_mask_is_that_of_its_tree(seed, shape):
     np.testing.assert_array_equal(depths(parents), packed.position_offsets[0])
 
 
+def test_the_documents_arrows():
+    """Mars ← is ← a ← red, is ← reddish ← when, is ← dark ← red: each node's parent."""
+    packed = pack(np.array([[[0, 1, 2, 3], [0, 1, 4, 5], [0, 1, 6, 3]]]))
+    np.testing.assert_array_equal(packed.packed_beam[0], [0, 1, 2, 3, 4, 5, 6, 3])
+    arrows = np.array([-1, 0, 1, 2, 1, 4, 1, 6])
+    np.testing.assert_array_equal(ancestor_mask(arrows), packed.attention_mask[0])
+    np.testing.assert_array_equal(depths(arrows), packed.position_offsets[0])
+
+
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("function", [ancestor_mask, depths])
 @pytest.mark.parametrize("module", [np, jnp])
