@@ -664,5 +664,5 @@ def test_no_id_of_64_bits_becomes_another():
                 jax.jit(lambda n, function=function: function(beam, n))(of_jax)
         packed = pack(beam % 2**32, of_jax)
         np.testing.assert_array_equal(packed.packed_beam, [[5, 1]])  # small ones are taken
-        with pytest.raises(ValueError, match="^packed: "):
+        with pytest.raises(ValueError, match=r"^packed: "):
             unpack(beam[0], jnp.zeros((2, 1, 1), jnp.int32))

@@ -8,10 +8,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles import dense_attention, dense_gradients
 
-from treeattn import attention_from_energy, causal_energy, cumulant, energy, log_likelihood
-from labs.cost.work import flops
-from treeattn.idea.energy import log_sum_exp
+from treeattn import (
+    attention_from_energy,
+    causal_energy,
+    cumulant,
+    energy,
+    log_likelihood,
+    memory,
+)
+from treeattn.energy import log_sum_exp
 
 SHAPES = [(1, 1, 1), (7, 2, 6), (40, 8, 3)]  # (n, d, dv): one key; dv ≠ d both ways
 MASKS = ["all", "one", "random", "nothing"]
@@ -182,21 +189,15 @@ def test_vmap_gives_causal_grouped_query_attention_and_its_gradients():
         out = rows(q.reshape(batch, length, kv_heads, group, d), k, v, mask)
         return out.reshape(batch, length, kv_heads * group, dv)
 
-    def dense(q, k, v):
-        k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
-        s = jnp.einsum("blhd,bnhd->bhln", q, k) / np.sqrt(d)
-        return jnp.einsum("bhln,bnhv->blhv", jax.nn.softmax(jnp.where(mask, s, -jnp.inf)), v)
+    w = rng.normal(size=(batch, length, kv_heads * group, dv))
 
-    cotangent = rng.normal(size=(batch, length, kv_heads * group, dv))
+    @jax.jit
+    def run(*inputs):
+        out, pull = jax.vjp(by_energy, *inputs)
+        return [out, *pull(w)]
 
-    def everything(f):
-        def run(*inputs):
-            out, pull = jax.vjp(f, *inputs)
-            return [out, *pull(cotangent)]
-
-        return jax.jit(run)(q, k, v)
-
-    for a, b in zip(everything(by_energy), everything(dense), strict=True):
+    wanted = [dense_attention(q, k, v, mask=mask), *dense_gradients(q, k, v, w, mask=mask)]
+    for a, b in zip(run(q, k, v), wanted, strict=True):
         close(a, b)
 
 
@@ -310,22 +311,27 @@ def test_gamma_has_a_saddle_at_attention():
     np.testing.assert_array_equal(np.sign(np.linalg.eigvalsh(hessian)), [-1] * 3 + [1] * 3)
 
 
+def flops(function, *shapes):
+    """Operations of the compiled program, for float32 arrays of these shapes; and the program."""
+    arrays = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+    program = jax.jit(function).lower(*arrays).compile()
+    return program.cost_analysis()["flops"], program
+
+
 def test_the_gradient_costs_a_constant_factor():
     """In operations, of keys twice as wide as values; and in memory, a few numbers a key."""
     n, d, dv = 1024, 64, 32
     shapes = (dv,), (d,), (n, d), (n, dv)
     both = jax.value_and_grad(energy)
-    ratio = flops(both, *shapes) / flops(energy, *shapes)
-    assert abs(ratio - (d + 2 * dv) / (d + dv)) < 0.02
-    arrays = [jax.ShapeDtypeStruct(s, "float32") for s in shapes]
-    memory = jax.jit(both).lower(*arrays).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < 20 * n  # keys and values: 384 n
+    (count, program), (of_energy, _) = flops(both, *shapes), flops(energy, *shapes)
+    assert abs(count / of_energy - (d + 2 * dv) / (d + dv)) < 0.02
+    assert memory(program).temporary_bytes < 20 * n  # keys and values: 384 n
 
 
 def test_all_queries_cost_quadratically():
     """2024 §1 and §3: four times the operations for twice the tokens; twice for one query."""
     for f, times in ((causal_energy, 4), (lambda z, q, k, v: energy(z[0], q[0], k, v), 2)):
-        small, large = (flops(f, *[(n, 64)] * 4) for n in (512, 1024))
+        (small, _), (large, _) = (flops(f, *[(n, 64)] * 4) for n in (512, 1024))
         assert large / small == pytest.approx(times, rel=0.02)
 
 

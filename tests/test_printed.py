@@ -16,6 +16,7 @@ from treeattn import (
     attend,
     attention_from_energy,
     causal_energy,
+    collectives,
     energy,
     finalize,
     kv_mesh,
@@ -23,7 +24,7 @@ from treeattn import (
     merge_across,
     tree_decode,
 )
-from treeattn.program import collectives, total_bytes
+from treeattn.program import total_bytes
 
 close = functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-12)
 
@@ -297,7 +298,7 @@ def test_the_query_has_to_reach_every_device():
             return jax.ShapeDtypeStruct((b, length, h, d), jnp.float32, sharding=sharding)
 
         cache = array(n, P(None, "kv"))
-        run = jax.jit(functools.partial(tree_decode, mesh=mesh, axis="kv"))
+        run = jax.jit(functools.partial(tree_decode, sharding=NamedSharding(mesh, P(None, "kv"))))
         found = collectives(run.lower(array(1, spec), cache, cache).compile())
         return total_bytes(found, "all-gather")
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sympy as sp
+from calls import python_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from calls import python_calls
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 from oracles import dense_attention, dense_weights

@@ -6,16 +6,31 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from oracles import dense_attention
-from test_decode import make_mesh
 
-import treeattn
-from treeattn import attend, finalize, from_output, merge, merge_across
+from treeattn import (
+    attend,
+    attention,
+    finalize,
+    from_output,
+    kv_mesh,
+    memory,
+    merge,
+    merge_across,
+    tree_decode,
+)
 
 
 def draw(seed, *shapes):
     rng = np.random.default_rng(seed)
     return [jnp.asarray(rng.normal(size=shape)) for shape in shapes]
+
+
+def over(p):
+    """How keys lie on p devices."""
+    return NamedSharding(kv_mesh(jax.devices()[:p]), P(None, "kv"))
 
 
 def sink_state(sinks, like):
@@ -43,11 +58,11 @@ def test_a_sink_is_a_state_without_a_value(seed):
     np.testing.assert_allclose(out, dense_with_sinks(q, k, v, sinks * 3), atol=1e-12)
 
 
-@pytest.mark.parametrize("p", [5])
-def test_a_sink_counts_once_and_not_once_a_shard(p):
+def test_a_sink_counts_once_and_not_once_a_shard():
+    p = 5
     q, k, v, sinks = draw(0, (2, 1, 4, 8), (2, 16, 2, 8), (2, 16, 2, 6), (4,))
     want = dense_with_sinks(q, k, v, sinks)
-    out, lse = treeattn.tree_decode(q, k, v, mesh=make_mesh((p,)), axis="kv", return_lse=True)
+    out, lse = tree_decode(q, k, v, sharding=over(p), return_lse=True)
     state = from_output(out, lse)
     sink = sink_state(sinks, state)
     np.testing.assert_allclose(finalize(merge(state, sink))[0], want, atol=1e-12)
@@ -101,7 +116,7 @@ def test_a_cascade_reads_the_prefix_once(optimized):
     )
     lengths = jax.ShapeDtypeStruct((b,), jnp.int32)
     program = jax.jit(cascade).lower(q, (pk, pk), (k, k), lengths).compile()
-    held = treeattn.program.memory(program)
+    held = memory(program)
     prefix = 2 * n * 4 * 64 * 4
     assert held.held_bytes < 3 * prefix < b * prefix
 
@@ -133,8 +148,8 @@ def test_latent_attention_is_grouped_queries_over_one_head():
     absorbed = jnp.concatenate([jnp.einsum("blhd,hcd->blhc", q, up_k), q_r], -1)
     keys = jnp.concatenate([c, k_r], -1)[:, :, None]  # one head, of the latent and the rotary part
     for decode in (
-        treeattn.attention,
-        lambda *x, **o: treeattn.tree_decode(*x, mesh=make_mesh((3,)), axis="kv", **o),
+        attention,
+        lambda *x, **options: tree_decode(*x, sharding=over(3), **options),
     ):
         out = decode(absorbed, keys, c[:, :, None], scale=scale)  # (b, 1, h, latent)
         np.testing.assert_allclose(jnp.einsum("blhc,hcv->blhv", out, up_v), want, atol=1e-12)
@@ -145,20 +160,17 @@ def test_a_sliding_window_over_stripes(window):
     """A key's position, and not its place, decides: token t lies on device t mod p."""
     p, n, now = 4, 32, 29  # the query is token 29; later places hold nothing yet
     q, k, v = draw(0, (1, 1, 4, 8), (1, n, 2, 8), (1, n, 2, 6))
-    striped = np.arange(n).reshape(-1, p).T.ravel()  # the positions in the order of the shards
-    seen = (striped <= now) & (striped > now - window)
-    out = treeattn.tree_decode(
-        q,
-        k[:, striped],
-        v[:, striped],
-        mesh=make_mesh((p,)),
-        axis="kv",
+    stripes = np.arange(n).reshape(-1, p).T.ravel()  # the positions in the order of the slots
+    seen = (stripes <= now) & (stripes > now - window)
+    out = tree_decode(
+        *(q, k[:, stripes], v[:, stripes]),
+        sharding=over(p),
+        striped=True,
+        kv_lengths=np.array([now + 1]),
         mask=jnp.asarray(seen)[None, None, None],
     )
-    first = max(0, now - window + 1)
-    np.testing.assert_allclose(
-        out, dense_attention(q, k[:, first : now + 1], v[:, first : now + 1]), atol=1e-12
-    )
+    keys = slice(max(0, now - window + 1), now + 1)
+    np.testing.assert_allclose(out, dense_attention(q, k[:, keys], v[:, keys]), atol=1e-12)
     shares = seen.reshape(p, -1).sum(axis=1)  # dealt like cards, a window is everybody's work
     assert shares.max() - shares.min() <= 1
 
@@ -166,7 +178,6 @@ def test_a_sliding_window_over_stripes(window):
 def test_sinks_travel_with_any_merge_inside_shard_map():
     """On one device of the mesh only: where else would they be counted twice."""
     q, k, v, sinks = draw(0, (1, 1, 4, 8), (1, 8, 2, 8), (1, 8, 2, 6), (4,))
-    P = jax.sharding.PartitionSpec
     for method in ("allreduce", "butterfly", "gather"):
 
         def body(k, v, method=method):
@@ -177,6 +188,6 @@ def test_sinks_travel_with_any_merge_inside_shard_map():
             )[0]
 
         f = jax.shard_map(
-            body, mesh=make_mesh((4,)), in_specs=P(None, "kv"), out_specs=P(), check_vma=False
+            body, mesh=over(4).mesh, in_specs=P(None, "kv"), out_specs=P(), check_vma=False
         )
         np.testing.assert_allclose(jax.jit(f)(k, v), dense_with_sinks(q, k, v, sinks), atol=1e-12)

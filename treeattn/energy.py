@@ -52,6 +52,10 @@ def energy(
 
     A scalar, float32 or float64; −∞ when no key is visible. What masked keys and values hold
     does not matter.
+
+    >>> k, v = jnp.zeros((2, 4)), jnp.array([[1.0], [3.0]])  # two keys of score 0
+    >>> print(energy(jnp.zeros(1), jnp.ones(4), k, v).round(4))  # log 2
+    0.6931
     """
     mask = _check_inputs(q, k, v, mask)
     check_floating(zeta=zeta)
@@ -73,6 +77,10 @@ def causal_energy(
 
     zeta (n, dv) and q (n, d): a source and a query for each of the n keys. The gradient in
     zeta at 0 is causal attention, (n, dv).
+
+    >>> q, v = jnp.zeros((2, 4)), jnp.array([[1.0], [3.0]])
+    >>> print(jax.grad(causal_energy)(jnp.zeros((2, 1)), q, q, v).ravel())
+    [1. 2.]
     """
     _check_inputs(q, k, v, rank=2)
     check_floating(zeta=zeta)
@@ -89,6 +97,10 @@ def attention_from_energy(
     """∇F(0), by `jax.grad`: attention, (dv,) in q's dtype (2024 eq. 5, 14; 2025 eq. 5, 23).
 
     0 when no key is visible.
+
+    >>> k, v = jnp.zeros((2, 4)), jnp.array([[1.0], [3.0]])
+    >>> print(attention_from_energy(jnp.ones(4), k, v))
+    [2.]
     """
     return cumulant(1, q, k, v, mask=mask, scale=scale)
 
@@ -103,6 +115,10 @@ def cumulant(
     central moments differ. Order 0 is F(0), the lse, in float32 or float64.
 
     Memory grows as n · dv**(order − 1).
+
+    >>> k, v = jnp.zeros((2, 4)), jnp.array([[1.0], [3.0]])
+    >>> print(cumulant(2, jnp.ones(4), k, v))  # the variance
+    [[1.]]
     """
     order = integer("order", order, 0)
     mask = _check_inputs(q, k, v, mask)
@@ -131,6 +147,10 @@ def log_likelihood(
     It is the log-likelihood of ζ in the exponential family of the values, tilted from the
     attention weights, when the observed mean of the values is z. Its one stationary point in
     (ζ, z) is (0, attention), a saddle: neither a minimum nor a maximum.
+
+    >>> k, v = jnp.zeros((2, 4)), jnp.array([[1.0], [3.0]])
+    >>> print(log_likelihood(jnp.zeros(1), jnp.array([2.0]), jnp.ones(4), k, v).round(4))
+    -0.6931
     """
     check_floating(z=z)
     _check_shape("z", z, zeta.shape, "zeta's shape")

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,6 +20,10 @@ def simulate_devices(n: int) -> None:
 
     Raises RuntimeError when JAX has already started with another number of devices, or on
     another platform, since the number cannot change afterwards.
+
+    >>> simulate_devices(9)
+    >>> print(len(jax.devices()))
+    9
     """
     n = integer("n", n, 1)
     try:
@@ -53,6 +58,9 @@ def kv_mesh(
 
     Raises TypeError for what are no devices or whole numbers; ValueError when there are no
     devices, or when they do not fill the axes.
+
+    >>> print(dict(kv_mesh(jax.devices()[:8], nodes=2).shape))
+    {'node': 2, 'device': 4}
     """
     devices = np.asarray(jax.devices() if devices is None else devices, dtype=object).ravel()
     if devices.size == 0:
@@ -79,7 +87,7 @@ def initialize(
     *,
     heartbeat_timeout_seconds: int = 10,
     initialization_timeout: int = 20,
-    **options,
+    **options: Any,
 ) -> None:
     """Join the other processes of a cluster: `jax.distributed.initialize`, made safe to fail in.
 
@@ -97,6 +105,8 @@ def initialize(
     at the next collective, and end as well.
 
     Raises RuntimeError when not all processes arrive in time. Exceptions then end as before.
+
+    >>> initialize("10.0.0.1:9876", num_processes=4, process_id=0)  # doctest: +SKIP
     """
     before = sys.excepthook
     sys.excepthook = _end_at_once
