@@ -1,0 +1,156 @@
+"""What a Llama's calls take: arguments checked before any work, by errors that name them.
+
+Arrays that are being traced pass: their values are not known.
+"""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import SupportsIndex
+
+import jax
+import numpy as np
+
+from treeattn_llama.arguments import Array, as_array, integer, integers
+from treeattn_llama.cache import Cache, Pair
+from treeattn_llama.layout import Layout
+
+# A text's token ids, and those of several texts: lists of whole numbers, or arrays.
+Ids = Sequence[SupportsIndex] | Array
+Prompts = Sequence[Ids] | Array
+
+NewEntries = tuple[Pair, ...]  # what a step's tokens bring: each layer's keys and values
+
+
+def check_rows(name: str, layout: Layout, batch: int) -> None:
+    """Raise a ValueError unless the devices can share so many texts evenly."""
+    if batch % layout.rows:
+        raise ValueError(
+            f"{name}: expected a number of texts that {layout.rows} parts of the mesh's batch axis "
+            f"can share evenly, got {batch}"
+        )
+
+
+def check_tokens(tokens, vocabulary: int, layout: Layout) -> Array:
+    """`tokens` as an array (b, l) of ids, of as many texts as the devices can share."""
+    tokens = integers("tokens", tokens, (None, None), "ids", vocabulary - 1)
+    check_rows("tokens", layout, tokens.shape[0])
+    return tokens
+
+
+def check_prompts(prompts: Prompts, vocabulary: int) -> list[list[int]]:
+    """The prompts as lists of ints, whatever they came as: lists or arrays, NumPy's or JAX's.
+
+    Raises a TypeError for what is no sequence, and a ValueError for one that does not hold lists
+    of ids in the vocabulary, none of them empty.
+    """
+    try:
+        rows = [as_array("prompts", prompts[i]) for i in range(len(prompts))]
+    except (TypeError, KeyError):  # no length, no order, ragged rows
+        raise TypeError(
+            f"prompts: expected lists of token ids, got {type(prompts).__name__} {prompts!s:.40}"
+        ) from None
+    lengths = [len(row) if row.ndim == 1 else 0 for row in rows]
+    if not rows or not all(lengths):
+        raise ValueError(
+            f"prompts: expected lists of token ids, none of them empty, got lengths {lengths} of "
+            f"{prompts!s:.40}"
+        )
+    return [integers("prompts", row, (None,), "ids", vocabulary - 1).tolist() for row in rows]
+
+
+def check_cache(cache: Cache, config) -> None:
+    """Raise a TypeError or ValueError unless `cache` is one of such a model."""
+    if not isinstance(cache, Cache):
+        raise TypeError(f"cache: expected a Cache, as new_cache makes it, got {cache!r:.40}")
+    came = len(cache.k), *cache.k[0].shape[2:]
+    expected = config.layers, config.kv_heads, config.head_dim
+    if came != expected:
+        shape = "layers, key heads and a head_dim of"
+        raise ValueError(f"cache: expected {shape} {expected}, as the model has, got {came}")
+
+
+def check_new(tokens: Array, cache: Cache, positions, mask) -> tuple[Array, Array | None]:
+    """(positions, mask) as arrays (b, l) and (b, l, l), if they and the tokens fit each other, the
+    cache, and the room in it: with a mask, for one token of each text that has any."""
+    b, l = tokens.shape
+    if b != len(cache.lengths):
+        raise ValueError(f"tokens: the cache has {len(cache.lengths)} texts, got {b} rows")
+    if positions is None:
+        positions = cache.lengths[:, None] + np.arange(l, dtype=np.int32)
+    positions = integers("positions", positions, (b, l))
+    if mask is None:
+        check_room(cache, l)
+        return positions, None
+    mask = as_array("mask", mask)
+    if mask.shape not in ((b, l, l), (1, l, l)) or mask.dtype != bool:
+        raise ValueError(f"mask: expected booleans {(b, l, l)}, got {mask.dtype} {mask.shape}")
+    if not isinstance(mask, jax.core.Tracer):
+        mask = np.broadcast_to(np.asarray(mask), (b, l, l))
+        # Padding sees nothing, not even itself.
+        check_room(cache, mask.diagonal(axis1=1, axis2=2).any(axis=1))
+    return positions, mask
+
+
+def check_commit(cache: Cache, new: NewEntries, counts, select) -> tuple[Array, Array | None]:
+    """(counts, select) as arrays, if they fit each other, the cache, and `new`: a TypeError unless
+    that is what `extend` returned for such a cache."""
+    if not isinstance(new, tuple) or len(new) != len(cache.k):
+        kind = f"a tuple of {len(cache.k)} layers, as extend returns it"
+        raise TypeError(f"new: expected {kind}, got {type(new).__name__} {new!r:.40}")
+    batch, most = new[0][0].shape[:2]
+    if batch != len(cache.lengths):
+        raise ValueError(f"new: the cache has {len(cache.lengths)} texts, got those of {batch}")
+    if select is not None:
+        select = integers("select", select, (batch, None), "indices", most - 1)
+        most = select.shape[1]
+    return check_counts(counts, most, cache), select
+
+
+def check_counts(counts, most: int, cache: Cache) -> Array:
+    """`counts` as an array (batch,), `most` of each text when None; the cache has room for them."""
+    batch = len(cache.lengths)
+    counts = np.full(batch, most) if counts is None else counts
+    counts = integers("counts", counts, (batch,), "numbers of tokens", most)
+    check_room(cache, counts)
+    return counts.astype(np.int32)
+
+
+def check_room(cache: Cache, counts, name: str = "tokens") -> None:
+    """Raise a ValueError unless `counts` more tokens of each text fit."""
+    if isinstance(cache.lengths, jax.core.Tracer) or isinstance(counts, jax.core.Tracer):
+        return
+    needed = int(np.max(np.asarray(cache.lengths) + np.asarray(counts)))
+    if needed > cache.capacity:
+        raise ValueError(f"{name}: {needed} tokens do not fit into a cache of {cache.capacity}")
+
+
+def check_capacity(capacity, context: int) -> int:
+    """`capacity` as an integer; a warning where it is more than a model was trained on."""
+    capacity = integer("capacity", capacity, 1)
+    if capacity > context:
+        trained = f"the model was trained on texts of up to {context} tokens"
+        warnings.warn(f"capacity: {trained}, got {capacity}", stacklevel=_callers_level())
+    return capacity
+
+
+def _callers_level() -> int:
+    """How far up the stack, from `warnings.warn` in the caller, this package's user stands."""
+    here = str(Path(__file__).parent)
+    frame = sys._getframe(1)
+    level = 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
+        frame = frame.f_back
+        level += 1
+    return level
+
+
+def pad_prompts(prompts: Sequence[Sequence[int]], multiple: int) -> np.ndarray:
+    """The prompts as rows (batch, n) int32, filled up with zeros to a multiple: [[5, 7, 8]] of 4
+    becomes [[5, 7, 8, 0]]."""
+    longest = max(map(len, prompts))
+    tokens = np.zeros((len(prompts), multiple * -(-longest // multiple)), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return tokens

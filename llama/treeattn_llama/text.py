@@ -1,0 +1,250 @@
+"""Text from a model: streaming, generating, chatting; plainly, or with the help of a draft."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import SupportsIndex
+
+import numpy as np
+from jaxtyping import Key
+
+from treeattn_llama import inputs
+from treeattn_llama.arguments import Array, integer
+from treeattn_llama.inputs import Ids
+from treeattn_llama.lookup import LookupDraft
+from treeattn_llama.model import Llama
+from treeattn_llama.sampling import sampling_of
+from treeattn_llama.speculate import Draft, Step, Writer
+from treeattn_llama.tokenizer import Tokenizer
+
+Prompt = str | Ids
+Stop = str | SupportsIndex | Sequence[str | SupportsIndex]
+
+DRAFTS = {"lookup": LookupDraft}
+
+
+def stream(
+    model: Llama,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    max_new_tokens: int = 128,
+    draft: str | Draft | None = None,
+    budget: int = 8,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    key: Key[Array, ""] | None = None,
+    stop: Stop | None = None,
+    capacity: int | None = None,
+    progress: Callable[[int], None] = lambda tokens: None,
+) -> Iterator[list[list[int]]]:
+    """Continue a prompt, or several of any lengths, a call of the model at a time.
+
+    Yields for each call the new ids of each prompt, a list of lists: the first call reads the
+    prompts, and gives each text one token; without a draft, so does every call after it, [[5],
+    [17]] for two prompts; with one, a call may confirm several, [[5, 8, 2], [17]]. A text that is
+    over gets []. What is returned has a `trace`, too: a `Step` for each call after the prompts.
+
+    prompts:     a text, a list of token ids, or a list of either
+    draft:       None (plain decoding); "lookup": guess that the text goes on as it did where it
+                 last went like this (`LookupDraft`); or an object that observes and proposes
+                 (`speculate.Draft`)
+    budget:      tokens of one call, the certain one included: a budget of 8 asks the draft for 7.
+                 A call costs what was drafted: programs are compiled for 1, 4, 16, … tokens
+    temperature: 0 is greedy; above it tokens are drawn, with a `seed` or a `key` of JAX's
+    top_k:       draws come from so many likeliest tokens
+    top_p:       draws come from the fewest tokens whose probabilities reach this
+    stop:        what ends a text: token ids, which take the place of the checkpoint's own, and are
+                 yielded as well; or strings, at whose last token it ends
+    capacity:    of the cache, in tokens; by default what all of this needs, rounded up so that
+                 texts of other lengths run the same compiled programs
+    progress:    called while prompts are read, with the number of tokens done
+
+    The text is the same for every draft and budget: greedy, token for token; sampling, with the
+    same key, draw for draw. A call of 16 tokens may round otherwise than one of 1: at a near tie,
+    within the rounding of the weights' dtype, the texts may part, both being the model's.
+
+    Raises, before any work, ValueError or TypeError for a wrong argument, such as a capacity that
+    is less than the longest prompt and max_new_tokens need; later for a proposal that is none.
+    """
+    prompts = prompt_ids(model, prompts)[0]
+    inputs.check_rows("prompts", model.layout, len(prompts))
+    most = integer("max_new_tokens", max_new_tokens, 1)
+    needed = max(map(len, prompts)) + most - 1
+    context = model.config.context
+    capacity = _rounded(needed, context) if capacity is None else integer("capacity", capacity, 1)
+    if needed > capacity:
+        raise ValueError(
+            f"capacity: the longest prompt and max_new_tokens need {needed}, got {capacity}"
+        )
+    return Writer(
+        model,
+        prompts,
+        _ends(model, most, stop),
+        sampling_of(temperature, top_k, top_p, key, seed),
+        inputs.check_capacity(capacity, context),
+        make_draft(draft),
+        integer("budget", budget, 1),
+        progress,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What `generate` returns.
+
+    text:   what was written, without a string that stopped it; None without a tokenizer. A list
+            for several prompts
+    tokens: the new ids: a list, or a list of lists
+    steps:  model calls after the prompts; trace: what happened in each of them
+    """
+
+    text: str | list[str | None] | None
+    tokens: list[int] | list[list[int]]
+    steps: int
+    trace: tuple[Step, ...] = dataclasses.field(default=(), repr=False)
+
+
+def generate(model: Llama, prompt: Prompt | Sequence[Prompt], **options) -> Generation:
+    """Continue a prompt (a text, or a list or array of token ids), or several (a list of either).
+
+    options and errors: as in `stream`, all of which is collected
+    """
+    prompts, single = prompt_ids(model, prompt)
+    calls = stream(model, prompts, **options)
+    tokens = [[] for _ in prompts]
+    for new in calls:
+        for text, ids in zip(tokens, new, strict=True):
+            text += ids
+    strings = _split_stop(options.get("stop"))[1]
+    texts = [_text_of(model.tokenizer, ids, strings) for ids in tokens]
+    if single:
+        return Generation(texts[0], tokens[0], len(calls.trace), calls.trace)
+    return Generation(texts, tokens, len(calls.trace), calls.trace)
+
+
+def chat(model: Llama, messages: str | list[dict[str, str]], **options) -> Iterator[str]:
+    """The model's answer, in pieces as they come.
+
+    messages: what the user says, or a list of {"role": …, "content": …} for the checkpoint's
+    template; `options` as in `stream`.
+    """
+    tokenizer = tokenizer_of(model)
+    calls = stream(model, [tokenizer.chat(messages)], **options)
+    return filter(None, pieces(tokenizer, calls))
+
+
+def pieces(tokenizer: Tokenizer, calls: Iterable[list[list[int]]]) -> Iterator[str]:
+    """The text of one prompt's new ids, as `stream` yields them: a piece for each call, perhaps "";
+    at the end what was half of a character."""
+    ids = []
+    shown = 0
+    whole = ""
+    for (new,) in calls:
+        ids += new
+        whole = tokenizer.decode(ids)
+        text = whole.rstrip("\ufffd")  # half of a character: wait for the rest
+        yield text[shown:]
+        shown = max(shown, len(text))
+    yield whole[shown:]
+
+
+def prompt_ids(model: Llama, prompt: Prompt | Sequence[Prompt]) -> tuple[list[list[int]], bool]:
+    """(the prompts as lists of ids, whether there was only one, by itself)."""
+    single = isinstance(prompt, str) or _is_ids(prompt)
+    prompts = [prompt] if single else prompt
+    if isinstance(prompts, list | tuple):
+        encode = lambda text: tokenizer_of(model).encode(text)  # noqa: E731
+        prompts = [encode(x) if isinstance(x, str) else x for x in prompts]
+    return inputs.check_prompts(prompts, model.config.vocabulary), single
+
+
+def _is_ids(prompt) -> bool:
+    """Whether these are token ids, and not lists of them, or texts."""
+    try:
+        return len(prompt) > 0 and not isinstance(prompt[0], str) and np.ndim(prompt[0]) == 0
+    except (TypeError, KeyError, ValueError):  # `check_prompts` says what is wrong
+        return False
+
+
+def tokenizer_of(model: Llama) -> Tokenizer:
+    """The checkpoint's tokenizer, or a ValueError where it has none."""
+    if model.tokenizer is None:
+        raise ValueError("model: this checkpoint has no tokenizer: texts are lists of token ids")
+    return model.tokenizer
+
+
+def make_draft(draft: str | Draft | None) -> Draft | None:
+    """The draft of that name, or the object itself; an error for what is neither."""
+    if isinstance(draft, type):
+        raise TypeError(f"draft: expected an object, got a class: pass {draft.__name__}()")
+    if isinstance(draft, str):
+        if draft not in DRAFTS:
+            known = f"one of {tuple(DRAFTS)}, or an object that observes and proposes"
+            raise ValueError(f"draft: expected {known}, got {draft!r:.40}")
+        return DRAFTS[draft]()
+    if draft is not None:
+        for method in ("observe", "propose"):
+            if not callable(getattr(draft, method, None)):
+                kind = type(draft).__name__
+                raise TypeError(f"draft: expected an object with a method {method}, got {kind}")
+    return draft
+
+
+def _rounded(tokens: int, context: int) -> int:
+    """A cache's room for so many tokens, or more: each room compiles a step's programs anew, and a
+    few rooms serve texts of all lengths. What is not in use of them is not read.
+
+    A power of two from 128 to 1,024, then a multiple of a quarter of the one below; no more than
+    the model's `context`, unless it is asked for: 130 tokens get 256, 3,000 get 3,072.
+    """
+    power = 1 << (tokens - 1).bit_length()
+    step = power if power <= 1024 else power // 8
+    return max(tokens, min(max(128, step * -(-tokens // step)), context))
+
+
+def _split_stop(stop: Stop | None) -> tuple[list[int] | None, list[str]]:
+    """(ids, or None for the checkpoint's own; strings) of what ends a text."""
+    if stop is None:
+        return None, []
+    if isinstance(stop, str) or np.ndim(stop) == 0:
+        stop = [stop]
+    try:
+        stop = list(stop)
+    except TypeError:
+        raise TypeError(f"stop: expected token ids or strings, got {stop!r:.40}") from None
+    strings = [x for x in stop if isinstance(x, str)]
+    if "" in strings:
+        raise ValueError("stop: expected strings that are not empty")
+    ids = [integer("stop", x) for x in stop if not isinstance(x, str)]
+    return (None if strings and not ids else ids), strings
+
+
+def _ends(
+    model: Llama, most: int, stop: Stop | None
+) -> Callable[[int, list[int], int], int | None]:
+    """A function (text's number, its new ids, how many of them were there before) -> how many of
+    the ids belong to the text if it ends there; None while it goes on."""
+    ids, strings = _split_stop(stop)
+    if ids is None:
+        ids = model.tokenizer.stop if model.tokenizer else ()
+    ids = frozenset(ids)
+    tokenizer = tokenizer_of(model) if strings else None
+
+    def end(_: int, new: list[int], before: int) -> int | None:
+        for n in range(before + 1, len(new) + 1):
+            if n == most or new[n - 1] in ids:
+                return n
+            if strings and any(string in tokenizer.decode(new[:n]) for string in strings):
+                return n
+        return None
+
+    return end
+
+
+def _text_of(tokenizer: Tokenizer | None, ids: list[int], strings: list[str]) -> str | None:
+    if tokenizer is None:
+        return None
+    text = tokenizer.decode(ids)
+    found = [text.find(string) for string in strings]
+    return text[: min((at for at in found if at >= 0), default=len(text))]
