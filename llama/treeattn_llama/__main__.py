@@ -106,8 +106,6 @@ def run(args: argparse.Namespace) -> None:
     tokenizer = tokenizer_of(model)
     plain = args.plain or tokenizer.chat_template is None
     ids = (tokenizer.encode if plain else tokenizer.chat)(args.prompt)
-    bar = tqdm(total=len(ids), desc="prompt", unit=" tokens", file=sys.stderr)
-    began = time.perf_counter()
     calls = stream(
         model,
         [ids],
@@ -117,8 +115,10 @@ def run(args: argparse.Namespace) -> None:
         top_k=args.top_k,
         top_p=args.top_p,
         seed=args.seed,
-        progress=bar.update,
+        progress=lambda tokens: bar.update(tokens),
     )
+    bar = tqdm(total=len(ids), desc="prompt", unit=" tokens", file=sys.stderr)
+    began = time.perf_counter()
     times = []  # when each call was done, that of the prompt first
     for piece in pieces(tokenizer, calls):
         bar.close()
