@@ -24,9 +24,9 @@ from plain_tokenizer import (
     sentence_pieces,
 )
 
-from treeattn_llama.reading.files import open_checkpoint, packaged_model
-from treeattn_llama.reading.gguf_tokenizer import from_gguf
-from treeattn_llama.reading.tokenizer import from_directory
+from treeattn_llama import open_checkpoint, packaged_model
+from treeattn_llama.gguf_tokenizer import from_gguf
+from treeattn_llama.tokenizer import from_directory
 
 GOLDEN = Path(__file__).parent / "data" / "packaged_tokens.json"  # (text, ids)
 TEXTS = [text for text, _ in json.loads(GOLDEN.read_text(encoding="utf-8"))]
@@ -219,7 +219,7 @@ def test_bytes_that_are_no_utf_8(byte_pairs_of, tmp_path):
         ids = [plain.ids[BYTES[b]] for b in data]
         assert tokenizer.decode(ids) == data.decode(errors="replace")
     for text in ("\ud800", "a\udcffb", "🙂\udc00"):
-        with pytest.raises(ValueError, match=r"text: no Unicode at [01]: "):
+        with pytest.raises(ValueError, match=r"prompt: no Unicode at [01]: "):
             tokenizer.encode(text)
 
 

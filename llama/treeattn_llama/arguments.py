@@ -32,7 +32,7 @@ def integer(name: str, x, least: int | None = None, most: int | None = None) -> 
     return found
 
 
-def number(name: str, x, above: float | None = None) -> float:
+def number(name: str, x, above: float | int | None = None) -> float:
     """`x` as a float: any finite real number of Python's, NumPy's or JAX's, but no bool.
 
     Raises a TypeError for anything else, a ValueError unless it is finite and over `above`.

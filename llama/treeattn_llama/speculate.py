@@ -13,7 +13,7 @@ model itself would say after each guess. The guesses that it would have made are
 is the one that the model writes alone, in fewer calls. `Writer` is these lines in a loop.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from treeattn_llama.cache import Cache
 # Draft
 
 
+@runtime_checkable
 class Draft(Protocol):
     """Anything that observes texts, and proposes what may follow them.
 
