@@ -82,6 +82,14 @@ def test_the_numbers_are_those_that_were_measured():
     assert float(re.search(r"takes (0\.\d+) of the time", TEXT)[1]) == round(ours / theirs, 2)
 
 
+def test_the_page_of_benchmarks_has_the_numbers_that_were_measured(monkeypatch):
+    monkeypatch.syspath_prepend(str(RESULTS.parent))
+    import page
+
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert page.filled(text) == text and text.count("<!-- end -->") == len(page.TABLES)
+
+
 def test_the_folders_are_those_of_the_map():
     """CONTRIBUTING.md shows every folder of ours."""
     text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
