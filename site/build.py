@@ -1,9 +1,10 @@
 """Build the site from what is stored, without a network: python site/build.py [folder]
 
-The sources are laid out anew under build/: pages of this folder at the top, the repository's
-folders beside them, so that links which work in a checkout work here, and notebooks with the
-alternative texts of their figures where MyST-NB reads them. Warnings are errors; then every link
-within the site must lead somewhere, and axe, where it can run, must find nothing.
+The repository is laid out anew under build/, so that links which work in a checkout work here:
+pages of this folder at the top, all others and the notebooks where they are, with what Sphinx and
+MyST-NB need put in. The first page is notebook 00 with the steppers in their places. Warnings are
+errors; then every link within the site must lead somewhere, and axe, where it can run, must find
+nothing.
 """
 
 import argparse
@@ -16,13 +17,28 @@ from urllib.parse import unquote
 
 import nbformat
 from accessibility import violations
+from article import article
+from faults import fault_links, faults_page
 from ledger import ledger_page
 from links import broken, fetched
-from llms import fault_links, llms_text
+from llms import llms_text
 from sphinx.cmd.build import build_main
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent
+FOLDERS = (
+    "benchmarks",
+    "conformance",
+    "examples",
+    "figures",
+    "labs",
+    "llama",
+    "notebooks",
+    "site",
+    "tests",
+    "treeattn",
+)
+FILES = ("CITATION.cff", "LICENSE", "Makefile", "pyproject.toml", "requirements.txt")
 # The package is a server; only its files are wanted.
 (_mathjax,) = importlib.util.find_spec("jupyter_server_mathjax").submodule_search_locations
 MATHJAX = Path(_mathjax) / "static"
@@ -30,48 +46,58 @@ MATHJAX = Path(_mathjax) / "static"
 LEFT_OUT = shutil.ignore_patterns("a11y", "localization", "mathmaps", "*.mp3", "*.ogg", "*.eot")
 
 
-# A page in a folder that is not the site's.
-CARD = "training/recurrent.md"
-CARD_HERE = "recurrent_drafter.md"
-
-
 def lay_out(folder: Path) -> None:
     """The tree that Sphinx reads."""
     shutil.rmtree(folder, ignore_errors=True)
-    (folder / "notebooks").mkdir(parents=True)
-    for page in [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("benchmarks/results/*.md")]:
-        place = folder / page.relative_to(REPOSITORY)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(as_page(page), encoding="utf-8")
-    for numbers in REPOSITORY.glob("benchmarks/results/*.json"):
-        shutil.copy(numbers, folder / "benchmarks" / "results")
-    (folder / CARD_HERE).write_text(as_page(REPOSITORY / CARD), encoding="utf-8")
+    folder.mkdir(parents=True)
+    for page in REPOSITORY.glob("*.md"):
+        (folder / page.name).write_text(as_page(page), encoding="utf-8")
     for page in HERE.glob("*.md"):
-        text = fault_links(page.read_text(encoding="utf-8"), "")
+        text = as_page(page).replace("<!-- the one sitting -->", article())
         (folder / page.name).write_text(text, encoding="utf-8")
-    for name in ("treeattn", "tests", "examples", "figures", "site"):
-        (folder / name).symlink_to(REPOSITORY / name, target_is_directory=True)
-    for path in sorted((REPOSITORY / "notebooks").glob("*.ipynb")):
-        notebook = nbformat.read(path, as_version=4)
-        notebook.metadata["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}
-        for cell in notebook.cells:
-            if cell.cell_type == "markdown":
-                cell.source = places(for_site(cell.source, "../"))
-            for output in cell.get("outputs", ()):
-                if alt := output.get("metadata", {}).get("image/png", {}).get("alt"):
-                    cell.metadata.setdefault("mystnb", {})["image"] = {"alt": alt}
-        nbformat.write(notebook, folder / "notebooks" / path.name)
-    for name in ("ledger.tsv", "sources.tsv"):
-        shutil.copy(REPOSITORY / "notebooks" / name, folder / "notebooks")
+    for top in FOLDERS:
+        for file in sorted((REPOSITORY / top).rglob("*")):
+            place = folder / file.relative_to(REPOSITORY)
+            if file.is_dir() or "__pycache__" in file.parts or file.parent == HERE:
+                continue
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if file.suffix == ".md":
+                place.write_text(as_page(file), encoding="utf-8")
+            elif file.suffix == ".ipynb":
+                nbformat.write(as_notebook(file), place)
+            else:
+                place.symlink_to(file)
+    for name in FILES:
+        (folder / name).symlink_to(REPOSITORY / name)
     (folder / "ledger.md").write_text(ledger_page(), encoding="utf-8")
+    (folder / "faults.md").write_text(faults_page(), encoding="utf-8")
+
+
+def as_notebook(path: Path) -> nbformat.NotebookNode:
+    """The notebook, the alternative texts of its figures where MyST-NB reads them."""
+    notebook = nbformat.read(path, as_version=4)
+    notebook.metadata["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}
+    top = "../" * (len(path.relative_to(REPOSITORY).parts) - 1)
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            cell.source = places(for_site(cell.source, top))
+        for output in cell.get("outputs", ()):
+            if alt := output.get("metadata", {}).get("image/png", {}).get("alt"):
+                cell.metadata.setdefault("mystnb", {})["image"] = {"alt": alt}
+    notebook.cells[0].source += f"\n\n{{download}}`The notebook <{path.name}>`"
+    return notebook
 
 
 def for_site(text: str, top: str) -> str:
-    """The Markdown, its links to steppers and faults and its images' words as the site needs."""
+    """Markdown whose links to pages and steppers of this folder, and to faults, fit the site.
+
+    top: the way from the page to the site's first page, as "../"
+    """
     text = fault_links(text, top)
     text = re.sub(r"!\[[^\]]*\]", lambda found: " ".join(found[0].split()), text)
-    link = r"\[([^\]]+)\]\((?:\.\./)?site/(\w+_stepper\.html[^)]*)\)"
-    return re.sub(link, rf'<a href="{top}\2">\1</a>', text)
+    link = r"\[([^\]]+)\]\((?:\.\./)*(?:site/)?(\w+_stepper\.html[^)]*)\)"
+    text = re.sub(link, rf'<a href="{top}\2">\1</a>', text)
+    return re.sub(r"\]\(((?:\.\./)*)site/([\w/]+\.md)", r"](\1\2", text)
 
 
 def places(text: str) -> str:
@@ -81,7 +107,7 @@ def places(text: str) -> str:
         place = re.sub(r"[^-\w]", "", unquote(link[2])).lower()
         return f"]({link[1]}#{place})"
 
-    return re.sub(r"\]\((\w*(?:\.ipynb)?)#([^)\s]+)\)", slug, text)
+    return re.sub(r"\]\(([\w./]*(?:\.ipynb)?)#([^)\s]+)\)", slug, text)
 
 
 def as_page(page: Path) -> str:
@@ -90,11 +116,13 @@ def as_page(page: Path) -> str:
     def words(link: re.Match) -> str:
         return link[1] if (page.parent / link[2]).is_dir() else link[0]
 
-    text = page.read_text(encoding="utf-8").replace("# treeattn\n", "# Overview\n", 1)
-    text = for_site(text.replace(f"]({CARD})", f"]({CARD_HERE})"), "")
-    text = re.sub(r"\]\(site/(\w+\.md)\)", r"](\1)", text)
+    own = page.parent == HERE  # these pages lie at the top of the site
+    text = page.read_text(encoding="utf-8")
+    text = text if own else text.replace("# treeattn\n", "# Overview\n", 1)
+    top = "" if own else "../" * (len(page.relative_to(REPOSITORY).parts) - 1)
+    text = for_site(text, top)
     title = "" if text.startswith("# ") else f"# {page.stem.replace('_', ' ').capitalize()}\n\n"
-    return title + re.sub(r"\[([^\]]+)\]\(([\w./-]+)\)", words, text)
+    return title + re.sub(r"(?<!!)\[([^\]]+)\]\(([\w./-]+)\)", words, text)
 
 
 # What Sphinx and Furo leave out: frames that scroll take the focus, and regions have names.
@@ -113,7 +141,7 @@ def repair(page: Path) -> None:
     for found, better in REPAIRS.items():
         text = text.replace(found, better)
     if page.name.endswith("_stepper.html"):  # in a checkout it lies beside notebooks/, here above
-        text = re.sub(r'href="\.\./(notebooks/\w+)\.ipynb"', r'href="\1.html"', text)
+        text = re.sub(r'href="\.\./([\w/]+)\.ipynb"', r'href="\1.html"', text)
     page.write_text(text, encoding="utf-8")
 
 
