@@ -1,26 +1,56 @@
-"""Docstrings for Sphinx's autodoc: what is aligned by hand stays as it is set."""
+"""Docstrings for Sphinx's autodoc: their arguments as a list that wraps, their tables as they are."""
 
 import re
 import textwrap
 
-# Paragraphs with an indented line, a table or a list, or that begin with "name:   what it is".
-AS_SET = re.compile(r"^(\s|\||[-*] )|\A\w+(, \w+)*:\s", re.MULTILINE)
+ENTRY = re.compile(r"^(\w+(?:, \w+)*):\s+(?=\S)", re.MULTILINE)  # "name:   what it is"
+# Paragraphs with an indented line, a table or a list, or a doctest.
+AS_SET = re.compile(r"^(\s|\||[-*] |>>>)", re.MULTILINE)
 MARKUP = str.maketrans({character: f"\\{character}" for character in "\\*_|"})
 
 
 def as_restructured_text(app, what, name, thing, options, lines: list[str]) -> None:
     """The lines of a docstring as reStructuredText, in place (autodoc's event)."""
-    paragraphs = re.split(r"\n\s*\n", "\n".join(lines).strip())
-    lines[:] = [*"\n\n".join(map(restructured, paragraphs)).split("\n"), ""]
+    done: list[str] = []
+    before = ""
+    for paragraph in re.split(r"\n[ \t]*\n", "\n".join(lines).strip()):
+        done.append(restructured(paragraph, before))
+        before = paragraph
+    lines[:] = [*"\n\n".join(done).split("\n"), ""]
 
 
-def restructured(paragraph: str) -> str:
-    """A paragraph as prose, in which only backticks mean something, or as a literal block."""
+def restructured(paragraph: str, before: str = "") -> str:
+    """A paragraph as a list of what it explains, as a block of code, or as prose.
+
+    An indented one is code after a paragraph that announces it, by a comma or a colon; otherwise it
+    goes on with an entry of a list that code has interrupted.
+    """
+    if is_list(paragraph):
+        pieces = ENTRY.split(paragraph)[1:]
+        pairs = zip(pieces[::2], pieces[1::2], strict=True)
+        return "\n".join(f"``{names}``\n    {prose(' '.join(x.split()))}" for names, x in pairs)
+    if paragraph.startswith(">>>"):
+        return f".. code-block:: pycon\n\n{textwrap.indent(paragraph, '    ')}"
+    dedented = textwrap.dedent(paragraph)
+    if dedented != paragraph and not before.endswith((",", ":")) and not AS_SET.search(dedented):
+        return textwrap.indent(prose(dedented), "    ")
     if AS_SET.search(paragraph):
-        return "::\n\n" + textwrap.indent(paragraph, "    ")
-    pieces = re.split(r"(`[^`]+`)", paragraph)
-    prose = [piece if i % 2 else piece.translate(MARKUP) for i, piece in enumerate(pieces)]
-    return "".join(prose)
+        return f".. code-block:: text\n\n{textwrap.indent(dedented, '    ')}"
+    return prose(paragraph)
+
+
+def is_list(paragraph: str) -> bool:
+    """Whether each line begins an entry, or goes on with one, further to the right."""
+    first, *others = paragraph.splitlines()
+    return bool(ENTRY.match(first)) and all(
+        ENTRY.match(line) or line.startswith("  ") for line in others
+    )
+
+
+def prose(text: str) -> str:
+    """Text in which only backticks mean something."""
+    pieces = re.split(r"(`[^`]+`)", text)
+    return "".join(piece if i % 2 else piece.translate(MARKUP) for i, piece in enumerate(pieces))
 
 
 def skip_field(app, what, name, thing, skip: bool, options) -> bool | None:

@@ -5,10 +5,22 @@ import re
 from treeattn_conformance import CURES
 
 
-def anchor(fault: str) -> str:
-    """The id of a mistake's row: "log base 2" is fault-log-base-2."""
+# What the ids of a check's mistakes begin with; pages and notebooks link to them.
+KINDS = {
+    "merge": "fault",
+    "attention": "fault",
+    "scan": "scan",
+    "tree": "tree",
+    "packed_loss": "loss",
+    "verifier": "verifier",
+    "invariance": "axis",
+}
+
+
+def anchor(kind: str, fault: str) -> str:
+    """The id of a mistake's row: ("fault", "log base 2") is fault-log-base-2."""
     words = fault.lower().replace("+inf", "plus inf")
-    return f"fault-{re.sub(r'[^a-z0-9]+', '-', words).strip('-')}"
+    return f"{kind}-{re.sub(r'[^a-z0-9]+', '-', words).strip('-')}"
 
 
 def fault_links(text: str, top: str) -> str:
@@ -16,16 +28,19 @@ def fault_links(text: str, top: str) -> str:
 
     They are HTML, since Sphinx knows the anchors of headings only.
     """
-    link = r"\[([^\]]+)\]\((?:\.\./)*(?:site/)?[\w/]*\w+\.md#(fault-[\w-]+)\)"
+    kinds = "|".join(sorted(set(KINDS.values())))
+    link = rf"\[([^\]]+)\]\([\w./]+\.md#((?:{kinds})-[\w-]+)\)"
     return re.sub(link, rf'<a href="{top}faults.html#\2">\1</a>', text)
 
 
-def by_check() -> dict[str, dict[str, str]]:
-    """{"check_merge, check_attention": {mistake: cure}}: checks that know the same stand together."""
-    found: dict[int, tuple[list[str], dict[str, str]]] = {}
+def by_kind() -> dict[str, tuple[str, dict[str, str]]]:
+    """{"fault": ("check_merge and check_attention", {mistake: cure}), …}"""
+    found: dict[str, tuple[str, dict[str, str]]] = {}
     for check, cures in CURES.items():
-        found.setdefault(id(cures), ([], cures))[0].append(f"check_{check}")
-    return {", ".join(checks): cures for checks, cures in found.values()}
+        before, known = found.get(KINDS[check], ("", {}))
+        checks = f"{before} and check_{check}" if before else f"check_{check}"
+        found[KINDS[check]] = checks, known | cures
+    return found
 
 
 def faults_page() -> str:
@@ -33,9 +48,9 @@ def faults_page() -> str:
         "# Mistakes that have a name\n\nWhat the conformance suite says of a wrong answer, and what "
         "helps. [How to ask it](conformance/README.md)."
     ]
-    for checks, cures in by_check().items():
+    for kind, (checks, cures) in by_kind().items():
         rows = [
-            f'| <a id="{anchor(fault)}"></a>{fault} | {cure} |'.replace("*", "\\*")
+            f'| <a id="{anchor(kind, fault)}"></a>{fault} | {cure} |'.replace("*", "\\*")
             for fault, cure in cures.items()
         ]
         parts.append(f"## {checks}\n\n| it says | what helps |\n|---|---|\n" + "\n".join(rows))

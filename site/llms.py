@@ -9,7 +9,7 @@ import json
 import re
 from pathlib import Path
 
-from faults import anchor, by_check
+from faults import anchor, by_kind
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent
@@ -67,7 +67,7 @@ def llms_text() -> str:
     for pattern in NOTEBOOKS:
         lines += entries(sorted(REPOSITORY.glob(pattern)), REPOSITORY)
     lines += ["", "## API", "", *names()]
-    for checks, cures in by_check().items():
+    for kind, (checks, cures) in by_kind().items():
         lines += ["", f"## Faults that are named by {checks}", ""]
-        lines += [f"- [{x}](faults.html#{anchor(x)}): {cure}" for x, cure in cures.items()]
+        lines += [f"- [{x}](faults.html#{anchor(kind, x)}): {cure}" for x, cure in cures.items()]
     return "\n".join(lines) + "\n"

@@ -46,14 +46,15 @@ CORE = (
     "blocks",
     "flash",
     "attend",
-    "program",
     "mesh",
-    "shards",
     "merge",
+    "shards",
     "decode",
     "prefill",
     "beam",
     "token_tree",
+    "groups",
+    "program",
     "__init__",
 )
 # Of other projects: what the core and the suite may import (flash-attn-jax where it is installed).
@@ -206,7 +207,7 @@ def test_nobody_imports_a_lab_but_its_own_notebook_and_tests():
         ("treeattn.state", "from treeattn_llama import Llama", "treeattn_llama.__init__"),
         ("treeattn.merge", "def f():\n    import figures.style", "figures.style"),
         ("treeattn_llama.model", "from labs.cost import network", "labs.cost.network"),
-        ("treeattn_conformance.merging", "from treeattn import merge", "treeattn.__init__"),
+        ("treeattn_conformance.merging", "from treeattn import finalize", "treeattn.__init__"),
         ("figures.style", "import labs.cost.network as n", "labs.cost.network"),
         ("labs.exact.digits", "from labs.cost import network", "labs.cost.network"),
     ],
@@ -221,7 +222,7 @@ def test_a_planted_import_outwards_is_found(module, line, target):
     ("module", "line", "target"),
     [
         ("treeattn.state", "from treeattn.attend import attend", "treeattn.attend"),
-        ("treeattn.mesh", "def f():\n    from treeattn import merge", "treeattn.__init__"),
+        ("treeattn.mesh", "def f():\n    from treeattn import finalize", "treeattn.__init__"),
         ("treeattn.state", "from . import energy", "treeattn.energy"),
     ],
 )

@@ -75,7 +75,8 @@ def environment(folder: Path, wheels: list[Path]) -> tuple[object, ...]:
     for name in required - {one.name for one in installed}:
         here = importlib.metadata.distribution(name)
         for part in {file.parts[0] for file in here.files} - {"..", "__pycache__"}:
-            (packages / part).symlink_to(here.locate_file(part))
+            if not (packages / part).exists():  # a folder of two distributions
+                (packages / part).symlink_to(here.locate_file(part))
     return python, "-I"  # without this environment's PYTHONPATH
 
 
