@@ -1,4 +1,4 @@
-"""The README's Python, as programs that a fresh process runs, and what each is said to print."""
+"""A page's Python, as programs that a fresh process runs, and what each is said to print."""
 
 import re
 import subprocess
@@ -16,9 +16,9 @@ class Block(NamedTuple):
     prints: str  # the block of plain text that follows it; empty if there is none
 
 
-def blocks() -> list[Block]:
+def blocks(page: Path = README) -> list[Block]:
     found = []
-    for part in re.split(r"(?m)^#+ ", README.read_text(encoding="utf-8"))[1:]:
+    for part in re.split(r"(?m)^#+ ", page.read_text(encoding="utf-8"))[1:]:
         section = part.partition("\n")[0]
         for code, prints in re.findall(r"(?s)```python\n(.*?)```(?:\n\n```\n(.*?)```)?", part):
             found.append(Block(section, code, prints))

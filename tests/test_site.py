@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 from browser import Browser, chromium
+from readme_blocks import blocks, run
 
 import treeattn
-import treeattn_conformance
-import treeattn_llama
 
 SITE = Path(__file__).parent.parent / "site"
 
@@ -21,7 +20,7 @@ def site(monkeypatch):
     """The modules beside site/build.py can be imported."""
     monkeypatch.syspath_prepend(str(SITE))
     yield
-    for name in ("docstrings", "ledger", "links", "llms"):
+    for name in ("article", "docstrings", "faults", "ledger", "links", "llms"):
         sys.modules.pop(name, None)
 
 
@@ -41,16 +40,21 @@ def test_broken_links_and_what_needs_a_network_are_found(site, tmp_path):
 
 
 def test_the_api_has_every_public_name_once():
-    """Those of three modules by name, each under the first that has it; autodoc lists those of
-    the modules that stand there whole. Data has no docstring."""
+    """Those of the core by name; autodoc lists those of the other two packages."""
     page = (SITE / "api.md").read_text("utf-8")
     entries = re.findall(r"^\.\. auto(?:class|function):: (\w+)", page, re.MULTILINE)
-    assert len(entries) == len(set(entries))
-    modules = treeattn, treeattn_llama, treeattn_llama.speculation
-    public = {name for module in modules for name in module.__all__}
-    assert set(entries) == public - {"DRAFTS", "Texts"}
+    assert sorted(entries) == sorted(treeattn.__all__)
     whole = re.findall(r"^\.\. automodule:: ([\w.]+)", page, re.MULTILINE)
-    assert whole == ["labs.cost", "treeattn_conformance"]
+    assert whole == ["treeattn_llama", "treeattn_conformance"]
+
+
+HOW_TO = [(page, block) for page in sorted(SITE.glob("howto_*.md")) for block in blocks(page)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "block"), HOW_TO, ids=lambda x: getattr(x, "stem", ""))
+def test_the_answers_of_how_do_i_run(page, block):
+    assert run(block.code) == block.prints != ""
 
 
 def test_the_ledgers_page_has_every_row(site):
@@ -76,41 +80,51 @@ def test_the_ledgers_page_has_every_row(site):
     assert linked and linked <= {id.lower() for id in ids}
 
 
-def test_every_fault_has_an_anchor_of_its_own(site):
-    from llms import FAULTS, anchor
+def test_every_mistake_has_an_address_of_its_own(site):
+    from faults import anchor, by_kind, fault_links, faults_page
 
-    page = (SITE.parent / "CONFORMANCE.md").read_text("utf-8")
-    wanted = [anchor(kind, fault) for kind, (faults, _) in FAULTS.items() for fault in faults]
-    assert sorted(re.findall(r'<a id="([^"]+)"></a>', page)) == sorted(wanted)
-    assert len(set(wanted)) == len(wanted)
-    lists = {name for name in treeattn_conformance.__all__ if name.endswith("FINGERPRINTS")}
-    assert len(lists) == len(FAULTS)
+    wanted = [anchor(kind, x) for kind, (_, cures) in by_kind().items() for x in cures]
+    assert re.findall(r'<a id="([^"]+)"></a>', faults_page()) == wanted
+    assert len(set(wanted)) == len(wanted) > 50
+    pages = [*SITE.glob("*.md"), *SITE.parent.glob("*.md"), *SITE.parent.glob("*/README.md")]
+    text = "".join(fault_links(page.read_text("utf-8"), "") for page in pages)
+    linked = set(re.findall(r'href="faults\.html#([^"]+)"', text))
+    assert linked and linked <= set(wanted)
+    kept = "[x](conformance/README.md#a-merge) [y](../conformance/README.md#fault-log-base-2)"
+    made = '[x](conformance/README.md#a-merge) <a href="../faults.html#fault-log-base-2">y</a>'
+    assert fault_links(kept, "../") == made
 
 
 def test_llms_txt_names_pages_that_are_there(site):
-    from llms import llms_text
+    from llms import NOTEBOOKS, llms_text
 
     text = llms_text()
     links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text)
-    notebooks = {x.stem for x in (SITE.parent / "notebooks").glob("*.ipynb")}
-    named = {Path(x).stem for x in links if x.startswith("notebooks/")}
-    assert named == notebooks
-    sources = {x.stem for folder in (SITE, SITE.parent) for x in folder.glob("*.md")} - {"index"}
-    assert {Path(x).stem for x in links if "/" not in x} == sources | {"ledger"}
     assert all(x.endswith(".html") for x in links)
+    made = {"ledger", "faults", "api"}
+    for link in set(links):
+        place = SITE.parent / link
+        there = [place, SITE / link]
+        sources = [x.with_suffix(kind) for x in there for kind in (".md", ".ipynb")]
+        assert any(x.exists() for x in sources) or place.stem in made, link
+    notebooks = {path.stem for kind in NOTEBOOKS for path in SITE.parent.glob(kind)}
+    assert notebooks <= {Path(x).stem for x in links}
     assert {f"treeattn.{name}" for name in treeattn.__all__} <= set(re.findall(r"\[(\S+)\]", text))
 
 
-def test_links_to_faults_lead_to_faults(site):
-    from llms import FAULTS, anchor, fault_links
+def test_the_first_page_is_the_one_sitting_with_its_steppers(site):
+    from article import LAST, NOTEBOOK, STEPPERS, article
 
-    ids = {anchor(kind, fault) for kind, (faults, _) in FAULTS.items() for fault in faults}
-    pages = [*SITE.glob("*.md"), *SITE.parent.glob("*.md")]
-    text = "".join(fault_links(page.read_text("utf-8"), "") for page in pages)
-    assert set(re.findall(r'href="CONFORMANCE\.html#([^"]+)"', text)) <= ids
-    kept = "[x](CONFORMANCE.md#a-merge) [y](../CONFORMANCE.md#fault-log-base-2)"
-    wanted = '[x](CONFORMANCE.md#a-merge) <a href="../CONFORMANCE.html#fault-log-base-2">y</a>'
-    assert fault_links(kept, "../") == wanted
+    text = article()
+    assert LAST in NOTEBOOK.read_text("utf-8") and LAST not in text
+    for name, _ in STEPPERS.values():
+        assert text.count(f'src="{name}_stepper.html"') == 1
+    for target in re.findall(r"\]\(([\w./]+)\)", text):
+        assert (SITE.parent / target).exists(), target
+    columns = [
+        len(x) for code in re.findall(r"(?s)```python\n(.*?)```", text) for x in code.split("\n")
+    ]
+    assert max(columns) <= 100
 
 
 def as_html(markdown: str) -> str:
@@ -212,7 +226,14 @@ def test_a_docstring_as_restructured_text(site):
     NaN: not a name's line, since the paragraph began before it.
 
     axis:  an axis
-           of two lines
+           of two lines, in
+
+               f(axis)
+
+           or so
+    q, k:  arrays
+
+    >>> merge(a, b)
     """
     lines = inspect.cleandoc(text).split("\n")
     as_restructured_text(None, "function", "f", None, None, lines)
@@ -220,9 +241,18 @@ def test_a_docstring_as_restructured_text(site):
         r"One line about `merge`, a\*b and m\_i:",
         "NaN: not a name's line, since the paragraph began before it.",
         "",
-        "::",
+        "``axis``",
+        "    an axis of two lines, in",
         "",
-        "    axis:  an axis",
-        "           of two lines",
+        ".. code-block:: text",
+        "",
+        "    f(axis)",
+        "",
+        "    or so",
+        "    q, k:  arrays",
+        "",
+        ".. code-block:: pycon",
+        "",
+        "    >>> merge(a, b)",
         "",
     ]
