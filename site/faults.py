@@ -29,7 +29,7 @@ def fault_links(text: str, top: str) -> str:
     They are HTML, since Sphinx knows the anchors of headings only.
     """
     kinds = "|".join(sorted(set(KINDS.values())))
-    link = rf"\[([^\]]+)\]\([\w./]+\.md#((?:{kinds})-[\w-]+)\)"
+    link = rf"\[([^\]]+)\]\([./]*conformance/README\.md#((?:{kinds})-[\w-]+)\)"
     return re.sub(link, rf'<a href="{top}faults.html#\2">\1</a>', text)
 
 

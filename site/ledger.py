@@ -5,7 +5,8 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
+REPOSITORY = Path(__file__).parent.parent
+NOTEBOOKS = REPOSITORY / "notebooks"
 SPECIAL = str.maketrans({character: f"\\{character}" for character in "*_<$|[]"})
 LANGUAGES = {"English": "en", "Vietnamese": "vi", "Chinese": "zh"}
 ID = re.compile(r"(?<![\w-])(?:2024|2025|expl|note|pack)-[A-Z]\w*(?![\w-])")
@@ -25,11 +26,15 @@ def read(name: str = "ledger.tsv") -> list[dict[str, str]]:
 
 
 def link(place: str) -> str:
-    """ "01: 4. The moments" as a link to that section."""
+    """ "01: 4. The moments" as a link to that section; off the main road a notebook's name stands
+    in place of a number."""
     number, _, heading = place.partition(": ")
-    (path,) = NOTEBOOKS.glob(f"{number}_*.ipynb")
+    beside = (f"notebooks/deeper/{number}.ipynb", f"labs/*/{number}.ipynb")
+    patterns = (f"notebooks/{number}_*.ipynb", *beside)
+    (path,) = [path for pattern in patterns for path in REPOSITORY.glob(pattern)]
     slug = re.sub(r"[^-\w ]", "", heading).replace(" ", "-").lower()
-    return f"[{number}, {heading.translate(SPECIAL)}](notebooks/{path.name}#{slug})"
+    told = f"{number.replace('_', ' ')}, {heading.translate(SPECIAL)}"
+    return f"[{told}]({path.relative_to(REPOSITORY)}#{slug})"
 
 
 def literal(text: str) -> str:

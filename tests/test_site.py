@@ -225,13 +225,13 @@ def test_a_docstring_as_restructured_text(site):
     text = """One line about `merge`, a*b and m_i:
     NaN: not a name's line, since the paragraph began before it.
 
+    q, k:  arrays
     axis:  an axis
-           of two lines, in
+           of two lines, as in:
 
                f(axis)
 
-           or so
-    q, k:  arrays
+           and so on.
 
     >>> merge(a, b)
     """
@@ -241,15 +241,16 @@ def test_a_docstring_as_restructured_text(site):
         r"One line about `merge`, a\*b and m\_i:",
         "NaN: not a name's line, since the paragraph began before it.",
         "",
+        "``q, k``",
+        "    arrays",
         "``axis``",
-        "    an axis of two lines, in",
+        "    an axis of two lines, as in:",
         "",
         ".. code-block:: text",
         "",
         "    f(axis)",
         "",
-        "    or so",
-        "    q, k:  arrays",
+        "    and so on.",
         "",
         ".. code-block:: pycon",
         "",
