@@ -47,10 +47,19 @@ def rows(kind: int, first: int, last: int, heads: int, head_dim: int) -> np.ndar
     return np.asarray(made, np.float32)[None]
 
 
-def sharded_cache(mesh, args) -> tuple[jax.Array, jax.Array]:
+def join_the_others(args) -> None:
+    try:
+        treeattn.initialize(args.coordinator, args.processes, args.process_id)
+    except ValueError as error:  # JAX found no launcher, and was told no address
+        raise SystemExit(
+            f"no other processes: {str(error).rstrip('.')}. Start it by mpirun, srun or Kubernetes, give "
+            "--coordinator, --processes and --process-id, or say --alone"
+        ) from None
+
+
+def sharded_cache(sharding: NamedSharding, args) -> tuple[jax.Array, jax.Array]:
     """Keys and values (1, context, kv_heads, head_dim), each device's part made by its process."""
     shape = 1, args.context, args.kv_heads, args.head_dim
-    sharding = NamedSharding(mesh, P(None, mesh.axis_names))
 
     def part(kind, index):
         first, last, _ = index[1].indices(args.context)
@@ -67,17 +76,18 @@ def main() -> None:
     if args.devices:
         treeattn.simulate_devices(args.devices)
     if not args.alone:
-        treeattn.initialize(args.coordinator, args.processes, args.process_id)
+        join_the_others(args)
     # Neighbours in a node merge first; then the nodes do.
     mesh = treeattn.kv_mesh(nodes=jax.process_count())
     devices = mesh.size
     if args.context % devices:
         raise SystemExit(f"--context {args.context}: does not divide by {devices} devices")
-    k, v = sharded_cache(mesh, args)
+    sharding = NamedSharding(mesh, P(None, mesh.axis_names))
+    k, v = sharded_cache(sharding, args)
 
     @jax.jit
     def decode(q, k, v):
-        return treeattn.tree_decode(q, k, v, mesh=mesh, axis=mesh.axis_names, method=args.method)
+        return treeattn.tree_decode(q, k, v, sharding=sharding, method=args.method)
 
     q = np.random.default_rng(7).normal(size=(1, 1, args.heads, args.head_dim)).astype(np.float32)
     for step in range(args.steps):

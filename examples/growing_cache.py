@@ -50,7 +50,7 @@ def main() -> None:
     add = jax.jit(functools.partial(append, mesh), donate_argnums=(0, 1))
     decode = jax.jit(
         lambda q, k, v, length: treeattn.tree_decode(
-            q, k, v, mesh=mesh, axis="kv", kv_lengths=length[None]
+            q, k, v, sharding=sharding, kv_lengths=length[None]
         )
     )
 

@@ -12,9 +12,18 @@ model's name, a small Llama with random weights is made.
 import sys
 
 import numpy as np
-import torch
-from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+try:
+    import torch
+    from transformers import (
+        AttentionInterface,
+        AutoModelForCausalLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install torch transformers") from None
 
 from treeattn_conformance import check_attention, check_merge
 
