@@ -389,17 +389,19 @@ def test_what_pytest_would_not_run_is_no_test(tmp_path, monkeypatch):
 
 @cache
 def headings() -> dict[str, set[str]]:
-    """A notebook's number -> its headings below the title."""
+    """A notebook's number, or its name off the main road -> its headings below the title."""
     found = {}
-    for path in NOTEBOOKS.glob("*.ipynb"):
+    off = [*NOTEBOOKS.glob("deeper/*.ipynb"), *NOTEBOOKS.parent.glob("labs/*/*.ipynb")]
+    for path in [*NOTEBOOKS.glob("*.ipynb"), *off]:
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         text = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
-        found[path.stem.partition("_")[0]] = set(re.findall(r"^##+ (.+)$", text, re.MULTILINE))
+        name = path.stem if path in off else path.stem.partition("_")[0]
+        found[name] = set(re.findall(r"^##+ (.+)$", text, re.MULTILINE))
     return found
 
 
 def test_every_place_exists():
-    """As "01: 4. The moments": a notebook's number, and a heading as it stands there."""
+    """As "01: 4. The moments": a notebook's number or name, and a heading as it stands there."""
     wrong = []
     for row in ledger():
         quotes = "test_ledger.py" in row["test"]  # nothing to explain but the words
