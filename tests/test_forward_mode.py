@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sympy as sp
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracles import dense_attention
 
@@ -173,7 +174,8 @@ def test_forward_mode_of_algorithm_1_is_algorithm_3(heads, p):
         np.testing.assert_allclose(run(*inputs), wanted, rtol=1e-5, atol=1e-6)
     q, k, v = inputs
     mesh = kv_mesh(jax.devices()[:p])
-    tree = jax.jit(functools.partial(tree_decode, mesh=mesh, axis="kv"))
+    cache = NamedSharding(mesh, P(None, "kv"))
+    tree = jax.jit(functools.partial(tree_decode, sharding=cache))
     decode = tree.lower(q[None, None, None], k[None, :, None], v[None, :, None])
     shapes, put_in, sent = sends(runs[forward].lower(*inputs))
     assert shapes == [("f32[]",), ("f32[64]", "f32[]")] and put_in == 4 * (64 + 2)
