@@ -1,4 +1,4 @@
-"""Tree decoding (each method) beside ring, pass-Q and gathering the cache, on simulated devices.
+"""Tree decoding (each method) beside a ring and gathering the cache, on simulated devices.
 
 python benchmarks/decode.py                      p = 2, 4, 8; 32k to 512k keys; about 7 minutes
 python benchmarks/decode.py --processes 2        the same calls over real processes (gloo), and
@@ -32,7 +32,6 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import treeattn
-from labs.cost import collectives, memory, sent_bytes, total_bytes
 
 RESULTS = Path(__file__).parent / "results"
 HEADS = 16
@@ -41,27 +40,22 @@ DIM = 128
 BUDGET = 12e9  # bytes that all simulated devices may hold together
 
 
-def gather_decode(q, k, v, *, mesh, axis):
+def gather_decode(q, k, v, *, sharding):
     """Every device collects the whole cache and attends to it alone."""
 
     def body(q, k, v):
-        k, v = (jax.lax.all_gather(x, axis, axis=1, tiled=True) for x in (k, v))
+        k, v = (jax.lax.all_gather(x, "kv", axis=1, tiled=True) for x in (k, v))
         return treeattn.attention(q, k, v)
 
-    specs = {"in_specs": (P(), P(None, axis), P(None, axis)), "out_specs": P()}
-    return jax.shard_map(body, mesh=mesh, check_vma=False, **specs)(q, k, v)
+    specs = {"in_specs": (P(), sharding.spec, sharding.spec), "out_specs": P()}
+    return jax.shard_map(body, mesh=sharding.mesh, check_vma=False, **specs)(q, k, v)
 
 
 CONTESTANTS = {
     "tree, allreduce": treeattn.tree_decode,
     "tree, butterfly": functools.partial(treeattn.tree_decode, method="butterfly"),
     "tree, gather": functools.partial(treeattn.tree_decode, method="gather"),
-    "gather, blocks of 1,024": functools.partial(treeattn.tree_decode, method="gather", block=1024),
-    "reduce-scatter": functools.partial(
-        treeattn.tree_decode, method="reduce_scatter", scatter=True
-    ),
-    "all-to-all": functools.partial(treeattn.tree_decode, method="all_to_all", scatter=True),
-    "pass-Q": treeattn.pass_q_decode,
+    "tree, all-to-all": functools.partial(treeattn.tree_decode, method="all_to_all"),
     "ring": treeattn.ring_decode,
     "gather the cache": gather_decode,
 }
@@ -113,17 +107,17 @@ def measure(mesh, kv_len: int, rounds: int, others: dict | None = None) -> list[
     others: name -> a call without arguments, timed in turn with ours.
     """
     arguments = inputs(mesh, kv_len)
+    sharding = arguments[1].sharding
     p = mesh.devices.size
     rows = []
     calls = {}
     for name, decode in CONTESTANTS.items():
-        program = jax.jit(functools.partial(decode, mesh=mesh, axis="kv")).lower(*arguments)
-        program = program.compile()
-        held = memory(program).held_bytes
+        program = jax.jit(functools.partial(decode, sharding=sharding)).lower(*arguments).compile()
+        held = treeattn.memory(program).held_bytes
         row = {"name": name, "p": p, "keys": kv_len, "ms": None, "held": held}
-        found = collectives(program)
-        row["put in"] = total_bytes(found)
-        row["sent"] = sent_bytes(found)
+        found = treeattn.collectives(program)
+        row["put in"] = sum(c.total_bytes for c in found)
+        row["sent"] = sum(c.sent_bytes for c in found)
         rows.append(row)
         if held * p <= BUDGET:
             calls[name] = functools.partial(program, *arguments)

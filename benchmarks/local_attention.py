@@ -2,8 +2,6 @@
 
 python benchmarks/local_attention.py               8k to 64k keys, about 3 minutes
 python benchmarks/local_attention.py --write       also benchmarks/results/local_attention.md
-python benchmarks/local_attention.py exact         "exact" beside "blockwise", under two minutes
-python benchmarks/local_attention.py exact --write also benchmarks/results/exact.md
 
 16 heads of 128, on as many key heads and on 4, and the packaged Llama's 9 heads of 64 on 3, in the
 layout (batch, keys, heads, head_dim). One call of each contestant in turn, many times over; the
@@ -41,16 +39,6 @@ SHAPES = {  # heads, key heads, head_dim
 }
 KEYS = {"MHA": (1 << 14, 1 << 16), "GQA-4": (1 << 14, 1 << 16), "SmolLM2": (1 << 13, 1 << 16)}
 DTYPES = "float32", "bfloat16"
-# The exact sums' products of digits: digits of a score's factors, of a value, of a weight; keys of
-# a block, at most and at least, scores at a time; queries from which 8-bit products are formed.
-SCORE_DIGITS = 3
-VALUE_DIGITS = {"float32": 4, "bfloat16": 3}
-LEVELS = 6
-BLOCK = 512
-LEAST = 128
-SCORES = 1 << 20
-FEW = 64
-EXACT = "blockwise", "exact"  # the implementations of the other table, the plain one first
 TORCH = "PyTorch SDPA"
 OURS = "treeattn"
 
@@ -130,103 +118,11 @@ def row(name: str, times: dict[str, list[float]], gigabytes: float) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def exact_row(name: str, n: int, dtype: str, queries: int, rounds: int) -> str:
-    """A line of the other table: one query, or a block of a prompt's, by both implementations."""
-    heads, kv_heads, d = SHAPES[name]
-    rng = np.random.default_rng(0)
-    shapes = (1, queries, heads, d), (1, n, kv_heads, d), (1, n, kv_heads, d)
-    arrays = [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
-    runs = {x: jax.jit(functools.partial(treeattn.attention, implementation=x)) for x in EXACT}
-    wall = {x: [] for x in EXACT}
-    cores = {x: [] for x in EXACT}
-    for turn in range(rounds + 1):  # the first compiles
-        for implementation, run in runs.items():
-            start = time.perf_counter()
-            start_cores = time.process_time()
-            jax.block_until_ready(run(*arrays))
-            if turn:
-                cores[implementation].append(1e3 * (time.process_time() - start_cores))
-                wall[implementation].append(1e3 * (time.perf_counter() - start))
-    cells = [f"{queries} on {n // 1024}k keys, {name}, {dtype}"]
-    for times in (wall, cores):
-        plain, whole = (statistics.median(times[x]) for x in EXACT)
-        cells += [f"{plain:.1f}", f"{whole:.1f}", f"{whole / plain:.1f}"]
-    products = products_alone(queries * heads // kv_heads, kv_heads, d, n, dtype)
-    cells.append(f"{products:.1f}, {products / whole:.0%}")
-    return "| " + " | ".join(cells) + " |"
-
-
-def products_alone(rows: int, kv_heads: int, d: int, n: int, dtype: str) -> float:
-    """Processor milliseconds of nothing but the products of digits, of `rows` queries a key head.
-
-    Those of a block of keys, as treeattn/kernel/{exactly,digit_products}.py form them, times the
-    blocks.
-    """
-    size = min(max(SCORES // (rows * kv_heads), LEAST), BLOCK)
-    few = rows <= FEW
-    product = functools.partial(jnp.einsum, preferred_element_type="float32" if few else "int32")
-    pairs = []
-    for j in range(SCORE_DIGITS):
-        left = jnp.ones((kv_heads, rows * (SCORE_DIGITS - j), d))
-        keys = jnp.ones((kv_heads, size, d))
-        if left.shape[1] < size:  # XLA:CPU transposes the second factor
-            left, keys = keys, left
-        pairs.append((functools.partial(jnp.einsum, "kmd,knd->kmn"), left, keys))
-    for j in range(VALUE_DIGITS[dtype]):
-        count = (LEVELS - j) if few else 1
-        left = jnp.ones((kv_heads, rows * count, size), "float32" if few else "int8")
-        weigh = functools.partial(product, "krn,knd->krd")
-        one = (weigh, left, jnp.ones((kv_heads, size, d), left.dtype))
-        pairs += [one] * (1 if few else LEVELS - j)
-    took = 0.0
-    for f, left, right in pairs:
-        run = jax.jit(f)
-        times = []
-        for _ in range(9):
-            start = time.process_time()
-            jax.block_until_ready(run(left, right))
-            times.append(time.process_time() - start)
-        took += 1e3 * statistics.median(times)
-    return took * -(-n // size)
-
-
-def exact_lines(rounds: int) -> list[str]:
-    """The table of "exact" beside "blockwise"; 256 queries see fewer keys, in fewer rounds."""
-    head = ["queries", *(f"{x}, ms" for x in EXACT), "ratio"]
-    head += [*(f"{x}, processor ms" for x in EXACT), "ratio", "products of digits alone"]
-    lines = [
-        f"The implementations {EXACT[0]!r} and {EXACT[1]!r} in turn, medians. 256 queries see all "
-        f"keys. Last, nothing but the products of digits: processor ms, and their share of "
-        f"those of {EXACT[1]!r}. {machine()}.",
-        "",
-        "| " + " | ".join(head) + " |",
-        "|---" * len(head) + "|",
-    ]
-    cases = [(x, t, l) for l in (1, 256) for x in ("GQA-4", "SmolLM2") for t in DTYPES]
-    for name, dtype, queries in tqdm(cases, unit="case"):
-        alone = queries == 1
-        keys = KEYS[name][0] if alone else 1 << 12
-        some = rounds if alone else -(-rounds // 5)
-        lines.append(exact_row(name, keys, dtype, queries, some))
-    return lines
-
-
-def report(lines: list[str], write: bool, name: str) -> None:
-    print("\n".join(lines))
-    if write:
-        path = Path(__file__).parent / "results" / name
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("table", nargs="?", default="others", choices=("others", "exact"))
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--write", action="store_true", help="also into benchmarks/results")
     args = parser.parse_args()
-    if args.table == "exact":
-        report(exact_lines(args.rounds), args.write, "exact.md")
-        return
     shapes = "16 heads of 128, SmolLM2 9 heads of 64 on 3"
     lines = [f"One query, {shapes}; milliseconds, medians in turn. {machine()}.", ""]
     if torch is None:
@@ -241,7 +137,10 @@ def main() -> None:
         _, kv_heads, d = SHAPES[name]
         gigabytes = 2 * n * kv_heads * d * jnp.dtype(dtype).itemsize / 1e9
         lines.append(row(f"{n // 1024}k, {name}, {dtype}", times, gigabytes))
-    report(lines, args.write, "local_attention.md")
+    print("\n".join(lines))
+    if args.write:
+        path = Path(__file__).parent / "results" / "local_attention.md"
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

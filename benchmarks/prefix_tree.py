@@ -2,8 +2,6 @@
 
 python benchmarks/prefix_tree.py            about 10 seconds
 python benchmarks/prefix_tree.py --rounds 40
-python benchmarks/prefix_tree.py intervals  rows packed, attention and its gradient: 20 seconds
-python benchmarks/prefix_tree.py intervals --write     also benchmarks/results/intervals.md
 """
 
 import argparse
@@ -13,10 +11,8 @@ import platform
 import statistics
 import time
 from importlib.metadata import version
-from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import treeattn
@@ -84,73 +80,6 @@ def seconds(run, *args) -> float:
     return time.perf_counter() - began
 
 
-def trees_of(n: int) -> dict[str, np.ndarray]:
-    """Name -> where each node's subtree ends, of n nodes in depth-first order."""
-    node = np.arange(n)
-    prompt = n // 4
-    answer = (n - prompt) // 8
-    of_answers = prompt + ((node - prompt) // answer + 1) * answer
-    return {
-        "one text": np.full(n, n),
-        "a prompt, 8 answers": np.where(node < prompt, n, np.minimum(of_answers, n)),
-        "8 texts": (node // (n // 8) + 1) * (n // 8),
-    }
-
-
-def packing_line(rng: np.random.Generator) -> str:
-    """The tokens a second of `pack_rows`: 1,024 rows of 768 tokens, on 64 prompts of 512."""
-    prompts = rng.integers(0, 50_000, (64, 512))
-    rows = [np.append(prompts[i % 64], rng.integers(0, 50_000, 256)).tolist() for i in range(1024)]
-    tokens = sum(map(len, rows))
-    times = []
-    for _ in range(5):
-        began = time.perf_counter()
-        trees = treeattn.pack_rows(rows, max_tokens=8192)
-        times.append(time.perf_counter() - began)
-    rate = tokens / statistics.median(times) / 1e6
-    nodes = sum(len(tree.tokens) for tree in trees)
-    return (
-        f"`pack_rows`: {tokens:,} tokens of lists in {nodes:,} nodes, {rate:.0f} million a second."
-    )
-
-
-def interval_lines(rounds: int, n: int = 4096) -> list[str]:
-    """A table of times of attention by intervals and of its gradient, beside causal attention."""
-    rng = np.random.default_rng(0)
-    shapes = (1, n, 9, 64), (1, n, 3, 64), (1, n, 3, 64)
-    arrays = [jnp.array(rng.normal(size=shape), jnp.float32) for shape in shapes]
-
-    def loss(q, k, v, options):
-        return (treeattn.attention(q, k, v, **options) ** 2).sum()
-
-    def pair(**options):  # attention, and it with its gradient
-        forward = jax.jit(lambda *x: treeattn.attention(*x, **options))
-        both = jax.jit(jax.value_and_grad(lambda *x: loss(*x, options), (0, 1, 2)))
-        jax.block_until_ready((forward(*arrays), both(*arrays)))
-        return forward, both
-
-    calls = {name: pair(ends=ends[None]) for name, ends in trees_of(n).items()}
-    calls["one text by `causal`"] = pair(causal=True)
-    times = {name: ([], []) for name in calls}
-    for _ in range(rounds):
-        for name, functions in calls.items():
-            for run, of_run in zip(functions, times[name], strict=True):
-                of_run.append(seconds(run, *arrays))
-    lines = [
-        f"{n:,} tokens, 9 heads of 64 on 3, float32; milliseconds, medians of {rounds} in turn.",
-        "",
-        "| | blocks visited | attention | with its gradient | gradient / attention |",
-        "|---|---|---|---|---|",
-    ]
-    for name, (forward, both) in times.items():
-        ends = trees_of(n).get(name)
-        visited = "" if ends is None else treeattn.blocks_by_device(ends, np.arange(n), 1).sum()
-        ratio = statistics.median((b - a) / a for a, b in zip(forward, both, strict=True))
-        a, b = (1000 * statistics.median(x) for x in (forward, both))
-        lines.append(f"| {name} | {visited} | {a:.0f} | {b:.0f} | {ratio:.1f} |")
-    return [*lines, "", packing_line(rng)]
-
-
 def machine() -> str:
     return (
         f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, "
@@ -161,17 +90,8 @@ def machine() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("table", nargs="?", default="beams", choices=("beams", "intervals"))
     parser.add_argument("--rounds", type=int, default=20, help="timings of each, taken in turn")
-    parser.add_argument("--write", action="store_true", help="intervals also into results")
     args = parser.parse_args()
-    if args.table == "intervals":
-        lines = [*interval_lines(args.rounds), "", machine() + "."]
-        print(*lines, sep="\n")
-        if args.write:
-            path = Path(__file__).parent / "results" / "intervals.md"
-            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        return
     compare_packing(args.rounds)
 
 
