@@ -41,7 +41,7 @@ def restructured(paragraph: str, before: str = "") -> str:
 
 def is_list(paragraph: str) -> bool:
     """Whether each line begins an entry, or goes on with one, further to the right."""
-    first, *others = paragraph.splitlines()
+    first, *others = paragraph.splitlines() or [""]
     return bool(ENTRY.match(first)) and all(
         ENTRY.match(line) or line.startswith("  ") for line in others
     )

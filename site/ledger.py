@@ -16,6 +16,12 @@ What the sources state, in their own words, with a verdict, the section that exp
 tests that hold it. [Notebook 10](notebooks/10_ledger.ipynb) says what the verdicts mean, counts
 them and runs some of the checks; the rows are a file, `notebooks/ledger.tsv`. A row's id is a link
 to it.
+
+```{toctree}
+:hidden:
+
+notebooks/10_ledger
+```
 """
 
 
