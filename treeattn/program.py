@@ -111,7 +111,7 @@ def collectives(
     else, and ValueError for a mesh of other devices, and for a collective in a loop without a trip
     count: XLA notes it when it compiles, where the program fixes it.
 
-    >>> mesh, spec = jax.make_mesh((2,), ("kv",)), jax.sharding.PartitionSpec("kv")
+    >>> mesh, spec = Mesh(jax.devices()[:2], "kv"), jax.sharding.PartitionSpec("kv")
     >>> body = lambda x: jax.lax.psum(x, "kv")
     >>> program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec))
     >>> (found,) = collectives(program.lower(jax.numpy.ones(32, "float32")))
@@ -156,9 +156,10 @@ def sent_bytes(found: Iterable[Collective], kind: str | None = None) -> int:
 
 
 def collectives_table(found: Iterable[Collective]) -> str:
-    """The collectives as lines of text, with what each device puts into all runs.
+    """The collectives as lines of text: how often each runs, and how many bytes that takes.
 
-    And what it must send at least, and, where that is known, between whom.
+    Of all runs: what each device puts in, and what it must send at least. And, where that is
+    known, between whom.
 
     >>> print(collectives_table([Collective("all-reduce", 3, 64, 64, ("f32[16]",), 8)]))
     collective  runs  bytes put in  sent  operands
