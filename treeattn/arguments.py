@@ -5,8 +5,6 @@ once a shape.
 """
 
 import dataclasses
-import math
-import numbers
 import operator
 from typing import Any
 
@@ -69,26 +67,6 @@ def integer(name: str, x, least: int | None = None, most: int | None = None) -> 
         raise TypeError(f"{name}: expected {expected}, got {x!r}")
     if (least is not None and found < least) or (most is not None and found > most):
         raise ValueError(f"{name}: expected {expected}, got {found}")
-    return found
-
-
-def number(name: str, x, above: float | int | None = None) -> float:
-    """`x` as a float: any finite real number of Python's, NumPy's or JAX's, but no bool.
-
-    Raises a TypeError for anything else, and a ValueError unless it is finite and over `above`.
-    """
-    expected = "a finite number" if above is None else f"a finite number above {above}"
-    is_number = isinstance(x, numbers.Real | Array) and not _is_bool(x)
-    try:
-        found = float(x) if is_number else None
-    except TypeError:  # an array of several, a traced one, a complex number
-        found = None
-    except OverflowError:  # an int that no float holds
-        found = math.inf
-    if found is None:
-        raise TypeError(f"{name}: expected {expected}, got {x!r:.40}")
-    if not math.isfinite(found) or (above is not None and found <= above):
-        raise ValueError(f"{name}: expected {expected}, got {x}")
     return found
 
 
@@ -239,11 +217,6 @@ class Inputs:
     def dtype(self):
         """That of scores and sums."""
         return accumulation_dtype(self.q)
-
-    @property
-    def hides(self) -> bool:
-        """Whether there may be a key that somebody does not see."""
-        return self.causal or not (self.mask is self.bias is self.lengths is None)
 
 
 def gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal=False) -> Inputs:

@@ -9,9 +9,7 @@ scaled; scores (b, h_kv, group, l, size); mask and bias (b, h_kv, group, l, n), 
 that shares them. Keys and values stay as they came, (b, n, h_kv, ·).
 """
 
-import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +35,7 @@ def attend_blockwise(inputs: Inputs) -> AttentionState:
         below = jnp.tri(l, dtype=bool)[None, None]
         mask = below if inputs.mask is None else inputs.mask & below
         inputs = inputs.replace(mask=mask, causal=False)
-    state = _attend(group_heads(inputs))
+    state = _attend(_group_heads(inputs))
     return jax.tree.map(_ungroup_heads, state)
 
 
@@ -78,38 +76,11 @@ def _attend_causal(inputs: Inputs) -> AttentionState:
     return jax.tree.map(lambda x: x[:, :length], state)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Grouped:
-    """The arguments as the loop reads them: heads grouped by the key head that they read.
+def _group_heads(inputs: Inputs) -> Inputs:
+    """The inputs as the loop reads them: queries scaled and in the accumulation dtype.
 
-    q:          (b, h_kv, group, l, d), scaled, in the accumulation dtype; group is h // h_kv
-    k, v:       (b, n, h_kv, d) and (b, n, h_kv, dv), as they came
-    mask, bias: (b, h_kv, group, l, n), an axis being 1 where all share an entry; or None
-    lengths:    (b,) int32; or None
-    xla_may_split: whether XLA may deal the program over devices by itself
+    Queries (b, h_kv, group, l, d), mask and bias (b, h_kv, group, l, n), with group = h // h_kv.
     """
-
-    q: Any
-    k: Any
-    v: Any
-    mask: Any
-    bias: Any
-    lengths: Any
-    xla_may_split: bool = dataclasses.field(metadata={"static": True})
-
-    @property
-    def hides(self) -> bool:
-        """Whether there may be a key that somebody does not see."""
-        return not (self.mask is self.bias is self.lengths is None)
-
-    def replace(self, **changes) -> "Grouped":
-        """The same with other fields."""
-        return dataclasses.replace(self, **changes)
-
-
-def group_heads(inputs: Inputs) -> Grouped:
-    """The inputs as the loop reads them, queries scaled and in the accumulation dtype."""
     b, l, h, d = inputs.q.shape
     h_kv = inputs.k.shape[2]
     dtype = inputs.dtype
@@ -122,14 +93,12 @@ def group_heads(inputs: Inputs) -> Grouped:
         heads = (1, 1) if x.shape[1] == 1 else (h_kv, h // h_kv)
         return x.reshape(len(x), *heads, *x.shape[2:])
 
-    return Grouped(
+    return inputs.replace(
         q=q.transpose(0, 2, 3, 1, 4),
-        k=inputs.k,
-        v=inputs.v,
         mask=None if inputs.mask is None else group(inputs.mask),
         bias=None if inputs.bias is None else group(inputs.bias).astype(dtype),
-        lengths=inputs.lengths,
-        xla_may_split=products.xla_may_split(),
+        factor=None,
+        scale=1.0,
     )
 
 
@@ -141,7 +110,7 @@ def _ungroup_heads(x):
 
 
 @jax.custom_jvp
-def _attend(inputs: Grouped) -> AttentionState:
+def _attend(inputs: Inputs) -> AttentionState:
     """The state of the queries: fields (b, h_kv, group, l) and (b, h_kv, group, l, dv)."""
     b = inputs.q.shape[0]
     # On a CPU one after another, so that a row of 10 keys does not read the blocks of one of
@@ -162,13 +131,13 @@ def _attend(inputs: Grouped) -> AttentionState:
     return jax.tree.map(lambda x: x[:, 0], states)
 
 
-def _attend_rows(inputs: Grouped, row) -> AttentionState:
+def _attend_rows(inputs: Inputs, row) -> AttentionState:
     """The state of the queries, whose keys and values begin with row `row` of k and v.
 
     So a single row of queries, (1, h_kv, group, l, d), reads its keys where they lie.
     """
     q = inputs.q
-    plain = inputs.xla_may_split
+    plain = products.xla_may_split()
     size = block_size(inputs)
     few = products.few_queries(q, inputs.k.shape[1])
     shrunk, root = products.shrink(q, plain)
@@ -237,7 +206,7 @@ def _attend_jvp(primals, tangents):
     return state, AttentionState(jnp.zeros_like(state.max), d, n)
 
 
-def _sums(inputs: Grouped, m):
+def _sums(inputs: Inputs, m):
     """(Σ exp(s − m), Σ exp(s − m) v), m constant: what a state holds, made to be differentiated.
 
     m and the first are (b, h_kv, group, l), the second (b, h_kv, group, l, dv).
@@ -273,7 +242,7 @@ def _sums(inputs: Grouped, m):
     return _over_blocks(add_block, first, size, inputs, jax.tree.map(lambda x: x[1:], blocks))
 
 
-def block_size(inputs: Grouped) -> int:
+def block_size(inputs: Inputs) -> int:
     """Keys a block, for queries (b, h_kv, group, l, d) and n keys.
 
     At most BLOCK, at most n, and nearly equal: 1,500 keys are two blocks of 750. For streams it is
@@ -292,7 +261,7 @@ def block_size(inputs: Grouped) -> int:
     return size if size <= n else -(-n // ((blocks + 1) * streams)) * streams
 
 
-def _over_blocks(add_block, first, size: int, inputs: Grouped, *blocks):
+def _over_blocks(add_block, first, size: int, inputs: Inputs, *blocks):
     """add_block(…add_block(first, size, *blocks[0])…), for the blocks that any row sees.
 
     add_block(state, start, *block) takes a block's first key, and what `blocks`, pytrees of arrays
@@ -345,7 +314,7 @@ def _split_blocks(x, axis: int, size: int):
     return jnp.concatenate([jnp.moveaxis(head, axis, 0), last[None]])
 
 
-def _visibility(inputs: Grouped, start, size: int):
+def _visibility(inputs: Inputs, start, size: int):
     """(first, visible, bias): the block's first key, who sees which of its keys, its bias.
 
     `visible` is None where everybody sees everything. The last block starts early enough to be
