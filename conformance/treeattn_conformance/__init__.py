@@ -14,14 +14,15 @@ In any framework: they get NumPy arrays, and what they return goes through `np.a
 keys are out 0 and lse −∞. This folder needs NumPy alone and can be copied, under any name.
 """
 
-from .attention import attend, check_attention
+from .attention import check_attention
 from .axes import AXES
 from .invariance import check_invariance
-from .judging import FINGERPRINTS
-from .merging import check_merge, merge
+from .kernel_mistakes import KERNEL_CURES
+from .merging import MERGE_CURES, check_merge
 from .outcomes import law
 from .packed_loss import check_packed_loss, separate_rows
 from .packing import PACKING_FINGERPRINTS
+from .reference import attend, merge
 from .report import Report, Result
 from .rounding import bfloat16
 from .scans import SCAN_FINGERPRINTS, check_scan
@@ -32,8 +33,8 @@ from .wrong_steps import VERIFIER_FINGERPRINTS
 
 # Every mistake that a check names, with its cure: {check: {name: cure}}.
 CURES = {
-    "merge": FINGERPRINTS,
-    "attention": FINGERPRINTS,
+    "merge": MERGE_CURES,
+    "attention": KERNEL_CURES,
     "scan": SCAN_FINGERPRINTS,
     "tree": TREE_FINGERPRINTS,
     "packed_loss": PACKING_FINGERPRINTS,

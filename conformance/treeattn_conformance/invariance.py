@@ -5,13 +5,13 @@ portions the keys come. Sums of floating-point numbers depend on their order, an
 chosen by the shapes of a call.
 """
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from .axes import AXES, OPTIONS, QUESTIONS, Call, Question, Settings
 from .bits import aligned, compare, summary
+from .calling import takes
 from .judging import TOLERANCES
 from .report import Report, Result
 
@@ -82,16 +82,6 @@ def _check_arguments(f, axes, dtype: str, keys: Sequence[int]) -> None:
         raise ValueError(f"keys is {keys}, expected numbers of at least 34")
     if isinstance(f, Mapping) and not f:
         raise ValueError("f is an empty mapping, expected a function for each number of devices")
-
-
-def takes(f: Callable, option: str) -> bool:
-    """Whether f has an argument of this name, or takes any."""
-    try:
-        parameters = inspect.signature(f).parameters
-    except (TypeError, ValueError):  # some functions that are not written in Python
-        return False
-    kinds = {parameter.kind for parameter in parameters.values()}
-    return option in parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _ask(f, axis: str, questions: Iterator[Question]) -> Result:

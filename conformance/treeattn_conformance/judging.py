@@ -1,37 +1,22 @@
-"""A case, and the judgement of an answer to it: passed, or which known mistake it looks like."""
+"""Judging pairs (out, lse): which numbers are wrong, and which mistakes would give just these.
 
-from collections.abc import Iterator
+A mistake is a whole function that makes it. It is named if it gives every number of every answer,
+the right ones and the wrong ones; or if two or three mistakes do so together, each number by one
+of them. Otherwise nothing is named, and the report says what is off, where, and by how much.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from .calling import as_array, takes
 from .report import Report, Result
-from .rounding import bfloat16
 
-# What known mistakes are, and their cures.
-FINGERPRINTS = {
-    "log base 2": "lse is in base 2 on one side and natural on the other: multiply by log 2",
-    "lse +inf for no keys": "write −∞ where there were no keys, and read +∞ as −∞",
-    "finite lse for no keys": "a lowest number stands for −∞: write −∞, and guard the subtraction",
-    "mean(V) for no keys": "a softmax over nothing was uniform: write 0, and lse −∞",
-    "NaN for no keys": "(−∞) − (−∞), or 0 / 0: replace infinite pivots before subtracting",
-    "stale NaN": "0 · NaN is NaN: select values with where, do not multiply them by 0",
-    "lse in bfloat16": "keep lse in float32: its error is one of an exponent",
-    "lse in float16": "keep lse in float32: its error is one of an exponent",
-    "lse + block_lse": "sums of exponentials add, not their logarithms: use logaddexp",
-    "sums in 16 bits": "keep and send partial sums in float32: each addition rounds",
-    "sinks once a shard": "a sink is one more key: add it on one device, or after the merge",
-    "sinks ignored": "a sink adds exp(sink) to the denominator, also when lse is returned",
-    "local positions": "bound striped keys by their position in the text: local · p + rank",
-    "axes of lse": "lse is (b, l, h) here, and (b, h, l) in many kernels: transpose, not reshape",
-    "stale pivot": "when the maximum rises, rescale what was summed before: times exp(old − new)",
-    "no keys as lse 0": "memory that begins as zeros is the mass of one key: write −∞",
-    "epsilon in the sum": "a constant in the denominator outweighs small sums: select instead",
-    "maximum of other keys": "lse = max + log Σ exp(s − max): the same maximum, of the seen keys",
-    "heads regrouped": "a device has other heads than it merged: regroup before, or send them back",
-    "exp overflows": "subtract the maximum before the exponential, across the shards too",
-}
 TOLERANCES = {"float64": 1e-10, "float32": 2e-5, "float16": 3e-3, "bfloat16": 1.6e-2}
+SPECIAL = {"out in 16 bits": "sums in 16 bits"}  # where both explain, the first one is named
+Pair = tuple[np.ndarray, np.ndarray]  # out (b, l, h, d) and lse (b, l, h)
 
 
 class Case(NamedTuple):
@@ -42,89 +27,221 @@ class Case(NamedTuple):
     options: dict
     out: np.ndarray
     lse: np.ndarray
-    uniform: np.ndarray  # what a softmax over nothing gives
-    infinite: str | None = None  # the fingerprint of NaN and ∞ in rows that have keys
+    largest: float = 0.0  # of the numbers that are subtracted from each other, in float32
+
+    def tolerances(self, dtype: str, tolerance: float | None) -> tuple[float, float]:
+        """Of out and of lse, which is a float32 number whatever the dtype of out."""
+        rounding = self.largest * np.finfo("float64" if dtype == "float64" else "float32").eps
+        of_lse = 1e-10 if dtype == "float64" else 2e-5
+        return (tolerance or TOLERANCES[dtype]) + 2 * rounding, of_lse
+
+
+class Mistake(NamedTuple):
+    """A known mistake, as a function that makes it; or as a sign that is seen in an answer.
+
+    wrong: (*arguments, **options) -> (out, lse), as a function with this mistake returns them
+    sign:  (case, answer) -> two arrays of bool (b, l, h): may it have given this out, this lse?
+    """
+
+    name: str
+    wrong: Callable | None = None
+    sign: Callable | None = None
+
+
+class Questions:
+    """Cases, and the mistakes that they tell apart; what each mistake gives is calculated once."""
+
+    def __init__(self, cases: Sequence[Case], mistakes: Iterable[Mistake], cures: dict[str, str]):
+        self.cases = tuple(cases)
+        self.mistakes = tuple(mistakes)
+        self.cures = cures
+        self._given: dict[tuple[int, int], Pair] = {}
+
+    def given(self, mistake: int, case: int) -> Pair:
+        """The (out, lse) of this mistake's function, by numbers."""
+        if (mistake, case) not in self._given:
+            asked = self.cases[case]
+            wrong = self.mistakes[mistake].wrong
+            self._given[mistake, case] = wrong(*asked.arguments, **asked.options)
+        return self._given[mistake, case]
+
+
+class _Answer(NamedTuple):
+    place: int  # of its case, and of its result
+    case: Case
+    answer: Pair
+    tolerances: tuple[float, float]
+    right: np.ndarray  # (2, b, l, h): of out and of lse
 
 
 @np.errstate(all="ignore")
-def check(function, cases: list[Case], mistakes, dtype: str, tolerance) -> Report:
-    """Ask the function all cases; mistakes: `wrong_merges` or `wrong_attentions`."""
-    of_lse = 1e-10 if dtype == "float64" else 2e-5
-    tolerances = (tolerance or TOLERANCES[dtype], of_lse)
+def check(f: Callable, questions: Questions, dtype: str, tolerance: float | None) -> Report:
+    """Ask f all cases, and look for the mistakes that would give all of its answers."""
     results = []
-    for case in cases:
-        try:
-            answer = function(*case.arguments, **case.options)
-            out, lse = [np.asarray(x).astype(np.float64) for x in answer]
-        except NotImplementedError as error:
-            results.append(Result(case.name, "skipped", (), str(error)))
-        except Exception as error:
-            results.append(Result(case.name, "failed", (), f"{type(error).__name__}: {error}"))
-        else:
-            results.append(_judge(case, (out, lse), mistakes, tolerances))
-    return Report(tuple(results), FINGERPRINTS)
+    answers = []
+    for place, case in enumerate(questions.cases):
+        result, answer = _ask(f, case)
+        if answer is not None:
+            tolerances = case.tolerances(dtype, tolerance)
+            right = _agreement(case, answer, (case.out, case.lse), tolerances)
+            answers.append(_Answer(place, case, answer, tolerances, right))
+            if not right.all():
+                detail = describe(case, answer, right)
+                result = Result(case.name, "failed", (), detail)
+        results.append(result)
+    if any(not x.right.all() for x in answers):
+        for place, names in _named(answers, questions).items():
+            results[place] = results[place]._replace(fingerprints=names)
+    return Report(tuple(results), questions.cures)
 
 
-def _judge(case: Case, answer, mistakes, tolerances) -> Result:
-    """Passed, or failed with the mistakes that would have given this answer (out, lse)."""
-    expected = (case.out, case.lse)
-    if _close(answer, expected, tolerances):
-        return Result(case.name, "passed")
-    wrong = mistakes(*case.arguments, **case.options)
-    found = [
-        name
-        for name, would_be in wrong
-        if _close(answer, would_be, tolerances) and not np.isnan(would_be[0]).any()
+def _ask(f: Callable, case: Case) -> tuple[Result, Pair | None]:
+    missing = [name for name in case.options if not takes(f, name)]
+    if missing:
+        return Result(case.name, "skipped", (), f"it has no option {missing[0]}"), None
+    arguments = [x.copy() if isinstance(x, np.ndarray) else list(x) for x in case.arguments]
+    try:
+        out, lse = f(*arguments, **case.options)
+        out, lse = (as_array(x).astype(np.float64) for x in (out, lse))
+    except NotImplementedError as error:
+        return Result(case.name, "skipped", (), str(error)), None
+    except Exception as error:
+        return Result(case.name, "failed", (), f"{type(error).__name__}: {error}"), None
+    return Result(case.name, "passed"), (out, lse)
+
+
+def _agreement(case: Case, answer: Pair, other: Pair, tolerances) -> np.ndarray:
+    """(2, b, l, h): where out and lse of two pairs are the same number; all False where shapes
+    differ. Rows that are no numbers in both are the same, however each says so."""
+    same = np.zeros((2, *case.lse.shape), bool)
+    shapes = [[x.shape for x in pair] for pair in (answer, other)]
+    if shapes[0] != shapes[1]:
+        return same
+    close = [
+        np.isclose(x, y, rtol=tolerance, atol=tolerance, equal_nan=True)
+        for x, y, tolerance in zip(answer, other, tolerances, strict=True)
     ]
+    if answer[0].shape != case.out.shape or answer[1].shape != case.lse.shape:
+        return same | all(x.all() for x in close)
+    broken = _broken(case, answer) & _broken(case, other)
+    return np.stack([close[0].all(axis=-1) | broken, close[1] | broken])
+
+
+def _broken(case: Case, pair: Pair) -> np.ndarray:
+    """(b, l, h): rows that are NaN, or that are infinite although they have keys."""
+    out, lse = pair
+    infinite = np.isfinite(case.lse) & (np.isinf(out).any(axis=-1) | np.isposinf(lse))
+    return np.isnan(out).any(axis=-1) | np.isnan(lse) | infinite
+
+
+# Which mistakes explain everything?
+
+
+def _named(answers: list[_Answer], questions: Questions) -> dict[int, tuple[str, ...]]:
+    """Of each wrong answer, by its place: the mistakes that it shows, if all are explained."""
+    wrong = np.concatenate([~x.right.ravel() for x in answers])
+    named: dict[bytes, set[str]] = {}  # by what they explain of what is wrong
+    for number, mistake in enumerate(questions.mistakes):
+        explained = _explained(number, answers, questions)
+        if explained is not None and (explained & wrong).any():
+            named.setdefault((explained & wrong).tobytes(), set()).add(mistake.name)
+    for names in named.values():
+        names -= {SPECIAL[name] for name in names if name in SPECIAL}
+    sets = _smallest_sets([np.frombuffer(x, bool) for x in named], wrong)
+    found: dict[int, tuple[str, ...]] = {}
+    start = 0
+    for x in answers:
+        part = slice(start, start + x.right.size)
+        start += x.right.size
+        if wrong[part].any():
+            shown = [explained for one in sets for explained in one if explained[part].any()]
+            found[x.place] = tuple(sorted(set().union(*(named[x.tobytes()] for x in shown))))
+    return found
+
+
+def _explained(number: int, answers: list[_Answer], questions: Questions) -> np.ndarray | None:
+    """Which numbers of all answers the mistake gives; None if it would have got wrong what is
+    right, or gives nothing of what is wrong."""
+    mistake = questions.mistakes[number]
+    same = {}
+    explains = False
+    for x in sorted(answers, key=lambda x: x.right.all()):  # wrong answers first
+        if x.right.all() and not explains:
+            return None
+        if mistake.sign is not None:
+            same[x.place] = _signed(mistake, x) | x.right
+        else:
+            given = questions.given(number, x.place)
+            same[x.place] = _agreement(x.case, x.answer, given, x.tolerances)
+        if (x.right & ~same[x.place]).any():
+            return None
+        explains = explains or bool((same[x.place] & ~x.right).any())
+    return np.concatenate([same[x.place].ravel() for x in answers])
+
+
+def _signed(mistake: Mistake, x: _Answer) -> np.ndarray:
+    if [y.shape for y in x.answer] != [x.case.out.shape, x.case.lse.shape]:
+        return np.zeros(x.right.shape, bool)
+    return np.stack(mistake.sign(x.case, x.answer))
+
+
+def _smallest_sets(explained: list[np.ndarray], wrong: np.ndarray) -> list[tuple]:
+    """One, two or three of them, as few as possible, that together are all that is wrong."""
+    for size in (1, 2, 3):
+        sets = [
+            chosen
+            for chosen in itertools.combinations(explained, size)
+            if np.array_equal(np.logical_or.reduce(chosen), wrong)
+        ]
+        if sets:
+            return sets
+    return []
+
+
+# What is off, where, and by how much
+
+
+def describe(case: Case, answer: Pair, right: np.ndarray) -> str:
+    """In words: which of out and lse, in which rows, how far off, and in which way."""
     shapes = [x.shape for x in answer]
-    expected_shapes = [x.shape for x in expected]
-    if shapes != expected_shapes:
-        detail = f"shapes {shapes}, expected {expected_shapes}"
-    else:
-        found = found or list(_signs(case, *answer, tolerances))
-        of_out = _largest_error(answer[0], case.out)
-        of_lse = _largest_error(answer[1], case.lse)
-        detail = f"off by {of_out:.1e} (out), {of_lse:.1e} (lse)"
-    return Result(case.name, "failed", tuple(dict.fromkeys(found)), detail)
+    expected = [case.out.shape, case.lse.shape]
+    if shapes != expected:
+        return f"shapes {shapes}, expected {expected}"
+    said = []
+    for name, x, y, wrong in zip(("out", "lse"), answer, case[3:5], ~right, strict=True):
+        if wrong.any():
+            said.append(f"{name} {_size(x[wrong], y[wrong])}{_place(wrong, case)}")
+    return "; ".join(said)
 
 
-def _largest_error(x: np.ndarray, expected: np.ndarray) -> float:
-    return np.abs(x - expected)[np.isfinite(expected)].max(initial=0)
+def _size(x: np.ndarray, expected: np.ndarray) -> str:
+    if np.isnan(x).any():
+        return "is NaN"
+    if (np.isinf(x) & (x != expected)).any():
+        return f"is {'−' if (x == -np.inf).any() else '+'}∞"
+    if not np.isfinite(expected).all():
+        return f"is {x[~np.isfinite(expected)].flat[0]:.4g} for −∞"
+    off = x - expected
+    size = np.abs(off).max()
+    if np.ptp(off) < 1e-3 * size:
+        return f"is {off.flat[0]:+.4g} off, everywhere the same"
+    ratio = (x * expected).sum() / max((expected**2).sum(), 1e-300)
+    if np.abs(x - ratio * expected).max() < 1e-3 * size:
+        return f"is {ratio:.4g} times what it should be"
+    return f"is off by up to {size:.1e}"
 
 
-def _close(answer, expected, tolerances) -> bool:
-    return all(
-        x.shape == y.shape and np.allclose(x, y, rtol=tolerance, atol=tolerance, equal_nan=True)
-        for x, y, tolerance in zip(answer, expected, tolerances, strict=True)
-    )
-
-
-def _signs(case: Case, out, lse, tolerances) -> Iterator[str]:
-    """Fingerprints that are seen in the numbers themselves: without keys, then with keys."""
-    none = np.isneginf(case.lse)
-    uniform = np.broadcast_to(case.uniform, out.shape)
-    if np.isposinf(lse[none]).any():
-        yield "lse +inf for no keys"
-    if np.isfinite(lse[none]).any():
-        yield "finite lse for no keys"
-    if np.isnan(lse[none]).any() or np.isnan(out[none]).any():
-        yield "NaN for no keys"
-    elif out[none].any() and np.allclose(out[none], uniform[none], rtol=0.01, atol=0.01):
-        yield "mean(V) for no keys"
-    out = out[~none]
-    lse = lse[~none]
-    expected = (case.out[~none], case.lse[~none])
-    error = np.abs(lse / expected[1] - 1).max(initial=0)
-    finite = np.isfinite(out).all() and np.isfinite(lse).all()
-    if lse.size and not (finite and out.any()):
-        if case.infinite:
-            yield case.infinite
-    elif _close((out, lse), expected, tolerances):
-        return
-    elif error <= 0.1 and np.array_equal(lse, bfloat16(lse)):
-        yield "lse in bfloat16"
-    elif error <= 0.01 and np.array_equal(lse, lse.astype(np.float16)):
-        yield "lse in float16"
-    elif _close((out, lse), expected, (0.1, tolerances[1])):
-        if np.abs(out - expected[0]).max() > 1e-4:
-            yield "sums in 16 bits"
+def _place(wrong: np.ndarray, case: Case) -> str:
+    """In which rows of the batch, queries or heads, where not in all; with or without keys."""
+    if wrong.all():
+        return ""
+    if np.array_equal(wrong, np.isneginf(case.lse)):
+        return ", just where there are no keys"
+    for axis, name in enumerate(("row", "query", "head")):
+        others = tuple(i for i in range(3) if i != axis)
+        places = np.flatnonzero(wrong.any(axis=others))
+        if len(places) < wrong.shape[axis]:
+            s = "s" if len(places) > 1 else ""
+            return f", in {name}{s} {', '.join(map(str, places))} of {wrong.shape[axis]}"
+    first = tuple(np.argwhere(wrong)[0].tolist())
+    return f", in {wrong.sum()} of {wrong.size} rows, first at {list(first)}"

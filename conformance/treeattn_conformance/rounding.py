@@ -2,6 +2,8 @@
 
 import numpy as np
 
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+
 
 def bfloat16(x) -> np.ndarray:
     """`x` rounded to bfloat16, to nearest even; the array is float32, for NumPy has no other."""
@@ -11,5 +13,7 @@ def bfloat16(x) -> np.ndarray:
 
 
 def rounded(x, dtype: str) -> np.ndarray:
-    """`x` rounded to a dtype by its name."""
+    """`x` rounded to a dtype by its name, one of `DTYPES`."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}, expected one of {list(DTYPES)}")
     return bfloat16(x) if dtype == "bfloat16" else np.asarray(x).astype(dtype)

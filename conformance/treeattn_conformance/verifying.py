@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .invariance import takes
+from .calling import takes
 from .outcomes import OwnChance, law
 from .report import Report, Result
 from .steps import Settings

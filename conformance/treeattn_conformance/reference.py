@@ -1,0 +1,67 @@
+"""What is right, in float64 and in few lines: attention, and the merge of its parts."""
+
+import numpy as np
+
+
+def attend(q, k, v, **options) -> tuple[np.ndarray, np.ndarray]:
+    """(out, lse) of q (b, l, h, d) over k and v (b, n, h_kv, d); options as of `scores`, and sinks.
+
+    sinks (h,): the score of one more key for every query, whose value is 0
+    """
+    sinks = options.pop("sinks", None)
+    s = scores(q, k, **options)
+    seen = ~np.isneginf(s)
+    v = np.asarray(v, np.float64)
+    v = np.repeat(v, s.shape[2] // v.shape[2], axis=2)
+    m = s.max(axis=-1, initial=-np.inf)
+    if sinks is not None:
+        m = np.maximum(m, sinks)
+    pivot = np.where(np.isneginf(m), 0, m)
+    w = np.where(seen, np.exp(s - pivot[..., None]), 0)
+    d = w.sum(axis=-1)
+    if sinks is not None:
+        d = d + np.exp(sinks - pivot)
+    # A hidden value may be NaN: where a batch row hides a key from all queries, it is not read.
+    read = seen.any(axis=(1, 2))[..., None, None]
+    sums = np.einsum("blhn,bnhd->blhd", w, np.where(read, v, 0))
+    with np.errstate(divide="ignore"):
+        return sums / np.where(d == 0, 1, d)[..., None], pivot + np.log(d)
+
+
+def scores(
+    q, k, *, scale=None, mask=None, kv_lengths=None, query_positions=None, key_positions=None
+) -> np.ndarray:
+    """(b, l, h, n) in float64: scale · q·k, and −∞ where a query does not see a key.
+
+    scale: a number; 1/√d when None. mask (b, 1, l, n): True where a query may see a key.
+    kv_lengths (b,): only so many keys count.
+    query_positions (l,), key_positions (n,): queries see the keys up to their own position.
+    """
+    q, k = (np.asarray(x, np.float64) for x in (q, k))
+    k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
+    s = np.einsum("blhd,bnhd->blhn", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    seen = np.ones(s.shape, bool)
+    if mask is not None:
+        seen &= np.asarray(mask).swapaxes(1, 2)
+    if kv_lengths is not None:
+        seen &= np.arange(s.shape[-1]) < np.asarray(kv_lengths)[:, None, None, None]
+    if query_positions is not None:
+        seen &= (np.asarray(key_positions) <= np.asarray(query_positions)[:, None])[:, None]
+    return np.where(seen, s, -np.inf)
+
+
+def merge(parts) -> tuple[np.ndarray, np.ndarray]:
+    """(out, lse) of all keys, from pairs of out (b, l, h, d) and lse (b, l, h) of disjoint ones.
+
+    An lse of +∞ is read as −∞, no keys; what stands in the out of no keys is not read.
+    """
+    out = np.stack([np.asarray(part[0], np.float64) for part in parts])
+    lse = np.stack([np.asarray(part[1], np.float64) for part in parts])
+    lse = np.where(np.isposinf(lse), -np.inf, lse)
+    m = lse.max(axis=0)
+    pivot = np.where(np.isneginf(m), 0, m)
+    w = np.exp(lse - pivot)
+    d = w.sum(axis=0)
+    sums = (np.where(np.isneginf(lse)[..., None], 0, out) * w[..., None]).sum(axis=0)
+    with np.errstate(divide="ignore"):
+        return sums / np.where(d == 0, 1, d)[..., None], pivot + np.log(d)
