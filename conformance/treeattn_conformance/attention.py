@@ -48,7 +48,7 @@ def attention_cases(dtype: str = "float32") -> list[Case]:
         "large scores": (qkv(size=400.0), {}),
         "rows far apart": (rows_apart(), {}),
         "scale": (qkv(), {"scale": 0.5}),
-        "lengths": (qkv(b=3), {"kv_lengths": np.array([23, 40, 6])}),
+        "lengths": (qkv(b=3), {"kv_lengths": np.array([23, 31, 6])}),
         "a row without keys": (qkv(), {"kv_lengths": np.array([40, 0])}),
         "stale NaN": (stale, {"kv_lengths": np.array([40, 7])}),
         "mask": (qkv(), {"mask": mask}),
@@ -57,7 +57,7 @@ def attention_cases(dtype: str = "float32") -> list[Case]:
         "one stripe of four": (qkv(n=10), stripe),
         "stripes of four keys": (qkv(l=7), stripes),
         "sinks": (qkv(), {"sinks": np.array([0.0, 2.0, 4.0, 5.0])}),
-        "large sinks": (qkv(), {"sinks": np.array([-200.0, 0.0, 100.0, 200.0])}),
+        "large sinks": (qkv(), {"sinks": np.array([-1000.0, 0.0, 100.0, 1000.0])}),
     }
     largest = {"large scores": 6000.0, "rows far apart": 1000.0}
     return [

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from .judging import Mistake
+from .merging import reshaped, turned_if_square
 from .reference import attend, merge, scores
 from .signs import NO_KEYS, SIGNS, SIXTEEN_BITS
 
@@ -30,7 +31,7 @@ KERNEL_CURES = (
         "the keys alone",
         "maximum of other keys": "lse = max + log Σ exp(s − max): the same maximum, of seen keys",
         "heads tiled": "query head i reads key head i // (h // h_kv): repeat each, do not tile all",
-        "first key head for all": "query head i reads key head i // (h // h_kv)",
+        "first head for all": "query head i reads key head i // (h // h_kv)",
         "heads regrouped": "a device has other heads than it merged: regroup before, or send back",
         "keys left out": "all keys count: also the last block, the first key and the last",
         "a partial block left out": "the last block of keys may be partial: round its number up",
@@ -45,9 +46,11 @@ KERNEL_CURES = (
         "mask added as a number": "adding True adds 1: select −∞ where it is False",
         "positions ignored": "a query sees the keys up to its own position only",
         "a query does not see itself": "position of key ≤ position of query, not <",
-        "local positions": "compare positions in the text; queries are its last ones, and stripes "
-        "stand at local · p + rank",
+        "causal from the first key": "the queries are the last of the text: query i sees key j for "
+        "j ≤ n − l + i",
+        "local positions": "compare positions in the text: key j of a stripe is at j · p + rank",
         "sinks ignored": "a sink adds exp(sink) to the denominator, also when lse is returned",
+        "sinks not in the maximum": "a sink is one more key: subtract the maximum of all",
         "sinks once a shard": "a sink is one more key: add it on one device, or after the merge",
     }
 )
@@ -98,7 +101,8 @@ def _of_lse() -> Wrongs:
     yield "log base 2", _after(lambda out, lse, m: (out, lse / np.log(2)))
     yield "log base 10", _after(lambda out, lse, m: (out, lse / np.log(10)))
     yield "axes of lse", _after(lambda out, lse, m: (out, lse.swapaxes(1, 2)))
-    yield "axes of lse", _after(lambda out, lse, m: (out, lse.swapaxes(1, 2).reshape(lse.shape)))
+    yield "axes of lse", _after(lambda out, lse, m: (out, reshaped(lse)))
+    yield "axes of lse", _after(lambda out, lse, m: (out, turned_if_square(lse)))
     yield "lse is the maximum", _after(lambda out, lse, m: (out, m))
     yield (
         "lse without its maximum",
@@ -204,6 +208,9 @@ def _of_scores() -> Wrongs:
         lambda given, d: (given or 1) * d**-0.5,
         lambda given, d: (given or d**-0.5) * np.log2(np.e),
         lambda given, d: (given or d**-0.5) * np.log(2),
+        lambda given, d: 0.5,
+        lambda given, d: 64**-0.5,
+        lambda given, d: 128**-0.5,
     ):
         yield "scale", functools.partial(scaled, rule=rule)
 
@@ -236,35 +243,41 @@ def _of_heads() -> Wrongs:
     def first(q, k, v, **options):
         return attend(q, k[:, :, :1], v[:, :, :1], **options)
 
-    def regrouped(q, k, v, *, order, also_lse, **options):
+    def first_of_all(q, k, v, **options):
+        first_queries = np.repeat(q[:, :, :1], q.shape[2], axis=2)
+        return first(first_queries, k, v, **options)
+
+    def regrouped(q, k, v, *, order, in_out, in_lse, **options):
         out, lse = attend(q, k, v, **options)
         heads = order(np.arange(q.shape[2]))
-        return out[:, :, heads], lse[:, :, heads] if also_lse else lse
+        return out[:, :, heads] if in_out else out, lse[:, :, heads] if in_lse else lse
 
     def in_groups(heads, groups):
         return heads.reshape(groups, -1).T.ravel() if len(heads) % groups == 0 else heads
 
     yield "heads tiled", tiled
-    yield "first key head for all", first
+    yield "first head for all", first
+    yield "first head for all", first_of_all
     orders = [functools.partial(np.roll, shift=by) for by in (-3, -2, -1, 1, 2, 3)]
     orders += [functools.partial(in_groups, groups=groups) for groups in (2, 3)]
     orders += [lambda heads: heads[::-1]]
     for order in orders:
-        for also_lse in (False, True):
-            yield "heads regrouped", functools.partial(regrouped, order=order, also_lse=also_lse)
+        for in_out, in_lse in ((True, True), (True, False), (False, True)):
+            options = {"order": order, "in_out": in_out, "in_lse": in_lse}
+            yield "heads regrouped", functools.partial(regrouped, **options)
 
 
 def _of_keys() -> Wrongs:
-    def some(q, k, v, *, kept, **options):
-        """A slice of the keys; all, where it is empty."""
+    def some(q, k, v, *, kept, or_all=True, **options):
+        """A slice of the keys; where it is empty, all of them or none."""
         n = k.shape[1]
-        which = kept(n) if len(range(n)[kept(n)]) else slice(None)
+        which = kept(n) if len(range(n)[kept(n)]) or not or_all else slice(None)
         if "mask" in options:
             options["mask"] = options["mask"][..., which]
         if "key_positions" in options:
             options["key_positions"] = options["key_positions"][which]
         if "kv_lengths" in options:
-            before = range(n)[which].start
+            before = range(n)[which].start if len(range(n)[which]) else n
             options["kv_lengths"] = np.maximum(options["kv_lengths"] - before, 0)
         return attend(q, k[:, which], v[:, which], **options)
 
@@ -281,15 +294,23 @@ def _of_keys() -> Wrongs:
         lengths = np.asarray(options.get("kv_lengths", np.full(len(q), n)))
         return attend(q, k, v, **options | {"kv_lengths": np.clip(lengths + by, 0, n)})
 
-    yield "keys left out", functools.partial(some, kept=lambda n: slice(1, None))
-    yield "keys left out", functools.partial(some, kept=lambda n: slice(0, -1))
+    for or_all in (True, False):
+        for kept in (lambda n: slice(1, None), lambda n: slice(0, -1)):
+            yield "keys left out", functools.partial(some, kept=kept, or_all=or_all)
     yield "keys left out", functools.partial(last_of_the_row, by=-1)
     for block in (2, 4, 8, 10, 16, 20, 32):
-        yield "keys left out", functools.partial(some, kept=lambda n, b=block: slice(0, -b))
-        yield "keys left out", functools.partial(some, kept=lambda n, b=block: slice(b, None))
-        yield "keys left out", functools.partial(some, kept=lambda n, b=block: slice(0, b))
-        partial = functools.partial(some, kept=lambda n, b=block: slice(0, n // b * b))
-        yield "a partial block left out", partial
+        for or_all in (True, False):
+            for kept in (
+                lambda n, b=block: slice(0, max(n - b, 0)),
+                lambda n, b=block: slice(0, max(-(-n // b) - 1, 0) * b),
+                lambda n, b=block: slice(b, None),
+                lambda n, b=block: slice(0, b),
+                lambda n, b=block: slice(max(n - b, 0), None),
+                lambda n, b=block: slice(max(-(-n // b) - 1, 0) * b, None),
+            ):
+                yield "keys left out", functools.partial(some, kept=kept, or_all=or_all)
+            partial = functools.partial(some, kept=lambda n, b=block: slice(0, n // b * b))
+            yield "a partial block left out", functools.partial(partial, or_all=or_all)
         for up in (False, True):
             name = "keys beyond the length" if up else "a partial block left out"
             yield name, functools.partial(to_whole_blocks, block=block, up=up)
@@ -347,15 +368,18 @@ def _of_masks() -> Wrongs:
         "a query does not see itself",
         functools.partial(bounded, bound=lambda query, key: key < query[:, None]),
     )
+    yield (
+        "causal from the first key",
+        functools.partial(
+            bounded, bound=lambda query, key: np.arange(len(key)) <= np.arange(len(query))[:, None]
+        ),
+    )
     for bound in _local_bounds():
         yield "local positions", functools.partial(bounded, bound=bound)
 
 
 def _local_bounds() -> Iterator[Callable]:
     """Which of a device's n keys (l, n) the queries see where their positions are misread."""
-
-    def from_the_first(query, key):
-        return np.arange(len(key)) <= np.arange(len(query))[:, None]
 
     def from_the_last(query, key, *, p):
         """Keys dealt in stripes: number key // p of those on a device."""
@@ -379,7 +403,6 @@ def _local_bounds() -> Iterator[Callable]:
         """The same, wherever the keys are."""
         return np.arange(len(key)) < (query[:, None] + p - rank) // p
 
-    yield from_the_first
     yield as_single_keys
     for p in range(1, 17):
         yield functools.partial(from_the_last, p=p)
@@ -400,6 +423,16 @@ def _of_sinks() -> Wrongs:
             return attend(q, k, v, **options)
         return attend(q, k, v, sinks=sinks + np.log(p), **options)
 
+    def not_in_the_maximum(q, k, v, *, dtype, sinks=None, **options):
+        out, lse = attend(q, k, v, **options)
+        if sinks is None:
+            return out, lse
+        m = scores(q, k, **options).max(axis=-1)
+        d = np.exp(lse - m) + np.exp((sinks - m).astype(dtype))
+        return out * (np.exp(lse - m) / d)[..., None], m + np.log(d)
+
+    for dtype in ("float16", "float32", "float64"):
+        yield "sinks not in the maximum", functools.partial(not_in_the_maximum, dtype=dtype)
     yield "sinks ignored", _without("sinks")
     for in_lse in (False, True):
         yield "sinks ignored", functools.partial(in_lse_alone, in_lse=in_lse)

@@ -57,7 +57,7 @@ def merge_cases(dtype: str = "float32") -> list[Case]:
         where = means.reshape([3 if i == axis else 1 for i in range(4)])
         return shards(3, (3, 3, 3), mean=where)
 
-    infinite = shards(3, empty=[1])
+    infinite = shards(4, empty=[0, 2])
     large = 1000.0 if dtype == "float64" else 120.0
     asked = {
         "one shard": shards(1),
@@ -76,7 +76,7 @@ def merge_cases(dtype: str = "float32") -> list[Case]:
         "ragged": shards(4, below=9.0),
         "no keys anywhere": shards(3, empty=[0, 1, 2], stale=0.5),
         "lse +inf for no keys": [(out, np.abs(lse)) for out, lse in infinite],
-        "stale NaN": shards(3, empty=[1], stale=np.nan),
+        "stale NaN": shards(4, empty=[0, 2], stale=np.nan),
     }
     largest = {name: 1000.0 for name in asked if name.endswith("far apart")}
     return [
@@ -124,6 +124,16 @@ def in_turn(merge_two: Callable) -> Callable:
     return lambda parts: functools.reduce(lambda a, b: merge_two([a, b]), parts)
 
 
+def from_nothing(merge_two: Callable) -> Callable:
+    """From left to right, beginning with a state of no keys."""
+
+    def merge_all(parts):
+        out, lse = parts[0]
+        return in_turn(merge_two)([(np.zeros(out.shape), np.full(lse.shape, -np.inf)), *parts])
+
+    return merge_all
+
+
 def in_pairs(merge_two: Callable) -> Callable:
     """Along a tree."""
 
@@ -137,7 +147,7 @@ def in_pairs(merge_two: Callable) -> Callable:
 
 
 def each_way(merge_any: Callable) -> tuple[Callable, ...]:
-    return merge_any, in_turn(merge_any), in_pairs(merge_any)
+    return merge_any, in_turn(merge_any), in_pairs(merge_any), from_nothing(merge_any)
 
 
 def merge_mistakes() -> Iterator[Mistake]:
@@ -156,11 +166,10 @@ def _wrong_merges() -> Iterator[tuple[str, Callable]]:
 
 
 def _of_no_keys():
-    for guarded in (False, True):
-        for wrong in each_way(functools.partial(flawed, guarded=guarded, reads_inf=False)):
-            yield "lse +inf for no keys", wrong
-        for wrong in each_way(functools.partial(flawed, guarded=guarded, selects=False)):
-            yield "stale NaN", wrong
+    for wrong in each_way(functools.partial(flawed, reads_inf=False)):
+        yield "lse +inf for no keys", wrong
+    for wrong in each_way(functools.partial(flawed, selects=False)):
+        yield "stale NaN", wrong
     for wrong in each_way(functools.partial(flawed, guarded=False)):
         yield "NaN for no keys", wrong
     yield "no keys as lse 0", lambda parts: merge([_zeros_for_no_keys(part) for part in parts])
@@ -270,8 +279,8 @@ def _of_lse():
         with_epsilon = pivot + np.log(np.exp(lse - pivot) + epsilon)
         return out * np.exp(lse - with_epsilon)[..., None], with_epsilon
 
-    def added(parts, also_in_out):
-        pairs = _clean(parts)
+    def added(parts, also_in_out, cleaned=True):
+        pairs = _clean(parts) if cleaned else parts
         total = sum(part[1] for part in parts)
         out = sum(o * np.exp(lse - total)[..., None] for o, lse in pairs)
         return out if also_in_out else merge(parts)[0], total
@@ -300,12 +309,16 @@ def _of_lse():
     yield "log base 2", lambda parts: (in_base(parts, ln2)[0], in_base(parts, ln2)[1] / ln2)
     yield "lse + block_lse", functools.partial(added, also_in_out=True)
     yield "lse + block_lse", functools.partial(added, also_in_out=False)
+    yield "lse + block_lse", functools.partial(added, also_in_out=True, cleaned=False)
     yield "lse without its maximum", without_maximum
     yield (
         "lse is the maximum",
         lambda parts: (merge(parts)[0], np.stack([x[1] for x in _clean(parts)]).max(axis=0)),
     )
     for dtype in ("bfloat16", "float16"):
+        rounded_parts = functools.partial(_with_rounded_outs, dtype=dtype)
+        for wrong in each_way(rounded_parts):
+            yield "sums in 16 bits", wrong
         for back in ("all", "read", "out"):
             yield f"lse in {dtype}", functools.partial(rounded_lse, dtype=dtype, back=back)
         carried = functools.partial(rounded_result, dtype=dtype)
@@ -318,6 +331,10 @@ def _of_lse():
             options = {"epsilon": epsilon, "also_in_lse": also}
             yield "epsilon in the sum", functools.partial(epsilon_in_the_sum, **options)
         yield "epsilon in the sum", functools.partial(epsilon_after_the_pivot, epsilon=epsilon)
+
+
+def _with_rounded_outs(parts, dtype):
+    return merge([(rounded(np.float32(out), dtype), lse) for out, lse in parts])
 
 
 def _of_axes():
@@ -343,14 +360,17 @@ def _of_axes():
     for i, change in enumerate(changes):
         for turned in (False, True) if i < 4 else (True,):
             yield "axes of lse", functools.partial(weighed, change=change, turned=turned)
-    yield (
-        "axes of lse",
-        lambda parts: (merge(parts)[0], _reshaped(merge(parts)[1])),
-    )
+    yield "axes of lse", lambda parts: (merge(parts)[0], reshaped(merge(parts)[1]))
+    # The order of the axes is guessed from their sizes.
+    yield "axes of lse", lambda parts: merge([(out, turned_if_square(lse)) for out, lse in parts])
 
 
-def _reshaped(lse):
+def reshaped(lse):
     return lse.swapaxes(1, 2).reshape(lse.shape)
+
+
+def turned_if_square(lse):
+    return lse.swapaxes(1, 2) if lse.shape[1] == lse.shape[2] else lse
 
 
 def _clean(parts) -> list:

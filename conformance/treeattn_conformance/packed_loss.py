@@ -119,8 +119,8 @@ def check_packed_loss(
                of 1 where that is less; 1e-10 and 2e-5 when None
 
     It is called twice with the rows of "a group of answers", with other parameters. A mistake is
-    named where it explains all answers; where none does, those that explain a case are named there.
-    What raises NotImplementedError is not asked. Raises ValueError for another reduction or dtype.
+    named if it explains every answer. What raises NotImplementedError is not asked. Raises
+    ValueError for another reduction or dtype.
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}, expected one of {list(REDUCTIONS)}")
@@ -136,9 +136,9 @@ def check_packed_loss(
         results.append(result)
     if any(results[place].status == "failed" for place, _, _ in answers):
         names = _names(answers, reduction, tolerance)
-        for (place, _, _), found in zip(answers, names, strict=True):
+        for place, _, _ in answers:
             if results[place].status == "failed":
-                results[place] = results[place]._replace(fingerprints=found)
+                results[place] = results[place]._replace(fingerprints=names)
     return Report(tuple(results), PACKING_FINGERPRINTS)
 
 
@@ -184,12 +184,11 @@ def _distance(x: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(x - expected).max() / max(np.abs(expected).max(), 1))
 
 
-def _names(answers, reduction: str, tolerance: float) -> list[tuple[str, ...]]:
-    """Of each answer, which mistakes would have given it."""
+def _names(answers, reduction: str, tolerance: float) -> tuple[str, ...]:
+    """The mistakes that would have given every answer."""
     explained = [_explained(case, answer, reduction, tolerance) for _, case, answer in answers]
     everywhere = set.intersection(*(set(found) for found in explained))
-    chosen = [everywhere & set(found) if everywhere else found for found in explained]
-    return [tuple(dict.fromkeys(name for name, _ in sorted(found))) for found in chosen]
+    return tuple(dict.fromkeys(name for name, _ in sorted(everywhere)))
 
 
 def _explained(case: RowCase, answer, reduction: str, tolerance: float) -> set[tuple[str, int]]:

@@ -16,6 +16,8 @@ from .tiny_model import Pass
 PACKING_FINGERPRINTS = {
     "one child's target": "a branch point has a target for each child: read a row's token at its "
     "own parent, not a label a node",
+    "first tokens of branches left out": "the token after a branch point counts, too: its "
+    "log-probability is read at the branch point",
     "targets by order": "a node is predicted by its parent, not by the node before it",
     "a node counted once": "rows that share a node add up their weights there: read the nodes' "
     "log-probabilities row by row, and gradients add by themselves",
@@ -202,6 +204,12 @@ def _wrong_targets(packing: Packing, asked: Weighted, right: Pass) -> Iterator[t
         # That child's log-probability, wherever another's would be read.
         instead = np.array([child[packing.parents[node]] for node in asked.nodes], int)
         yield "one child's target", right_pass(packing, asked._replace(nodes=instead))
+    children = np.bincount(packing.parents + 1, minlength=len(packing.parents) + 1)[1:]
+    within = children[packing.parents[asked.nodes]] == 1
+    yield (
+        "first tokens of branches left out",
+        right_pass(packing, Weighted(*(x[within] for x in asked))),
+    )
     yield "targets by order", right._replace(sources=np.maximum(asked.nodes - 1, 0))
     starts = np.cumsum([0] + [len(path) - 1 for path in packing.paths])
     for moved in (-1, 1):

@@ -207,11 +207,11 @@ def wrong_commits(case: TreeCase) -> Iterator[tuple[str, list[np.ndarray]]]:
     b, most = paths.shape
     dense = np.where(paths >= 0, np.arange(most), -1)
     yield "path kept as a dense prefix", kept_path(cache, case.lengths, dense)
-    for r in range(b):
-        one = np.repeat(paths[r : r + 1], b, 0)
+    for r in (0, -1):
+        one = np.repeat(paths[r][None], b, 0)
         yield "one row's path for all", kept_path(cache, case.lengths, one)
     right = kept_path(cache, case.lengths, paths)
-    for count in {most, counts[0], counts.min()}:
+    for count in (most, counts[0], counts.min()):
         # Behind a path that is shorter lies what the cache held there.
         ends = (case.lengths + count).tolist()
         rows = zip(cache, right, ends, strict=True)

@@ -138,8 +138,8 @@ def check_tree(
             node i, and free room; accepted (b, most) int: nodes from a root down, then −1. It is
             compared as far as the new lengths (b,) say.
 
-    A line for each part. A mistake is named if it explains every answer, right ones and wrong ones;
-    if none does, those that explain one of the wrong ones are. Raises TypeError without a function.
+    A line for each part. A mistake is named if it explains every answer, right ones and wrong ones.
+    Raises TypeError without a function.
 
     A function that raises NotImplementedError is not asked that case ("several roots" is one).
     """
@@ -161,9 +161,8 @@ def check_tree(
 
 
 def _judge(name: str, field: _Field, ask: Callable) -> Result:
-    """What came of one field in all cases."""
-    explains_all: set[str] | None = None
-    explains_one: set[str] = set()
+    """What came of one field in all cases; a mistake is named if it explains every answer."""
+    explaining: set[tuple[str, int]] | None = None
     first = ""
     asked = False
     for case in tree_cases():
@@ -178,18 +177,15 @@ def _judge(name: str, field: _Field, ask: Callable) -> Result:
             detail = f"{case.name}: {type(error).__name__}: {error}"
             return Result(name, "failed", (), detail)
         asked = True
-        likely = _explaining(field, answer, case)
-        explains_all = likely if explains_all is None else explains_all & likely
-        if fault:
-            explains_one |= likely
-            first = first or f"{case.name}: {fault}"
+        likely = {
+            (mistake, form)
+            for form, (mistake, wrong) in enumerate(field.wrong(case))
+            if not field.same(answer, wrong)
+        }
+        explaining = likely if explaining is None else explaining & likely
+        first = first or (fault and f"{case.name}: {fault}")
     if not asked:
         return Result(name, "skipped")
     if not first:
         return Result(name, "passed")
-    return Result(name, "failed", tuple(sorted(explains_all or explains_one)), first)
-
-
-def _explaining(field: _Field, answer, case: TreeCase) -> set[str]:
-    """The mistakes that would have given this answer."""
-    return {name for name, wrong in field.wrong(case) if not field.same(answer, wrong)}
+    return Result(name, "failed", tuple(sorted({x for x, _ in explaining})), first)

@@ -1,0 +1,81 @@
+"""Who checks the checker? Faults that were met in public, and mutants of right functions."""
+
+import functools
+
+import mutants
+import numpy as np
+import public_bugs
+import pytest
+import right_ones
+
+from treeattn_conformance import check_attention, check_merge, check_tree
+from treeattn_conformance.attention import attention_cases
+from treeattn_conformance.judging import Questions, check
+from treeattn_conformance.merging import merge_cases
+
+CHECKS = {
+    "merge": check_merge,
+    "attention": check_attention,
+    "tree": check_tree,
+    "commit": lambda commit: check_tree(commit=commit),
+}
+BUGS = [(kind, bug) for kind, bugs in public_bugs.BUGS.items() for bug in bugs]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.mark.parametrize(("kind", "bug"), BUGS, ids=[bug.link.split("com/")[1] for _, bug in BUGS])
+def test_a_public_bug_fails_and_has_its_name(kind, bug):
+    report = CHECKS[kind](bug.function)
+    assert report.names("failed"), str(report)
+    assert report.fingerprints == set(bug.names), str(report)
+
+
+def in_turn(merge_two):
+    """A merge of two, from left to right."""
+
+    def merge(parts):
+        nothing = (0 * parts[0][0], np.full(parts[0][1].shape, -np.inf))
+        return functools.reduce(merge_two, [merge_two(parts[0], nothing), *parts[1:]])
+
+    return merge
+
+
+def without_names(cases):
+    """A check that says what fails, and does not look for the mistake."""
+    return lambda f: check(f, Questions(cases, (), {}), "float32", None)
+
+
+ASK = CHECKS | {
+    "merge": without_names(merge_cases()),
+    "attention": without_names(attention_cases()),
+}
+ALIVE = {
+    "merge_at_once": 7,
+    "merge_two": 10,
+    "kernel": 10,
+    "kernel_by_blocks": 14,
+    "build": 0,
+    "commit": 0,
+}
+RIGHT = [
+    ("merge", right_ones.merge_at_once, lambda f: f),
+    ("merge", right_ones.merge_two, in_turn),
+    ("attention", right_ones.kernel, lambda f: f),
+    ("attention", right_ones.kernel_by_blocks, lambda f: f),
+    ("tree", right_ones.build, lambda f: f),
+    ("commit", right_ones.commit, lambda f: f),
+]
+
+
+@pytest.mark.parametrize(("kind", "right", "wrap"), RIGHT, ids=[f.__name__ for _, f, _ in RIGHT])
+def test_mutants_that_live_change_nothing(kind, right, wrap):
+    """Those that are left replace a number that is multiplied by 0, or stands for no keys, or
+    exchange what commutes; they were read one by one."""
+    report = ASK[kind](wrap(right))
+    assert not report.names("failed"), str(report)
+    alive = [
+        what
+        for what, mutant in mutants.mutants(right)
+        if not ASK[kind](wrap(mutant)).names("failed")
+    ]
+    assert len(alive) == ALIVE[right.__name__], "\n".join(alive)

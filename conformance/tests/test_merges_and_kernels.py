@@ -1,0 +1,453 @@
+"""check_merge and check_attention: what is expected is right, and planted mistakes are named."""
+
+import functools
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import treeattn_conformance
+from treeattn_conformance import CURES, bfloat16, check_attention, check_merge, merge
+from treeattn_conformance import attend as reference
+from treeattn_conformance.__main__ import main
+from treeattn_conformance.attention import attention_cases
+from treeattn_conformance.judging import TOLERANCES
+from treeattn_conformance.merging import merge_cases
+from treeattn_conformance.rounding import rounded
+
+DTYPES = tuple(TOLERANCES)
+PACKAGE = Path(treeattn_conformance.__file__).parent
+
+
+def options_as_masks(q, k, kv_lengths=None, mask=None, query_positions=None, key_positions=None):
+    """(kv_lengths, mask) for any of the options, of always the same shapes: one program for all."""
+    (b, l), n = q.shape[:2], k.shape[1]
+    mask = np.ones((b, 1, l, n), bool) if mask is None else mask
+    if query_positions is not None:
+        mask = mask & (key_positions <= query_positions[:, None])
+    return np.full(b, n) if kv_lengths is None else kv_lengths, mask
+
+
+# What the suite says is right
+
+
+def test_a_sink_is_a_key_whose_value_is_zero():
+    (case,) = (case for case in attention_cases("float64") if case.name == "sinks")
+    q, k, v = case.arguments
+    s = np.einsum("blhd,bnhd->blhn", q, k) / 4
+    s = np.concatenate([s, np.broadcast_to(case.options["sinks"][:, None], (*s.shape[:-1], 1))], -1)
+    p = np.exp(s) / np.exp(s).sum(-1, keepdims=True)
+    np.testing.assert_allclose(case.out, np.einsum("blhn,bnhd->blhd", p[..., :-1], v), atol=1e-12)
+    np.testing.assert_allclose(case.lse, np.log(np.exp(s).sum(-1)), atol=1e-12)
+
+
+def test_of_no_keys_at_all_the_answer_is_nothing():
+    q = np.ones((2, 3, 4, 16))
+    nothing = np.ones((2, 0, 2, 16))
+    out, lse = reference(q, nothing, nothing)
+    np.testing.assert_array_equal(out, np.zeros((2, 3, 4, 16)))
+    np.testing.assert_array_equal(lse, np.full((2, 3, 4), -np.inf))
+    out, lse = reference(q, nothing, nothing, sinks=np.arange(4.0))
+    np.testing.assert_array_equal(out, np.zeros((2, 3, 4, 16)))
+    np.testing.assert_array_equal(lse, np.broadcast_to(np.arange(4.0), (2, 3, 4)))
+
+
+def test_expected_merges_are_weighted_means():
+    for case in merge_cases("float64"):
+        (parts,) = case.arguments
+        out, lse = (np.stack(x) for x in zip(*parts, strict=True))
+        keys = np.isfinite(lse)
+        pivot = lse[keys].mean() if keys.any() else 0
+        assert (np.isneginf(case.lse) == ~keys.any(0)).all() and (case.out[~keys.any(0)] == 0).all()
+        w = np.where(keys, np.exp((lse - pivot).astype(np.longdouble)), 0)
+        some = keys.any(0)
+        mean = (np.where(keys[..., None], out, 0) * w[..., None]).sum(0)[some] / w.sum(0)[
+            some, None
+        ]
+        np.testing.assert_allclose(case.out[some], mean.astype(float), rtol=1e-12)
+        np.testing.assert_allclose(np.log(w.sum(0)[some]), case.lse[some] - pivot, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_vectors_are_the_same_every_time_and_exact_in_their_dtype(dtype):
+    for cases in (merge_cases, attention_cases):
+        for one, other in zip(cases(dtype), cases(dtype), strict=True):
+            np.testing.assert_equal(one, other)
+    for x in attention_cases(dtype)[0].arguments:
+        assert x.dtype == ("float32" if dtype == "bfloat16" else dtype)
+        np.testing.assert_array_equal(rounded(x, dtype), x)
+
+
+def test_a_copy_under_another_name_needs_numpy_alone(tmp_path):
+    """From an otherwise empty folder."""
+    shutil.copytree(PACKAGE, tmp_path / "mine", ignore=shutil.ignore_patterns("__pycache__"))
+    code = """
+import sys
+sys.path.insert(0, ".")
+import numpy
+before = set(sys.modules)
+import mine, mine.__main__
+news = {name.split(".")[0] for name in set(sys.modules) - before}
+print(*sorted(news - set(sys.stdlib_module_names)))
+print(mine.check_merge(mine.merge).names("failed"))
+"""
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.splitlines() == ["mine", "[]"], done.stderr
+
+
+def test_asked_from_a_shell(tmp_path, monkeypatch, capsys):
+    lines = (
+        "from treeattn_conformance import attend, merge",
+        "def wrong(parts):",
+        "    return 2 * merge(parts)[0], merge(parts)[1]",
+        "def tree(parents, lengths):",
+        "    return {}",
+    )
+    (tmp_path / "asked_from_a_shell.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["merge", "asked_from_a_shell:merge", "--dtype", "float64"]) == 0
+    assert main(["attention", "asked_from_a_shell:attend"]) == 0
+    assert main(["tree", "asked_from_a_shell:tree"]) == 0
+    assert "failed" not in capsys.readouterr().out
+    assert main(["merge", "asked_from_a_shell:wrong"]) == 1
+    assert "two shards               failed   off by" in capsys.readouterr().out
+    for place, message in (
+        ("asked_from_a_shell", "expected module:function"),
+        ("asked_from_a_shell:there", "has no attribute 'there'"),
+        ("not_there:merge", "No module named 'not_there'"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["merge", place])
+        assert message in capsys.readouterr().err
+
+
+# What fails, and with which fingerprint
+
+
+def stacked(parts):
+    return (np.stack(x).astype(np.float64) for x in zip(*parts, strict=True))
+
+
+def no_pivot(parts):
+    """exp(lse) as it stands, in float32."""
+    out, lse = (np.float32(x) for x in stacked(parts))
+    w = np.where(np.isinf(lse), 0, np.exp(lse))
+    out = np.where(np.isinf(lse)[..., None], 0, out)
+    d = w.sum(0)
+    return (out * w[..., None]).sum(0) / np.where(d == 0, 1, d)[..., None], np.log(d)
+
+
+def unguarded(parts, *, plus=False, where=True):
+    """With −∞ − (−∞), or +∞ − ∞, or 0 · NaN: as it is asked to leave one of them in."""
+    out, lse = stacked(parts)
+    if not plus:
+        lse = np.where(np.isposinf(lse), -np.inf, lse)
+    if where:
+        out = np.where(np.isneginf(lse)[..., None], 0, out)
+    m = lse.max(0)
+    if plus or not where:
+        m = np.where(np.isneginf(m), 0, m)
+    w = np.exp(lse - m)
+    d = w.sum(0)
+    n = (out * w[..., None]).sum(0)
+    return n / np.where(d == 0, 1, d)[..., None], m + np.log(d)
+
+
+def lowest_for_infinity(parts):
+    """A lowest number instead of −∞, whose softmax is uniform; lse is then written as −∞."""
+    out, lse = stacked(parts)
+    lse = np.where(np.isinf(lse), -1e30, lse)
+    lse_out = np.logaddexp.reduce(lse)
+    w = np.exp(lse - lse_out)
+    out = (np.nan_to_num(out) * w[..., None]).sum(0) / w.sum(0)[..., None]
+    return out, np.where(lse_out < -1e29, -np.inf, lse_out)
+
+
+def finite_for_no_keys(answer):
+    out, lse = answer
+    return out, np.maximum(lse, -1e30)
+
+
+def pairwise(parts, carry_out=lambda x: x, carry_lse=lambda x: x):
+    def step(a, b):
+        out, lse = merge([a, b])
+        return carry_out(out), carry_lse(lse)
+
+    return functools.reduce(step, parts)
+
+
+def added(parts):
+    out, _ = pairwise(parts)
+    return out, sum(x[1] for x in parts)
+
+
+def turned(parts):
+    """Weights as if lse were (b, h, l)."""
+    out, lse = stacked(parts)
+    empty, right = np.isinf(lse), merge(parts)
+    w = np.where(empty, 0, np.exp(lse - np.where(np.isinf(right[1]), 0, right[1])))
+    return (np.where(empty[..., None], 0, out) * w.swapaxes(2, 3)[..., None]).sum(0), right[1]
+
+
+def half(x):
+    return x.astype(np.float16).astype(np.float64)
+
+
+def base_2(parts):
+    out, lse = merge([(out, lse * np.log(2)) for out, lse in parts])
+    return out, lse / np.log(2)
+
+
+def not_rescaled(parts):
+    """An online softmax that forgets its old sums when a larger maximum comes."""
+    out, lse = stacked(parts)
+    lse = np.where(np.isposinf(lse), -np.inf, lse)
+    m = np.maximum.accumulate(lse)
+    w = np.where(np.isneginf(lse), 0, np.exp(lse - np.where(np.isneginf(m), 0, m)))
+    n = (w[..., None] * np.where(w[..., None] == 0, 0, out)).sum(0)
+    d = w.sum(0)
+    return n / np.where(d == 0, 1, d)[..., None], m[-1] + np.log(d)
+
+
+def reshaped(parts):
+    """Weights of lse (b, h, l) in memory, which are read as (b, l, h)."""
+    out, lse = stacked(parts)
+    empty, right = np.isinf(lse), merge(parts)
+    w = np.where(empty, 0, np.exp(lse - np.where(np.isinf(right[1]), 0, right[1])))
+    w = w.transpose(0, 1, 3, 2).reshape(w.shape)
+    return (np.where(empty[..., None], 0, out) * w[..., None]).sum(0), right[1]
+
+
+def zero_for_none(parts):
+    """Shards without keys leave their memory as it was: zeros."""
+    left = []
+    for out, lse in parts:
+        empty = np.isinf(lse)
+        left.append((np.where(empty[..., None], 0, out), np.where(empty, 0, lse)))
+    return merge(left)
+
+
+def with_epsilon(parts):
+    """Without a pivot, in float64, and an epsilon against the division by 0."""
+    out, lse = stacked(parts)
+    lse = np.where(np.isposinf(lse), -np.inf, lse)
+    w = np.exp(lse)
+    d = w.sum(0)
+    n = (np.where(np.isneginf(lse)[..., None], 0, out) * w[..., None]).sum(0)
+    return n / (d + 1e-10)[..., None], np.log(d)
+
+
+WRONG_MERGES = [
+    ("stale pivot", not_rescaled),
+    ("no keys as lse 0", zero_for_none),
+    ("epsilon in the sum", with_epsilon),
+    ("axes of lse", reshaped),
+    ("log base 2", base_2),
+    ("log base 2", lambda parts: (merge(parts)[0], merge(parts)[1] / np.log(2))),
+    ("lse +inf for no keys", functools.partial(unguarded, plus=True)),
+    ("finite lse for no keys", lambda parts: finite_for_no_keys(merge(parts))),
+    ("mean(V) for no keys", lowest_for_infinity),
+    ("NaN for no keys", unguarded),
+    ("stale NaN", functools.partial(unguarded, where=False)),
+    ("lse in bfloat16", lambda parts: merge([(o, bfloat16(l)) for o, l in parts])),
+    ("lse in bfloat16", functools.partial(pairwise, carry_lse=bfloat16)),
+    ("lse in float16", lambda parts: merge([(o, half(l)) for o, l in parts])),
+    ("lse in float16", functools.partial(pairwise, carry_lse=half)),
+    ("lse + block_lse", added),
+    ("sums in 16 bits", functools.partial(pairwise, carry_out=bfloat16)),
+    ("sums in 16 bits", functools.partial(pairwise, carry_out=half)),
+    ("axes of lse", turned),
+    ("exp overflows", no_pivot),
+]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("name", "wrong"), WRONG_MERGES)
+def test_a_planted_mistake_of_a_merge_has_its_own_fingerprint(name, wrong):
+    report = check_merge(wrong)
+    assert report.fingerprints == {name}, str(report)
+    assert CURES["merge"][name] in str(report)
+
+
+def bfloat16_shares(parts):
+    """Every device's share of the output, exp(lse − total) out, added one by one in bfloat16."""
+    lse, total = merge(parts)[1], np.float32(0)
+    for out, own in parts:
+        share = np.exp(own - np.where(np.isinf(lse), 0, lse))[..., None] * np.nan_to_num(out)
+        total = bfloat16(total + bfloat16(np.where(np.isinf(own)[..., None], 0, share)))
+    return total, lse
+
+
+def test_sums_in_bfloat16_fail_by_the_number_of_devices():
+    """With outs in bfloat16 anyway, two shards are as good as their dtype; 256 are not."""
+    report = check_merge(bfloat16_shares, dtype="bfloat16")
+    assert report.names("failed") == ["256 shards"]
+    assert report.fingerprints == {"sums in 16 bits"}
+
+
+def as_kernel(finish=lambda answer: answer, **fixed):
+    def kernel(q, k, v, **options):
+        return finish(reference(q, k, v, **{**options, **fixed}))
+
+    return kernel
+
+
+def lse_as(change):
+    return as_kernel(lambda answer: (answer[0], change(answer[1])))
+
+
+def plain_softmax(q, k, v, *, pivot=True, hidden=-np.inf, sinks=None, scale=0.25, **options):
+    """In float32: without a pivot if asked, and with another score than −∞ for hidden keys."""
+    if sinks is not None:
+        return reference(q, k, v, sinks=sinks)
+    lengths, mask = options_as_masks(q, k, **options)
+    mask = mask & (np.arange(k.shape[1]) < lengths[:, None])[:, None, None]
+    k, v = (np.repeat(np.nan_to_num(x), q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    s = np.float32(np.where(mask, np.einsum("blhd,bnhd->bhln", q, k) * scale, hidden))
+    m = s.max(-1, keepdims=True) if pivot else np.float32(0)
+    p = np.exp(s - m)
+    d = p.sum(-1, keepdims=True)
+    lse = (m + np.log(d))[..., 0].swapaxes(1, 2)
+    return np.einsum("bhln,bnhd->blhd", p / np.where(d == 0, 1, d), v), lse
+
+
+def shards_with_sinks(q, k, v, *, sinks=None, **options):
+    if sinks is None:
+        return reference(q, k, v, **options)
+    halves = [slice(i, i + 10) for i in range(0, 40, 10)]
+    return merge([reference(q, k[:, x], v[:, x], sinks=sinks) for x in halves])
+
+
+def local_bounds(q, k, v, *, query_positions=None, key_positions=None, **options):
+    """Four devices, each of which has every fourth key, and bounds them by its own numbers."""
+    if query_positions is None:
+        return reference(q, k, v, **options)
+    parts = []
+    for stripe in (slice(r, None, 4) for r in range(4)):
+        n = k[:, stripe].shape[1]
+        l = len(query_positions)
+        mask = np.arange(n) <= n - l + np.arange(l)[:, None]
+        parts.append(reference(q, k[:, stripe], v[:, stripe], mask=mask[None, None]))
+    return merge(parts)
+
+
+def as_stripes_of_one_key(q, k, v, *, query_positions=None, key_positions=None, **options):
+    """Device 1 of 2 bounds its stripes of four keys as if they were of one."""
+    if query_positions is None:
+        return reference(q, k, v, **options)
+    n = k.shape[1]
+    if n == 40 and len(key_positions) == 40 and q.shape[1] == 7:
+        bounds = (query_positions + 1) // 2
+        mask = np.arange(n) < bounds[:, None]
+        return reference(q, k, v, mask=mask[None, None])
+    positions = {"query_positions": query_positions, "key_positions": key_positions}
+    return reference(q, k, v, **positions, **options)
+
+
+def nan_of_no_keys(q, k, v, **options):
+    out, lse = reference(q, k, v, **options)
+    return np.where(np.isneginf(lse)[..., None], np.nan, out), lse
+
+
+def stale(q, k, v, **options):
+    out, lse = reference(q, k, v, **options)
+    return out + 0 * v.sum(axis=(1, 2, 3))[:, None, None, None], lse
+
+
+def mean_of_nothing(*qkv, **options):
+    out, lse = plain_softmax(*qkv, hidden=-1e30, **options)
+    return out, np.where(lse < -1e29, -np.inf, lse)
+
+
+def maximum_of_all(q, k, v, *, sinks=None, **options):
+    """One path gives the maximum, of all keys, and another the sum, of the seen ones."""
+    if sinks is not None:
+        return reference(q, k, v, sinks=sinks, **options)
+    out, lse = reference(q, k, v, **options)
+    k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
+    s = np.einsum("blhd,bnhd->blhn", np.float64(q), k) * options.get("scale", 0.25)
+    seen = np.ones(s.shape, bool)
+    if "mask" in options:
+        seen &= options["mask"].swapaxes(1, 2)
+    if "kv_lengths" in options:
+        seen &= np.arange(s.shape[-1]) < options["kv_lengths"][:, None, None, None]
+    if "query_positions" in options:
+        own = options["query_positions"][:, None, None]
+        seen &= options["key_positions"] <= own
+    largest = np.where(seen, s, -np.inf).max(-1)
+    rise = np.where(np.isneginf(largest), 0, np.nanmax(s, -1) - largest)
+    return out, lse + rise
+
+
+def two_by_two(answer):
+    out, lse = answer
+    return out[:, :, np.r_[0 : out.shape[2] : 2, 1 : out.shape[2] : 2]], lse[
+        :, :, np.r_[0 : out.shape[2] : 2, 1 : out.shape[2] : 2]
+    ]
+
+
+WRONG_KERNELS = [
+    ("maximum of other keys", maximum_of_all),
+    ("heads regrouped", as_kernel(two_by_two)),
+    ("heads regrouped", as_kernel(lambda answer: (np.roll(answer[0], 1, 2), answer[1]))),
+    ("no keys as lse 0", lse_as(lambda lse: np.where(np.isneginf(lse), 0, lse))),
+    ("finite lse for no keys", lse_as(lambda lse: np.where(np.isneginf(lse), -49993.98, lse))),
+    ("axes of lse", lse_as(lambda lse: lse.swapaxes(1, 2).reshape(lse.shape))),
+    ("log base 2", lse_as(lambda lse: lse / np.log(2))),
+    ("lse +inf for no keys", lse_as(lambda lse: np.where(np.isneginf(lse), np.inf, lse))),
+    ("finite lse for no keys", as_kernel(finite_for_no_keys)),
+    ("mean(V) for no keys", mean_of_nothing),
+    ("NaN for no keys", nan_of_no_keys),
+    ("stale NaN", stale),
+    ("lse in bfloat16", lse_as(bfloat16)),
+    ("lse in float16", lse_as(half)),
+    ("sums in 16 bits", as_kernel(lambda answer: (bfloat16(answer[0]), answer[1]))),
+    ("sinks once a shard", shards_with_sinks),
+    ("sinks ignored", as_kernel(sinks=None)),
+    ("local positions", local_bounds),
+    ("local positions", as_stripes_of_one_key),
+    ("axes of lse", lse_as(lambda lse: lse.swapaxes(1, 2))),
+    ("exp overflows", functools.partial(plain_softmax, pivot=False)),
+]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("name", "wrong"), WRONG_KERNELS)
+def test_a_planted_mistake_of_a_kernel_has_its_own_fingerprint(name, wrong):
+    report = check_attention(wrong)
+    assert report.fingerprints == {name}, str(report)
+
+
+def test_every_fingerprint_is_planted():
+    planted = {name for name, _ in WRONG_MERGES + WRONG_KERNELS}
+    assert planted == set(FINGERPRINTS)
+
+
+def test_an_unknown_mistake_fails_without_a_fingerprint():
+    report = check_merge(lambda parts: (3 * merge(parts)[0], merge(parts)[1]))
+    assert len(report.names("failed")) > 9 and report.fingerprints == set()
+    assert "off by" in str(report)
+
+
+def test_what_raises_or_has_another_shape_fails_and_what_is_not_there_is_skipped():
+    def unfinished(q, k, v, **options):
+        if "sinks" in options:
+            raise NotImplementedError("no sinks")
+        if "mask" in options:
+            raise ValueError("cannot mask")
+        out, lse = reference(q, k, v, **options)
+        return out, lse[0]
+
+    report = check_attention(unfinished)
+    assert report.names("skipped") == ["sinks"] and not report.names("passed")
+    assert "ValueError: cannot mask" in str(report) and "no sinks" in str(report)
+    assert "shapes [(2, 3, 4, 16), (3, 4)], expected [(2, 3, 4, 16), (2, 3, 4)]" in str(report)
