@@ -15,7 +15,8 @@ from treeattn_conformance import attend as reference
 from treeattn_conformance.__main__ import main
 from treeattn_conformance.attention import attention_cases
 from treeattn_conformance.judging import TOLERANCES
-from treeattn_conformance.merging import merge_cases
+from treeattn_conformance.kernel_mistakes import kernel_mistakes
+from treeattn_conformance.merging import merge_cases, merge_mistakes
 from treeattn_conformance.rounding import rounded
 
 DTYPES = tuple(TOLERANCES)
@@ -119,7 +120,10 @@ def test_asked_from_a_shell(tmp_path, monkeypatch, capsys):
     assert main(["tree", "asked_from_a_shell:tree"]) == 0
     assert "failed" not in capsys.readouterr().out
     assert main(["merge", "asked_from_a_shell:wrong"]) == 1
-    assert "two shards               failed   off by" in capsys.readouterr().out
+    assert (
+        "two shards               failed   out is 2 times what it should be"
+        in capsys.readouterr().out
+    )
     for place, message in (
         ("asked_from_a_shell", "expected module:function"),
         ("asked_from_a_shell:there", "has no attribute 'there'"),
@@ -236,20 +240,21 @@ def zero_for_none(parts):
     return merge(left)
 
 
-def with_epsilon(parts):
-    """Without a pivot, in float64, and an epsilon against the division by 0."""
+def with_epsilon(parts, epsilon):
+    """An epsilon against the division by 0, after the pivot, and in lse."""
     out, lse = stacked(parts)
     lse = np.where(np.isposinf(lse), -np.inf, lse)
-    w = np.exp(lse)
-    d = w.sum(0)
+    m = np.where(np.isneginf(lse.max(0)), 0, lse.max(0))
+    w = np.exp(lse - m)
+    d = w.sum(0) + epsilon
     n = (np.where(np.isneginf(lse)[..., None], 0, out) * w[..., None]).sum(0)
-    return n / (d + 1e-10)[..., None], np.log(d)
+    return n / d[..., None], m + np.log(d)
 
 
 WRONG_MERGES = [
     ("stale pivot", not_rescaled),
     ("no keys as lse 0", zero_for_none),
-    ("epsilon in the sum", with_epsilon),
+    ("epsilon in the sum", functools.partial(with_epsilon, epsilon=1e-10)),
     ("axes of lse", reshaped),
     ("log base 2", base_2),
     ("log base 2", lambda parts: (merge(parts)[0], merge(parts)[1] / np.log(2))),
@@ -410,7 +415,7 @@ WRONG_KERNELS = [
     ("stale NaN", stale),
     ("lse in bfloat16", lse_as(bfloat16)),
     ("lse in float16", lse_as(half)),
-    ("sums in 16 bits", as_kernel(lambda answer: (bfloat16(answer[0]), answer[1]))),
+    ("out in 16 bits", as_kernel(lambda answer: (bfloat16(answer[0]), answer[1]))),
     ("sinks once a shard", shards_with_sinks),
     ("sinks ignored", as_kernel(sinks=None)),
     ("local positions", local_bounds),
@@ -427,15 +432,64 @@ def test_a_planted_mistake_of_a_kernel_has_its_own_fingerprint(name, wrong):
     assert report.fingerprints == {name}, str(report)
 
 
-def test_every_fingerprint_is_planted():
-    planted = {name for name, _ in WRONG_MERGES + WRONG_KERNELS}
-    assert planted == set(FINGERPRINTS)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["merge", "attention"])
+def test_what_is_not_planted_here_is_named_as_the_suite_has_it(kind):
+    """One form of each mistake, asked as if it were somebody's function."""
+    check = check_merge if kind == "merge" else check_attention
+    mistakes = merge_mistakes() if kind == "merge" else kernel_mistakes()
+    known = {name for name, _ in WRONG_MERGES + WRONG_KERNELS}
+    for mistake in mistakes:
+        if mistake.name not in known:
+            report = check(mistake.wrong)
+            assert mistake.name in report.fingerprints, str(report)
+            known.add(mistake.name)
+    assert set(CURES[kind]) <= known
 
 
-def test_an_unknown_mistake_fails_without_a_fingerprint():
+def test_a_mistake_that_nobody_knows_is_described():
     report = check_merge(lambda parts: (3 * merge(parts)[0], merge(parts)[1]))
-    assert len(report.names("failed")) > 9 and report.fingerprints == set()
-    assert "off by" in str(report)
+    assert report.fingerprints == set()
+    assert "out is 3 times what it should be" in str(report)
+    report = check_attention(lambda q, k, v: (reference(q, k, v)[0], reference(q, k, v)[1] + 1))
+    assert report.fingerprints == set()
+    assert "lse is +1 off, everywhere the same" in str(report)
+
+    def of_another_head(q, k, v):
+        out, lse = reference(q, k, v)
+        out[:, :, -1] = out[:, :, 0]
+        return out, lse
+
+    detail = check_attention(of_another_head).results[0].detail
+    assert detail.startswith("out is off by up to") and detail.endswith("in head 3 of 4")
+
+
+def test_a_kernel_without_options_is_asked_what_it_can_answer():
+    report = check_attention(lambda q, k, v: reference(q, k, v))
+    assert not report.names("failed")
+    assert report.names("skipped") == [case.name for case in attention_cases() if case.options], (
+        str(report)
+    )
+    assert "it has no option kv_lengths" in str(report)
+
+
+class Tensor:
+    """As PyTorch's tensors answer NumPy."""
+
+    def __init__(self, says):
+        self.says = says
+
+    def __array__(self, *arguments, **options):
+        raise TypeError(self.says)
+
+
+def test_a_tensor_that_numpy_cannot_read_is_met_with_advice():
+    for says, advice in (
+        ("Got unsupported ScalarType BFloat16", "return x.float()"),
+        ("can't convert cuda:0 device type tensor to numpy", "return x.cpu()"),
+    ):
+        tensor = Tensor(says)
+        assert advice in str(check_merge(lambda parts, x=tensor: (x, x)))
 
 
 def test_what_raises_or_has_another_shape_fails_and_what_is_not_there_is_skipped():
@@ -448,6 +502,6 @@ def test_what_raises_or_has_another_shape_fails_and_what_is_not_there_is_skipped
         return out, lse[0]
 
     report = check_attention(unfinished)
-    assert report.names("skipped") == ["sinks"] and not report.names("passed")
+    assert report.names("skipped") == ["sinks", "large sinks"] and not report.names("passed")
     assert "ValueError: cannot mask" in str(report) and "no sinks" in str(report)
     assert "shapes [(2, 3, 4, 16), (3, 4)], expected [(2, 3, 4, 16), (2, 3, 4)]" in str(report)
