@@ -19,7 +19,6 @@ SOURCES_BESIDE = HERE.parent.parent / "shared" / "sources"
 COLUMNS = "id source item says quote verdict notebook test note twin".split()
 VERDICTS = {
     "proved",
-    "proved for a special case",
     "checked",
     "checked in part",
     "measured here",
@@ -291,12 +290,12 @@ ID = re.compile(
 def texts() -> dict[str, str]:
     """What readers of the repository read, without outputs: path -> text."""
     found = {}
-    for pattern in ("*.md", "site/*.md", "site/*.py", "treeattn/**/*.py", "treeattn/**/*.toml"):
+    for pattern in ("*.md", "site/*.md", "site/*.py", "treeattn/*.py", "labs/*/*.py", "labs/*/*.md"):
         for path in sorted(REPOSITORY.glob(pattern)):
             found[str(path.relative_to(REPOSITORY))] = path.read_text(encoding="utf-8")
-    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+    for name, path in notebooks().items():
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-        found[path.name] = "\n".join("".join(cell["source"]) for cell in cells)
+        found[name] = "\n".join("".join(cell["source"]) for cell in cells)
     for path in (NOTEBOOKS / "ledger.tsv", NOTEBOOKS / "sources.tsv"):
         found[path.name] = path.read_text(encoding="utf-8")
     return found
@@ -388,14 +387,20 @@ def test_what_pytest_would_not_run_is_no_test(tmp_path, monkeypatch):
 
 
 @cache
+def notebooks() -> dict[str, Path]:
+    """Those of the main road by their numbers, the others by their names."""
+    found = {path.stem.partition("_")[0]: path for path in sorted(NOTEBOOKS.glob("*.ipynb"))}
+    off = [*NOTEBOOKS.glob("deeper/*.ipynb"), *REPOSITORY.glob("labs/*/*.ipynb")]
+    return found | {path.stem: path for path in sorted(off)}
+
+
+@cache
 def headings() -> dict[str, set[str]]:
     """A notebook's number, or its name off the main road -> its headings below the title."""
     found = {}
-    off = [*NOTEBOOKS.glob("deeper/*.ipynb"), *NOTEBOOKS.parent.glob("labs/*/*.ipynb")]
-    for path in [*NOTEBOOKS.glob("*.ipynb"), *off]:
+    for name, path in notebooks().items():
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         text = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
-        name = path.stem if path in off else path.stem.partition("_")[0]
         found[name] = set(re.findall(r"^##+ (.+)$", text, re.MULTILINE))
     return found
 
