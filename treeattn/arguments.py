@@ -77,7 +77,7 @@ def _is_bool(x) -> bool:
 def as_array(name: str, x) -> Array:
     """`x`, made an array if it is a number or a (nested) list of numbers.
 
-    Raises a TypeError for a ragged list and for another library's tensors.
+    Raises a TypeError for a ragged list, for text and for another library's tensors.
     """
     if isinstance(x, Array):
         return x
@@ -88,7 +88,7 @@ def as_array(name: str, x) -> Array:
         found = np.asarray(x)
     except ValueError:
         found = None
-    if found is None or found.dtype == object:
+    if found is None or found.dtype.kind in "OSU":
         raise TypeError(f"{name}: expected an array, got {type(x).__name__}")
     return found
 

@@ -342,14 +342,15 @@ def _moved(name, x, xp):
 
 def _checked(beam, lengths):
     """(numpy or jax.numpy, beam, lengths in int32), or the error that says what is wrong."""
-    try:
-        beam = as_array("beam", beam)
-    except TypeError:
-        if not isinstance(beam, list | tuple):
-            raise
-        raise TypeError(
-            "beam: expected candidates of one length, got a ragged list: pad them, and pass lengths"
-        ) from None
+    if isinstance(beam, list | tuple):
+        try:
+            beam = np.asarray(beam)
+        except ValueError:
+            raise TypeError(
+                "beam: expected candidates of one length, got a ragged list: pad them, and pass "
+                "lengths"
+            ) from None
+    beam = as_array("beam", beam)
     check_integers(beam=beam)
     check_rank(3, "(batch, M, C)", beam=beam)
     shape = beam.shape[:2]
