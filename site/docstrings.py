@@ -1,4 +1,4 @@
-"""Docstrings for Sphinx's autodoc: their arguments as a list that wraps, their tables as they are."""
+"""Docstrings for Sphinx's autodoc: arguments as a list that wraps, tables as they are."""
 
 import re
 import textwrap

@@ -4,7 +4,6 @@ import re
 
 from treeattn_conformance import CURES
 
-
 # What the ids of a check's mistakes begin with; pages and notebooks link to them.
 KINDS = {
     "merge": "fault",
@@ -45,8 +44,9 @@ def by_kind() -> dict[str, tuple[str, dict[str, str]]]:
 
 def faults_page() -> str:
     parts = [
-        "# Mistakes that have a name\n\nWhat the conformance suite says of a wrong answer, and what "
-        "helps. [How to ask it](conformance/README.md)."
+        "# Mistakes that have a name\n\n"
+        "What the conformance suite says of a wrong answer, and what helps. "
+        "[How to ask it](conformance/README.md)."
     ]
     for kind, (checks, cures) in by_kind().items():
         rows = [

@@ -16,8 +16,8 @@ import jax
 import numpy as np
 from broken_merges import faults
 
-from treeattn import Llama, beam_search
 from figures.sentence import convex_hull
+from treeattn_llama import Llama
 
 HERE = Path(__file__).parent
 PAGES = {f"{name}_stepper.html": f"{name}.html" for name in ("energy", "merge", "prefix_tree")}
@@ -96,21 +96,26 @@ def sentence() -> dict:
     }
 
 
+def beam(model: Llama, prompt: list[int], width: int, length: int) -> np.ndarray:
+    """The likeliest continuations that a beam search finds, (width, length): without a cache."""
+    paths, scores = np.zeros((1, 0), int), np.zeros(1)
+    for depth in range(length):
+        texts = np.zeros((width, len(prompt) + length), int)  # of one shape, to compile once
+        texts[:, : len(prompt)] = prompt
+        texts[: len(paths), len(prompt) : len(prompt) + depth] = paths
+        logits = model.logits(texts)[: len(paths), len(prompt) + depth - 1]
+        total = scores[:, None] + np.asarray(jax.nn.log_softmax(logits))
+        best = np.argsort(-total, axis=None, kind="stable")[:width]
+        rows, tokens = np.unravel_index(best, total.shape)
+        paths, scores = np.column_stack([paths[rows], tokens]), total[rows, tokens]
+    return paths
+
+
 def drafted() -> list[str]:
     """Candidates after `PROMPT`, as lines of words; a space within a token becomes “␣”."""
     model = packaged_model()
-    prompt = np.array(model.tokenizer.encode(PROMPT))
-    length = 5
-
-    def log_probs(paths):  # (1, n, c): no cache, for so few tokens; of one length, to compile once
-        texts = np.zeros((paths.shape[1], len(prompt) + length), int)
-        end = len(prompt) + paths.shape[2]
-        texts[:, : len(prompt)] = prompt
-        texts[:, len(prompt) : end] = paths[0]
-        return jax.nn.log_softmax(model.logits(texts)[None, :, end - 1])
-
-    beam, _ = beam_search(log_probs, width=6, length=length)
-    words = [[model.tokenizer.decode([t]) for t in row] for row in beam[0].tolist()]
+    found = beam(model, model.tokenizer.encode(PROMPT), width=6, length=5)
+    words = [[model.tokenizer.decode([t]) for t in row] for row in found.tolist()]
     # A line break is written as \n; tokens that end a text have no letters.
     shown = [[repr(word.replace(" ", "␣"))[1:-1] or "(end)" for word in row] for row in words]
     return [" ".join(row) for row in shown]

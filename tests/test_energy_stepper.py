@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from browser import Browser, chromium
 
-from treeattn import energy, finalize, from_output, merge
 from figures.sentence import running_example
+from treeattn import energy, finalize, from_output, merge
 
 pytestmark = pytest.mark.slow
 

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import itertools
 import json
 import re
 import sys
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from treeattn import (
     AttentionState,
     attend,
+    collectives,
     finalize,
     kv_mesh,
     merge,
@@ -28,9 +30,8 @@ from treeattn import (
     reduce_chain,
     reduce_tree,
 )
-from treeattn_conformance import FINGERPRINTS, check_merge
-from treeattn.program import collectives
-from treeattn.idea.state import tree_round
+from treeattn.state import tree_round
+from treeattn_conformance import CURES, check_merge
 
 pytestmark = pytest.mark.slow
 
@@ -97,7 +98,8 @@ def test_the_scores_give_attention_of_the_model():
     model = generator().packaged_model()
     for head in heads()[:-1]:
         ids = model.tokenizer.encode("".join(head["words"]))
-        q, k, v = model.layer_qkv(np.array([ids]), head["layer"])
+        layers = model.layers_qkv(np.array([ids]))
+        q, k, v = next(itertools.islice(layers, head["layer"], None))
         out, lse = finalize(attend(q[:, -1:], k, v))
         state = leaves(head, len(ids), 1, "contiguous")
         ours = finalize(jax.tree.map(lambda x: x[0], state))
@@ -441,7 +443,7 @@ def test_broken_merges_are_those_that_the_suite_has_judged(browser, devices, way
         assert numbers_of(page["fingerprints"])[:2] == [report["asked"], report["failed"]]
         assert page["names"] == [name for name, _ in report["fingerprints"]]
         for name, cure in report["fingerprints"]:
-            assert f"{name}: {cure}." in page["fingerprints"] and cure == FINGERPRINTS[name]
+            assert f"{name}: {cure}." in page["fingerprints"] and cure == CURES["merge"][name]
         gap = np.abs(shown[:size] - right[0]).max()
         if np.isnan(gap):
             assert page["moved"] == "Every number of the output is NaN."
