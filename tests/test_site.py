@@ -73,7 +73,8 @@ def test_the_ledgers_page_has_every_row(site):
         "d&#95;&#123;i&#45;1&#125;&#94;&#123;&#40;j&#41;&#125; &#43; "
         "s&#95;i&#94;&#123;&#40;j&#41;&#125; &#92;quad &#40;4&#41;</q>"
         ' | **checked** (As <a href="#2025-e03">2025-E03</a>.)'
-        " | [01, Notation](notebooks/01_the_energy_function.ipynb#notation)<br>"
+        " | [01, 3. A key is a dual number]"
+        "(notebooks/01_the_energy_function.ipynb#3-a-key-is-a-dual-number)<br>"
         "`test_printed.py::test_running_sums_are_attention` |"
     )
     linked = set(re.findall(r'<a href="#([^"]+)">', page))
