@@ -18,10 +18,8 @@ import safetensors.numpy
 from plain_llama import plain_logits
 
 from treeattn import kv_mesh
-from treeattn_llama import Llama
-from treeattn_llama import open_checkpoint, packaged_model
+from treeattn_llama import Llama, open_checkpoint, packaged_model, rotary_frequencies
 from treeattn_llama.hugging_face import hugging_face_config
-from treeattn_llama import rotary_frequencies
 
 LLAMAS = Path(__file__).parent / "data" / "llamas"
 NAMES = sorted(f.name for f in LLAMAS.iterdir())

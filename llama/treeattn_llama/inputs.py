@@ -131,16 +131,16 @@ def check_capacity(capacity, context: int) -> int:
     capacity = integer("capacity", capacity, 1)
     if capacity > context:
         trained = f"the model was trained on texts of up to {context} tokens"
-        warnings.warn(f"capacity: {trained}, got {capacity}", stacklevel=_callers_level())
+        level = _callers_level(sys._getframe())
+        warnings.warn(f"capacity: {trained}, got {capacity}", stacklevel=level)
     return capacity
 
 
-def _callers_level() -> int:
-    """How far up the stack, from `warnings.warn` in the caller, this package's user stands."""
+def _callers_level(frame):
+    """How far up the stack, counted from that frame as 1, this package's user stands."""
     here = str(Path(__file__).parent)
-    frame = sys._getframe(1)
     level = 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
+    while frame is not None and frame.f_code.co_filename.startswith(here):
         frame = frame.f_back
         level += 1
     return level

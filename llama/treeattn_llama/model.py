@@ -107,6 +107,10 @@ class Llama:
         devices that share them. Warns of more than the model was trained on."""
         capacity = inputs.check_capacity(capacity, self.config.context)
         inputs.check_rows("batch", self.layout, integer("batch", batch, 1))
+        return self.empty_cache(batch, capacity)
+
+    def empty_cache(self, batch: int, capacity: int) -> Cache:
+        """`new_cache`, of checked arguments."""
         c = self.config
         dtype = self.weights.embedding.dtype
         shape = c.layers, batch, capacity, c.kv_heads, c.head_dim

@@ -325,7 +325,7 @@ class Writer:
     def _read(self) -> State:
         """Read the texts, and write the token after each."""
         texts = self.state.texts
-        cache = self.model.new_cache(len(texts), self.capacity)
+        cache = self.model.empty_cache(len(texts), self.capacity)
         logits, cache = self.model.prefill(texts, cache, progress=self.progress)
         index = self._lengths() - self.begin
         new = self.sampling.next_tokens(logits[:, None], index[:, None])

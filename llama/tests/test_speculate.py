@@ -1,0 +1,405 @@
+"""Speculative decoding: the text is the plain one, whatever the draft does, and whoever interrupts."""
+
+import itertools
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from treeattn import kv_mesh, pack, unpack
+from treeattn_llama import (
+    Llama,
+    LookupDraft,
+    accept_candidate_tokens,
+    candidate_lengths,
+    draft_candidate_tokens,
+    generate,
+    likeliest,
+    pad_packed,
+    stream,
+)
+from treeattn_llama.layers import extend_layer
+from treeattn_llama.speculate import call_size
+
+SMALL = Path(__file__).parent / "data" / "llamas" / "llama3"
+PROMPT = [3, 14, 15, 92, 6, 5, 35, 89]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Llama.load(SMALL)
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    return generate(model, PROMPT, max_new_tokens=16).tokens
+
+
+class Scribbler:
+    """Proposes paths that begin with some of what is to come, among others and nonsense."""
+
+    def __init__(self, prompts, texts, seed):
+        self.whole = [[*a, *b] for a, b in zip(prompts, texts, strict=True)]
+        self.random = np.random.default_rng(seed)
+
+    def observe(self, texts):
+        self.ahead = [whole[len(text) :] for text, whole in zip(texts, self.whole, strict=True)]
+
+    def propose(self, budget):
+        shape = len(self.ahead), 4, 6
+        beam = self.random.integers(0, 96, shape)
+        for rows, ahead in zip(beam, self.ahead, strict=True):
+            for row in rows:
+                right = min(self.random.integers(0, 7), len(ahead))
+                row[:right] = ahead[:right]
+        lengths = self.random.integers(0, 7, shape[:2])
+        return beam, np.where(np.arange(6) < lengths[..., None], -1.0, -np.inf)
+
+
+class Vandal(Scribbler):
+    """Changes whatever it is handed."""
+
+    def observe(self, texts):
+        super().observe(texts)
+        for text in texts:
+            text.clear()
+        texts.clear()
+
+
+CAPACITY = 24  # of every cache, so that few programs are compiled
+
+
+@st.composite
+def calls(draw):
+    """(prompts, options of stream, what to stop at, the draft's seed and kind)."""
+    lengths = [16, *draw(st.lists(st.integers(1, 16), min_size=2, max_size=2))]
+    tokens = st.integers(0, draw(st.sampled_from([3, 95])))
+    prompts = [draw(st.lists(tokens, min_size=n, max_size=n)) for n in lengths]
+    new = draw(st.integers(1, CAPACITY + 1 - 16))
+    options = {"capacity": CAPACITY, "max_new_tokens": new}
+    if draw(st.booleans()):
+        options |= {"temperature": draw(st.sampled_from([0.3, 1.5])), "top_p": 0.6}
+        options["seed"] = draw(st.integers(0, 99))
+    stops = draw(st.lists(st.tuples(st.integers(0, 2), st.integers(0, new - 1)), max_size=2))
+    kind = draw(st.sampled_from([Scribbler, Vandal, LookupDraft]))
+    return prompts, options, stops, kind, draw(st.integers(0, 99)), draw(st.sampled_from([1, 4, 9]))
+
+
+def check_call(model, one, call):
+    prompts, options, stops, kind, seed, budget = call
+    texts = generate(one, prompts, stop=[], **options).tokens
+    stop = [texts[b][i] for b, i in stops]
+    draft = LookupDraft(matched=1) if kind is LookupDraft else kind(prompts, texts, seed)
+    made = generate(model, prompts, draft=draft, budget=budget, stop=stop, **options)
+    for text, found in zip(texts, made.tokens, strict=True):
+        ends = [i for i, token in enumerate(text) if token in stop]
+        assert found == (text[: ends[0] + 1] if ends else text)
+
+
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(call=calls())
+def test_any_call_writes_the_plain_text(model, call):
+    check_call(model, model, call)
+
+
+@pytest.fixture(scope="module", params=["keys", "rows and keys"])
+def sharded(request, model):
+    if request.param == "keys":
+        return model.on(kv_mesh(jax.devices()[:3])).using("butterfly")
+    devices = np.array(jax.devices()[:6]).reshape(3, 2)
+    return model.on(jax.sharding.Mesh(devices, ("batch", "keys")))
+
+
+@hypothesis.settings(max_examples=5)
+@hypothesis.given(call=calls())
+def test_any_call_on_a_mesh_writes_the_plain_text(model, sharded, call):
+    check_call(sharded, model, call)
+
+
+def test_the_five_lines(model, plain):
+    """Drafting, packing, verifying, accepting and committing, call by call."""
+    draft = Scribbler([PROMPT], [plain], 0)
+    logits, cache = model.prefill([PROMPT], model.new_cache(1, 32))
+    text = [*PROMPT, int(logits[0].argmax())]
+    while len(text) < len(PROMPT) + 12:
+        draft.observe([list(text)])
+        beam, scores = draft_candidate_tokens(draft, budget=8, certain=np.array(text[-1:]))
+        packed = pad_packed(pack(beam, candidate_lengths(scores)), 9)
+        tokens, mask, offsets, unpack_map = packed
+        positions = len(text) - 1 + offsets
+        logits, new = model.extend(tokens, cache, positions=positions, mask=mask)
+        verified = (unpack(np.asarray(x), unpack_map) for x in likeliest(logits))
+        accepted = accept_candidate_tokens(beam, scores, *verified)
+        select = accepted.nodes(unpack_map, 9)
+        cache = model.commit(cache, new, select=select, counts=accepted.counts)
+        text += accepted[0]
+        assert cache.lengths == len(text) - 1
+    assert text[len(PROMPT) :][:12] == plain[:12]
+
+
+# What a call costs
+
+
+@pytest.mark.parametrize("budget", [1, 5, 8, 16])
+def test_a_call_costs_what_was_drafted(model, budget):
+    class Some:
+        """0, 1, 2, … candidates, in turn."""
+
+        n = -1
+
+        def observe(self, texts):
+            self.n += 1
+
+        def propose(self, budget):
+            return np.zeros((1, 1, self.n), int), np.zeros((1, 1, self.n))
+
+    made = generate(model, PROMPT, max_new_tokens=16, draft=Some(), budget=budget)
+    for step in made.trace:
+        assert step.nodes[0] <= step.size <= max(4 * (step.nodes[0] - 1), 1) and step.size <= budget
+    assert {call_size(n, 16) for n in range(1, 17)} == {1, 4, 16}
+
+
+def test_the_same_call_takes_the_same_steps(model):
+    """Whatever ran before."""
+    prompt = PROMPT * 3
+
+    def run(**options):
+        options = {"max_new_tokens": 16, "draft": LookupDraft(1), "capacity": 48} | options
+        return generate(model, prompt, **options).trace
+
+    first = run()
+    run(max_new_tokens=4, budget=3)
+    assert run() == first == run()
+
+
+def test_nothing_compiles_while_generating(model):
+    options = {"max_new_tokens": 16, "budget": 16, "capacity": 32}
+    texts = [generate(model, PROMPT, **options).tokens]
+
+    def run(seed):
+        generate(model, PROMPT, draft=Scribbler([PROMPT], texts, seed), **options)
+
+    for seed in range(4):
+        run(seed)
+    compiled = extend_layer._cache_size()
+    for seed in range(4, 8):
+        run(seed)
+    assert extend_layer._cache_size() == compiled
+
+
+# Streams beside each other
+
+
+@pytest.mark.parametrize("drafts", itertools.product(["lookup", None], repeat=2))
+def test_two_streams_of_one_model(model, plain, drafts):
+    one, other = (stream(model, PROMPT, max_new_tokens=16, draft=draft) for draft in drafts)
+    texts = [], []
+    for calls in itertools.zip_longest(one, other, fillvalue=[[]]):
+        for text, (new,) in zip(texts, calls, strict=True):
+            text += new
+    assert texts[0] == texts[1] == plain
+
+
+def test_streams_in_threads(model, plain):
+    found = {}
+
+    def run(i, draft):
+        found[i] = generate(model, PROMPT, max_new_tokens=16, draft=draft).tokens
+
+    threads = [
+        threading.Thread(target=run, args=(i, draft))
+        for i, draft in enumerate(["lookup", None] * 2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(4)] == [plain] * 4
+
+
+def test_a_draft_may_keep_what_it_is_handed(model, plain):
+    class Keeper:
+        def __init__(self):
+            self.old = []
+
+        def observe(self, texts):
+            assert texts[0][: len(self.old)] == self.old
+            self.new = texts[0][len(self.old) :]
+            self.old = texts[0]
+
+        def propose(self, budget):
+            assert self.new
+            return np.zeros((1, 0, 0), int), np.zeros((1, 0, 0))
+
+    assert generate(model, PROMPT, max_new_tokens=16, draft=Keeper()).tokens == plain
+
+
+# Interrupts
+
+
+class Interrupted(Scribbler):
+    """Is interrupted in one of its calls, at a place of that name."""
+
+    def __init__(self, prompts, texts, place, at):
+        super().__init__(prompts, texts, 0)
+        self.place, self.left = place, at
+
+    def interrupt(self, place):
+        if place == self.place:
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+
+    def observe(self, texts):
+        self.interrupt("observe")
+        super().observe(texts)
+
+    def propose(self, budget):
+        self.interrupt("propose")
+        return super().propose(budget)
+
+
+def all_of(calls):
+    """The tokens of a stream that is asked again whenever it was interrupted."""
+    text = []
+    interrupts = 0
+    while True:
+        try:
+            for (new,) in calls:
+                text += new
+            return text, interrupts
+        except KeyboardInterrupt:
+            interrupts += 1
+
+
+@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize("place", ["observe", "propose"])
+def test_an_interrupt_in_a_draft_loses_nothing(model, plain, place, at):
+    draft = Interrupted([PROMPT], [plain], place, at)
+    assert all_of(stream(model, PROMPT, max_new_tokens=16, draft=draft)) == (plain, 1)
+
+
+@pytest.mark.parametrize("method", ["prefill", "extend", "commit", "write", "read_out"])
+def test_an_interrupt_in_the_model_loses_nothing(model, plain, method, monkeypatch):
+    """Before and after the method has done its work: its cache may be given up by then."""
+    right = getattr(Llama, method)
+    for after in (False, True):
+        left = [1 if method == "prefill" else 3]
+
+        def wrong(self, *args, after=after, left=left, **options):
+            left[0] -= 1
+            if left[0] == 0 and not after:
+                raise KeyboardInterrupt
+            found = right(self, *args, **options)
+            if left[0] == 0 and after:
+                raise KeyboardInterrupt
+            return found
+
+        monkeypatch.setattr(Llama, method, wrong)
+        draft = Scribbler([PROMPT], [plain], 0)
+        assert all_of(stream(model, PROMPT, max_new_tokens=16, draft=draft)) == (plain, 1)
+
+
+# What a draft may propose
+
+
+@pytest.mark.parametrize(
+    "found, error, message",
+    [
+        (None, TypeError, r"expected \(beam, scores\), got NoneType None"),
+        (([[[1]]], [[[0.5]]]), ValueError, "scores: expected logarithms"),
+        (([[[1]]], [[[np.nan]]]), ValueError, "scores: expected logarithms"),
+        (([[[96]]], [[[0.0]]]), ValueError, "beam: expected tokens from 0 to 95, got 96"),
+        (([[[-1]]], [[[0.0]]]), ValueError, "beam: expected tokens from 0 to 95, got -1"),
+        (([[[1, 2]]], [[[0.0]]]), ValueError, "scores: expected a score for each token"),
+        (([[[1, 2]]], [[[-np.inf, 0.0]]]), ValueError, "scores: −∞ ends a candidate"),
+        (([[[1]], [[2]]], np.zeros((2, 1, 1))), ValueError, "expected candidates for 1 texts"),
+        (([[1]], [[0.0]]), ValueError, r"beam: expected integers \(any, any, any\)"),
+        (([[[1, 2], [1]]], [[[0.0]]]), TypeError, "beam: expected an array, got list"),
+    ],
+)
+def test_what_is_no_proposal_names_the_draft(model, unchecked, found, error, message):
+    class Wrong:
+        def observe(self, texts):
+            pass
+
+        def propose(self, budget):
+            return found
+
+    with pytest.raises(error, match=f"draft: Wrong proposed: {message}"):
+        generate(model, PROMPT, max_new_tokens=4, draft=Wrong())
+
+
+def test_the_budget_keeps_whole_beginnings():
+    class Two:
+        def propose(self, budget):
+            return np.array([[[1, 2, 3], [1, 2, 4]]]), np.full((1, 2, 3), -1.0)
+
+    for budget, want in ((0, [0, 0]), (2, [2, 2]), (3, [3, 2]), (4, [3, 3]), (9, [3, 3])):
+        beam, scores = draft_candidate_tokens(Two(), budget=budget)
+        assert candidate_lengths(scores).tolist() == [want]
+    beam, scores = draft_candidate_tokens(Two(), budget=0, certain=np.array([7]))
+    assert candidate_lengths(scores).tolist() == [[1, 0]] and beam[0, 0, 0] == 7
+
+
+# Looking up
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_looking_up_copies_what_followed_the_longest_match(seed):
+    rng = np.random.default_rng(seed)
+    text = rng.integers(0, 3, rng.integers(1, 40)).tolist()
+    draft = LookupDraft(matched=2, length=4)
+    draft.observe([text])
+    beam, scores = draft.propose(3)
+    matches = [
+        (n, end)
+        for end in range(1, len(text))
+        for n in range(2, end + 1)
+        if text[end - n : end] == text[len(text) - n :]
+    ]
+    want = text[max(matches)[1] :][:4] if matches else []
+    count = int(candidate_lengths(scores)[0, 0])
+    assert beam[0, 0, :count].tolist() == want
+
+
+def test_nothing_is_guessed_where_too_little_matched():
+    draft = LookupDraft(matched=3)
+    draft.observe([[1, 2, 3, 9, 2, 3], [1, 2, 3, 9, 1, 2, 3], [5]])
+    assert candidate_lengths(draft.propose(7)[1]).tolist() == [[0], [4], [0]]
+
+
+def test_a_repeating_text_takes_few_calls(model):
+    """Where the model copies, a call confirms what the budget allows."""
+    text = generate(model, PROMPT, max_new_tokens=60).tokens
+    made = generate(model, PROMPT + text, max_new_tokens=24, draft=LookupDraft(1), capacity=96)
+    assert made.tokens == generate(model, PROMPT + text, max_new_tokens=24, capacity=96).tokens
+
+
+# As a script runs it: without the shape checks of the tests, whose frames a warning would name
+
+SCRIPT = """
+import sys, warnings
+from treeattn_llama import Llama, generate, stream
+model = Llama.load(sys.argv[1])
+with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always")
+    model.new_cache(1, 300)
+    stream(model, [[1]], max_new_tokens=2, capacity=300)
+    generate(model, [1], max_new_tokens=2, capacity=300)
+print([(w.filename, w.lineno) for w in found])
+"""
+
+
+def test_a_warning_is_at_the_callers_line():
+    """Each once."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(SMALL)], capture_output=True, text=True, timeout=200
+    )
+    assert done.stdout.strip() == str([("<string>", n) for n in (7, 8, 9)]), done.stderr
