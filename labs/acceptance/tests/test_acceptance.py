@@ -4,7 +4,6 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from treeattn_conformance import check_verifier
 
 from labs.acceptance import (
     ACCEPTANCE_RULES,
@@ -27,6 +26,7 @@ from labs.acceptance import (
     step_law,
 )
 from labs.acceptance.__main__ import beam_table, table
+from treeattn_conformance import check_verifier
 
 MATCHING, TOKENS, BLOCK, TRAVERSAL, K_SEQUENTIAL = ACCEPTANCE_RULES.values()
 
