@@ -41,7 +41,7 @@ def simulate_devices(n: int) -> None:
 
 
 def kv_mesh(
-    devices: Sequence | None = None,
+    devices: Sequence[jax.Device] | None = None,
     *,
     nodes: int | None = None,
     heads: int | None = None,
