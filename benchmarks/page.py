@@ -14,7 +14,7 @@ METHODS = {  # as decode.json names them, and as tree_decode does
     "tree, allreduce": "tree, `allreduce`",
     "tree, butterfly": "tree, `butterfly`",
     "tree, gather": "tree, `gather`",
-    "all-to-all": "tree, `all_to_all`: a share of the heads each",
+    "tree, all-to-all": "tree, `all_to_all`: a share of the heads each",
     "ring": "ring",
     "gather the cache": "gather the cache",
 }
