@@ -15,8 +15,7 @@ from PIL import Image
 
 from figures import cheat_sheet
 from figures.__main__ import collect
-from treeattn import kv_mesh, ring_decode, tree_decode
-from treeattn.program import collectives, sent_bytes
+from treeattn import collectives, kv_mesh, ring_decode, tree_decode
 
 pytestmark = pytest.mark.slow
 
@@ -83,14 +82,12 @@ def test_another_picture_is_told_from_it():
 
 
 def test_the_cheat_sheets_bytes_are_those_of_the_compiled_programs():
-    mesh = kv_mesh(jax.devices()[:8])
-    along, whole = NamedSharding(mesh, P(None, "kv")), NamedSharding(mesh, P())
-    q = jax.ShapeDtypeStruct((1, 1, 16, 128), jnp.float32, sharding=whole)
-    k = jax.ShapeDtypeStruct((1, 64, 4, 128), jnp.float32, sharding=along)
+    sharding = NamedSharding(kv_mesh(jax.devices()[:8]), P(None, "kv"))
+    q = jax.ShapeDtypeStruct((1, 1, 16, 128), jnp.float32)
+    k = jax.ShapeDtypeStruct((1, 64, 4, 128), jnp.float32)
     shard = 2 * 8 * 4 * 128 * 4
     for method, (_, sent) in cheat_sheet.sent_by_method(8, 16, 128, cache=shard).items():
-        options = {"method": method, "scatter": method in cheat_sheet.ENDS}
-        decode, options = (ring_decode, {}) if method == "ring" else (tree_decode, options)
-        decode = functools.partial(decode, mesh=mesh, axis="kv", **options)
-        program = jax.jit(decode).lower(q, k, k).compile()
-        assert sent_bytes(collectives(program)) == sent, method
+        decode = functools.partial(tree_decode, method=method)
+        decode = ring_decode if method == "ring" else decode
+        program = jax.jit(functools.partial(decode, sharding=sharding)).lower(q, k, k).compile()
+        assert sum(c.sent_bytes for c in collectives(program)) == sent, method
