@@ -1,6 +1,6 @@
 """What axe-core, the usual checker of accessibility, finds wrong with pages in headless Chromium.
 
-It is taken from the package axe-playwright-python, without the playwright that this would want.
+And what is wider than the window, or, on the API's page, than its frame. axe is taken from the package axe-playwright-python, without the playwright that this would want.
 """
 
 import importlib.util
@@ -17,6 +17,9 @@ RUN = """axe.run().then(({violations}) => violations.map(({id, impact, nodes}) =
 # What MathJax is still about to set, axe would meet half done, and MathJax would fail.
 SET = """new Promise(done => window.MathJax?.Hub
   ? MathJax.Hub.Register.StartupHook("End", () => done(true)) : done(false))"""
+WIDE = """[...(document.documentElement.scrollWidth > innerWidth ? ["the page"] : []),
+  ...[...document.querySelectorAll("dl.py pre, dl.py dt")]
+    .filter((x) => x.scrollWidth > x.clientWidth + 1).map((x) => x.textContent.slice(0, 40))]"""
 PHONE = {"prefers_color_scheme": "light", "width": 390}
 DARK = {"prefers_color_scheme": "dark"}
 STEPPERS = ("energy_stepper.html", "merge_stepper.html", "prefix_tree_stepper.html")
@@ -41,6 +44,7 @@ def violations(pages: Iterable[Path]) -> list[str] | None:
                 browser.run(SET)
                 browser.run(f"{axe};1")
                 wrong = [x for x in browser.run(RUN) if x.startswith(("serious", "critical"))]
+                wrong += [f"wider than {view}: {x}" for x in browser.run(WIDE)]
                 found += [f"{page.name}: {x}" for x in wrong]
         browser.close()
         found += browser.errors
