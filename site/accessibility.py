@@ -1,6 +1,7 @@
 """What axe-core, the usual checker of accessibility, finds wrong with pages in headless Chromium.
 
-And what is wider than the window, or, on the API's page, than its frame. axe is taken from the package axe-playwright-python, without the playwright that this would want.
+And what is wider than the window, or, on the API's page, than its frame. axe is taken from the
+package axe-playwright-python, without the playwright that this would want.
 """
 
 import importlib.util
