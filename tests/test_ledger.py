@@ -290,7 +290,14 @@ ID = re.compile(
 def texts() -> dict[str, str]:
     """What readers of the repository read, without outputs: path -> text."""
     found = {}
-    for pattern in ("*.md", "site/*.md", "site/*.py", "treeattn/*.py", "labs/*/*.py", "labs/*/*.md"):
+    for pattern in (
+        "*.md",
+        "site/*.md",
+        "site/*.py",
+        "treeattn/*.py",
+        "labs/*/*.py",
+        "labs/*/*.md",
+    ):
         for path in sorted(REPOSITORY.glob(pattern)):
             found[str(path.relative_to(REPOSITORY))] = path.read_text(encoding="utf-8")
     for name, path in notebooks().items():
