@@ -1,4 +1,4 @@
-"""Speculative decoding: the text is the plain one, whatever the draft does, and whoever interrupts."""
+"""Speculative decoding: the text is the plain one, whatever a draft does, whoever interrupts."""
 
 import itertools
 import subprocess
@@ -196,7 +196,7 @@ def test_nothing_compiles_while_generating(model):
 # Streams beside each other
 
 
-@pytest.mark.parametrize("drafts", itertools.product(["lookup", None], repeat=2))
+@pytest.mark.parametrize("drafts", [*itertools.product(["lookup", None], repeat=2)])
 def test_two_streams_of_one_model(model, plain, drafts):
     one, other = (stream(model, PROMPT, max_new_tokens=16, draft=draft) for draft in drafts)
     texts = [], []
@@ -212,10 +212,8 @@ def test_streams_in_threads(model, plain):
     def run(i, draft):
         found[i] = generate(model, PROMPT, max_new_tokens=16, draft=draft).tokens
 
-    threads = [
-        threading.Thread(target=run, args=(i, draft))
-        for i, draft in enumerate(["lookup", None] * 2)
-    ]
+    drafts = ["lookup", None] * 2
+    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(drafts)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -338,6 +336,9 @@ def test_what_is_no_proposal_names_the_draft(model, unchecked, found, error, mes
 
 def test_the_budget_keeps_whole_beginnings():
     class Two:
+        def observe(self, texts):
+            pass
+
         def propose(self, budget):
             return np.array([[[1, 2, 3], [1, 2, 4]]]), np.full((1, 2, 3), -1.0)
 
