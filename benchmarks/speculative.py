@@ -1,11 +1,12 @@
-"""Does looking up pay? Seconds of plain decoding and of `draft="lookup"`, in turn, prompt by prompt.
+"""Does looking up pay? Processor time of plain decoding and of `draft="lookup"`, in turn.
 
-    python benchmarks/speculative.py            both sets of prompts; 20 minutes on two cores
+    python benchmarks/speculative.py            both sets of prompts; 15 minutes on two cores
     python benchmarks/speculative.py --rounds 1 --set chosen
 
-Each text is 96 tokens, or up to where the model ends it. Counted is the time after the prompt has
-been read: of plain decoding and of the draft the fastest of the rounds, after one that compiles;
-then all prompts of a kind are added up. `chosen` are the prompts by which the draft's numbers (how
+Each text is 96 tokens, or up to where the model ends it. Counted is the processor's time, which
+other programs disturb less than the time of day, after the prompt has been read: of plain decoding
+and of the draft the least of the rounds, after one that compiles; then all prompts of a kind are
+added up. `chosen` are the prompts by which the draft's numbers (how
 many tokens have to match, how long a guess is) were chosen; `others` were written after all of the
 code, and nothing was chosen by them. Writes results/speculative.json and results/speculative.md.
 """
@@ -21,6 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+
 from treeattn_llama import Llama, LookupDraft, stream
 
 HERE = Path(__file__).parent
@@ -40,13 +42,13 @@ def prompts(model: Llama, name: str) -> list[dict]:
 
 
 def decode(model: Llama, ids: list[int], draft=None) -> dict:
-    """(seconds after the prompt, tokens, their number by call) of a text."""
+    """Seconds after the prompt, tokens, and the number of calls, of a text."""
     calls = stream(model, ids, max_new_tokens=TOKENS, draft=draft, capacity=CAPACITY)
     tokens = list(next(calls)[0])
-    began = time.perf_counter()
+    began = time.process_time()
     for (new,) in calls:
         tokens += new
-    seconds = time.perf_counter() - began
+    seconds = time.process_time() - began
     return {"seconds": seconds, "tokens": tokens, "calls": len(calls.trace)}
 
 
@@ -65,7 +67,8 @@ def measure(model: Llama, name: str, rounds: int) -> list[dict]:
         row |= {"plain": plain["seconds"], "lookup": lookup["seconds"], "calls": lookup["calls"]}
         row["same"] = plain["tokens"] == lookup["tokens"]
         rows.append(row)
-        print(name, row["kind"], row["name"], f"{row['plain'] / row['lookup']:.2f}", row["same"])
+        ratio = row["plain"] / row["lookup"]
+        print(name, row["kind"], row["name"], f"{ratio:.2f}", row["same"], flush=True)
     return rows
 
 
@@ -76,10 +79,10 @@ def step_times(model: Llama, rounds: int = 9) -> dict[int, float]:
     times = {}
     for _ in range(rounds):
         for n in (1, 4, 8, 16):
-            began = time.perf_counter()
+            began = time.process_time()
             logits, _ = model.extend(np.arange(n)[None], cache, mask=np.tri(n, dtype=bool)[None])
             np.asarray(logits)
-            times[n] = min(times.get(n, np.inf), 1e3 * (time.perf_counter() - began))
+            times[n] = min(times.get(n, np.inf), 1e3 * (time.process_time() - began))
     return times
 
 
@@ -88,8 +91,9 @@ def table(found: dict) -> str:
     lines = [
         f"# Looking up, against plain decoding\n\n{found['machine']}; `benchmarks/speculative.py` "
         "says how it was measured. Times as fast: all of a kind's plain time over all of its time "
-        "with the draft.\n",
-        "| prompts | kind | tokens | tokens a call | times as fast |\n| --- | --- | --- | --- | --- |",
+        "with the draft, on the processor.\n",
+        "| prompts | kind | tokens | tokens a call | times as fast |",
+        "| --- | --- | --- | --- | --- |",
     ]
     for name, rows in found["sets"].items():
         for kind in [*dict.fromkeys(row["kind"] for row in rows), "all"]:

@@ -21,7 +21,6 @@ LEAVING = {
     "puzzles",
     "ridge",
     "roofline",
-    "speculation_results",
     "training",
 }
 

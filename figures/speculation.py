@@ -1,11 +1,10 @@
-"""Figures of notebook 09: the loop of speculative decoding, and one step's tree."""
+"""Figures of notebook 09: the loop of speculative decoding, and a verified tree."""
 
 from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import ConnectionPatch
-from treeattn_llama import Llama, SuffixDraft, accept_candidate_tokens, likeliest
 
 from figures.boxes import (
     MARS,
@@ -16,7 +15,6 @@ from figures.boxes import (
     tree_layout,
 )
 from figures.canvas import styled
-from figures.llama import packaged_model
 from figures.style import (
     BLUE,
     GREEN,
@@ -25,7 +23,7 @@ from figures.style import (
     SKY,
     new_figure,
 )
-from treeattn import beam_from_tree, pack, pack_tree, unpack
+from treeattn import PackedBeam, pack
 
 
 def _tree(axes, parents, labels, accepted=(), own=None, width=0.86, fontsize=8.5) -> None:
@@ -90,46 +88,17 @@ def accepted_tree(
     )
 
 
-PROMPT = """{"name": "Alice", "city": "Paris", "age": 34}
-{"name": "Bob", "city": "Rome", "age": 27}
-{"name": "Carol", "city": "Paris", "age": 45}
-{"name": "Dave","""
-
-
-def one_step(model: Llama | None = None) -> Figure:
-    """`accepted_tree` for a step of the packaged model after `PROMPT`, the suffix draft's tree."""
-    model = model or packaged_model()
-    draft = SuffixDraft()
-    ids = model.tokenizer.encode(PROMPT)
-    first, cache = model.prefill([ids], model.new_cache(1, 128))
-    certain = int(np.asarray(first).argmax())
-    draft.observe([[*ids, certain]])
-    tree, _ = draft.propose(15)
-    tokens = np.concatenate([[[certain]], tree.tokens], axis=1).astype(np.int32)
-    parents = np.concatenate([[[-1]], tree.parents + 1], axis=1).astype(np.int32)
-    packed = pack_tree(tree._replace(tokens=tokens, parents=parents, sizes=tree.sizes + 1))
-    positions = len(ids) + packed.position_offsets
-    logits, _ = model.extend(
-        packed.packed_beam, cache, positions=positions, mask=packed.attention_mask
-    )
-    beam, lengths = beam_from_tree(
-        tree._replace(tokens=tokens, parents=parents, sizes=tree.sizes + 1)
-    )
-    scores = np.where(np.arange(beam.shape[2]) < lengths[..., None], 0.0, -np.inf)
-    verified = [unpack(np.asarray(x), packed.unpack_map) for x in likeliest(logits)]
-    new = accept_candidate_tokens(beam, scores, *verified)[0]
-    path = [0]
-    for token in new[:-1]:
-        path.append(
-            next(
-                i
-                for i, (t, up) in enumerate(zip(tokens[0], parents[0], strict=True))
-                if up == path[-1] and t == token
-            )
-        )
-    words = [repr(model.tokenizer.decode([t]))[1:-1] for t in [*tokens[0].tolist(), new[-1]]]
-    words = [word if word.strip() else "␣" for word in words]
-    return accepted_tree(parents[0].tolist(), words[:-1], path, words[-1])
+def verified_tree(
+    packed: PackedBeam, words: Sequence[str], accepted: Sequence[int], own: str
+) -> Figure:
+    """`accepted_tree` of a packed beam: a word for each node, and the accepted path's nodes."""
+    mask = np.asarray(packed.attention_mask[0])
+    depth = np.asarray(packed.position_offsets[0])
+    real = range(int(mask.diagonal().sum()))
+    above = [np.flatnonzero(mask[i] & (depth == depth[i] - 1)) for i in real]
+    parents = [int(found[0]) if len(found) else -1 for found in above]
+    shown = [word if word.strip() else "␣" for word in (repr(w)[1:-1] for w in [*words, own])]
+    return accepted_tree(parents, shown[:-1], accepted, shown[-1])
 
 
 # What the model says after each of the eight nodes of the Mars tree: it goes on "is dark red .".
@@ -252,7 +221,4 @@ def _arrow(figure, a, start, b, end) -> None:
     )
 
 
-FIGURES = {
-    "speculation_loop": loop,
-    "speculation_tree": one_step,
-}
+FIGURES = {"speculation_loop": loop}

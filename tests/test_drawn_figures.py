@@ -30,7 +30,6 @@ LONG = {
     "llama_head_over_shards",
     "llama_score_ranges",
     "llama_shard_shares",
-    "speculation_tree",
 }
 BLOCK, TOLERANCE = 10, 0.025  # pixels; 256 colours to store in cost less than half of that
 PINNED = f"matplotlib=={matplotlib.__version__}\n" in (REPOSITORY / "requirements.txt").read_text()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -101,6 +102,11 @@ class Llama:
         for w in self.weights.layers:
             yield layers.queries_keys_values(x, w, rotation, self.static.config)
             x, _ = layers.extend_layer(x, w, rotation, static=self.static)
+
+    def layer_qkv(self, token_ids: Int[Array, "b l"], layer: int) -> tuple[Array, Array, Array]:
+        """What one layer's attention gets, as by `layers_qkv`."""
+        layer = integer("layer", layer, 0, self.config.layers - 1)
+        return next(itertools.islice(self.layers_qkv(token_ids), layer, None))
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache for `capacity` tokens of each text, rounded up to a multiple of the
