@@ -1,15 +1,15 @@
 """Other libraries' kernels and merges, as treeattn_conformance asks for them.
 
-    python examples/adapters.py                     those whose libraries are installed
-    python examples/adapters.py flex flash_attn     these
+    python conformance/adapters.py                     those whose libraries are installed
+    python conformance/adapters.py flex flash_attn     these
 
 Each adapter is what a call needs around it: axes, base, and what the library has no option for. A
 kernel is kernel(q, k, v, *, mask, kv_lengths, …) -> (out, lse), a merge is merge(parts) -> (out,
 lse), both in NumPy, with out (b, l, h, d) and lse (b, l, h), natural. What is left is what the
 library returns: `check_attention` and `check_merge` name it. site/out_and_lse.md has the table.
 
-torch_sdpa and flex are run by tests/test_adapters.py, on a CPU. The others were not run: there, a
-stand-in with the axes and the base that their sources state takes the library's place.
+torch_sdpa and flex were run on a CPU. The others were not: in tests/test_adapters.py a stand-in with
+the signature, the axes and the base that their sources state takes the library's place.
 """
 
 import importlib.util
@@ -206,7 +206,7 @@ ADAPTERS = {
     "torch_sdpa": ("torch", lambda: check_attention(torch_sdpa)),
     "flex": ("torch", lambda: check_attention(flex)),
     "flash_attn": ("flash_attn", lambda: check_attention(flash_attn, dtype="bfloat16")),
-    "flash_attn_jax": ("flash_attn_jax", lambda: check_attention(flash_attn_jax, "bfloat16")),
+    "flash_attn_jax": ("flash_attn_jax", lambda: check_attention(flash_attn_jax, dtype="bfloat16")),
     "flashinfer_merge": ("flashinfer", lambda: check_merge(flashinfer_merge, dtype="bfloat16")),
     "vllm_merge": ("vllm", lambda: check_merge(vllm_merge)),
     "sglang_merge": ("sglang", lambda: check_merge(sglang_merge)),

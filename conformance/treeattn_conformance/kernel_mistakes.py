@@ -134,16 +134,20 @@ def _of_sums() -> Wrongs:
         weight = np.exp(lse - (m if pivot else 0))
         return out * np.where(np.isneginf(lse), 0, weight)[..., None], lse
 
-    def one_more(out, lse, m, *, relative, in_out, in_lse):
-        with_one = np.logaddexp(lse, m if relative else 0)
-        share = np.where(np.isneginf(lse), 0, np.exp(lse - with_one))
-        return out * share[..., None] if in_out else out, with_one if in_lse else lse
+    def one_more(out, lse, m, *, one, guarded, in_out, in_lse):
+        pivot = np.where(np.isneginf(m), 0, m)
+        d = np.exp(lse - pivot)
+        total = d + one(pivot)
+        wrong = pivot + np.log(total)
+        wrong = wrong if guarded else np.where(np.isneginf(m), m, wrong)
+        return out * (d / total)[..., None] if in_out else out, wrong if in_lse else lse
 
     for pivot in (True, False):
         yield "not divided", _after(functools.partial(without_division, pivot=pivot))
-    for relative in (True, False):
+    ones = (np.ones_like, lambda m: np.exp(-m), lambda m: np.exp(np.float32(-m)))
+    for one, guarded in itertools.product(ones, (True, False)):
         for in_out, in_lse in ((True, True), (True, False), (False, True)):
-            options = {"relative": relative, "in_out": in_out, "in_lse": in_lse}
+            options = {"one": one, "guarded": guarded, "in_out": in_out, "in_lse": in_lse}
             yield "one more in the sum", _after(functools.partial(one_more, **options))
 
     def with_pivot(q, k, v, *, sinks=None, pivot, dtype, guarded, apart, **options):
@@ -281,12 +285,13 @@ def _of_keys() -> Wrongs:
             options["kv_lengths"] = np.maximum(options["kv_lengths"] - before, 0)
         return attend(q, k[:, which], v[:, which], **options)
 
-    def to_whole_blocks(q, k, v, *, block, up, **options):
+    def to_whole_blocks(q, k, v, *, block, up, given, **options):
+        """Lengths are rounded, down or up; where none are given it is that of all keys, or none."""
         n = k.shape[1]
+        if given and "kv_lengths" not in options:
+            return attend(q, k, v, **options)
         lengths = np.asarray(options.get("kv_lengths", np.full(len(q), n)))
         whole = (lengths + (block - 1 if up else 0)) // block * block
-        if not up and not options.get("kv_lengths", np.ones(1)).any():
-            whole = lengths
         return attend(q, k, v, **options | {"kv_lengths": np.minimum(whole, n)})
 
     def last_of_the_row(q, k, v, *, by, **options):
@@ -311,9 +316,9 @@ def _of_keys() -> Wrongs:
                 yield "keys left out", functools.partial(some, kept=kept, or_all=or_all)
             partial = functools.partial(some, kept=lambda n, b=block: slice(0, n // b * b))
             yield "a partial block left out", functools.partial(partial, or_all=or_all)
-        for up in (False, True):
+        for up, given in itertools.product((False, True), (False, True)):
             name = "keys beyond the length" if up else "a partial block left out"
-            yield name, functools.partial(to_whole_blocks, block=block, up=up)
+            yield name, functools.partial(to_whole_blocks, block=block, up=up, given=given)
     yield "keys beyond the length", functools.partial(last_of_the_row, by=1)
     for of_all in (
         lambda x: np.full(len(x), x[0]),

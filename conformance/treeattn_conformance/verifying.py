@@ -4,6 +4,7 @@ A step drafts some tokens, accepts a few of them, and adds one of its own. It is
 tokens that it gives, and what the target would write after them, have the target's distribution.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -69,6 +70,7 @@ def verifier_cases() -> list[VerifierCase]:
     tree = ("widths",)
     both = ("widths", "replacement")
     cases = [
+        VerifierCase("one token", target, draft, {"widths": (1,)}, tree),
         VerifierCase("chain", target, draft, {}),
         VerifierCase("draft is the target", target, target, {}),
         VerifierCase(
@@ -108,12 +110,14 @@ def check_verifier(step: Callable, *, widths: tuple[int, ...] | None = None) -> 
     this order, of the target's logits. What raises NotImplementedError is not asked.
 
     The step is run once for each way that chance can fall, 10 to 2,000 times a case. Probabilities
-    are compared to 1e-6: a step may compute in float32. TypeError where step is no function.
+    are compared to 1e-6: a step may compute in float32. A fault is named if it explains every case,
+    also those that passed. TypeError where step is no function.
     """
     if not callable(step):
         raise TypeError(f"step: expected a function, got {step!r:.40}")
     results = []
     suspects: set[str] | None = None  # the faults that explain all that has failed so far
+    passed = []
     for case in verifier_cases():
         missing = [name for name in case.needs if not takes(step, name)]
         if missing:
@@ -121,13 +125,38 @@ def check_verifier(step: Callable, *, widths: tuple[int, ...] | None = None) -> 
             continue
         result = _ask(step, case, widths, suspects)
         results.append(result)
-        names = set(result.fingerprints)
         if result.status == "failed":
+            names = set(result.fingerprints)
             suspects = names if suspects is None else suspects & names
-    if suspects:
-        suspects -= {MORE_SPECIAL[name] for name in suspects if name in MORE_SPECIAL}
-        results = [_only(result, suspects) for result in results]
-    return Report(tuple(results), VERIFIER_FINGERPRINTS)
+        if result.status == "passed":
+            passed.append(case)
+    suspects = suspects or set()
+    for case in passed if suspects else ():
+        suspects -= _refuted(step, case, widths, suspects)
+    suspects -= {MORE_SPECIAL[name] for name in suspects if name in MORE_SPECIAL}
+    return Report(tuple(_only(result, suspects) for result in results), VERIFIER_FINGERPRINTS)
+
+
+def _refuted(step, case: VerifierCase, widths, suspects: set[str]) -> set[str]:
+    """The suspects that would have failed this case, which passed."""
+    settings = _as_asked(step, case, widths)
+    if settings.widths is None:
+        return set()
+    p = functools.partial(_probabilities, settings, case.target)
+    right: dict[str, bool] = {}  # of a fault that has several forms one suffices
+    for name, law_of in possible_faults(case.target, case.draft, settings):
+        if name in suspects and not right.get(name):
+            right[name] = difference(law_of(), p)[0] <= TOLERANCE
+    return {name for name, is_right in right.items() if not is_right}
+
+
+def _probabilities(settings: Settings, target: Model, path) -> np.ndarray:
+    return settings.of(target(path))
+
+
+def _as_asked(step, case: VerifierCase, widths) -> Settings:
+    settings = Settings(case.target.vocabulary, **case.options)
+    return settings if takes(step, "widths") else settings._replace(widths=widths)
 
 
 def _only(result: Result, names: set[str]) -> Result:
