@@ -8,8 +8,8 @@ kernel is kernel(q, k, v, *, mask, kv_lengths, …) -> (out, lse), a merge is me
 lse), both in NumPy, with out (b, l, h, d) and lse (b, l, h), natural. What is left is what the
 library returns: `check_attention` and `check_merge` name it. site/out_and_lse.md has the table.
 
-torch_sdpa and flex were run on a CPU. The others were not: in tests/test_adapters.py a stand-in with
-the signature, the axes and the base that their sources state takes the library's place.
+torch_sdpa and flex were run on a CPU. The others were not: in tests/test_adapters.py a stand-in
+with the signature, axes and base that their sources state takes the library's place.
 """
 
 import importlib.util

@@ -232,7 +232,7 @@ BUGS = {
             lambda q, k, v, *, kv_lengths=None: kernel(
                 q, k, v, kv_lengths=None if kv_lengths is None else kv_lengths // 16 * 16 + 16
             ),
-            (),
+            ("keys beyond the length",),
         ),
         Bug(
             "https://github.com/georg-wolflein/good-features/pull/1",

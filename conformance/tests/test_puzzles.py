@@ -1,17 +1,17 @@
-"""The puzzles of notebook 12: solutions pass, attempts are named, and pictures stand what comes."""
+"""The puzzles: solutions pass, attempts are named, and pictures stand what comes."""
 
 import ast
-import importlib.util
+import importlib
 import json
 from pathlib import Path
 
 import numpy as np
+import puzzles
 import pytest
 
-from figures import puzzles
 from treeattn_conformance import bfloat16
 
-NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
+NOTEBOOK = Path(__file__).parent.parent / "puzzles.ipynb"
 MISTAKES = {
     "merge": "lse + block_lse",
     "identity": "no keys as lse 0",
@@ -20,15 +20,16 @@ MISTAKES = {
     "mask": "causal mask",
     "acceptance": "residual is the target",
     "wire": "lse in bfloat16",
+    "batch": "pivot of other rows",
 }
 # The names under which the notebook and the solutions have them.
 FUNCTIONS = {name: (name,) for name in MISTAKES}
-FUNCTIONS |= {"acceptance": ("accept",), "wire": ("encode", "decode")}
+FUNCTIONS |= {"acceptance": ("accept",), "wire": ("encode", "decode"), "batch": ("merge_batch",)}
 
 
 def attempts() -> dict:
     """The functions that stand in the notebook."""
-    cells = json.loads((NOTEBOOKS / "12_puzzles.ipynb").read_text(encoding="utf-8"))["cells"]
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     names = {"np": np, "bfloat16": bfloat16}
     for cell in cells:
         source = "".join(cell["source"])
@@ -39,10 +40,7 @@ def attempts() -> dict:
 
 
 def solutions() -> dict:
-    place = importlib.util.spec_from_file_location("solutions", NOTEBOOKS / "puzzle_solutions.py")
-    module = importlib.util.module_from_spec(place)
-    place.loader.exec_module(module)
-    return vars(module)
+    return vars(importlib.import_module("puzzles.solutions"))
 
 
 def mark(puzzle: str, functions: dict):

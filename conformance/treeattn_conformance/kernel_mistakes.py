@@ -285,14 +285,13 @@ def _of_keys() -> Wrongs:
             options["kv_lengths"] = np.maximum(options["kv_lengths"] - before, 0)
         return attend(q, k[:, which], v[:, which], **options)
 
-    def to_whole_blocks(q, k, v, *, block, up, given, **options):
+    def to_whole_blocks(q, k, v, *, rule, given, **options):
         """Lengths are rounded, down or up; where none are given it is that of all keys, or none."""
         n = k.shape[1]
         if given and "kv_lengths" not in options:
             return attend(q, k, v, **options)
         lengths = np.asarray(options.get("kv_lengths", np.full(len(q), n)))
-        whole = (lengths + (block - 1 if up else 0)) // block * block
-        return attend(q, k, v, **options | {"kv_lengths": np.minimum(whole, n)})
+        return attend(q, k, v, **options | {"kv_lengths": np.minimum(rule(lengths), n)})
 
     def last_of_the_row(q, k, v, *, by, **options):
         n = k.shape[1]
@@ -316,9 +315,13 @@ def _of_keys() -> Wrongs:
                 yield "keys left out", functools.partial(some, kept=kept, or_all=or_all)
             partial = functools.partial(some, kept=lambda n, b=block: slice(0, n // b * b))
             yield "a partial block left out", functools.partial(partial, or_all=or_all)
-        for up, given in itertools.product((False, True), (False, True)):
-            name = "keys beyond the length" if up else "a partial block left out"
-            yield name, functools.partial(to_whole_blocks, block=block, up=up, given=given)
+        rules = (
+            ("a partial block left out", lambda x, b=block: x // b * b),
+            ("keys beyond the length", lambda x, b=block: -(-x // b) * b),
+            ("keys beyond the length", lambda x, b=block: (x // b + 1) * b),
+        )
+        for (name, rule), given in itertools.product(rules, (False, True)):
+            yield name, functools.partial(to_whole_blocks, rule=rule, given=given)
     yield "keys beyond the length", functools.partial(last_of_the_row, by=1)
     for of_all in (
         lambda x: np.full(len(x), x[0]),

@@ -123,9 +123,9 @@ def check_verifier(step: Callable, *, widths: tuple[int, ...] | None = None) -> 
         if missing:
             results.append(Result(case.name, "skipped", (), f"it has no option {missing[0]}"))
             continue
-        result = _ask(step, case, widths, suspects)
+        result, raised = _ask(step, case, widths, suspects)
         results.append(result)
-        if result.status == "failed":
+        if result.status == "failed" and not raised:
             names = set(result.fingerprints)
             suspects = names if suspects is None else suspects & names
         if result.status == "passed":
@@ -163,8 +163,9 @@ def _only(result: Result, names: set[str]) -> Result:
     return result._replace(fingerprints=tuple(x for x in result.fingerprints if x in names))
 
 
-def _ask(step, case: VerifierCase, widths, suspects: set[str] | None) -> Result:
-    """What comes of one case, with the faults that would explain it: the suspects, if they do."""
+def _ask(step, case: VerifierCase, widths, suspects: set[str] | None) -> tuple:
+    """(what comes of one case, whether it raised): with the faults that would explain it, and that
+    are suspected, if there are such."""
     settings = Settings(case.target.vocabulary, **case.options)
     options = {name: getattr(settings, name) for name in OPTIONS if takes(step, name)}
 
@@ -177,15 +178,15 @@ def _ask(step, case: VerifierCase, widths, suspects: set[str] | None) -> Result:
     try:
         found = law(run)
     except NotImplementedError as error:
-        return Result(case.name, "skipped", (), str(error))
+        return Result(case.name, "skipped", (), str(error)), True
     except OwnChance as error:
-        return Result(case.name, "failed", ("chance of its own",), str(error))
+        return Result(case.name, "failed", ("chance of its own",), str(error)), False
     except Exception as error:
-        return Result(case.name, "failed", (), f"{type(error).__name__}: {error}")
+        return Result(case.name, "failed", (), f"{type(error).__name__}: {error}"), True
     off, detail = difference(found, p)
     if off <= TOLERANCE:
         tokens = sum(len(tokens) * chance for tokens, chance in found.items())
-        return Result(case.name, "passed", (), f"{float(tokens):.3f} tokens a step")
+        return Result(case.name, "passed", (), f"{float(tokens):.3f} tokens a step"), False
     shapes = [settings.widths if takes(step, "widths") else widths]
     if shapes == [None]:
         depth = max(max(map(len, found)) - 1, 1)
@@ -194,7 +195,7 @@ def _ask(step, case: VerifierCase, widths, suspects: set[str] | None) -> Result:
     asked = [settings._replace(widths=shape) for shape in shapes]
     names = _explaining(case, asked, found, p, suspects) if suspects else set()
     names = names or _explaining(case, asked, found, p, None)
-    return Result(case.name, "failed", tuple(sorted(names)), detail)
+    return Result(case.name, "failed", tuple(sorted(names)), detail), False
 
 
 def _explaining(case, asked: list[Settings], found: dict, p, suspects) -> set[str]:

@@ -5,9 +5,9 @@ import textwrap
 from collections.abc import Callable
 from typing import NamedTuple
 
-from treeattn_conformance import Report
 from figures.canvas import styled
 from figures.style import BLUE, INK, RED, Figure, new_figure
+from treeattn_conformance import Report
 
 
 class Marked(NamedTuple):

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from figures.mass import draw_lever
+from figures.style import BLUE, GREY, INK, ORANGE, PALE, RED
 from treeattn_conformance import (
     Report,
     Result,
@@ -24,10 +26,9 @@ from treeattn_conformance.packing import Packing, right_pass, weighted
 from treeattn_conformance.scans import Joined, join
 from treeattn_conformance.tiny_model import loss_and_gradients
 from treeattn_conformance.token_trees import tree_mask
-from figures.marking import marked
-from figures.mass import draw_lever
-from figures.puzzle_parts import bars, depth_first, draw_tree, ends, grid, square
-from figures.style import BLUE, GREY, INK, ORANGE, PALE, RED
+
+from .marking import marked
+from .parts import bars, depth_first, draw_tree, ends, grid, square
 
 
 def _shards(*lses) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -293,6 +294,41 @@ def wire(encode, decode):
     caption = "A message of d + 2 numbers of 16 bits, and how wrong the received masses are."
     panels = {"asked for: 16 bits each, d = 4": asked, "your answer": masses}
     return check_merge(sent, dtype="bfloat16"), 8.4, panels, caption
+
+
+@marked
+def batch(attempt):
+    """Puzzle 8: attempt(out, lse) -> (out, lse), of shards along the first axis, that have keys."""
+
+    def of_lists(parts):
+        out, lse = (np.stack(x) for x in zip(*parts, strict=True))
+        if np.isinf(lse).any():
+            raise NotImplementedError("no keys: that was puzzle 1")
+        return attempt(out, lse)
+
+    # Three requests of a batch: each has shards of 3 and 5 keys, whose scores lie elsewhere.
+    level = np.float32([-300, 0, 300])
+    lses = np.stack([level + np.log(3), level + np.log(5)])[:, :, None, None].astype(np.float32)
+    outs = np.broadcast_to(np.float32([0, 8])[:, None, None, None, None], (2, 3, 1, 1, 1))
+
+    def asked(ax):
+        draw(ax, np.full(3, 5.0))
+
+    def draw(ax, found):
+        for request, x in enumerate(found):
+            right = abs(x - 5) < 1e-3
+            ax.bar(request, x if np.isfinite(x) else 0, color=BLUE if right else RED, width=0.6)
+            ax.plot([request - 0.4, request + 0.4], [5, 5], color=INK, lw=2)
+            if not np.isfinite(x):
+                ax.text(request, 0.3, f"{x}", ha="center", color=RED)
+        ax.set(ylim=(0, 8), ylabel="out", xlabel="lse of the request")
+        ax.set_xticks(range(3), ["near −300", "near 0", "near 300"])
+
+    def yours(ax):
+        draw(ax, np.asarray(attempt(outs, lses)[0], np.float64).ravel())
+
+    caption = "The outputs of three requests of a batch, each with 3 keys at 0 and 5 at 8."
+    return check_merge(of_lists), 8.4, {"asked for": asked, "your answer": yours}, caption
 
 
 def _softmax(logits):
