@@ -5,6 +5,8 @@ import textwrap
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
+
 from figures.canvas import styled
 from figures.style import BLUE, INK, RED, Figure, new_figure
 from treeattn_conformance import Report
@@ -45,8 +47,9 @@ def marked(draw: Callable) -> Callable:
 
     @functools.wraps(draw)
     def mark(*attempt: Callable) -> Marked:
-        report, width, panels, caption = draw(*attempt)
-        return Marked(report, _picture(report, width, panels, caption))
+        with np.errstate(all="ignore"):  # the picture says what became of an attempt
+            report, width, panels, caption = draw(*attempt)
+            return Marked(report, _picture(report, width, panels, caption))
 
     return mark
 

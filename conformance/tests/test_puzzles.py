@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import numpy as np
-import puzzles
 import pytest
 
+import puzzles
 from treeattn_conformance import bfloat16
 
 NOTEBOOK = Path(__file__).parent.parent / "puzzles.ipynb"
