@@ -1,12 +1,11 @@
 """Judging pairs (out, lse): which numbers are wrong, and which mistakes would give just these.
 
 A mistake is a whole function that makes it. It is named if it gives every number of every answer,
-the right ones and the wrong ones; or if two or three mistakes do so together, each number by one
-of them. Otherwise nothing is named, and the report says what is off, where, and by how much. Nor
+the right ones and the wrong ones; or if a few mistakes do so together, each number by one of
+them. Otherwise nothing is named, and the report says what is off, where, and by how much. Nor
 is anything named where most cases raised errors: what is left says too little.
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -188,16 +187,22 @@ def _signed(mistake: Mistake, x: _Answer) -> np.ndarray:
 
 
 def _smallest_sets(explained: list[np.ndarray], wrong: np.ndarray) -> list[tuple]:
-    """One, two or three of them, as few as possible, that together are all that is wrong."""
-    for size in (1, 2, 3):
-        sets = [
-            chosen
-            for chosen in itertools.combinations(explained, size)
-            if np.array_equal(np.logical_or.reduce(chosen), wrong)
-        ]
-        if sets:
-            return sets
-    return []
+    """Up to four of them, as few as possible, that together are all that is wrong."""
+    if not explained:
+        return []
+    how_many = np.sum(explained, axis=0)
+
+    def sets(chosen: tuple, left: np.ndarray, size: int):
+        if not left.any():
+            yield chosen
+        elif size:
+            hardest = np.where(left, how_many, len(explained) + 1).argmin()
+            for x in explained:
+                if x[hardest]:
+                    yield from sets((*chosen, x), left & ~x, size - 1)
+
+    found = (list(sets((), wrong, size)) for size in range(1, 5))
+    return next((x for x in found if x), [])
 
 
 # What is off, where, and by how much

@@ -7,28 +7,30 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from .judging import Mistake
-from .merging import reshaped, turned_if_square
+from .merging import MERGE_CURES, reshaped, turned_if_square
 from .reference import attend, merge, scores
 from .signs import NO_KEYS, SIGNS, SIXTEEN_BITS
 
+SHARED = (  # with merges
+    "log base 2",
+    "axes of lse",
+    "lse without its maximum",
+    "lse is the maximum",
+    "not divided",
+    "exp overflows",
+    "pivot of other rows",
+)
 KERNEL_CURES = (
     NO_KEYS
     | SIXTEEN_BITS
+    | {name: MERGE_CURES[name] for name in SHARED}
     | {
-        "log base 2": "lse is in base 2: multiply by log 2",
         "log base 10": "lse is in base 10: multiply by log 10",
-        "axes of lse": "lse is (b, l, h) here, (b, h, l) in many kernels: transpose, not reshape",
-        "lse without its maximum": "lse = max + log Σ exp(s − max): add the maximum again",
-        "lse is the maximum": "lse = max + log Σ exp(s − max): the logarithm is missing",
         "lse of other scores": "lse is of the scores that softmax saw: scaled once, in one base",
-        "not divided": "divide Σ exp(s − max) v by Σ exp(s − max)",
         "one more in the sum": "log1p, or softmax with a 1 in its denominator, counts a key that "
         "is not there",
         "a cap on scores": "c · tanh(s / c) is another attention: turn the cap off",
         "scale": "scores are q·k · scale, with 1/√d where no scale is given",
-        "exp overflows": "subtract the maximum before the exponential",
-        "pivot of other rows": "every row, query and head has a maximum of its own: reduce over "
-        "the keys alone",
         "maximum of other keys": "lse = max + log Σ exp(s − max): the same maximum, of seen keys",
         "heads tiled": "query head i reads key head i // (h // h_kv): repeat each, do not tile all",
         "first head for all": "query head i reads key head i // (h // h_kv)",

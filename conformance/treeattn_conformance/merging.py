@@ -21,11 +21,11 @@ MERGE_CURES = (
         "lse + block_lse": "sums of exponentials add, not their logarithms: use logaddexp",
         "exp overflows": "subtract the maximum before the exponential, across the shards too",
         "pivot of other rows": "every row, query and head has a maximum of its own: reduce over "
-        "the shards alone",
+        "the shards, or the keys, alone",
         "pivot is not the maximum": "subtract the largest lse of the shards: with any other one "
         "exp overflows",
         "stale pivot": "when the maximum rises, rescale what was summed before: · exp(old − new)",
-        "not divided": "divide the weighted sum of the outs by the sum of the weights",
+        "not divided": "divide the weighted sum by the sum of the weights",
         "lse without its maximum": "lse = max + log Σ exp(lse − max): add the maximum again",
         "lse is the maximum": "lse = max + log Σ exp(lse − max): the logarithm is missing",
         "outs not weighted": "each out counts by its mass: weigh it with exp(lse − max)",

@@ -1,0 +1,42 @@
+"""conformance/README.md: its programs run as they stand, and every mistake has its row."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from treeattn_conformance import CURES
+
+PAGE = Path(__file__).parent.parent / "README.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+PROGRAMS = re.findall(r"(?s)\n(\w+):\n\n```python\n(.*?)```", TEXT)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("framework", "program"), PROGRAMS, ids=[name for name, _ in PROGRAMS])
+def test_a_program_of_the_page_runs_as_it_stands(framework, program):
+    if framework == "PyTorch":
+        pytest.importorskip("torch")
+    with contextlib.redirect_stdout(io.StringIO()) as said, np.errstate(all="ignore"):
+        exec(program, {})
+    lines = said.getvalue().splitlines()
+    expected = {
+        "NumPy": {"ragged                   failed   NaN for no keys"},
+        "PyTorch": {"plain                    passed", "mask                     skipped"},
+        "JAX": set(re.search(r"The last one prints\n\n```\n(.*?)```", TEXT, re.S)[1].splitlines()),
+    }[framework]
+    for line in expected - {"…"}:
+        assert any(x.startswith(line) for x in lines), said.getvalue()
+
+
+def test_there_are_three_programs():
+    assert [name for name, _ in PROGRAMS] == ["NumPy", "PyTorch", "JAX"]
+
+
+@pytest.mark.parametrize("check", CURES)
+def test_every_mistake_has_a_row_with_its_cure(check):
+    for name, cure in CURES[check].items():
+        assert f"</a>{name} | {cure} |" in TEXT, f"{check}: {name}"
