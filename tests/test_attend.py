@@ -179,13 +179,11 @@ def test_extreme_biases_and_scores(name):
             assert np.isnan(out).all() and np.isnan(found).all()
 
 
-RTOL = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
+RTOL = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 2e-5}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "dtype"), [*(("streams", dtype) for dtype in RTOL), ("products", "bfloat16")]
-)
+@pytest.mark.parametrize(("name", "dtype"), zip(SHAPES, RTOL, strict=True))
 def test_dtypes(name, dtype):
     """Only the inputs are rounded to the dtype: all arithmetic is in float32, and a state is."""
     shape = SHAPES[name]
@@ -216,7 +214,7 @@ def test_dtypes(name, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("d", [16, 32, 56, 64, 72, 128])
+@pytest.mark.parametrize("d", [32, 56, 72, 128])
 def test_one_query_of_every_width(d):  # the sum over d is written out in other ways for each
     q, k, v = arrays_of((1, 1, 1, 1, BLOCK // 2 + 3, d, 8), np.random.default_rng(d))
     out, lse = forward(q, k, v)
@@ -292,9 +290,7 @@ def temporary(f, queries, n, *, dtype="float32", batch=1, lengths=False):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "batch", "queries"), [("float32", 1, 1), ("bfloat16", 3, 1), ("bfloat16", 1, 32)]
-)
+@pytest.mark.parametrize(("dtype", "batch", "queries"), [("bfloat16", 3, 1), ("float32", 1, 32)])
 def test_memory_does_not_grow_with_the_keys(dtype, batch, queries, optimized):
     def f(q, k, v, lengths):
         return attention(q, k, v, kv_lengths=lengths)
@@ -456,9 +452,8 @@ def asked(q, k, v, *, mask=None, sinks=None, query_positions=None, key_positions
     return finalize(state)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_the_suite_finds_nothing_wrong(dtype):
-    report = check_attention(asked, dtype=dtype)
+def test_the_suite_finds_nothing_wrong():
+    report = check_attention(asked)
     assert len(report.names("passed")) == len(report.results) >= 11, str(report)
 
 

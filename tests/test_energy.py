@@ -363,7 +363,7 @@ GOOD = {"zeta": np.ones(3), "q": np.ones(4), "k": np.ones((5, 4)), "v": np.ones(
         ("scale", -np.inf, ValueError),
         ("scale", jnp.array(np.inf), ValueError),
         ("scale", np.ones(2), ValueError),
-        ("scale", "1", ValueError),
+        ("scale", "1", TypeError),
     ],
 )
 def test_bad_input_is_named(unchecked, name, bad, error):

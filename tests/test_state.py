@@ -76,7 +76,7 @@ ORDERS = {
     "chain": reduce_chain,
     "scan": last_of_scan,
     "right to left": right_to_left,
-    **{f"tree of {k}": functools.partial(reduce_tree, arity=k) for k in (2, 3)},
+    **{f"tree of {k}": functools.partial(reduce_tree, arity=k) for k in (3,)},
 }
 
 
@@ -103,7 +103,7 @@ SCORES = st.one_of(
 )
 # Each is a program to compile.
 PROGRAMS = [("chain", "float32"), ("scan", "float64"), ("right to left", "float64")]
-PROGRAMS += [("tree of 2", "float32"), ("tree of 3", "float64")]
+PROGRAMS += [("tree of 3", "float32")]
 
 
 @pytest.mark.slow
@@ -154,7 +154,7 @@ def sums(state):
     return d * np.exp(m), n * np.exp(m)[..., None]
 
 
-DTYPES = ["float16", "bfloat16", "float32", "float64"]
+DTYPES = ["bfloat16", "float32", "float64"]
 
 
 def check_merge_adds(dtype):
@@ -210,19 +210,17 @@ def test_no_keys_in_another_dtype_are_no_keys():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_identity_changes_no_bit(dtype):
-    state = random_states(np.random.default_rng(1), (16,), dtype=dtype)
-    none = AttentionState.identity((16,), 3, dtype)
-    run = jax.jit(merge)
-    pairs = [(run(none, state), state), (run(state, none), state), (run(none, none), none)]
+    """And finalize keeps the dtype, but never a half-precision lse."""
+    state, none = (
+        random_states(np.random.default_rng(1), (16,), dtype=dtype),
+        AttentionState.identity((16,), 3, dtype),
+    )
+    pairs = [(merge(none, state), state), (merge(state, none), state), (merge(none, none), none)]
     for merged, wanted in pairs:
         for x, y in zip(merged, wanted, strict=True):
             assert x.dtype == dtype
             np.testing.assert_array_equal(x, y)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_finalize_keeps_the_dtype_but_never_a_half_precision_lse(dtype):
-    out, lse = jax.jit(finalize)(random_states(np.random.default_rng(2), (4,), dtype=dtype))
+    out, lse = finalize(state)
     assert out.dtype == dtype
     assert lse.dtype == ("float64" if dtype == "float64" else "float32")
 
@@ -487,8 +485,18 @@ def test_shards_of_a_cache_merge_to_attention_over_it():
 # ---------------------------------------------------------------- gradients
 
 
-def check_derivatives(loss, x, *, second=False):
-    """The first derivative of a scalar function along one direction, and the second if asked."""
+def squares(state):
+    out, lse = finalize(state)
+    return jnp.sum(out**2) + jnp.sum(lse**2)
+
+
+@pytest.mark.slow
+def test_derivatives_by_every_field_against_finite_differences():
+    """max included: what is differentiated is d·eᵐ and n·eᵐ, wherever the pivots are stopped.
+
+    The first derivative along one direction, and the second.
+    """
+    x = random_states(np.random.default_rng(10), (3, 2), dtype=np.float64)
     rng = np.random.default_rng(10)
     u = jax.tree.map(lambda y: rng.normal(size=y.shape), x)
 
@@ -496,34 +504,14 @@ def check_derivatives(loss, x, *, second=False):
     @jax.vmap
     def along(h):  # value, slope and curvature
         def f(h):
-            return loss(jax.tree.map(lambda y, z: y + h * z, x, u))
+            return squares(reduce_tree(jax.tree.map(lambda y, z: y + h * z, x, u)))
 
-        return f(h), jax.grad(f)(h), jax.grad(jax.grad(f))(h) if second else h
+        return f(h), jax.grad(f)(h), jax.grad(jax.grad(f))(h)
 
     h = 1e-4
     value, slope, curvature = along(np.array([-h, 0, h]))
     np.testing.assert_allclose(slope[1], (value[2] - value[0]) / (2 * h), rtol=1e-6)
-    if second:
-        np.testing.assert_allclose(curvature[1], (slope[2] - slope[0]) / (2 * h), rtol=1e-6)
-
-
-def squares(state):
-    out, lse = finalize(state)
-    return jnp.sum(out**2) + jnp.sum(lse**2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reduce", REDUCTIONS)
-def test_derivatives_by_every_field_against_finite_differences(reduce):
-    """max included: what is differentiated is d·eᵐ and n·eᵐ, wherever the pivots are stopped."""
-    states = random_states(np.random.default_rng(10), (3, 2), dtype=np.float64)
-    check_derivatives(lambda x: squares(reduce(x)), states, second=reduce is reduce_tree)
-
-
-def test_derivatives_by_output_and_lse_against_finite_differences():
-    rng = np.random.default_rng(11)
-    out, lse = rng.normal(size=(2, 4, 3)), rng.normal(size=(2, 4))
-    check_derivatives(lambda x: squares(merge(*map(from_output, *x))), (out, lse), second=True)
+    np.testing.assert_allclose(curvature[1], (slope[2] - slope[0]) / (2 * h), rtol=1e-6)
 
 
 def test_a_tie_between_pivots_has_the_same_gradient_as_none():
@@ -587,8 +575,7 @@ def test_axis_vmap_and_jit():
     ("reduce", "differing"),
     [
         (reduce_chain, "max"),
-        (reduce_tree, "denominator"),
-        (last_of_scan, "numerator"),
+        (reduce_tree, "numerator"),
     ],
 )
 def test_inside_shard_map_whichever_fields_differ_between_devices(reduce, differing):
@@ -710,10 +697,6 @@ def test_states_left_after_each_round_for_any_arity():
     for p in (1, 2, 7, 12):
         for k in range(2, p + 2):
             check_states_left(p, k)
-
-
-def test_rounds_and_merges_of_a_tree_wider_than_its_leaves():
-    check_tree_counts((5,), 200)
 
 
 def test_chain_and_scan_counts():
@@ -868,11 +851,6 @@ STATE = AttentionState(jnp.zeros(3), jnp.ones(3), jnp.ones((3, 2)))
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: reduce_tree(STATE, arity=1), ValueError, r"arity: .*at least 2, got 1"),
-        (lambda: reduce_tree(STATE, arity=2.0), TypeError, r"arity: .*integer.*, got 2\.0"),
-        (lambda: reduce_tree(STATE, axis=1), ValueError, r"axis: .*1 axes.*got 1"),
-        (lambda: reduce_chain(STATE, axis=-2), ValueError, r"axis: .*got -2"),
-        (lambda: scan_states(STATE, axis="kv"), TypeError, r"axis: .*integer, got 'kv'"),
         (
             lambda: reduce_tree(jax.tree.map(lambda x: x[0], STATE)),
             ValueError,
@@ -914,7 +892,6 @@ STATE = AttentionState(jnp.zeros(3), jnp.ones(3), jnp.ones((3, 2)))
             TypeError,
             r"out: expected a floating-point",
         ),
-        (lambda: AttentionState.identity((3,), 2, int), TypeError, r"dtype: .*floating-point"),
         (
             lambda: AttentionState.identity((3,), 2, jnp.float8_e4m3fn),
             TypeError,
