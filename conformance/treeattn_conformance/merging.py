@@ -279,10 +279,15 @@ def _of_lse():
         with_epsilon = pivot + np.log(np.exp(lse - pivot) + epsilon)
         return out * np.exp(lse - with_epsilon)[..., None], with_epsilon
 
-    def added(parts, also_in_out, cleaned=True):
-        pairs = _clean(parts) if cleaned else parts
-        total = sum(part[1] for part in parts)
-        out = sum(o * np.exp(lse - total)[..., None] for o, lse in pairs)
+    def added(parts, *, also_in_out, read, dtype):
+        """read: what an lse counts for in the sum."""
+        parts = [(out, np.asarray(lse, dtype)) for out, lse in parts]
+        total = sum(read(lse) for _, lse in parts)
+        none = np.all([np.isinf(lse) for _, lse in parts], axis=0)
+        total = np.where(none, -np.inf, total) if read is _finite else total
+        pairs = parts if read is _as_it_is else _clean(parts)
+        shift = np.where(np.isneginf(total), 0, total) if read is _finite else total
+        out = sum(o * np.exp(lse - shift)[..., None] for o, lse in pairs)
         return out if also_in_out else merge(parts)[0], total
 
     def rounded_result(parts, dtype):
@@ -307,9 +312,11 @@ def _of_lse():
     yield "log base 2", functools.partial(in_base, factor=ln2)
     yield "log base 2", functools.partial(in_base, factor=1 / ln2)
     yield "log base 2", lambda parts: (in_base(parts, ln2)[0], in_base(parts, ln2)[1] / ln2)
-    yield "lse + block_lse", functools.partial(added, also_in_out=True)
-    yield "lse + block_lse", functools.partial(added, also_in_out=False)
-    yield "lse + block_lse", functools.partial(added, also_in_out=True, cleaned=False)
+    for read in (_as_it_is, _no_keys_read, _finite):
+        for also_in_out, dtype in itertools.product((True, False), ("float32", "float64")):
+            wrong = functools.partial(added, also_in_out=also_in_out, read=read, dtype=dtype)
+            yield "lse + block_lse", wrong
+            yield "lse + block_lse", in_turn(wrong)
     yield "lse without its maximum", without_maximum
     yield (
         "lse is the maximum",
@@ -331,6 +338,18 @@ def _of_lse():
             options = {"epsilon": epsilon, "also_in_lse": also}
             yield "epsilon in the sum", functools.partial(epsilon_in_the_sum, **options)
         yield "epsilon in the sum", functools.partial(epsilon_after_the_pivot, epsilon=epsilon)
+
+
+def _as_it_is(lse):
+    return lse
+
+
+def _no_keys_read(lse):
+    return np.where(np.isinf(lse), -np.inf, lse)
+
+
+def _finite(lse):
+    return np.where(np.isinf(lse), 0, lse)
 
 
 def _with_rounded_outs(parts, dtype):
