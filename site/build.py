@@ -18,7 +18,7 @@ from urllib.parse import unquote
 import nbformat
 from accessibility import violations
 from article import article
-from faults import fault_links, faults_page
+from faults import fault_links
 from ledger import ledger_page
 from links import broken, fetched
 from llms import llms_text
@@ -70,7 +70,6 @@ def lay_out(folder: Path) -> None:
     for name in FILES:
         (folder / name).symlink_to(REPOSITORY / name)
     (folder / "ledger.md").write_text(ledger_page(), encoding="utf-8")
-    (folder / "faults.md").write_text(faults_page(), encoding="utf-8")
 
 
 def as_notebook(path: Path) -> nbformat.NotebookNode:

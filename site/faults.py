@@ -1,4 +1,4 @@
-"""The page of all mistakes that the conformance suite names, each with its cure and an address."""
+"""Links to the mistakes that the conformance suite names: each has a row in its README."""
 
 import re
 
@@ -23,13 +23,10 @@ def anchor(kind: str, fault: str) -> str:
 
 
 def fault_links(text: str, top: str) -> str:
-    """Markdown whose links to the suite's faults lead to their rows.
-
-    They are HTML, since Sphinx knows the anchors of headings only.
-    """
+    """Markdown whose links to these rows are HTML: Sphinx knows the anchors of headings only."""
     kinds = "|".join(sorted(set(KINDS.values())))
     link = rf"\[([^\]]+)\]\([./]*conformance/README\.md#((?:{kinds})-[\w-]+)\)"
-    return re.sub(link, rf'<a href="{top}faults.html#\2">\1</a>', text)
+    return re.sub(link, rf'<a href="{top}conformance/README.html#\2">\1</a>', text)
 
 
 def by_kind() -> dict[str, tuple[str, dict[str, str]]]:
@@ -40,18 +37,3 @@ def by_kind() -> dict[str, tuple[str, dict[str, str]]]:
         checks = f"{before} and check_{check}" if before else f"check_{check}"
         found[KINDS[check]] = checks, known | cures
     return found
-
-
-def faults_page() -> str:
-    parts = [
-        "# Mistakes that have a name\n\n"
-        "What the conformance suite says of a wrong answer, and what helps. "
-        "[How to ask it](conformance/README.md)."
-    ]
-    for kind, (checks, cures) in by_kind().items():
-        rows = [
-            f'| <a id="{anchor(kind, fault)}"></a>{fault} | {cure} |'.replace("*", "\\*")
-            for fault, cure in cures.items()
-        ]
-        parts.append(f"## {checks}\n\n| it says | what helps |\n|---|---|\n" + "\n".join(rows))
-    return "\n\n".join(parts) + "\n"

@@ -69,5 +69,8 @@ def llms_text() -> str:
     lines += ["", "## API", "", *names()]
     for kind, (checks, cures) in by_kind().items():
         lines += ["", f"## Faults that are named by {checks}", ""]
-        lines += [f"- [{x}](faults.html#{anchor(kind, x)}): {cure}" for x, cure in cures.items()]
+        lines += [
+            f"- [{x}](conformance/README.html#{anchor(kind, x)}): {cure}"
+            for x, cure in cures.items()
+        ]
     return "\n".join(lines) + "\n"
