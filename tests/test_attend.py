@@ -183,7 +183,7 @@ RTOL = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 2e-5}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "dtype"), zip(SHAPES, RTOL, strict=True))
+@pytest.mark.parametrize(("name", "dtype"), list(zip(SHAPES, RTOL, strict=True)))
 def test_dtypes(name, dtype):
     """Only the inputs are rounded to the dtype: all arithmetic is in float32, and a state is."""
     shape = SHAPES[name]
