@@ -12,12 +12,12 @@ of which builds on those before it:
 - `drawing`: the notebook's figures
 """
 
-from labs.cost.advice import advice_table, advise, least_devices, plans
+from labs.cost.advice import advice_table, advise, least_devices
 from labs.cost.merges import MERGES, merge_messages, merge_seconds, sent_bytes
 from labs.cost.models import MODELS, Model, find_model
 from labs.cost.network import collective_seconds
 from labs.cost.steps import CORNERS, DATA_SHEETS, REPAIRED, Plan, Rates, Step, step_cost
-from labs.cost.topology import Topology, preset
+from labs.cost.topology import preset
 from labs.cost.workload import Workload
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
     "Plan",
     "Rates",
     "Step",
-    "Topology",
     "Workload",
     "advice_table",
     "advise",
@@ -39,7 +38,6 @@ __all__ = [
     "least_devices",
     "merge_messages",
     "merge_seconds",
-    "plans",
     "preset",
     "sent_bytes",
     "step_cost",
