@@ -172,9 +172,9 @@ def best_plan(model: Model, batch: int, context: int, p: int) -> tuple[Plan | No
 @styled
 def decision_map() -> Figure:
     """What the fastest plan splits, by keys and devices; question marks where constants decide."""
-    figure, panels = new_figure(9.2, 6.4, nrows=2, ncols=2, sharex=True, sharey=True)
+    figure, panels = new_figure(9.2, 5.6, nrows=2, ncols=2, sharex=True, sharey=True)
     contexts = [10**4 * 4**k for k in range(6)]
-    devices = [2**k for k in range(2, 8)]
+    devices = [2**k for k in range(2, 7)]
     cases = itertools.product((LLAMA_8B, MODELS["deepseek-v3"]), (1, 32))
     for axes, (model, batch) in zip(panels.ravel(), cases, strict=True):
         for i, p in enumerate(devices):

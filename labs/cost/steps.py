@@ -10,7 +10,6 @@ context and tensor parallelism (arXiv 2411.01783). Stages of layers are a pipeli
 """
 
 import functools
-from dataclasses import replace
 from typing import NamedTuple
 
 from labs.cost.merges import Message, merge_messages, message_seconds
@@ -164,6 +163,7 @@ def step_cost(
     dtypes = (weight_dtype, feed_forward_dtype or weight_dtype)
     sequences = -(-batch // plan.batch)
     w = _workload(model, plan, -(-sequences // plan.stages), context, cache_dtype)
+    states = _workload(model, plan, w.batch, 1, cache_dtype)  # whose merge no context changes
     # Stages wait for each other, so that all take as long as the longest; one sequence waits for
     # nobody.
     layers = plan.stages * -(-model.layers // plan.stages) if sequences > 1 else model.layers
@@ -178,7 +178,7 @@ def step_cost(
         plan,
         weights=max(reading, 2 * w.batch * used / device.flops),
         attend=layers * attend_seconds(w, keys, device, rates),
-        merge=layers * _merge_seconds(plan, replace(w, context=1), topology, rates),
+        merge=layers * _merge_seconds(plan, states, topology, rates),
         sums=_sums_seconds(model, plan, w.batch, layers, topology, rates),
         kernels=layers * KERNELS * rates.kernel,
         memory_bytes=held,
@@ -188,7 +188,7 @@ def step_cost(
 
 def attend_seconds(w: Workload, keys: int, device: Device, rates: Rates = REPAIRED) -> float:
     """A kernel's start, then reading so many keys and values, or the products: the longer."""
-    read = replace(w, context=keys).cache_bytes() / (rates.read * device.memory_bandwidth)
+    read = w.bytes_of(keys) / (rates.read * device.memory_bandwidth)
     return rates.start + max(read, w.flops(keys) / device.flops)
 
 

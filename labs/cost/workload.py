@@ -93,10 +93,14 @@ class Workload:
         """Keys of a sequence on each of p devices; the longest share where p does not divide."""
         return -(-self.context // p)
 
-    def cache_bytes(self, p: int = 1) -> Number:
-        """Keys and values on each of p devices: 2024 eq. 32 (2025 eq. 11) in bytes."""
+    def bytes_of(self, keys: int) -> Number:
+        """So many keys and values of each sequence: 2024 eq. 32 (2025 eq. 11) in bytes."""
         width = self.head_dim + (0 if self.latent else self.value_dim)
-        return self.batch * self.keys_on(p) * self.kv_heads * width * STORED_BYTES[self.cache_dtype]
+        return self.batch * keys * self.kv_heads * width * STORED_BYTES[self.cache_dtype]
+
+    def cache_bytes(self, p: int = 1) -> Number:
+        """Keys and values on each of p devices."""
+        return self.bytes_of(self.keys_on(p))
 
     def flops(self, keys: int) -> int:
         """Operations of attending to so many keys: a product of each with queries and values."""
