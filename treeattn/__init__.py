@@ -18,6 +18,7 @@ order of reading:
 """
 
 import difflib
+from typing import TYPE_CHECKING
 
 from treeattn.attend import attend, attention
 from treeattn.beam import PackedBeam, pack, packed_token_indices, prefix_encoding, unpack
@@ -82,8 +83,10 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str):
-    """An error for a name that there is not, with the one that was probably meant."""
-    near = difflib.get_close_matches(name, __all__, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise AttributeError(f"module 'treeattn' has no attribute {name!r}{hint}")
+if not TYPE_CHECKING:  # which would take every name to be there
+
+    def __getattr__(name: str):
+        """An error for a name that there is not, with the one that was probably meant."""
+        near = difflib.get_close_matches(name, __all__, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise AttributeError(f"module 'treeattn' has no attribute {name!r}{hint}")
