@@ -1,9 +1,9 @@
 """A training step on rows that share prefixes: as a tree, packed, padded, and in PyTorch.
 
-python benchmarks/training.py                  all kinds of rows, about ten minutes
-python benchmarks/training.py group8 chat      these kinds only
-python benchmarks/training.py --write          also benchmarks/results/training.json and .md
-python benchmarks/training.py sample           new answers into benchmarks/training_rows.json
+python -m labs.training.benchmark                  all kinds of rows, about ten minutes
+python -m labs.training.benchmark group8 chat      these kinds only
+python -m labs.training.benchmark --write          also labs/training/results/training.json and .md
+python -m labs.training.benchmark sample           new answers into labs/training/training_rows.json
 
 A step is a loss of the rows' log-probabilities (each row's, times an advantage of its own) and the
 gradient of all weights of the packaged model, 135 million in float32. The rows are that model's
@@ -37,8 +37,8 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from treeattn import Llama, log_probs, pack_rows
-from treeattn_llama import generate
+from labs.training import log_probs, pack_rows
+from treeattn_llama import Llama, generate
 
 HERE = Path(__file__).parent
 ROWS = HERE / "training_rows.json"

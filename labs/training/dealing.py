@@ -1,7 +1,7 @@
 """Which device gets which nodes of a tree, so that all have as much attention to compute.
 
 A tree's nodes are in depth-first order, and attention reads them in blocks: a block of queries
-visits the blocks of keys of which it may see some (`treeattn.kernel.intervals`). Late blocks have
+visits the blocks of keys of which it may see some. Late blocks have
 more to see than early ones, and so has the device that holds them, when each gets a contiguous
 part. Which pairs of blocks are visited does not depend on who holds them. So blocks can be dealt in
 any order, as many to each device, and what each has to do can be counted before anything runs.
@@ -10,31 +10,23 @@ All of this is NumPy's, as `pack_rows` is.
 """
 
 import numpy as np
-from jaxtyping import Int, Integer
+from jaxtyping import Int
 
-from treeattn.idea.arrays import (
-    Array,
-    as_array,
-    check_ends,
-    check_integers,
-    check_nodes,
-    check_rank,
-    integer,
-)
-from treeattn.kernel import intervals
+from labs.training.attention import BLOCK
+from labs.training.rows import check_ends, check_nodes
 
 DEALINGS = ("contiguous", "striped", "balanced")
 
 
 def deal_tree(
-    ends: Integer[Array, " nodes"], devices: int, *, dealing: str = "balanced"
+    ends: Int[np.ndarray, " nodes"], devices: int, *, dealing: str = "balanced"
 ) -> Int[np.ndarray, " places"]:
     """(devices · t,) int32: the node at each place of a sequence, −1 where a place stays empty.
 
-    Device r has the places r · t … (r + 1) · t − 1, as `ring_attention` and its like deal them, and
-    in them whole blocks of nodes, in ascending order. Empty places only fill up the last blocks.
-    Queries, keys and values are put into this order, x[:, nodes], and `ring_attention`,
-    `gather_attention` and `ulysses_attention` told of it by `nodes=nodes`.
+    Device r has the places r · t … (r + 1) · t − 1, as `tree_ring_attention` deals them, and in
+    them whole blocks of nodes, in ascending order. Empty places only fill up the last blocks.
+    Queries, keys and values are put into this order, x[:, nodes], and `tree_ring_attention` told of
+    it by `nodes=nodes`.
 
     ends:    (n,) where each node's subtree ends, of nodes in depth-first order (`pack_rows`)
     dealing: "contiguous": the first blocks to the first device, the next to the second
@@ -46,15 +38,16 @@ def deal_tree(
     Blocks have up to 256 nodes. With fewer than 257 nodes a device there is one block for each, and
     no dealing is better than another.
 
-    Raises TypeError for ends that are no integers or devices that are no number, ValueError for
-    another shape, an order that is not depth first, and another dealing.
+    Raises TypeError for ends that are no integers, ValueError for another shape, an order that is
+    not depth first, no devices, and another dealing.
     """
     ends = _checked(ends)
-    devices = integer("devices", devices, 1)
+    if devices < 1:
+        raise ValueError(f"devices: expected at least 1, got {devices}")
     if dealing not in DEALINGS:
         raise ValueError(f"dealing: expected one of {DEALINGS}, got {dealing!r}")
     n = len(ends)
-    size = intervals.interval_block(-(-n // devices))
+    size = _block(-(-n // devices))
     each = -(-n // (devices * size))
     blocks = np.arange(devices * each)
     if dealing == "contiguous":
@@ -68,10 +61,12 @@ def deal_tree(
     return np.where(nodes < n, nodes, -1).astype(np.int32).ravel()
 
 
+def _block(places: int) -> int:
+    """Nodes of a block on a device of so many places."""
+    return max(min(BLOCK, places), 1)
+
+
 def _checked(ends) -> Int[np.ndarray, " nodes"]:
-    ends = as_array("ends", ends)
-    check_integers(ends=ends)
-    check_rank(1, "(nodes,)", ends=ends)
     return np.asarray(check_ends(np.asarray(ends)[None])[0])
 
 
@@ -98,7 +93,8 @@ def _balanced_owners(work, devices: int, each: int) -> Int[np.ndarray, " blocks"
 def _visits(ends, nodes, size: int):
     """(blocks, blocks) bool: which blocks of keys each block of queries visits, of these places.
 
-    This is `treeattn.kernel.intervals.blocks_seen`, for all blocks of queries, in NumPy.
+    A block of queries visits a block of keys if some subtree of it may still be open, and some key
+    not after the last query: what `tree_states` looks at pair by pair is never more.
     """
     blocks = nodes.reshape(-1, size)
     there = blocks >= 0
@@ -109,7 +105,7 @@ def _visits(ends, nodes, size: int):
 
 
 def blocks_by_device(
-    ends: Integer[Array, " nodes"], nodes: Integer[np.ndarray, " places"], devices: int
+    ends: Int[np.ndarray, " nodes"], nodes: Int[np.ndarray, " places"], devices: int
 ) -> Int[np.ndarray, "devices devices"]:
     """How many blocks of scores device r computes of the keys of device s, at [r, s].
 
@@ -124,12 +120,13 @@ def blocks_by_device(
     do not share evenly, or that do not hold every node once.
     """
     ends = _checked(ends)
-    devices = integer("devices", devices, 1)
-    nodes = np.asarray(check_nodes(nodes, len(ends)))
+    if devices < 1:
+        raise ValueError(f"devices: expected at least 1, got {devices}")
+    nodes = check_nodes(nodes, len(ends))
     if len(nodes) % devices:
         raise ValueError(f"nodes: expected a multiple of {devices} places, got {len(nodes)}")
     shard = len(nodes) // devices
-    size = intervals.interval_block(shard)
+    size = _block(shard)
     nodes = nodes.reshape(devices, shard)
     nodes = np.pad(nodes, ((0, 0), (0, -shard % size)), constant_values=-1)
     blocks = nodes.shape[1] // size

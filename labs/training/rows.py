@@ -12,7 +12,7 @@ is one integer a token, the end of its interval:
     The dog barks           ends     6    4    3    4    6    6
 
 For i lies in j's subtree exactly when j is i or above it, and the numbers of that subtree are
-j … ends[j] − 1. In any other order some subtree is no interval. `treeattn.trees.beam.pack` numbers
+j … ends[j] − 1. In any other order some subtree is no interval. `treeattn.pack` numbers
 a beam candidate by candidate, which is depth first only where candidates that begin alike are
 neighbours; it returns the whole mask, which is small for a beam, and works inside jit.
 
@@ -22,19 +22,12 @@ All of this is NumPy's: rows are ragged, and decide the shapes of what is compil
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Int, Integer, Shaped
+from jaxtyping import Bool, Int, Shaped
 
-from treeattn.idea.arrays import (
-    Array,
-    as_array,
-    bounded,
-    check_ends,
-    check_integers,
-    check_rank,
-    integer,
-    namespace,
-)
+Array = jax.Array | np.ndarray
 
 
 class RowTree(NamedTuple):
@@ -76,7 +69,6 @@ class RowTree(NamedTuple):
 
         of_nodes: (n, ...), NumPy's or JAX's. Raises a ValueError for another number of nodes.
         """
-        of_nodes = as_array("of_nodes", of_nodes)
         if of_nodes.shape[:1] != self.tokens.shape:
             raise ValueError(
                 f"of_nodes: expected an entry for each of {len(self.tokens)} nodes, got shape "
@@ -84,7 +76,8 @@ class RowTree(NamedTuple):
             )
         there = self.row_map >= 0
         there = there.reshape(*there.shape, *[1] * (of_nodes.ndim - 1))
-        return namespace(of_nodes).where(there, of_nodes[np.maximum(self.row_map, 0)], 0)
+        xp = jnp if isinstance(of_nodes, jax.Array) else np
+        return xp.where(there, of_nodes[np.maximum(self.row_map, 0)], 0)
 
 
 def pack_rows(rows: Sequence, *, max_tokens: int | None = None) -> list[RowTree]:
@@ -110,7 +103,8 @@ def pack_rows(rows: Sequence, *, max_tokens: int | None = None) -> list[RowTree]
     """
     tokens = [_checked_row(number, row) for number, row in enumerate(rows)]
     if max_tokens is not None:
-        max_tokens = integer("max_tokens", max_tokens, 1)
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens: expected at least 1, got {max_tokens}")
         _check_longest(tokens, max_tokens)
     order = _depth_first(tokens)
     shared = _shared_with_the_one_before([tokens[number] for number in order])
@@ -122,33 +116,70 @@ def pack_rows(rows: Sequence, *, max_tokens: int | None = None) -> list[RowTree]
     return [_tree(tokens, [order[place] for place in group]) for group in groups]
 
 
-def interval_mask(ends: Integer[Array, " nodes"]) -> Bool[np.ndarray, "nodes nodes"]:
-    """(n, n) bool: True where query i sees key j, which is where j ≤ i < ends[j].
+def interval_mask(ends) -> Bool[np.ndarray, "nodes nodes"]:
+    """(n, n) bool, of `ends` (n,): True where query i sees key j, which is where j ≤ i < ends[j].
 
     For looking at small trees, and for attention that takes a mask: it has n² entries.
-
-    Raises TypeError when ends is not an array of integers, ValueError when it is not (n,), or not
-    that of nodes in depth-first order: intervals that begin at their node and lie within one
-    another or apart.
     """
-    ends = as_array("ends", ends)
-    check_integers(ends=ends)
-    check_rank(1, "(nodes,)", ends=ends)
-    ends = check_ends(ends[None])[0]
+    ends = check_ends(np.asarray(ends)[None])[0]
     node = np.arange(len(ends))
     return (node <= node[:, None]) & (node[:, None] < ends)
+
+
+def check_ends(ends) -> Array:
+    """`ends` (b, n) in int32: of each row's nodes, in depth-first order, where its subtree ends.
+
+    Raises TypeError for what are no integers, and ValueError unless every node's interval, of the
+    numbers j … ends[j] − 1, begins with itself and lies within another's or apart from it. Nobody
+    can look at traced ones.
+    """
+    if not jnp.issubdtype(ends.dtype, jnp.integer):
+        raise TypeError(f"ends: expected integers, got dtype {ends.dtype}")
+    if ends.ndim != 2:
+        raise ValueError(f"ends: expected axes (batch, nodes), got shape {ends.shape}")
+    if isinstance(ends, jax.core.Tracer):
+        return ends.astype(jnp.int32)
+    for row, line in enumerate(np.asarray(ends).tolist()):
+        open_ends = [len(line)]  # of the subtrees that the node at hand lies in, the innermost last
+        for node, end in enumerate(line):
+            while open_ends[-1] <= node:
+                open_ends.pop()
+            if not node < end <= open_ends[-1]:
+                raise ValueError(
+                    f"ends: expected depth-first order, where node {node}'s subtree ends at "
+                    f"{node + 1} to {open_ends[-1]}, got {end} in row {row}"
+                )
+            open_ends.append(end)
+    return ends.astype(np.int32)
+
+
+def check_nodes(nodes, size: int) -> np.ndarray:
+    """`nodes` (places,): the node, of `size`, at each place; −1 at an empty one.
+
+    Raises a ValueError unless every node has one place.
+    """
+    nodes = np.asarray(nodes)
+    if nodes.ndim != 1 or not np.issubdtype(nodes.dtype, np.integer):
+        raise ValueError(f"nodes: expected integers (places,), got {nodes.dtype} {nodes.shape}")
+    there = nodes[nodes != -1]
+    if not np.array_equal(np.sort(there), np.arange(size)):
+        raise ValueError(f"nodes: expected each of {size} nodes at one place")
+    return nodes
 
 
 def _checked_row(number: int, row) -> Int[np.ndarray, " length"]:
     """Row `number` in int32, or the error that says what is wrong with it."""
     name = f"rows[{number}]"
-    row = as_array(name, row)
+    row = np.asarray(row)
+    if row.ndim != 1:
+        raise ValueError(f"{name}: expected one axis (length,), got shape {row.shape}")
     if row.size == 0:
         raise ValueError(f"{name}: expected at least one token, got none")
-    check_integers(**{name: row})
-    check_rank(1, "(length,)", **{name: row})
-    largest = np.iinfo(np.int32).max
-    return bounded(name, np.asarray(row), 0, largest, f"token ids from 0 to {largest}")
+    if not np.issubdtype(row.dtype, np.integer):
+        raise TypeError(f"{name}: expected integers, got dtype {row.dtype}")
+    if row.min() < 0 or row.max() > np.iinfo(np.int32).max:
+        raise ValueError(f"{name}: expected ids from 0 to {np.iinfo(np.int32).max}")
+    return row.astype(np.int32)
 
 
 def _check_longest(tokens, max_tokens: int) -> None:

@@ -1,7 +1,7 @@
 """Reinforcement learning on a prefix tree: the packaged model learns to add, in some minutes.
 
-    python examples/train_on_a_tree.py                     # three minutes on two quiet cores
-    python examples/train_on_a_tree.py --rows --steps 5    # and beside it by separate rows
+    python -m labs.training.train_on_a_tree                # three minutes on two quiet cores
+    python -m labs.training.train_on_a_tree --rows --steps 5    # and beside it by separate rows
 
 A step asks some questions, samples a group of answers to each, and rewards them by what they are:
 1 for the right number, less for others. An answer's advantage is its reward less the mean of its
@@ -28,7 +28,9 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
-from treeattn import Llama, generate, log_probs, pack_rows
+from labs.training.log_probs import log_probs
+from labs.training.rows import pack_rows
+from treeattn_llama import Llama, generate
 
 SECONDS_A_STEP = 3.2  # on two cores of a server, and by separate rows so many more:
 SECONDS_BY_ROWS = 15

@@ -5,6 +5,7 @@ generate(model, "Once upon a time").text
 "".join(chat(model, "What is the capital of France?"))
 """
 
+from treeattn_llama import layers
 from treeattn_llama.attention import ATTENTIONS, ShardAttention
 from treeattn_llama.cache import Cache, in_order, shard_lengths
 from treeattn_llama.config import Config, rotary_frequencies
@@ -48,6 +49,7 @@ __all__ = [
     "draft_candidate_tokens",
     "generate",
     "in_order",
+    "layers",
     "likeliest",
     "open_checkpoint",
     "packaged_model",

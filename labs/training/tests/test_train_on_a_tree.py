@@ -1,6 +1,5 @@
 """The example of a whole run of training: rows packed as trees, and the same rows by themselves."""
 
-import importlib.util
 import json
 import types
 from pathlib import Path
@@ -8,19 +7,12 @@ from pathlib import Path
 import jax
 import pytest
 
+from labs.training import train_on_a_tree
 from treeattn_llama import Llama
 
 pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[3]
-
-
-def imported(script: str):
-    path = REPOSITORY / "labs" / "training" / script
-    spec = importlib.util.spec_from_file_location(script[:-3], path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class EvenTokens:
@@ -35,7 +27,6 @@ class EvenTokens:
 
 def test_training_on_a_tree_and_by_rows_gives_the_same_weights(tmp_path):
     """The whole run, samples included, with a small model in float64."""
-    example = imported("train_on_a_tree.py")
     words = ["--steps", "3", "--asked", "2", "--group", "3", "--rate", "1e-2", "--rows", "--quiet"]
     words += ["--out", str(tmp_path / "curve.json")]
     with jax.enable_x64(True):
@@ -43,8 +34,10 @@ def test_training_on_a_tree_and_by_rows_gives_the_same_weights(tmp_path):
             REPOSITORY / "llama" / "tests" / "data" / "llamas" / "llama32", dtype="float64"
         )
         assert model.config.tied
-        by_tree, by_rows, steps = example.train(model, EvenTokens(), example.arguments(words))
-        found = example.compared(by_tree, by_rows)
+        by_tree, by_rows, steps = train_on_a_tree.train(
+            model, EvenTokens(), train_on_a_tree.arguments(words)
+        )
+        found = train_on_a_tree.compared(by_tree, by_rows)
     assert found["largest_difference"] < 1e-10 and found["largest_change"] > 1e-2
     assert found["relative_difference"] < 1e-10
     assert all(0 < step["reward"] < 1 and step["nodes"] < step["row_tokens"] for step in steps)
@@ -52,7 +45,7 @@ def test_training_on_a_tree_and_by_rows_gives_the_same_weights(tmp_path):
 
 
 def test_sums_are_rewarded_for_being_right():
-    sums = imported("train_on_a_tree.py").Sums(None)
+    sums = train_on_a_tree.Sums(None)
     sums.tokenizer = types.SimpleNamespace(decode=lambda text: text)
     said = ["12", " 12\n", "13", "9", "1212", "twelve", "", "-12"]
     rewards = [sums.reward(text, 12) for text in said]

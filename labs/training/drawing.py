@@ -1,6 +1,9 @@
-"""Figures of notebook 11: rows that share prefixes, and the order in which a mask is intervals."""
+"""The notebook's figures: rows that share prefixes, the order in which a mask is intervals, what is
+saved, how nodes are dealt over devices, and a training run."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -8,11 +11,12 @@ from matplotlib.patches import Rectangle
 
 from figures.boxes import ROWS, bare, draw_cell, draw_tree, headline, tint
 from figures.canvas import styled
-from figures.measured import measured
 from figures.style import BLUE, GREEN, GREY, INK, ORANGE, RED, new_figure
-from treeattn.trees.rows import RowTree, pack_rows
+from labs.training.dealing import DEALINGS, blocks_by_device, deal_tree
+from labs.training.rows import RowTree, pack_rows
 from treeattn import ancestor_mask, depths
 
+RESULTS = Path(__file__).parent / "results"
 TEXTS = "The cat sat down", "The cat ran", "The dog barks", "The cat sat"
 WORDS = ("The", "cat", "ran", "sat", "down", "dog", "barks")  # a token's id is its place
 
@@ -167,9 +171,10 @@ def _of_transformers(result: Mapping) -> float:
 def what_is_saved(results: Mapping | None = None) -> Figure:
     """Fewer tokens by the number of answers, and the tokens and seconds of real rows.
 
-    results: what benchmarks/training.py wrote; a checkout's when None, ValueError if none.
+    results: what `python -m labs.training.benchmark` wrote; the stored results when None
     """
-    results = measured("training") if results is None else results
+    if results is None:
+        results = json.loads((RESULTS / "training.json").read_text(encoding="utf-8"))
     results = {kind: result for kind, result in results.items() if kind != "least"}
     figure, (left, right) = new_figure(9.6, 3.5, ncols=2)
     _draw_formula(left)
@@ -189,8 +194,76 @@ def what_is_saved(results: Mapping | None = None) -> Figure:
     )
 
 
-FIGURES = {
-    "training_saving": what_is_saved,
-    "training_rows": rows_tree_rows,
-    "training_order": subtrees_as_intervals,
-}
+COLORS = dict(zip(DEALINGS, (ORANGE, BLUE, GREEN), strict=True))
+
+
+@styled
+def draw_work(ends=None, devices: int = 8) -> Figure:
+    """The blocks of scores that each device computes, of a tree dealt in three ways.
+
+    ends: (n,) where each node's subtree ends, in depth-first order; of a prompt of 8,192 tokens and
+          sixteen answers of 512 when None
+    """
+    ends = _prompt_and_answers(8192, 16, 512) if ends is None else np.asarray(ends)
+    figure, panels = new_figure(8.0, 3.1, ncols=len(DEALINGS), sharey=True)
+    said = []
+    for ax, dealing in zip(panels, DEALINGS, strict=True):
+        nodes = deal_tree(ends, devices, dealing=dealing)
+        work = blocks_by_device(ends, nodes, devices).sum(axis=1)
+        mean = work.mean()
+        most = int(work.max())
+        bars = ax.bar(range(devices), work, 0.8, color=COLORS[dealing])
+        on_bars = INK if dealing == "contiguous" else "white"
+        ax.bar_label(bars, fontsize=8, label_type="center", color=on_bars)
+        ax.axhline(mean, color=INK, lw=1, ls="--")
+        ax.set_title(f"{dealing}: most is {most / mean:.2f} × mean", fontsize=10)
+        ax.set(xlabel="device", xticks=range(devices))
+        said.append(f"{dealing}: {', '.join(map(str, work))}")
+    panels[0].set_ylabel("blocks of scores")
+    return figure.describe(
+        f"Three panels of bars, one for each of {devices} devices: the blocks of scores that it "
+        f"computes for a tree of {len(ends):,} nodes, with a dashed line at the mean of "
+        f"{mean:.1f}. {'; '.join(said)}."
+    )
+
+
+def _prompt_and_answers(prompt: int, answers: int, length: int):
+    """Ends of a tree that is a prompt, and after it its answers."""
+    nodes = np.arange(prompt + answers * length)
+    ends = prompt + ((nodes - prompt) // length + 1) * length
+    ends[:prompt] = len(nodes)
+    return ends
+
+
+WINDOW = 5  # steps whose mean a line shows
+
+
+@styled
+def learning_curve(results: Mapping | None = None) -> Figure:
+    """The reward of a step's samples, and how many of them were right, along the run.
+
+    results: what `python -m labs.training.train_on_a_tree` wrote; the stored run's when None
+    """
+    if results is None:
+        results = json.loads((RESULTS / "train_on_a_tree.json").read_text(encoding="utf-8"))
+    steps = results["steps"]
+    number = np.arange(1, len(steps) + 1)
+    width = min(WINDOW, len(steps))
+    figure, ax = new_figure(6.4, 3.2)
+    ends = {}
+    for name, label, color, marker in (
+        ("reward", "mean reward", ORANGE, "o"),
+        ("right", "share of right answers", BLUE, "s"),
+    ):
+        values = np.array([step[name] for step in steps])
+        mean = np.convolve(values, np.ones(width) / width, mode="valid")
+        ax.plot(number, values, marker, color=color, ms=4, alpha=0.45)
+        ax.plot(number[width - 1 :], mean, color=color, lw=2, label=label)
+        ends[name] = mean[0], mean[-1]
+    ax.set(xlabel="step", ylim=(0, 1.04), title="The packaged model learns sums, 32 answers a step")
+    ax.legend(loc="lower right", fontsize=9)
+    return figure.describe(
+        f"Dots for each of {len(steps)} steps, and lines of the mean over {width} of them. "
+        f"The mean reward goes from {ends['reward'][0]:.2f} to {ends['reward'][1]:.2f}, "
+        f"the share of right answers from {ends['right'][0]:.2f} to {ends['right'][1]:.2f}."
+    )

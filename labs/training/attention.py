@@ -1,0 +1,146 @@
+"""Attention within a tree whose nodes are in depth-first order: the mask is one integer a node.
+
+    query i sees key j  ⟺  j ≤ i < ends[j]
+
+so a block of queries sees nothing of a block of keys where the last of these ends has passed, or
+the first of these keys is still to come: such pairs are skipped. What is computed is `attend` under
+the pair's small mask, and the states merge, as everywhere.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from labs.training.rows import check_ends, check_nodes
+from treeattn import AttentionState, attend, finalize, merge
+
+BLOCK = 256  # queries, and keys, of a pair
+NOBODY = np.iinfo(np.int32).max  # the number of a place without a node: it sees no key
+
+
+def tree_attention(q, k, v, ends, *, scale=None):
+    """Attention of every node of a tree over itself and its ancestors, (b, n, h, dv) in q's dtype.
+
+    q:    (b, n, h, d); k (b, n, h_kv, d), v (b, n, h_kv, dv), as in `treeattn.attend`
+    ends: (b, n) where each node's subtree ends, of nodes in depth-first order (`pack_rows`)
+
+    Memory does not grow with n², for the gradient neither. Raises ValueError for another order, and
+    what `treeattn.attend` raises.
+    """
+    numbers = jnp.arange(q.shape[1], dtype=jnp.int32)
+    state = tree_states(q, k, v, numbers, numbers, check_ends(ends), scale=scale)
+    return finalize(state)[0].astype(q.dtype)
+
+
+@functools.partial(jax.jit, static_argnames="scale")
+def tree_states(q, k, v, query_numbers, key_numbers, ends, *, scale=None) -> AttentionState:
+    """The states of some of a tree's nodes after others' keys: fields (b, l, h) and (b, l, h, dv).
+
+    query_numbers: (l,) the nodes of the queries, in any order; NOBODY for one that is none
+    key_numbers:   (n,) those of the keys
+    ends:          (b, n) where each key's subtree ends; 0 for a key that nobody sees
+    """
+    b, l, h, _ = q.shape
+    n = k.shape[1]
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    nothing = AttentionState.identity((b, min(l, BLOCK), h), v.shape[3], dtype)
+    if l == 0 or n == 0:
+        return AttentionState.identity((b, l, h), v.shape[3], dtype)
+    queries = _blocks((q, jnp.broadcast_to(query_numbers, (b, l))), l, NOBODY)
+    keys = _blocks((k, v, jnp.broadcast_to(key_numbers, (b, n)), ends), n, 0)
+
+    @jax.checkpoint  # backward computes a pair again, instead of keeping its scores
+    def visit(state, block, q, i):
+        k, v, j, end = block
+        visible = (j[:, None] <= i[:, :, None]) & (i[:, :, None] < end[:, None])  # (b, l, n)
+
+        def see(state):
+            return merge(state, attend(q, k, v, mask=visible[:, None], scale=scale))
+
+        return lax.cond(visible.any(), see, lambda state: state, state), None
+
+    @jax.checkpoint
+    def states_of(block):
+        q, i = block
+        return lax.scan(lambda state, keys: visit(state, keys, q, i), nothing, keys)[0]
+
+    states = lax.map(states_of, queries)
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(b, -1, *x.shape[3:])[:, :l], states)
+
+
+def _blocks(arrays, length: int, filler: int):
+    """Arrays (b, length, …) as (blocks, b, size, …), the last block filled up."""
+    size = min(BLOCK, length)
+    missing = -length % size
+
+    def split(x):
+        widths = [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)]
+        value = filler if jnp.issubdtype(x.dtype, jnp.integer) else 0
+        x = jnp.pad(x, widths, constant_values=value)
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
+
+    return jax.tree.map(split, arrays)
+
+
+def tree_ring_attention(q, k, v, ends, *, mesh, nodes=None, scale=None):
+    """`tree_attention` with the nodes dealt over a mesh: their keys visit the queries in a ring.
+
+    Along all axes of the mesh. With the keys travel the two integers that say who sees them; a
+    device passes on the shards that it does not look at.
+
+    nodes: (places,) the node at each place of q, k and v, −1 at an empty one, as `deal_tree` gives
+           them; None where the nodes stand in order
+    ends:  (b, nodes), in the nodes' order
+
+    Raises ValueError for places that the devices cannot share evenly, and as `tree_attention`.
+    """
+    places = q.shape[1]
+    p = mesh.size
+    ends = check_ends(ends)
+    if nodes is None:
+        missing = -places % p
+        numbers = np.pad(np.arange(places), (0, missing), constant_values=-1)
+        q, k, v = (jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) for x in (q, k, v))
+    else:
+        numbers = check_nodes(nodes, ends.shape[1])
+        if places % p or len(numbers) != places:
+            raise ValueError(f"nodes: expected {places} places, shared by {p} devices evenly")
+    of_places = jnp.pad(ends, ((0, 0), (0, 1)))[:, numbers]  # of place −1 the added one, 0
+    numbers = jnp.asarray(np.where(numbers < 0, NOBODY, numbers), jnp.int32)
+    out = _ring(q, k, v, numbers, of_places, mesh, scale)
+    return out[:, :places]
+
+
+@functools.partial(jax.jit, static_argnums=(5, 6))
+def _ring(q, k, v, numbers, ends, mesh, scale):
+    axes = mesh.axis_names
+    p = mesh.size
+
+    def on_device(q, k, v, own, ends):
+        def states(shard):
+            k, v, numbers, ends = shard
+            return tree_states(q, k, v, own, numbers, ends, scale=scale)
+
+        def step(carry, _):
+            state, shard = carry
+            shard = jax.tree.map(lambda x: lax.ppermute(x, axes, to_next), shard)
+            return (merge(state, states(shard)), shard), None
+
+        to_next = [(i, (i + 1) % p) for i in range(p)]
+        shard = k, v, own, ends
+        (state, _), _ = lax.scan(step, (states(shard), shard), length=p - 1)
+        return finalize(state)[0].astype(q.dtype)
+
+    along = P(None, axes)
+    specs = along, along, along, P(axes), along
+    arrays = [
+        lax.with_sharding_constraint(x, NamedSharding(mesh, s))
+        for x, s in zip((q, k, v, numbers, ends), specs, strict=True)
+    ]
+    mapped = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=along, check_vma=False)
+    return mapped(*arrays)
