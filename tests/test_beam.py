@@ -173,15 +173,6 @@ def test_every_small_beam_of_every_length(rows, width):
     assert_small(np.repeat(beams, len(lengths), axis=0), np.tile(lengths, (len(beams), 1)))
 
 
-def test_a_wrong_index_is_noticed(monkeypatch):
-    """An order that the encoding does not have: candidates from the last to the first."""
-    beams = next(every_beam(2, 2, letters=2))
-    backwards = pack(beams[:, ::-1])
-    monkeypatch.setitem(globals(), "pack", lambda beam, pad_token: backwards)
-    with pytest.raises(AssertionError):
-        assert_small(beams)
-
-
 def random_beam(rng, shape, dtype=np.int32, letters=3):
     """Candidates that branch off one another, as a beam search's do; some of them equal."""
     beam = rng.integers(0, letters, shape)
@@ -244,10 +235,8 @@ def test_compiled_packs_the_same(seed):
     assert size == np.diagonal(packed.attention_mask, axis1=1, axis2=2).sum(axis=1).max()
 
 
-@pytest.mark.parametrize("rows", [32, 97])
-def test_more_candidates_than_a_word_has_bits(rows):
-    beam = random_beam(np.random.default_rng(rows), (2, rows, 3), letters=4)
-    assert_packed(pack(beam), prefix_encoding(beam), beam)
+def test_more_candidates_than_a_word_has_bits():
+    beam = random_beam(np.random.default_rng(97), (2, 97, 3), letters=4)
     assert_packed(pack_jit(beam), prefix_encoding(beam), beam)
 
 
@@ -330,21 +319,6 @@ def test_the_documents_two_steps_for_its_example():
     offsets = np.where(own, columns - borders[:, None], columns)
     np.testing.assert_array_equal(offsets, [[0, 1, 2, 3], [0, 1, 0, 1], [0, 1, 0, 1]])
     np.testing.assert_array_equal(starts + offsets, pack(MARS).unpack_map[0])
-
-
-def test_permuting_candidates_only_renumbers():
-    rng = np.random.default_rng(0)
-    beam = random_beam(rng, (1, 12, 6))
-    order = rng.permutation(12)
-    before, after = pack(beam), pack(beam[:, order])
-    pairs = set(zip(before.unpack_map[0, order].ravel(), after.unpack_map[0].ravel(), strict=True))
-    old, new = map(list, zip(*sorted(pairs), strict=True))
-    assert sorted(old) == sorted(new) == list(range(before.packed_beam.shape[1]))  # a bijection
-    np.testing.assert_array_equal(before.packed_beam[0, old], after.packed_beam[0, new])
-    np.testing.assert_array_equal(before.position_offsets[0, old], after.position_offsets[0, new])
-    np.testing.assert_array_equal(
-        before.attention_mask[0][np.ix_(old, old)], after.attention_mask[0][np.ix_(new, new)]
-    )
 
 
 def test_beams_of_a_batch_do_not_mix():
@@ -618,15 +592,10 @@ def test_bad_beams(module, beam, lengths, error, names):
     [
         (lambda: pack([[[1, 2], [3]]]), TypeError, ["beam", "ragged", "pad them", "pass lengths"]),
         (lambda: pack([[["Mars", "is"]]]), TypeError, ["beam", "<U4"]),
-        (lambda: pack(BEAM, [[1, 2, 3], [1]]), TypeError, ["lengths", "list"]),
         (lambda: pack(BEAM, [[1, 2, 5]] * 2), ValueError, ["lengths", "5 at (0, 2)"]),
-        (lambda: pack(BEAM, pad_token=0.0), TypeError, ["pad_token", "0.0"]),
         (lambda: pack(BEAM.astype(np.int8), pad_token=128), ValueError, ["pad_token", "int8"]),
         (lambda: pack(BEAM.astype(np.uint32), pad_token=-1), ValueError, ["pad_token", "uint32"]),
-        (lambda: unpack(np.zeros((2, 9)), BEAM + 0.5), TypeError, ["unpack_map", "float64"]),
-        (lambda: unpack(np.zeros((2, 9)), BEAM[0]), ValueError, ["unpack_map", "(3, 4)"]),
         (lambda: unpack(np.zeros((1, 9)), BEAM), ValueError, ["packed", "(1, 9)", "2"]),
-        (lambda: unpack(np.zeros(2), BEAM), ValueError, ["packed", "(2,)"]),
         (lambda: unpack("no", BEAM), TypeError, ["packed", "str"]),
         (lambda: unpack(np.zeros((2, 9)), BEAM + 9), ValueError, ["unpack_map", "0 to 8", "got 9"]),
         (lambda: unpack(jnp.zeros((2, 9)), BEAM - 1), ValueError, ["unpack_map", "got -1"]),
