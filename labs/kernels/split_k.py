@@ -1,57 +1,239 @@
-"""The functions of a split-K kernel, whichever backend it is written in, and their derivatives."""
+"""Flash-Decoding on a page: the keys split over many programs, each of which returns a state.
 
-from collections.abc import Callable
+A decoding step has too few queries to keep a GPU busy, so the keys are split ("split-K"). One
+program takes a tile of queries, all those that read one key head, and a part of that head's keys, a
+block at a time. What it returns is an `AttentionState`; a second kernel merges those of all parts
+(splits.py). Sums are in float32, whatever the inputs are.
+
+Triton compiles the kernel for CUDA devices. Anywhere else Pallas interprets it, which is slow: for
+tests, and to look at it. The derivative is that of the core's blockwise form.
+"""
+
+import functools
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 
-from treeattn.idea.state import AttentionState, finalize
-from treeattn.kernel.blockwise import attend_blockwise, blockwise_attention
-from treeattn.kernel.inputs import Inputs, NewKeys
-from treeattn.kernel.one_key import attend_one_key
+from labs.kernels.splits import merge_splits
+from labs.kernels.tiles import (
+    SIDE,
+    Tiling,
+    ceil,
+    divide,
+    dot,
+    finite,
+    grid,
+    indices,
+    keep_nan,
+    largest_weight,
+    load,
+    load_rows,
+    shrink_tile,
+    side,
+    store_state,
+    tile_of,
+    triton,
+)
+from treeattn import AttentionState
+from treeattn import attend as plain_attend
+
+MAX_HEAD_DIM = 256
+MAX_BATCH = (1 << 16) - 1  # of CUDA's third dimension of a grid
 
 
-def with_derivatives(run: Callable) -> tuple[Callable, Callable, Callable]:
-    """(attend, attention, attention_with_new), each with the derivative of the blockwise form.
+def split_k_attend(
+    q, k, v, *, scale, mask=None, bias=None, kv_lengths=None, causal=False
+) -> AttentionState:
+    """The state of the queries after their keys, for `implementation=` of the core's functions.
 
-    run: the kernel, run(inputs, output_dtype=None, new=None), where there are queries and keys: the
-         state's fields, or in an output's dtype a tuple of that output alone
+    q, k, v of float16, bfloat16 or float32, with head_dims up to 256; the rest as in
+    `treeattn.attend`. Fields (b, l, h) and (b, l, h, dv) in float32. Raises a ValueError that names
+    the argument for what the kernel cannot take.
     """
-
-    @jax.custom_vjp
-    def attend(inputs: Inputs) -> AttentionState:
-        """The state by the kernel, of inputs that have no `obstacle`."""
-        if 0 in (*inputs.q.shape, *inputs.v.shape):
-            return attend_blockwise(inputs)
-        if inputs.k.shape[1] == 1:
-            return attend_one_key(inputs)
-        return AttentionState(*run(inputs))
-
-    @jax.custom_vjp
-    def attention(inputs: Inputs):
-        """The output of that state (b, l, h, dv) in the queries' dtype; the kernel divides."""
-        if 0 in (*inputs.q.shape, *inputs.v.shape):
-            return blockwise_attention(inputs)
-        if inputs.k.shape[1] == 1:
-            return finalize(attend_one_key(inputs))[0].astype(inputs.q.dtype)
-        return run(inputs, inputs.q.dtype)[0]
-
-    @jax.custom_vjp
-    def attention_with_new(inputs: Inputs, new: NewKeys):
-        """The output (b, l, h, dv) after both, of what `can_ride`, in the queries' dtype."""
-        return run(inputs, inputs.q.dtype, new)[0]
-
-    for f, blockwise in (
-        (attend, attend_blockwise),
-        (attention, blockwise_attention),
-        (attention_with_new, blockwise_attention),
-    ):
-        _differentiate(f, blockwise)
-    return attend, attention, attention_with_new
+    if (reason := obstacle(q, v)) is not None:
+        raise ValueError(reason)
+    options = {"mask": mask, "bias": bias, "kv_lengths": kv_lengths}
+    return _attend(q, k, v, jnp.asarray(scale, jnp.float32), options, causal)
 
 
-def _differentiate(f, blockwise: Callable) -> None:
-    """Give `f` the gradients of `blockwise`, which takes the same arguments."""
-    f.defvjp(
-        lambda *arguments: (f(*arguments), arguments),
-        lambda arguments, cotangent: jax.vjp(blockwise, *arguments)[1](cotangent),
+def obstacle(q, v) -> str | None:
+    """Why the kernel cannot take these arguments, naming the argument; None if it can."""
+    if triton is None:
+        return f"split-K needs jax.experimental.pallas.triton, which JAX {jax.__version__} lacks"
+    if q.dtype not in (jnp.float16, jnp.bfloat16, jnp.float32):
+        return f"q: the split-K kernel takes float16, bfloat16 or float32, got {q.dtype}"
+    if len(q) > MAX_BATCH:
+        return f"q: the split-K kernel takes at most {MAX_BATCH} rows, got {len(q)}"
+    for name, d in (("q", q.shape[-1]), ("v", v.shape[-1])):
+        if d > MAX_HEAD_DIM:
+            return f"{name}: the split-K kernel takes a head_dim up to {MAX_HEAD_DIM}, got {d}"
+    return None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(q, k, v, scale, options, causal: bool) -> AttentionState:
+    call = functools.partial(_call, causal=causal)
+    compiled = functools.partial(call, interpret=False)
+    interpreted = functools.partial(call, interpret=True)
+    arguments = q, k, v, scale, options
+    found = lax.platform_dependent(*arguments, cuda=compiled, default=interpreted)
+    return AttentionState(*found)
+
+
+def _forward(q, k, v, scale, options, causal):
+    return _attend(q, k, v, scale, options, causal), (q, k, v, scale, options)
+
+
+def _backward(causal, arguments, cotangent):
+    def plain(q, k, v, scale, options):
+        options = options | {"causal": causal, "implementation": "blockwise"}
+        return plain_attend(q, k, v, scale=scale, **options)
+
+    return jax.vjp(plain, *arguments)[1](cotangent)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _call(q, k, v, scale, options, *, causal: bool, interpret: bool) -> tuple:
+    """The state's fields, (b, l, h), (b, l, h) and (b, l, h, dv)."""
+    b, l, h, _ = q.shape
+    h_kv, dv = v.shape[2:]
+    tiling = tile_of(q, v)
+    mask, bias = (_of_rank_four(options[name]) for name in ("mask", "bias"))
+    if bias is not None and bias.dtype == jnp.float64:  # no room for it in shared memory
+        bias = bias.astype(jnp.float32)
+    lengths = options["kv_lengths"]
+    lengths = None if lengths is None else jnp.asarray(lengths, jnp.int32)[:, None]
+
+    def head_spec(x):
+        shape = None, x.shape[1], None, x.shape[3]
+        return pl.BlockSpec(shape, lambda j, s, i: (i, 0, j % h_kv, 0))
+
+    def result(*shape):
+        rest = [0] * len(shape)
+        spec = pl.BlockSpec((None, None, *shape), lambda _, s, i: (s, i, *rest))
+        return spec, jax.ShapeDtypeStruct((tiling.splits, b, *shape), jnp.float32)
+
+    by_row = mask, bias, lengths, scale.reshape(1, 1)
+    out_specs, out_shape = zip(result(l, h), result(l, h), result(l, h, dv), strict=True)
+    # A single row of tensor cores waits for memory; several need room instead, and so do heads so
+    # wide that a third block would not fit in what GPUs of 8.9 and 12.0 have.
+    compiler_params = triton.CompilerParams(
+        num_warps=4 if tiling.rows * side(dv) < 1 << 13 else 8,
+        num_stages=3 if tiling.rows == SIDE < tiling.block else 2,
     )
+    call = pl.pallas_call(
+        functools.partial(_kernel, h_kv=h_kv, causal=causal, tiling=tiling),
+        grid=(h_kv * tiling.tiles, tiling.splits, b),
+        in_specs=[_row_spec(q), head_spec(k), head_spec(v), *map(_row_spec, by_row)],
+        out_specs=out_specs,
+        out_shape=out_shape,
+        compiler_params=compiler_params,
+        interpret=interpret,
+        name="treeattn_split_k",
+    )
+    return merge_splits(call(q, k, v, *by_row), interpret)
+
+
+def _of_rank_four(x):
+    """A mask or bias, which broadcasts to (b, h, l, n), with its four axes; None if it is None."""
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+def _row_spec(x):
+    """What a program is given of `x`, (b, …): its row, or what all rows share."""
+    if x is None:
+        return None
+    each = int(len(x) > 1)
+    rest = [0] * (x.ndim - 1)
+    return pl.BlockSpec((None, *x.shape[1:]), lambda _, s, i: (i * each, *rest))
+
+
+def _kernel(q, k, v, mask, bias, length, scale, *out, h_kv: int, causal: bool, tiling: Tiling):
+    """One program: the state of a tile of queries after one split of a head's keys.
+
+    References to q (l, h, d), to k (n, d) and v (n, dv) of one head, mask and bias (h, l, n), an
+    axis being 1 where all share an entry, length (1,) and scale (1,). out: the state's fields,
+    (l, h), (l, h) and (l, h, dv).
+    """
+    l, heads, d = q.shape
+    n, dv = v.shape
+    rows, _, block, splits = tiling
+    tile, head = divide(pl.program_id(0), h_kv)
+    group = heads // h_kv
+    query, member = divide(tile * rows + indices(rows), group)
+    place = query, head * group + member
+    is_query = query < l  # past the last one is padding
+    queries, root = shrink_tile(load_rows(q, place, is_query, d), d)
+
+    length = jnp.int32(n) if length is None else length[0]
+    keys_a_split = ceil(ceil(length, block), splits) * block
+    start = pl.program_id(1) * keys_a_split
+    stop = jnp.minimum(start + keys_a_split, length)
+    if causal:
+        last, _ = divide(tile * rows + rows - 1, group)
+        stop = jnp.minimum(stop, last + 1)
+    most = largest_weight(v.dtype, n)
+
+    def add_block(i, state):
+        m, denominator, numerator = state
+        key = start + i * block + indices(block)
+        is_key = key < stop
+        keys = load_rows(k, (key,), is_key, d)
+        there = is_query[:, None] & is_key[None]
+        visible, added = _visibility(there, place, key, mask, bias, causal)
+        if not mask is bias is None:  # what nobody sees may be NaN
+            is_key = is_key & (jnp.max(visible.astype(jnp.int32), axis=0) > 0)
+        values = load_rows(v, (key,), is_key, dv)
+        s = _hidden_and_clipped(dot(queries, keys, 1) * root * (root * scale[0]), visible, added)
+        pivot = jnp.maximum(m, jnp.max(s, axis=1))
+        weight = jnp.exp(finite(m) - finite(pivot))
+        p = jnp.exp(s - finite(pivot)[:, None])
+        denominator = denominator * weight + jnp.sum(p, axis=1)
+        numerator = numerator * weight[:, None] + dot(p / most, values, 0)
+        return pivot, denominator, numerator
+
+    m = jnp.full(rows, -jnp.inf, jnp.float32)
+    state = m, jnp.zeros_like(m), jnp.zeros((rows, side(dv)), jnp.float32)
+    blocks = ceil(stop - start, block)  # none, where the split begins past the end
+    m, denominator, numerator = lax.fori_loop(jnp.int32(0), blocks, add_block, state)
+    store_state(out, keep_nan(m, denominator, numerator * most), place, is_query)
+
+
+def _visibility(there, place, key, mask, bias, causal: bool):
+    """(visible, added) of a tile of scores: who sees which key, and the bias, or None.
+
+    there: whether both the query and the key are there; place: the queries', and their heads
+    """
+    query, head = place
+
+    def entries(x):  # of a mask or bias (heads, queries, keys); all share an axis of 1
+        at = zip((head, query, key), x.shape, strict=True)
+        return load(x, grid(*(i * min(size - 1, 1) for i, size in at)), there)
+
+    visible = there
+    if causal:
+        visible = visible & (key[None] <= query[:, None])
+    if mask is not None:
+        visible = visible & entries(mask)
+    if bias is None:
+        return visible, None
+    added = entries(bias).astype(jnp.float32)
+    return visible & (added != -jnp.inf), added
+
+
+def _hidden_and_clipped(s, visible, added):
+    """Scores with their bias, finite, or −∞ where a key is hidden; a visible NaN is NaN still,
+    though Triton's clamp would drop it."""
+    lost = s != s
+    s = finite(s)
+    if added is not None:
+        lost = lost | (added != added)
+        s = finite(s + added)
+    return jnp.where(visible, jnp.where(lost, jnp.nan, s), -jnp.inf)

@@ -3,7 +3,6 @@
 Triton knows no arrays of other sides than powers of two, and no integers but those of a dtype.
 """
 
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -50,6 +49,24 @@ def tile_of(q, v) -> Tiling:
     return Tiling(rows, tiles, min(side(n), most), splits)
 
 
+# Numbers.
+
+
+def finite(x):
+    """±∞ as the largest finite numbers: an infinite pivot is a sign, not one to compute with."""
+    largest = jnp.finfo(x.dtype).max
+    return lax.clamp(-largest, x, largest)
+
+
+def largest_weight(dtype, keys: int) -> float:
+    """What weights, at most 1, are divided by before they multiply values of that dtype.
+
+    By at least their number, the sum of values keeps within float32's range. float16 has no
+    numbers below 2⁻²⁴, and few bits below 2⁻¹⁴: there weights are made larger.
+    """
+    return 2.0**-15 if dtype == jnp.float16 else float(pl.next_power_of_2(keys))
+
+
 def dot(a, b, axis: int):
     """Σ over a's axis 1 and b's `axis`, as in float32, for a of float32 or of b's dtype.
 
@@ -80,24 +97,24 @@ def split_float(x, dtype):
 
 
 def shrink_tile(q, d: int):
-    """(q / f², f) of a tile of queries (rows, d) and (rows, 1), as treeattn.kernel.products.shrink.
+    """(q / f², f) of a tile of queries (rows, d) and (rows, 1): no sum of q·k overflows.
 
-    float16 needs no f: its products are all within float32's range.
+    f² is a power of two, at least d times the largest number of a query, and 1. Scores are then
+    multiplied by f twice, and the largest clipped. float16 needs none of it.
     """
     if q.dtype == jnp.float16:
         return q, jnp.ones((len(q), 1), jnp.float32)
     wide = q.astype(jnp.float32)
-    root, inverse = roots_of(jnp.max(jnp.abs(wide), axis=1)[:, None], d)
-    return (wide * inverse * inverse).astype(q.dtype), root
-
-
-def roots_of(largest, d: int):
-    """(f, 1 / f), powers of two: f² is at least d times the largest number of a query, and 1."""
+    largest = jnp.max(jnp.abs(wide), axis=1)[:, None]
     # Of a float32, bits 23 … 30 are its power of two and 127: 2^−126 times that is beyond it.
     exponent = (lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 126
     half = (jnp.maximum(exponent + (d - 1).bit_length(), 0) + 1) >> 1
     root = lax.bitcast_convert_type((127 + half) << 23, jnp.float32)
-    return root, lax.bitcast_convert_type((127 - half) << 23, jnp.float32)
+    inverse = lax.bitcast_convert_type((127 - half) << 23, jnp.float32)
+    return (wide * inverse * inverse).astype(q.dtype), root
+
+
+# Places.
 
 
 def side(n: int) -> int:
@@ -120,10 +137,9 @@ def ceil(x, n: int):
     return lax.div(x + (n - 1), jnp.int32(n))
 
 
-def load_rows(x, at, there, size: int):
-    """Rows of `size` elements, with zeros up to the side of a tile; zeros if not `there`."""
-    column = indices(side(size))
-    return load(x, grid(*at, column), there[:, None] & (column < size)[None])
+def grid(*at):
+    """Indices of a tile: the last one's axis becomes its columns, the others' its rows."""
+    return *(jnp.asarray(i)[:, None] for i in at[:-1]), at[-1][None]
 
 
 def load(x, at, there):
@@ -131,9 +147,10 @@ def load(x, at, there):
     return triton.load(x.at[at], mask=there, other=jnp.zeros((), x.dtype))
 
 
-def grid(*at):
-    """Indices of a tile: the last one's axis becomes its columns, the others' its rows."""
-    return *(jnp.asarray(i)[:, None] for i in at[:-1]), at[-1][None]
+def load_rows(x, at, there, size: int):
+    """Rows of `size` elements, with zeros up to the side of a tile; zeros if not `there`."""
+    column = indices(side(size))
+    return load(x, grid(*at, column), there[:, None] & (column < size)[None])
 
 
 def store_state(out, state, place, there):
@@ -144,18 +161,19 @@ def store_state(out, state, place, there):
     m, denominator, numerator = state
     triton.store(out[0].at[place], m, mask=there)
     triton.store(out[1].at[place], denominator, mask=there)
-    store_rows(out[2], numerator, place, there)
-
-
-def store_rows(out, rows, place, there):
-    """Write the rows of a tile, up to the width of `out` (l, h, dv), to their places in it."""
-    dv = out.shape[-1]
+    dv = out[2].shape[-1]
     column = indices(side(dv))
     is_entry = there[:, None] & (column < dv)[None]
-    triton.store(out.at[grid(*place, column)], rows, mask=is_entry)
+    triton.store(out[2].at[grid(*place, column)], numerator, mask=is_entry)
 
 
-def untyped_array(dtype, *shape: int):
-    """What a kernel writes. Of a ShapeDtypeStruct JAX would ask, inside shard_map, along which axes
-    it varies."""
-    return SimpleNamespace(shape=shape, dtype=jnp.dtype(dtype))
+def keep_nan(m, denominator, numerator):
+    """The state to write: a NaN stays one, and a query without keys has seen none of the values.
+
+    Triton makes instructions of max, min and clamp that drop a NaN: of a number and a NaN they give
+    the number. So a pivot is that of the other scores, or splits, while the sums are NaN.
+    """
+    m = jnp.where(denominator != denominator, denominator, m)
+    total = jnp.where(numerator != numerator, numerator, finite(numerator))
+    # A weight of 0 times a value that is NaN is NaN.
+    return m, denominator, jnp.where(denominator[:, None] == 0, 0, total)

@@ -1,0 +1,5 @@
+"""Kernels for GPUs, as functions for `implementation=`: written, interpreted, and not run on one."""
+
+from labs.kernels.split_k import split_k_attend
+
+__all__ = ["split_k_attend"]

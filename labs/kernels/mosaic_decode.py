@@ -1,0 +1,304 @@
+"""Decoding by a kernel in Pallas's other backend, Mosaic GPU: what Triton does by itself, by hand.
+
+    python -m labs.kernels.mosaic_decode
+
+An example for GPUs of compute capability 9.0 and newer (H100, B200) and JAX 0.11.2 or newer: a few
+queries a key head, float16 or bfloat16, lengths, and nothing else. A program takes all queries that
+read one key head and a split of its keys. The copies of keys and values into shared memory are
+started some blocks ahead; who waits for whom is written out:
+
+    fetch keys, fetch values           of the first blocks
+    for each block:
+        wait for its keys              scores of a product, weights
+        commit; fetch keys             of the block that will take their slot
+        wait for its values            weighted sums of a product
+        commit; fetch values
+
+The states of all splits merge by the core's `reduce_tree`. Factors change places: a product of
+tensor cores has 64 rows, 16 for each of four warps, but 8 columns. So keys are its rows, and
+queries its columns.
+
+Without such a GPU Pallas interprets the kernel, slowly, on one device, and watches for races.
+"""
+
+import functools
+
+import jax
+import jax.extend.backend
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from labs.kernels.tiles import ceil, finite, largest_weight, split_float
+from treeattn import AttentionState, attend, finalize, reduce_tree
+
+try:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+except ImportError:
+    plgpu = None
+
+KEYS = 64  # of a block
+ROWS = 8  # of keys in shared memory that lie together, and are copied
+COLUMNS = 8  # of a product of tensor cores, at least
+CHUNK = 64  # of a head_dim, that is in registers at a time
+MOST_QUERIES = 32  # of a key head: their sums fit in registers
+ROOM = 64 << 10  # bytes of keys and values on their way: three programs share a multiprocessor
+PROGRAMS = 512  # that the keys are split over, about: four for each multiprocessor of an H100
+KEYS_A_SPLIT = 256  # at least
+
+
+def missing() -> str | None:
+    """What this JAX lacks; None if it lacks nothing."""
+    if hasattr(plgpu, "mma") and hasattr(plgpu, "InterpretGPUParams"):
+        return None
+    return f"Mosaic's kernel needs JAX 0.11.2 or newer, and this is {jax.__version__}"
+
+
+def is_compiled() -> bool:
+    """Whether Mosaic compiles the kernel: for JAX's device, or the one that its mesh describes."""
+    about = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if about is not None:
+        return about.platform in ("cuda", "gpu")
+    return hasattr(jax.extend.backend.get_default_device(), "compute_capability")
+
+
+def obstacle(q, k, v) -> str | None:
+    """Why the kernel cannot take these arguments, naming the argument; None if it can."""
+    if (lacking := missing()) is not None:
+        return lacking
+    capability = getattr(jax.extend.backend.get_default_device(), "compute_capability", "9.0")
+    if float(capability) < 9:
+        return f"Mosaic's kernel needs compute capability 9.0 or newer, and this is {capability}"
+    if q.dtype not in (jnp.float16, jnp.bfloat16):
+        return f"q: Mosaic's kernel takes float16 or bfloat16, got {q.dtype}"
+    queries = q.shape[1] * q.shape[2] // k.shape[2]
+    if queries > MOST_QUERIES:
+        return f"q: Mosaic's kernel takes {MOST_QUERIES} queries a key head, got {queries}"
+    for name, d in (("q", q.shape[3]), ("v", v.shape[3])):
+        if d % CHUNK or d > 256:
+            return f"{name}: Mosaic's kernel takes head_dims of 64, 128, 192 or 256, got {d}"
+    if k.shape[1] < KEYS or k.shape[1] % ROWS:
+        return f"k: Mosaic's kernel takes 64 keys or more, a multiple of 8, got {k.shape[1]}"
+    return None
+
+
+def mosaic_attend(q, k, v, *, scale, kv_lengths=None) -> AttentionState:
+    """The state of the queries, for `implementation=` of the core's functions.
+
+    q (b, l, h, d), k (b, n, h_kv, d), v (b, n, h_kv, dv), kv_lengths (b,). Keys and values past the
+    lengths may be anything. No gradient. Raises a ValueError that names the argument for what the
+    kernel cannot take.
+    """
+    if (reason := obstacle(q, k, v)) is not None:
+        raise ValueError(reason)
+    (b, l, h, d), (n, h_kv, dv) = q.shape, v.shape[1:]
+    group = h // h_kv
+    rows = max(pl.next_power_of_2(l * group), COLUMNS)
+    splits = pl.next_power_of_2(min(pl.cdiv(PROGRAMS, b * h_kv), pl.cdiv(n, KEYS_A_SPLIT)))
+    stages = max(1, min(4, ROOM // (KEYS * (d + dv) * 2)))
+    # The queries of a key head, and their scale, as columns of a product: (b, h_kv, d, rows).
+    tile = jnp.moveaxis(q.reshape(b, l, h_kv, group, d), 2, 1).reshape(b, h_kv, l * group, d)
+    tile = jnp.pad(tile, [(0, 0), (0, 0), (0, rows - l * group), (0, 0)]).swapaxes(2, 3)
+    lengths = jnp.full(b, n) if kv_lengths is None else kv_lengths
+    flat = (x.reshape(b, n, -1) for x in (k, v))
+    interpret = not is_compiled()
+    each = splits, b, h_kv
+    call = plgpu.kernel(
+        functools.partial(_program, stages=stages, interpret=interpret),
+        out_type=[
+            jax.ShapeDtypeStruct(shape, jnp.float32)
+            for shape in ((*each, rows), (*each, rows), (*each, dv, rows))
+        ],
+        scratch_types=_scratch(q.dtype, d, dv, rows, stages),
+        # Mosaic turns the grid round: CUDA's first dimension, which has no end, is that of heads.
+        grid=(b, splits, h_kv),
+        grid_names=("text", "split", "head"),
+        num_threads=1,
+        thread_name="warpgroup",
+        kernel_name="treeattn_mosaic_split_k",
+        **({"interpret": plgpu.InterpretGPUParams(detect_races=True)} if interpret else {}),
+    )
+    scale = jnp.asarray(scale, jnp.float32).reshape(1)
+    m, denominator, numerator = call(tile, *flat, lengths.astype(jnp.int32), scale)
+
+    def of_heads(x):  # (splits, b, h_kv, rows, …) to (splits, b, l, h, …)
+        x = x[:, :, :, : l * group].reshape(splits, b, h_kv, l, group, *x.shape[4:])
+        return jnp.moveaxis(x, 2, 3).reshape(splits, b, l, h, *x.shape[5:])
+
+    states = (m, denominator, jnp.swapaxes(numerator, 3, 4))
+    return reduce_tree(AttentionState(*map(of_heads, states)))
+
+
+def _scratch(dtype, d: int, dv: int, rows: int, stages: int) -> dict:
+    """A program's shared memory, and its barriers."""
+    # As a product reads them: eight rows of 128 bytes together, none in another's bank.
+    transforms = plgpu.TilingTransform((8, CHUNK)), plgpu.SwizzleTransform(128)
+    return {
+        "tile": plgpu.SMEM((d, rows), dtype),
+        "keys": plgpu.SMEM((stages, KEYS, d), dtype, transforms=transforms),
+        "values": plgpu.SMEM((stages, KEYS, dv), dtype, transforms=transforms),
+        "weights": [plgpu.SMEM((KEYS, rows), dtype) for _ in range(2)],
+        "keys_there": plgpu.Barrier(num_barriers=stages),
+        "values_there": plgpu.Barrier(num_barriers=stages),
+    }
+
+
+def _program(q, k, v, lengths, scale, m_out, d_out, n_out, *, stages, interpret, **scratch):
+    """One program: the state of the queries of a key head after one split of its keys.
+
+    References to q (b, h_kv, d, rows), k (b, n, h_kv · d), v (b, n, h_kv · dv), lengths (b,), scale
+    (1,); then to the state's fields, (splits, b, h_kv, rows) and (splits, b, h_kv, dv, rows).
+    """
+    tile, keys, values, weights = (scratch[x] for x in ("tile", "keys", "values", "weights"))
+    keys_there, values_there = scratch["keys_there"], scratch["values_there"]
+    text, split, head = map(lax.axis_index, ("text", "split", "head"))
+    d, rows = tile.shape
+    n, dv = k.shape[1], values.shape[2]
+    length = jnp.clip(lengths[text], 0, n)
+    keys_a_split = ceil(ceil(length, KEYS), n_out.shape[0]) * KEYS
+    start = split * keys_a_split
+    stop = jnp.minimum(start + keys_a_split, length)
+    blocks = ceil(jnp.maximum(stop - start, 0), KEYS)
+    most = largest_weight(v.dtype, n)
+    multiply = functools.partial(_product, interpret=interpret)
+
+    def first(i):  # of the block's keys; the cache's last block overlaps the one before
+        return jnp.minimum(start + i * KEYS, n - KEYS)
+
+    def fetch(source, target, there, i):
+        """Begin to copy block i, if there is one, to the slot that it takes in turn."""
+        slot, width = lax.rem(i, jnp.int32(stages)), target.shape[2]
+
+        @pl.when(i < blocks)
+        def _():
+            block = source.at[text, pl.ds(first(i), KEYS), pl.ds(head * width, width)]
+            plgpu.copy_gmem_to_smem(block, target.at[slot], there.at[slot])
+
+    def counts(i, shape, axis: int):
+        """Whether a key is of this block, along the axis."""
+        key = first(i) + plgpu.broadcasted_iota(jnp.int32, shape, axis)
+        return (key >= start + i * KEYS) & (key < stop)
+
+    def scores(i, slot):
+        s = _sums(jnp.zeros((KEYS, rows), jnp.float32))
+        for chunk in _chunks(d):
+            s = multiply(s, _first_factor(keys.at[slot, :, chunk]), _second_factor(tile.at[chunk]))
+        s = finite(s * scale[0])
+        return jnp.where(counts(i, s.shape, 0), s, jnp.full_like(s, -jnp.inf))
+
+    def add_values(i, slot, chunk, sums):
+        turned = _first_factor(values.at[slot, :, chunk].T)
+        # Memory past the lengths may be NaN, and 0 · NaN is NaN.
+        turned = jnp.where(counts(i, turned.shape, 1), turned, jnp.zeros_like(turned))
+        for part in weights:
+            sums = multiply(sums, turned, _second_factor(part))
+        return sums
+
+    def add_block(i, state):
+        m, denominator, numerator = state
+        slot = lax.rem(i, jnp.int32(stages))
+        plgpu.barrier_wait(keys_there.at[slot])
+        s = scores(i, slot)
+        pivot = jnp.maximum(m, jnp.max(s, axis=0))
+        weight = jnp.exp(finite(m) - finite(pivot))
+        p = jnp.exp(s - _columns(finite(pivot), s))
+        for target, part in zip(weights, split_float(p * (1 / most), v.dtype), strict=True):
+            target[...] = part
+        plgpu.commit_smem()  # the weights; and the keys have been read
+        fetch(k, keys, keys_there, i + stages)
+        plgpu.barrier_wait(values_there.at[slot])
+        numerator = tuple(
+            add_values(i, slot, chunk, x * _columns(weight, x))
+            for chunk, x in zip(_chunks(dv), numerator, strict=True)
+        )
+        plgpu.commit_smem()  # the values have been read
+        fetch(v, values, values_there, i + stages)
+        return pivot, denominator * weight + jnp.sum(p, axis=0), numerator
+
+    for i in range(stages):
+        fetch(k, keys, keys_there, jnp.int32(i))
+        fetch(v, values, values_there, jnp.int32(i))
+    for chunk in _chunks(d):
+        tile[chunk, :] = _load(q.at[text, head, chunk], plgpu.Layout.WGMMA)
+    plgpu.commit_smem()
+    m = _sums(jnp.full(rows, -jnp.inf, jnp.float32))
+    numerator = tuple(_sums(jnp.zeros((x.size, rows), jnp.float32)) for x in _chunks(dv))
+    state = m, jnp.zeros_like(m), numerator
+    m, denominator, numerator = lax.fori_loop(jnp.int32(0), blocks, add_block, state)
+    here = split, text, head
+    _store(m_out.at[here], m)
+    _store(d_out.at[here], denominator)
+    for chunk, x in zip(_chunks(dv), numerator, strict=True):
+        total = finite(x * most)
+        seen = _columns(denominator, total) != 0
+        _store(n_out.at[*here, chunk], jnp.where(seen, total, jnp.zeros_like(total)))
+
+
+# Reads, writes and products. Which thread holds which numbers Mosaic finds out by trial, in a long
+# program not in time. So it is said of all that others follow from: of sums, and of factors.
+
+
+def _chunks(d: int):
+    return [pl.ds(i, CHUNK) for i in range(0, d, CHUNK)]
+
+
+def _sums(x):
+    """An array as threads hold the sums of products; of one axis, as its columns are held."""
+    layout = plgpu.Layout.WGMMA
+    return plgpu.layout_cast(x, layout.reduce(0) if x.ndim == 1 else layout)
+
+
+def _columns(x, like):
+    """A number for each column of `like`."""
+    return _sums(lax.broadcast_in_dim(x, like.shape, [1]))
+
+
+def _first_factor(x):
+    return plgpu.load(x, layout=plgpu.Layout.MMA_LHS(x.dtype))
+
+
+def _second_factor(x):
+    return plgpu.load(x, layout=plgpu.Layout.MMA_RHS(x.dtype))
+
+
+def _product(sums, a, b, *, interpret: bool):
+    if interpret:
+        return sums + lax.dot(a, b, preferred_element_type=jnp.float32)
+    return plgpu.mma(sums, a, b)
+
+
+def _load(x, layout):
+    """An array that lies in global memory, each thread its own elements."""
+    return plgpu.load(x, layout=layout, optimized=False)
+
+
+def _store(target, x) -> None:
+    """The same the other way: since JAX 0.12 that is to be said."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(target, x, optimized=False)
+    else:
+        target[...] = x
+
+
+def main() -> None:
+    if why := missing():
+        print(why)
+        return
+    on = jax.devices()[0].device_kind if is_compiled() else "no GPU: interpreted, small"
+    print("on", on)
+    n = 65_536 if is_compiled() else 400
+    rng = np.random.default_rng(0)
+    shapes = (2, 1, 8, 128), (2, n, 2, 128), (2, n, 2, 128)
+    q, k, v = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
+    for name, options in (("all keys", {}), ("lengths", {"kv_lengths": jnp.array([n, n // 3])})):
+        found, plain = (
+            finalize(jax.jit(functools.partial(attend, implementation=f))(q, k, v, **options))
+            for f in (mosaic_attend, "blockwise")
+        )
+        close = all(np.allclose(*x, atol=1e-4) for x in zip(found, plain, strict=True))
+        print(f"{name}: allclose to blockwise: {close}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
