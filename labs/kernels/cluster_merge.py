@@ -1,12 +1,12 @@
 """Flash-Decoding in one kernel: the blocks of a cluster merge through each other's shared memory.
 
-    python examples/cluster_merge.py
+    python -m labs.kernels.cluster_merge
 
 An experiment for Hopper GPUs (H100, H200), for JAX 0.11.2 or newer. Each thread block of a cluster
 attends to a share of the keys and leaves its state in its shared memory. Then the states merge
 along a binary tree: in round r, block i reads the state of block i + 2ʳ where it lies, through what
 NVIDIA calls distributed shared memory. Only the cluster's one state goes to global memory, where
-split-K kernels (`implementation="pallas"`) put all states, for a second kernel to merge.
+split-K kernels (split_k.py) put all states, for a second kernel to merge.
 
 Without such a GPU, Pallas interprets the kernel, slowly, and watches for races.
 """
@@ -23,6 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 import treeattn
+from labs.kernels.split_k import split_k_attend
 from treeattn import AttentionState, reduce_tree
 
 try:
@@ -289,7 +290,7 @@ def main() -> None:
     close = np.allclose(treeattn.finalize(state)[0], exact, atol=1e-4)
     print(f"{n} keys, {CLUSTER} blocks a head, allclose to float64: {close}")
     two = functools.partial(cluster_attend, clusters=2)
-    split = functools.partial(treeattn.attend, implementation="pallas")
+    split = functools.partial(treeattn.attend, implementation=split_k_attend)
     for n in (4096, 16384, 65536, 262144) if hopper else ():
         times = [1e6 * seconds(f, *draw(32, n, 8)) for f in (cluster_attend, two, split)]
         print(f"{n:7} keys, µs: {times[0]:.1f}; two clusters a head {times[1]:.1f}; ", end="")

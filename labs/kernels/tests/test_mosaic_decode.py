@@ -64,6 +64,6 @@ def test_an_older_jax_is_told():
     if not (why := mosaic_decode.missing()):
         pytest.skip("this JAX has Mosaic")
     q, k, v = inputs(1, 1, 2, 1, 64, 64, 64, "float16")
-    with pytest.raises(ValueError, match="needs JAX 0.11.2 or newer"):
+    with pytest.raises(ValueError, match=r"needs JAX 0\.11\.2 or newer"):
         mosaic_attend(q, k, v, scale=1.0)
     assert jax.__version__ in why

@@ -199,10 +199,10 @@ def test_over_devices(decode):
 
 def test_what_is_refused(unchecked):
     wide = [jnp.ones((1, 1, 1, 257), jnp.float32)] * 3
-    with pytest.raises(ValueError, match="^q: .* head_dim up to 256, got 257"):
+    with pytest.raises(ValueError, match=r"^q: .* head_dim up to 256, got 257"):
         eager(*wide)
     many = [jax.ShapeDtypeStruct((1 << 16, 1, 1, 16), jnp.float32)] * 3
-    with pytest.raises(ValueError, match="^q: .* at most 65535 rows, got 65536"):
+    with pytest.raises(ValueError, match=r"^q: .* at most 65535 rows, got 65536"):
         jax.eval_shape(eager, *many)
 
 

@@ -1,0 +1,197 @@
+"""What the kernels do on a GPU: are they right, and how fast are they? One command, `make gpu`.
+
+    python -m labs.kernels.gpu                     all parts; under ten minutes
+    python -m labs.kernels.gpu correct local       only these
+    python -m labs.kernels.gpu --times 3           with three times as long for each part
+    python -m labs.kernels.gpu --smoke             the same end to end, small, on whatever there is
+
+It needs a JAX for CUDA, NumPy and jaxtyping. Each part is a process of its own with a time limit of
+its own, and every line that it finds is written at once: labs/kernels/results/gpu-<device>.json,
+with a table (.md). Beside what an H100 or H200 measures stands what was predicted before any was at
+hand. A part that cannot run, or is stopped, says why. The exit status is 0, or 1 where a result is
+wrong, or 2 where all are right but a part failed or was stopped.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import queue
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+# name -> (seconds, what it finds out)
+PARTS = {
+    "device": (60, "what there is, and how fast it reads memory"),
+    "correct": (240, "every kernel against float64"),
+    "local": (150, "one query over 4k to 1M keys, by kernel"),
+    "cluster": (70, "a merge within a cluster of thread blocks against a second kernel"),
+    "tree": (60, "tree_decode over all devices against the kernel alone"),
+}
+# Bytes a second that a kernel over a long cache may read, by estimate: nothing was run.
+BANDWIDTH = {"H100": 3.0e12, "H200": 4.3e12}
+START = 2.0, 2.7  # µs that each of a call's two kernels takes besides, by estimate
+
+
+def predicted(row: dict, device: str) -> dict:
+    """The row, beside what was measured what had been predicted of split-K on that device."""
+    name = next((name for name in BANDWIDTH if name in device), None)
+    if name is None or row.get("kernel") != "split-K" or row.get("dtype") != "bfloat16":
+        return row
+    if "µs" not in row or "bytes" not in row:
+        return row
+    read = 1e6 * row["bytes"] / BANDWIDTH[name]
+    return row | {"µs predicted": f"{read + 2 * START[0]:.0f} to {1.05 * read + 2 * START[1]:.0f}"}
+
+
+def environment(smoke: bool) -> dict[str, str]:
+    """Of a part: this one's, with the checkout within reach."""
+    path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    own = {} if smoke else {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    return own | os.environ | {"PYTHONPATH": path}
+
+
+def run_part(name: str, smoke: bool, seconds: float, found) -> dict:
+    """Run a part in a process; found(row) is called for each line as it comes.
+
+    Returns {"status", "seconds"}: "done", or why it is not.
+    """
+    command = [sys.executable, "-m", "labs.kernels.gpu_parts", name, "--seconds", str(seconds - 5)]
+    began = time.monotonic()
+    process = subprocess.Popen(
+        [*command, *(["--smoke"] if smoke else [])],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(smoke),
+    )
+    lines: queue.Queue = queue.Queue()
+    errors: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: [lines.put(line) for line in process.stdout], daemon=True),
+        threading.Thread(target=lambda: errors.extend(process.stderr), daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    status = None
+    while status is None:
+        try:
+            line = lines.get(timeout=0.1)
+        except queue.Empty:
+            if time.monotonic() - began > seconds:
+                process.kill()
+                status = f"stopped after {seconds:.0f} s"
+            elif process.poll() is not None and not threads[0].is_alive() and lines.empty():
+                threads[1].join(timeout=5)
+                status = "done" if process.returncode == 0 else failure(process, errors)
+        else:
+            if line.startswith("{"):
+                found(json.loads(line))
+    process.wait()
+    return {"status": status, "seconds": round(time.monotonic() - began, 1)}
+
+
+def failure(process, errors: list[str]) -> str:
+    """Why a process ended as it did: the last line of what it said."""
+    said = [line.strip() for line in errors if line.strip() and not line.startswith("---")]
+    raised = [line for line in said if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+    last = (raised or said or [f"exit status {process.returncode}"])[-1][:300]
+    return f"could not run: {last}" if raised else last
+
+
+def table(rows: list[dict]) -> list[str]:
+    """Markdown: a column for each field that any row has."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    for row in rows:
+        lines.append("| " + " | ".join(str(row.get(name, "")) for name in columns) + " |")
+    return [*lines, ""]
+
+
+def report(results: dict) -> str:
+    """The page of what was found."""
+    device = device_of(results)
+    lines = [f"# {device}, {results['date']}", ""]
+    lines += ["A rehearsal with small sizes: its times say nothing.", ""] * results["smoke"]
+    for name, part in results["parts"].items():
+        lines += [f"## {name}", "", f"{part['status']}, {part.get('seconds', 0)} s.", ""]
+        rows = [predicted(row, device) for row in part["rows"]]
+        if name == "correct":
+            right = [row for row in rows if row.get("ok")]
+            asked = [row for row in rows if "ok" in row]
+            lines += [f"{len(right)} of {len(asked)} agree with float64.", ""]
+            rows = [row for row in rows if row not in right]  # what is wrong, or was not run
+        for what in dict.fromkeys(row.get("what", "") for row in rows):
+            lines += table([row for row in rows if row.get("what", "") == what])
+    return "\n".join(lines)
+
+
+def device_of(results: dict) -> str:
+    rows = results["parts"].get("device", {}).get("rows", [])
+    return next((row["device"] for row in rows if "device" in row), "unknown")
+
+
+def write(results: dict, folder: Path) -> Path:
+    """The results so far, and their page."""
+    name = re.sub(r"[^a-z0-9]+", "-", device_of(results).lower()).strip("-")
+    path = folder / f"gpu-{name}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    path.with_suffix(".md").write_text(report(results), encoding="utf-8")
+    return path
+
+
+def verdict(parts: dict) -> int:
+    """The exit status, as the module's docstring has it; what is not as it should be is printed."""
+    rows = [row for part in parts.values() for row in part["rows"]]
+    wrong = [row for row in rows if row.get("ok") is False]
+    if wrong:
+        print(f"{len(wrong)} results are wrong")
+    cut = [name for name, part in parts.items() if part["status"] != "done"]
+    if cut:
+        print(f"incomplete: {', '.join(cut)}; `--times N` gives each part N times as long")
+    return 1 if wrong else 2 if cut else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all when left out")
+    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--times", type=float, default=1, metavar="N", help="as long for each part")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="a folder")
+    args = parser.parse_args()
+    if unknown := [name for name in args.parts if name not in PARTS]:
+        parser.error(f"parts: expected some of {', '.join(PARTS)}, got {unknown[0]}")
+    if importlib.util.find_spec("jax") is None:
+        parser.error(f"{sys.executable} has no jax: say `make gpu PYTHON=...`")
+    results: dict = {"smoke": args.smoke, "date": time.strftime("%Y-%m-%d"), "parts": {}}
+    # What the device is called names the file: that part comes first, whatever is asked for.
+    for name in [x for x in PARTS if x == "device" or x in (args.parts or PARTS)]:
+        limit, what = PARTS[name]
+        limit *= args.times * (4 if args.smoke else 1)  # a rehearsal may be on a small machine
+        print(f"{name}: {what} (at most {limit:.0f} s)", flush=True)
+        part = results["parts"][name] = {"status": "running", "rows": []}
+
+        def found(row, part=part):
+            part["rows"].append(row)
+            write(results, args.results)
+            row = predicted(row, device_of(results))
+            print("   ", ", ".join(f"{k} {x}" for k, x in row.items() if x != ""), flush=True)
+
+        part |= run_part(name, args.smoke, limit, found)
+        path = write(results, args.results)
+        print(f"    {part['status']}, {part['seconds']} s", flush=True)
+    print(f"written: {path}, {path.with_suffix('.md').name}")
+    return verdict(results["parts"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,209 @@
+"""The parts of gpu.py, which starts this module once for each of them.
+
+A part yields lines, dicts that are printed as JSON when they are there.
+"""
+
+import argparse
+import functools
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from labs.kernels import cluster_merge
+from labs.kernels.gpu_checks import KERNELS, METHODS, cannot_run, correct, one_line
+from labs.kernels.split_k import split_k_attend
+from treeattn import attend, attention, finalize, kv_mesh, simulate_devices, tree_decode
+
+HEADS, DIM = 32, 128
+IN_CACHE = 1 << 28  # bytes: no GPU's L2 holds a quarter of them
+
+
+def room() -> float:
+    """Bytes that the device's memory holds."""
+    stats = jax.devices()[0].memory_stats()
+    return (stats or {}).get("bytes_limit", 4e9)
+
+
+def device(smoke: bool) -> Iterator[dict]:
+    first = jax.devices()[0]
+    yield {
+        "device": first.device_kind if first.platform != "cpu" else "cpu",
+        "compute capability": str(getattr(first, "compute_capability", "none")),
+        "devices": len(jax.devices()),
+        "jax": jax.__version__,
+        "python": sys.version.split()[0],
+        "memory GB": room() / 1e9,
+        "cannot run": cannot_run(),
+    }
+    yield {"what": "read", "GB/s": read_bandwidth(smoke) / 1e9}
+
+
+# Times: of the fastest of a few rounds of many calls, the host waiting at the end only.
+
+
+def seconds(f, *arguments, calls: int = 10, rounds: int = 5) -> float:
+    """Of one call."""
+    jax.block_until_ready(f(*arguments))
+    times = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        for _ in range(calls):
+            done = f(*arguments)  # one result at a time is alive
+        jax.block_until_ready(done)
+        times.append((time.perf_counter() - began) / calls)
+    return min(times)
+
+
+def read_bandwidth(smoke: bool) -> float:
+    """Bytes per second of a program that only reads, as a kernel over a cache does nearly."""
+    n = 1 << 18 if smoke else min(1 << 28, int(room() / 40))
+    x = jax.random.normal(jax.random.key(0), (n,), jnp.float32)
+    return x.nbytes / seconds(jax.jit(jnp.max), x)
+
+
+def random_pairs(shape, dtype, most: int) -> list[tuple]:
+    """Keys and values, each array its own; so many pairs, at most, as the L2 cannot hold."""
+    size = 2 * np.prod(shape) * jnp.dtype(dtype).itemsize
+    count = int(max(1, min(most, -(-IN_CACHE // size), 0.6 * room() // size)))
+    draw = jax.jit(lambda key: jax.random.normal(key, shape, dtype))
+    keys = jax.random.split(jax.random.key(0), 2 * count)
+    return [(draw(keys[2 * i]), draw(keys[2 * i + 1])) for i in range(count)]
+
+
+def call_seconds(f, q, pairs, *, calls: int, smoke: bool) -> float:
+    """Of one of about so many calls in a program, each with a query that waits for the last.
+
+    What it takes to start a program, longer than many a kernel, is shared by all; and a pair has
+    left the GPU's L2 when its turn comes again.
+    """
+    times = 1 if smoke else -(-calls // len(pairs))
+
+    @jax.jit
+    def run(q, pairs):
+        def once(_, q):
+            for k, v in pairs:
+                q = q + 0 * f(q, k, v).astype(q.dtype)
+            return q
+
+        return jax.lax.fori_loop(0, times, once, q)
+
+    few = {"calls": 1, "rounds": 1} if smoke else {"calls": 2}
+    return seconds(run, q, pairs, **few) / (times * len(pairs))
+
+
+# dtype, kernels: what decides first, and what takes long to compile last
+LOCAL = (
+    ("bfloat16", ("split-K", "Mosaic")),
+    ("float32", ("split-K",)),
+    ("bfloat16", ("flash", "cuDNN", "blockwise")),
+)
+
+
+def cudnn(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
+
+
+def local(smoke: bool) -> Iterator[dict]:
+    """One query of 32 heads on 8 key heads over a long cache."""
+    ceiling = read_bandwidth(smoke)
+    fs = {name: functools.partial(attention, implementation=f) for name, f in KERNELS.items()}
+    fs["cuDNN"] = cudnn
+    for dtype, names in LOCAL:
+        q = jnp.ones((1, 1, HEADS, DIM), dtype)
+        for n in [256] if smoke else [2**i for i in range(12, 21, 2)]:
+            shape = 1, n, 8, DIM
+            size = int(2 * np.prod(shape)) * jnp.dtype(dtype).itemsize
+            pairs = random_pairs(shape, dtype, 2 if smoke else 16)
+            for name in names:
+                row = {"what": "local", "kernel": name, "dtype": dtype, "keys": n, "bytes": size}
+                try:
+                    t = call_seconds(fs[name], q, pairs, calls=16, smoke=smoke)
+                    row |= {"µs": 1e6 * t, "share of read": size / t / ceiling}
+                except Exception as error:  # whatever a kernel says, the rest goes on
+                    row["why not"] = one_line(error)
+                yield row
+            del pairs
+
+
+def cluster(smoke: bool) -> Iterator[dict]:
+    """One kernel that merges within clusters of thread blocks against split-K's two or more."""
+    why = cluster_merge.missing()
+    if not why and not smoke and not cluster_merge.on_hopper():
+        why = f"only Hopper GPUs run it, and this is {jax.devices()[0].device_kind}"
+    if why:
+        yield {"what": "cluster", "why not": why}
+        return
+    split_k = functools.partial(attend, implementation=split_k_attend)
+    in_cluster = functools.partial(cluster_merge.cluster_attend, cluster=2 if smoke else 8)
+    for n in (256,) if smoke else (2**12, 2**16, 2**18):
+        q, k, v = cluster_merge.draw(4, n, 1, 64) if smoke else cluster_merge.draw(HEADS, n, 8)
+        expected = finalize(jax.jit(split_k)(q, k, v))[0]
+        program = jax.jit(in_cluster)
+        runs = 1 if smoke else 300  # whether a race moves a bit
+        with cluster_merge.interpreted() if smoke else nullcontext():
+            states = [jax.block_until_ready(program(q, k, v)) for _ in range(1 + runs)]
+        pairs = [zip(states[0], x, strict=True) for x in states[1:]]
+        same = all(bool(jnp.array_equal(x, y)) for pair in pairs for x, y in pair)
+        off = float(jnp.abs(finalize(states[0])[0] - expected).max())
+        yield {"what": "cluster", "keys": n, "runs": runs, "off": off, "ok": same and off < 1e-3}
+        for name, f in {} if smoke else {"split-K": split_k, "cluster": in_cluster}.items():
+            t = cluster_merge.seconds(f, q, k, v)
+            yield {"what": "cluster", "kernel": name, "keys": n, "µs": 1e6 * t}
+
+
+def tree(smoke: bool) -> Iterator[dict]:
+    """tree_decode on a mesh of all devices, and the kernel alone on as many keys as one has."""
+    p = len(jax.devices())
+    along = NamedSharding(kv_mesh(), P(None, "kv"))
+    q = jnp.ones((1, 1, HEADS, DIM), jnp.bfloat16)
+    for n in (512,) if smoke else (2**14, 2**16, 2**18):
+        pairs = random_pairs((1, n, 8, DIM), q.dtype, 2 if smoke else 4)
+        alone = functools.partial(attention, implementation=split_k_attend)
+        t = call_seconds(alone, q, pairs, calls=8, smoke=smoke)
+        yield {"what": "alone", "keys a device": n, "µs": 1e6 * t}
+        spread = jax.jit(lambda x: jnp.tile(x, (1, p, 1, 1)), out_shardings=along)
+        pairs = [tuple(map(spread, pair)) for pair in pairs]
+        for method in METHODS if p > 1 and not smoke else METHODS[:1]:
+            options = {"sharding": along, "method": method, "implementation": split_k_attend}
+            merged = call_seconds(
+                functools.partial(tree_decode, **options), q, pairs, calls=8, smoke=smoke
+            )
+            row = {"what": "tree", "keys a device": n, "devices": p, "method": method}
+            yield row | {"µs": 1e6 * merged, "overhead": merged / t - 1}
+        del pairs
+
+
+PARTS = {"device": device, "correct": correct, "local": local, "cluster": cluster, "tree": tree}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--smoke", action="store_true")
+    args = parser.parse_args()
+    began = time.monotonic()
+    if args.smoke:  # blocks that are interpreted hold a thread each, of as many as devices
+        simulate_devices(8 if args.part == "cluster" else 2)
+    elif jax.default_backend() != "gpu":
+        raise RuntimeError(f"JAX finds no GPU here, its devices are {jax.devices()}")
+    for row in PARTS[args.part](args.smoke):
+        print(json.dumps({k: _plain(x) for k, x in row.items()}), flush=True)
+        if time.monotonic() - began > args.seconds:
+            sys.exit(f"stopped: the rest would take more than {args.seconds:.0f} s")
+
+
+def _plain(x):
+    return float(f"{x:.4g}") if isinstance(x, float | np.floating) else x
+
+
+if __name__ == "__main__":
+    main()

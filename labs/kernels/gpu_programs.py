@@ -1,0 +1,142 @@
+"""What GPUs would be given to run, compiled without one of them: `make gpu-programs`.
+
+    python -m labs.kernels.gpu_programs labs/kernels/results/gpu_programs.md
+
+XLA compiles for a described GPU as for a present one, NVIDIA's assembler included. That shows
+whether a kernel compiles, how many kernels a call starts, what they leave in memory between them,
+and what eight H100s would send each other; not how long anything takes, nor that it is right.
+"""
+
+import functools
+import re
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from labs.kernels import cluster_merge
+from labs.kernels.described_gpus import H100, SHARED, described, h100s, like_an_h100
+from labs.kernels.mosaic_decode import mosaic_attend
+from labs.kernels.split_k import split_k_attend
+from treeattn import attend, collectives, ring_decode, tree_decode
+
+GPUS = {(9, 0): "H100", (10, 0): "B200", (8, 0): "A100", (8, 9): "L4", (12, 0): "RTX PRO 6000"}
+CASES = {  # queries, heads, key heads, head_dim, keys, dtype
+    "bfloat16, 4,096 keys": (1, 32, 8, 128, 4096, jnp.bfloat16),
+    "bfloat16, 65,536 keys": (1, 32, 8, 128, 65_536, jnp.bfloat16),
+    "float16, 64 queries": (64, 32, 8, 128, 65_536, jnp.float16),
+    "float32, heads of 256": (1, 16, 8, 256, 65_536, jnp.float32),
+}
+METHODS = "allreduce", "butterfly", "gather", "all_to_all"
+KEYS = 65_536  # of a cache in eight shards
+
+
+def gpu(capability: tuple[int, int]) -> jax.Device:
+    """A described GPU of that compute capability, one of `GPUS`."""
+    return described(H100, 1)[0] if capability == (9, 0) else like_an_h100(*capability)
+
+
+def compiled(f, device, *shapes, dtype=jnp.bfloat16, **options):
+    """The program of f over arrays of those shapes on the described device."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape in shapes]
+    options = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        for name, x in options.items()
+    }
+    about = jax.sharding.AbstractDevice(device.device_kind, 132, "cuda")
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=auto, abstract_device=about)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.jit(f).trace(*arrays, **options).lower().compile()
+
+
+def kernels(program) -> list[str]:
+    """The lines of a program's text that start a kernel."""
+    entry = program.as_text().split("\nENTRY ")[1].split("\n}")[0]
+    return [x for x in entry.splitlines() if re.search(r" (fusion|custom-call|copy)\(", x)]
+
+
+def state_of(implementation):
+    return functools.partial(attend, implementation=implementation)
+
+
+def decoding(f, device, l, h, h_kv, d, n, dtype):
+    """The program of the state of l queries over n keys."""
+    return compiled(f, device, (1, l, h, d), (1, n, h_kv, d), (1, n, h_kv, d), dtype=dtype)
+
+
+def kernel_table() -> Iterator[str]:
+    """The lines of the first table: kernels of a call, by GPU."""
+    yield "| for | case | by | kernels | temporary, kB |"
+    yield "|---|---|---|---|---|"
+    for capability, name in GPUS.items():
+        device = gpu(capability)
+        for case, (l, h, h_kv, d, n, dtype) in CASES.items():
+            ways = {"split-K": state_of(split_k_attend)}
+            if capability == (9, 0) and dtype == jnp.bfloat16:
+                ways |= {"Mosaic": state_of(mosaic_attend)}
+                ways |= {"a cluster of 8": cluster_merge.cluster_attend}
+            for way, f in ways.items():
+                program = decoding(f, device, l, h, h_kv, d, n, dtype)
+                held = program.memory_analysis().temp_size_in_bytes / 1e3
+                yield f"| {name} | {case} | {way} | {len(kernels(program))} | {held:,.0f} |"
+
+
+def sharded(decode, devices, **options):
+    """The program of one decoded token of 16 heads on 8 key heads of 128 over eight shards."""
+    mesh = Mesh(np.array(devices), ("kv",))
+    along, whole = NamedSharding(mesh, P(None, "kv")), NamedSharding(mesh, P())
+    k = jax.ShapeDtypeStruct((1, KEYS, 8, 128), jnp.bfloat16, sharding=along)
+    q = jax.ShapeDtypeStruct((1, 1, 16, 128), jnp.bfloat16, sharding=whole)
+    # An abstract mesh: the kernel is chosen while the program is compiled for its devices.
+    sharding = NamedSharding(mesh.abstract_mesh, P(None, "kv"))
+    f = functools.partial(decode, sharding=sharding, implementation=split_k_attend, **options)
+    return jax.jit(f).lower(q, k, k).compile()
+
+
+def message_table(devices) -> Iterator[str]:
+    """The lines of the second table: what a device of eight puts in."""
+    yield "| by | collectives | bytes a device puts in |"
+    yield "|---|---|---|"
+    ways = {f"tree, {x}": functools.partial(tree_decode, method=x) for x in METHODS}
+    for name, decode in (ways | {"ring": ring_decode}).items():
+        found = collectives(sharded(decode, devices))
+        count = sum(c.count for c in found)
+        yield f"| {name} | {count} | {sum(c.count * c.operand_bytes for c in found):,} |"
+
+
+def main() -> None:
+    try:
+        devices = h100s(8)
+    except NotImplementedError as missing:
+        sys.exit(str(missing))
+    lines = [
+        "# Programs for GPUs that are not there",
+        "",
+        f"Compiled without a GPU by jax {jax.__version__} and "
+        f"nvidia-cuda-nvcc {version('nvidia-cuda-nvcc')} (`make gpu-programs`). Nothing was run.",
+        "",
+        "The *state* of one query, or 64: 32 heads on 8 key heads of 128, or 16 of 256.",
+        "",
+    ]
+    for line in kernel_table():
+        lines.append(line)
+        print(line, flush=True)
+    lines += ["", "Eight H100s, one query of 16 heads on 8 key heads of 128, 65,536 keys.", ""]
+    for line in message_table(devices):
+        lines.append(line)
+        print(line, flush=True)
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    assert set(GPUS) == {(9, 0), *SHARED}
+    main()

@@ -1,0 +1,40 @@
+"""Programs for described GPUs, where JAX's compiler for them is installed: no GPU."""
+
+import jax.numpy as jnp
+import pytest
+
+from labs.kernels import gpu_programs
+from labs.kernels.described_gpus import h100s
+from labs.kernels.split_k import split_k_attend
+from treeattn import collectives
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def devices():
+    try:
+        return h100s(8)
+    except NotImplementedError as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.mark.parametrize("capability", gpu_programs.GPUS, ids=str)
+def test_the_state_compiles_for_every_gpu(capability, devices):
+    """The widest there is, with a mask, a bias and lengths; some GPUs have 99 KiB a block."""
+    options = {
+        "mask": jnp.ones((1, 1, 1, 8192), bool),
+        "bias": jnp.zeros((1, 4, 1, 8192), jnp.float32),
+        "kv_lengths": jnp.ones(1, jnp.int32),
+    }
+    f = gpu_programs.state_of(split_k_attend)
+    shapes = (1, 1, 4, 256), (1, 8192, 1, 256), (1, 8192, 1, 256)
+    device = gpu_programs.gpu(capability)
+    program = gpu_programs.compiled(f, device, *shapes, dtype=jnp.float32, **options)
+    assert program.as_text().count("__gpu$xla.gpu.triton") == 2
+
+
+def test_what_a_tree_sends_does_not_depend_on_the_kernel(devices):
+    found = collectives(gpu_programs.sharded(gpu_programs.tree_decode, devices))
+    assert sum(c.count for c in found) == 2  # XLA joins the two sums
+    assert sum(c.count * c.operand_bytes for c in found) == 4 * 16 * (128 + 2)
