@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
-from treeattn_llama import Llama
 
 from figures.canvas import styled
 from figures.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, new_figure
 from treeattn import attend, finalize
+from treeattn_llama import Llama
 
 TEXT = (
     "As every child knows, Paris is the capital of France, and the river Seine runs through it. "
