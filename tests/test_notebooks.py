@@ -1,5 +1,6 @@
 """What nbval does not notice: cells never executed, stored errors, notebooks too large to show."""
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -39,6 +40,16 @@ def code_cells(content) -> list[dict]:
 
 def test_there_are_notebooks():
     assert len(MAIN_ROAD) == 11 and DEEPER and BESIDE
+
+
+def test_what_make_run_executes():
+    path = REPOSITORY / "notebooks" / "execute.py"
+    spec = importlib.util.spec_from_file_location("execute", path)
+    execute = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(execute)
+    assert execute.chosen([], everything=False) == MAIN_ROAD
+    assert sorted(execute.chosen([], everything=True)) == sorted([*MAIN_ROAD, *DEEPER, *BESIDE])
+    assert execute.chosen(["05", str(DEEPER[0])], everything=False) == [MAIN_ROAD[5], DEEPER[0]]
 
 
 def test_every_cell_was_executed_in_order(notebook):
