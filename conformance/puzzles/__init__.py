@@ -13,7 +13,6 @@ from figures.mass import draw_lever
 from figures.style import BLUE, GREY, INK, ORANGE, PALE, RED
 from treeattn_conformance import (
     Report,
-    Result,
     check_merge,
     check_packed_loss,
     check_scan,
@@ -23,6 +22,7 @@ from treeattn_conformance import (
 )
 from treeattn_conformance import merge as reference_merge
 from treeattn_conformance.packing import Packing, right_pass, weighted
+from treeattn_conformance.report import Result
 from treeattn_conformance.scans import Joined, join
 from treeattn_conformance.tiny_model import loss_and_gradients
 from treeattn_conformance.token_trees import tree_mask

@@ -16,7 +16,8 @@ from treeattn_conformance.__main__ import main
 from treeattn_conformance.attention import attention_cases
 from treeattn_conformance.judging import TOLERANCES
 from treeattn_conformance.kernel_mistakes import kernel_mistakes
-from treeattn_conformance.merging import merge_cases, merge_mistakes
+from treeattn_conformance.merge_mistakes import merge_mistakes
+from treeattn_conformance.merging import merge_cases
 from treeattn_conformance.rounding import rounded
 
 DTYPES = tuple(TOLERANCES)

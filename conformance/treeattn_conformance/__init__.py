@@ -18,12 +18,13 @@ from .attention import check_attention
 from .axes import AXES
 from .invariance import check_invariance
 from .kernel_mistakes import KERNEL_CURES
-from .merging import MERGE_CURES, check_merge
+from .merge_mistakes import MERGE_CURES
+from .merging import check_merge
 from .outcomes import law
 from .packed_loss import check_packed_loss, separate_rows
 from .packing import PACKING_FINGERPRINTS
 from .reference import attend, merge
-from .report import Report, Result
+from .report import Report
 from .rounding import bfloat16
 from .scans import SCAN_FINGERPRINTS, check_scan
 from .steps import run_step
@@ -45,7 +46,6 @@ CURES = {
 __all__ = [
     "CURES",
     "Report",
-    "Result",
     "attend",
     "bfloat16",
     "check_attention",
