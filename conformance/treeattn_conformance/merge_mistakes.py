@@ -100,16 +100,10 @@ def each_way(merge_any: Callable) -> tuple[Callable, ...]:
 def merge_mistakes() -> Iterator[Mistake]:
     """Known mistakes; several for one that has several forms."""
     yield from SIGNS
-    for name, wrong in _wrong_merges():
-        yield Mistake(name, wrong)
-
-
-def _wrong_merges() -> Iterator[tuple[str, Callable]]:
-    yield from _of_no_keys()
-    yield from _of_pivots()
-    yield from _of_weights()
-    yield from _of_lse()
-    yield from _of_axes()
+    families = (_of_no_keys, _of_pivots, _of_weights, _of_lse, _of_rounding, _of_epsilons, _of_axes)
+    for family in families:
+        for name, wrong in family():
+            yield Mistake(name, wrong)
 
 
 def _of_no_keys():
@@ -214,93 +208,80 @@ def _of_weights():
 
 
 def _of_lse():
-    def epsilon_in_the_sum(parts, epsilon, also_in_lse):
-        out, lse = merge(parts)
-        share = 1 / (1 + epsilon * np.exp(-lse))  # of d / (d + ε)
-        return out * share[..., None], np.log(np.exp(lse) + epsilon) if also_in_lse else lse
-
-    def epsilon_after_the_pivot(parts, epsilon):
-        out, lse = merge(parts)
-        m = np.stack([x[1] for x in _clean(parts)]).max(axis=0)
-        pivot = np.where(np.isneginf(m), 0, m)
-        with_epsilon = pivot + np.log(np.exp(lse - pivot) + epsilon)
-        return out * np.exp(lse - with_epsilon)[..., None], with_epsilon
-
-    def added(parts, *, also_in_out, read, dtype):
-        """read: what an lse counts for in the sum."""
+    def added(parts, *, also_in_out, kept, dtype):
+        """The sum of all lse; where only finite ones are kept, no keys are left out of it."""
         parts = [(out, np.asarray(lse, dtype)) for out, lse in parts]
-        total = sum(read(lse) for _, lse in parts)
-        none = np.all([np.isinf(lse) for _, lse in parts], axis=0)
-        total = np.where(none, -np.inf, total) if read is _finite else total
-        pairs = parts if read is _as_it_is else _clean(parts)
-        shift = np.where(np.isneginf(total), 0, total) if read is _finite else total
-        out = sum(o * np.exp(lse - shift)[..., None] for o, lse in pairs)
+        total = sum(np.where(np.isinf(lse) & kept, 0, lse) for _, lse in parts)
+        pivot = total
+        if kept:
+            parts = _clean(parts)
+            total = np.where(np.all([np.isinf(lse) for _, lse in parts], axis=0), -np.inf, total)
+        out = sum(out * np.exp(lse - pivot)[..., None] for out, lse in parts)
         return out if also_in_out else merge(parts)[0], total
 
-    def rounded_result(parts, dtype):
-        out, lse = merge(parts)
-        return out, rounded(lse, dtype)
+    def in_base(parts, factor):
+        return merge([(out, lse * factor) for out, lse in parts])
 
-    def rounded_lse(parts, dtype, back):
-        out, lse = merge([(o, rounded(x, dtype)) for o, x in parts])
-        return out, {"all": rounded(lse, dtype), "read": lse, "out": merge(parts)[1]}[back]
-
-    def without_maximum(parts):
+    def of_maximum(parts, left):
+        """lse is the maximum alone, or what is left of it."""
         out, lse = merge(parts)
         m = np.stack([x[1] for x in _clean(parts)]).max(axis=0)
-        return out, np.where(np.isneginf(m), -np.inf, lse - m)
-
-    def in_base(parts, factor):
-        out, lse = merge([(o, lse * factor) for o, lse in parts])
-        return out, lse
+        return out, np.where(np.isneginf(m), m, lse - m) if left else m
 
     ln2 = np.log(2)
     yield "log base 2", lambda parts: (merge(parts)[0], merge(parts)[1] / ln2)
     yield "log base 2", functools.partial(in_base, factor=ln2)
     yield "log base 2", functools.partial(in_base, factor=1 / ln2)
     yield "log base 2", lambda parts: (in_base(parts, ln2)[0], in_base(parts, ln2)[1] / ln2)
-    for read in (_as_it_is, _no_keys_read, _finite):
-        for also_in_out, dtype in itertools.product((True, False), ("float32", "float64")):
-            wrong = functools.partial(added, also_in_out=also_in_out, read=read, dtype=dtype)
-            yield "lse + block_lse", wrong
-            yield "lse + block_lse", in_turn(wrong)
-    yield "lse without its maximum", without_maximum
-    yield (
-        "lse is the maximum",
-        lambda parts: (merge(parts)[0], np.stack([x[1] for x in _clean(parts)]).max(axis=0)),
-    )
+    for flags in itertools.product((True, False), (True, False), ("float32", "float64")):
+        options = dict(zip(("also_in_out", "kept", "dtype"), flags, strict=True))
+        wrong = functools.partial(added, **options)
+        yield "lse + block_lse", wrong
+        yield "lse + block_lse", in_turn(wrong)
+    yield "lse without its maximum", functools.partial(of_maximum, left=True)
+    yield "lse is the maximum", functools.partial(of_maximum, left=False)
+
+
+def _of_rounding():
+    def of_outs(parts, dtype):
+        return merge([(rounded(np.float32(out), dtype), lse) for out, lse in parts])
+
+    def of_result(parts, dtype):
+        out, lse = merge(parts)
+        return out, rounded(lse, dtype)
+
+    def of_lse(parts, dtype, back):
+        out, lse = merge([(o, rounded(x, dtype)) for o, x in parts])
+        return out, {"all": rounded(lse, dtype), "read": lse, "out": merge(parts)[1]}[back]
+
     for dtype in ("bfloat16", "float16"):
-        rounded_parts = functools.partial(_with_rounded_outs, dtype=dtype)
-        for wrong in each_way(rounded_parts):
+        for wrong in each_way(functools.partial(of_outs, dtype=dtype)):
             yield "sums in 16 bits", wrong
         for back in ("all", "read", "out"):
-            yield f"lse in {dtype}", functools.partial(rounded_lse, dtype=dtype, back=back)
-        carried = functools.partial(rounded_result, dtype=dtype)
-        read = functools.partial(rounded_lse, dtype=dtype, back="all")
-        for two in (carried, read):
-            yield f"lse in {dtype}", in_turn(two)
-            yield f"lse in {dtype}", in_pairs(two)
+            yield f"lse in {dtype}", functools.partial(of_lse, dtype=dtype, back=back)
+        for two in (of_result, functools.partial(of_lse, back="all")):
+            yield f"lse in {dtype}", in_turn(functools.partial(two, dtype=dtype))
+            yield f"lse in {dtype}", in_pairs(functools.partial(two, dtype=dtype))
+
+
+def _of_epsilons():
+    def in_the_sum(parts, epsilon, also_in_lse):
+        out, lse = merge(parts)
+        share = 1 / (1 + epsilon * np.exp(-lse))  # of d / (d + ε)
+        return out * share[..., None], np.log(np.exp(lse) + epsilon) if also_in_lse else lse
+
+    def after_the_pivot(parts, epsilon):
+        out, lse = merge(parts)
+        m = np.stack([x[1] for x in _clean(parts)]).max(axis=0)
+        pivot = np.where(np.isneginf(m), 0, m)
+        with_epsilon = pivot + np.log(np.exp(lse - pivot) + epsilon)
+        return out * np.exp(lse - with_epsilon)[..., None], with_epsilon
+
     for epsilon in 10.0 ** np.arange(-16, -2):
-        for also in (False, True):
-            options = {"epsilon": epsilon, "also_in_lse": also}
-            yield "epsilon in the sum", functools.partial(epsilon_in_the_sum, **options)
-        yield "epsilon in the sum", functools.partial(epsilon_after_the_pivot, epsilon=epsilon)
-
-
-def _as_it_is(lse):
-    return lse
-
-
-def _no_keys_read(lse):
-    return np.where(np.isinf(lse), -np.inf, lse)
-
-
-def _finite(lse):
-    return np.where(np.isinf(lse), 0, lse)
-
-
-def _with_rounded_outs(parts, dtype):
-    return merge([(rounded(np.float32(out), dtype), lse) for out, lse in parts])
+        for also_in_lse in (False, True):
+            options = {"epsilon": epsilon, "also_in_lse": also_in_lse}
+            yield "epsilon in the sum", functools.partial(in_the_sum, **options)
+        yield "epsilon in the sum", functools.partial(after_the_pivot, epsilon=epsilon)
 
 
 def _of_axes():
