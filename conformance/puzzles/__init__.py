@@ -6,6 +6,7 @@ picture of the answer, with the name of the mistake. A notebook shows it by endi
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,13 +20,9 @@ from treeattn_conformance import (
     check_tree,
     check_verifier,
     law,
+    separate_rows,
 )
 from treeattn_conformance import merge as reference_merge
-from treeattn_conformance.packing import Packing, right_pass, weighted
-from treeattn_conformance.report import Result
-from treeattn_conformance.scans import Joined, join
-from treeattn_conformance.tiny_model import loss_and_gradients
-from treeattn_conformance.token_trees import tree_mask
 
 from .marking import marked
 from .parts import bars, depth_first, draw_tree, ends, grid, square
@@ -98,6 +95,17 @@ def identity(attempt):
     return check_merge(with_yours), 8.4, panels, caption
 
 
+class Joined(NamedTuple):
+    """A state that says of which elements it is, in order, and after how many rounds."""
+
+    keys: tuple[int, ...]
+    rounds: int = 0
+
+
+def join(a: Joined, b: Joined) -> Joined:
+    return Joined(a.keys + b.keys, max(a.rounds, b.rounds) + 1)
+
+
 @marked
 def scan(attempt):
     """Puzzle 3: attempt(merge, states) -> all prefixes, in ⌈log₂ n⌉ rounds."""
@@ -137,13 +145,16 @@ def pack(attempt):
     """Puzzle 4: attempt(rows) -> (tokens, parents, paths), each distinct prefix a node."""
 
     def loss(parameters, rows, weights):
+        """Each token's log-probability after what its node has above it, text by text."""
         tokens, parents, paths = attempt(rows)
-        packing = Packing(np.array(tokens), np.array(parents), [list(path) for path in paths])
-        if len(packing.paths) != len(rows):
-            raise ValueError(
-                f"{len(packing.paths)} paths, expected one for each of {len(rows)} rows"
-            )
-        return loss_and_gradients(parameters, right_pass(packing, weighted(packing, weights)))
+        if len(paths) != len(rows):
+            raise ValueError(f"{len(paths)} paths, expected one for each of {len(rows)} rows")
+        texts, of_last = [], []
+        for path, w in zip(paths, weights, strict=True):
+            for node, weight in list(zip(path, w, strict=True))[1:]:
+                texts.append(_text(tokens, parents, node))
+                of_last.append(np.append(np.zeros(len(texts[-1]) - 1), weight))
+        return separate_rows(parameters, texts, of_last)
 
     report = check_packed_loss(loss, dtype="float64")
     if not report.names("failed"):
@@ -171,6 +182,15 @@ def pack(attempt):
     return report, 9.6, {"asked for": asked, "your answer": yours}, caption
 
 
+def _text(tokens, parents, node) -> list[int]:
+    """The tokens from a root down to this node."""
+    text = []
+    while node >= 0:
+        text.append(tokens[node])
+        node = parents[node]
+    return text[::-1]
+
+
 def _as_small_as_possible(attempt, report: Report) -> Report:
     rows = [[1, 2, 3], [1, 2, 4], [1, 2, 3, 5], [2, 2, 3]]
     nodes = len(attempt(rows)[0])
@@ -178,7 +198,8 @@ def _as_small_as_possible(attempt, report: Report) -> Report:
     if nodes == prefixes:
         return report
     detail = f"{nodes} nodes, where the rows have {prefixes} distinct prefixes"
-    return report._replace(results=(*report.results, Result("size", "failed", (), detail)))
+    too_large = report.results[0]._replace(case="size", status="failed", detail=detail)
+    return report._replace(results=(*report.results, too_large))
 
 
 @marked
@@ -205,7 +226,9 @@ def mask(attempt):
     if not report.names("failed"):
         report = check_tree(in_any_order)
     parent = np.array([-1, 0, 1, 1, 0, 4, 5, 4])
-    right = tree_mask(parent[None])[0]
+    right = np.eye(len(parent), dtype=bool)
+    for node in range(1, len(parent)):
+        right[node] |= right[parent[node]]
 
     def draw(ax, visible):
         visible = np.asarray(visible, bool)
