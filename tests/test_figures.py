@@ -11,7 +11,6 @@ from figures import (
     bayes,
     energy,
     llama,
-    llama_times,
     mass,
     merge,
     prefix_tree,
@@ -113,11 +112,6 @@ def test_figures_of_measurements_take_them_as_an_argument():
     ]
     panels = sent.decode_ratios(rows).axes
     assert [text.get_text() for text in panels[1].texts] == ["8.32 kB"] * 4
-    table = [{"context": 2048, "tree": 1.0, "ring": 3.0}]
-    ax = llama_times.tree_against_ring({"table": table}).axes[0]
-    ratios = [list(bars.lines[0].get_ydata()) for bars in ax.containers]
-    assert ratios[0] == [3.0]
-    np.testing.assert_allclose(ratios[1], [4.28, 4.09, 2.38, 2.83], atol=0.01)  # Table 1, H100
 
 
 def test_a_ring_hands_on_shards_and_a_tree_states():
@@ -174,12 +168,7 @@ def test_gamma_curves_by_two_up_and_down():
 def test_without_measurements_the_error_says_where_they_are_from(tmp_path, monkeypatch):
     monkeypatch.setattr("figures.measured.RESULTS", tmp_path)
     message = r"results: expected a folder with {0}\.json, as benchmarks/{0}\.py writes it"
-    for draw, name in (
-        (sent.decode_ratios, "decode"),
-        (llama_times.decode_times, "llama"),
-        (llama_times.tree_against_ring, "llama"),
-    ):
-        with pytest.raises(ValueError, match=message.format(name)):
-            draw()
+    with pytest.raises(ValueError, match=message.format("decode")):
+        sent.decode_ratios()
     (tmp_path / "other.json").write_text("[1]")
     assert measured("other", tmp_path) == [1]
