@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from training.recurrent import Drafter, Shared, draft_beam, next_state, unit
-from treeattn import Llama
-from treeattn_llama.speculation import ranked
+from labs.drafter.recurrent import Drafter, Shared, draft_beam, next_state, unit
+from treeattn_llama import Llama
 
 LENGTH = 5
 
@@ -178,16 +177,13 @@ def update(drafter, moments, shared, batch, soft, near, *, adam):
     return optax.apply_updates(drafter, change), moments, value
 
 
-def accepted(drafter, shared, texts: Texts, at: np.ndarray, width: int, length: int, budget=None):
-    """(n,) of the drafts at these tokens, how many of their tokens the text goes on with.
-
-    budget: only the most probable so many nodes of a beam count, as in a step; None: all
-    """
+def accepted(drafter, shared, texts: Texts, at: np.ndarray, width: int, length: int):
+    """(n,) of the drafts at these tokens, how many of their tokens the text goes on with."""
     found = []
     for begin in range(0, len(at), 256):
         part = at[begin : begin + 256]
         part = np.concatenate([part, np.repeat(part[-1:], 256 - len(part))])
-        beam, scores = draft_beam(
+        beam, _ = draft_beam(
             drafter,
             shared,
             texts.state[part].astype(np.float32),
@@ -196,13 +192,10 @@ def accepted(drafter, shared, texts: Texts, at: np.ndarray, width: int, length: 
             length=length,
         )
         beam = np.asarray(beam)
-        scores = np.asarray(scores, np.float64)
         steps = part[:, None] + 1 + np.arange(length)
         real = steps < texts.end[part][:, None]
         truth = np.where(real, texts.after[np.minimum(steps, len(texts.after) - 1)], -1)
         right = beam == truth[:, None]
-        if budget is not None:
-            right &= ranked(beam, np.minimum(scores, 0))[0] < budget
         found.append(np.cumprod(right, axis=2).sum(axis=2).max(axis=1))
     return np.concatenate(found)[: len(at)]
 

@@ -1,6 +1,6 @@
 """Texts of the packaged model itself, and what it thought at each token: a drafter's school.
 
-    python training/sample.py build/drafter --tokens 70000
+    python -m labs.drafter.sample build/drafter --tokens 70000
 
 Each row of a batch writes one answer after another, at its own temperature, in its own part of the
 cache: one that is over makes room for the next prompt, whose tokens are fed one by one beside the
@@ -13,7 +13,6 @@ import argparse
 import collections
 import functools
 import os
-import sys
 from pathlib import Path
 
 import jax
@@ -21,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from training.prompts import prompts
-from treeattn import AttentionState, Llama
+from labs.drafter.prompts import prompts
+from treeattn import AttentionState
+from treeattn_llama import Llama
 
 TEMPERATURES = (0.0, 0.0, 0.3, 0.7, 1.0)  # a prompt's is drawn from these: greedy texts twice
 TOP = 32  # of the model's likeliest tokens, kept with their log-probabilities

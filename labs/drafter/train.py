@@ -1,7 +1,7 @@
-"""Train the recurrent drafter for the packaged model: `make drafter`.
+"""Train the recurrent drafter for the packaged model: half an hour on two quiet cores.
 
-    python training/drafter.py                      all of it; half an hour on two quiet cores
-    python training/drafter.py --tokens 300000      with more text
+    python -m labs.drafter.train                      all of it
+    python -m labs.drafter.train --tokens 300000      with more text
 
 1. Sampling (`sample.py`): texts of the model itself, with its states and likeliest tokens.
 2. Distillation (`distil.py`), judged every so many updates by the tokens a step that a chain of
@@ -13,7 +13,6 @@ Both go on where they stopped: shards of text, and a checkpoint, lie in the fold
 import argparse
 import datetime
 import json
-import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -23,14 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from training import distil
-from training.recurrent import PACKAGED, Drafter, borrow, save_drafter
-from training.sample import sample, shards_of
-from treeattn import Llama
+from labs.drafter import distil
+from labs.drafter.recurrent import PACKAGED, Drafter, borrow, save_drafter
+from labs.drafter.sample import sample, shards_of
+from treeattn_llama import Llama
 
 CHAIN = 4
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "recurrent.json"
+RESULTS = Path(__file__).parent / "results" / "training.json"
 
 
 def held_out_chat(texts: distil.Texts, most: int) -> list[int]:
