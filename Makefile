@@ -84,7 +84,7 @@ test-latest: $(LATEST_STAMP)
 	$(LATEST)/python $(PYTEST)
 
 drafter: $(STAMP)
-	$(BIN)/python -m labs.drafter.drafter
+	$(BIN)/python -m labs.drafter.train
 
 lab: $(STAMP)
 	$(BIN)/jupyter lab notebooks
