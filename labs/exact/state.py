@@ -90,6 +90,8 @@ def merge_exact(state: ExactState, axes: str | tuple[str, ...]) -> AttentionStat
     (2, ...), then integers are added, one of int32 (8, ..., dv + 1). The result is the state
     (lse, 1, out), the same bits on every device. For `tree_decode`'s `method`.
     """
+    if isinstance(state, AttentionState):  # the core's own, where there is no key on any device
+        return state
     tops = lax.pmax(jnp.stack([state.weights.top, state.values.top]), axes)
     state = ExactState(*(sums.moved_to(top) for sums, top in zip(state, tops, strict=True)))
     return round_sums(tops, lax.psum(state.in_positions(), axes))

@@ -14,7 +14,6 @@ Without such a GPU, Pallas interprets the kernel, slowly, and watches for races.
 import contextlib
 import dataclasses
 import functools
-import time
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 import treeattn
-from labs.kernels.split_k import split_k_attend
 from treeattn import AttentionState, reduce_tree
 
 try:
@@ -254,24 +252,6 @@ def draw(h: int, n: int, h_kv: int, d: int = 128):
     return [jax.random.normal(*x, jnp.bfloat16) for x in zip(keys, shapes, strict=True)]
 
 
-def seconds(f, q, k, v, calls: int = 100) -> float:
-    """Of one of many calls in a program, each with a query that waits for the last."""
-
-    @jax.jit
-    def run(q, k, v):
-        def again(_, q):
-            return q + 0 * f(q, k, v).numerator.astype(q.dtype)
-
-        return lax.fori_loop(0, calls, again, q)
-
-    times = []
-    for _ in range(5):
-        began = time.perf_counter()
-        jax.block_until_ready(run(q, k, v))
-        times.append((time.perf_counter() - began) / calls)
-    return min(times)
-
-
 def main() -> None:
     if missing():
         print(missing())
@@ -289,12 +269,6 @@ def main() -> None:
         exact = treeattn.attention(*(np.asarray(x, float) for x in (q, k[:, :n], v[:, :n])))
     close = np.allclose(treeattn.finalize(state)[0], exact, atol=1e-4)
     print(f"{n} keys, {CLUSTER} blocks a head, allclose to float64: {close}")
-    two = functools.partial(cluster_attend, clusters=2)
-    split = functools.partial(treeattn.attend, implementation=split_k_attend)
-    for n in (4096, 16384, 65536, 262144) if hopper else ():
-        times = [1e6 * seconds(f, *draw(32, n, 8)) for f in (cluster_attend, two, split)]
-        print(f"{n:7} keys, µs: {times[0]:.1f}; two clusters a head {times[1]:.1f}; ", end="")
-        print(f"split-K and a second kernel {times[2]:.1f}")
 
 
 if __name__ == "__main__":

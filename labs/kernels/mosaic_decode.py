@@ -1,7 +1,5 @@
 """Decoding by a kernel in Pallas's other backend, Mosaic GPU: what Triton does by itself, by hand.
 
-    python -m labs.kernels.mosaic_decode
-
 An example for GPUs of compute capability 9.0 and newer (H100, B200) and JAX 0.11.2 or newer: a few
 queries a key head, float16 or bfloat16, lengths, and nothing else. A program takes all queries that
 read one key head and a split of its keys. The copies of keys and values into shared memory are
@@ -26,12 +24,11 @@ import functools
 import jax
 import jax.extend.backend
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from labs.kernels.tiles import ceil, finite, largest_weight, split_float
-from treeattn import AttentionState, attend, finalize, reduce_tree
+from treeattn import AttentionState, reduce_tree
 
 try:
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -279,26 +276,3 @@ def _store(target, x) -> None:
         plgpu.store(target, x, optimized=False)
     else:
         target[...] = x
-
-
-def main() -> None:
-    if why := missing():
-        print(why)
-        return
-    on = jax.devices()[0].device_kind if is_compiled() else "no GPU: interpreted, small"
-    print("on", on)
-    n = 65_536 if is_compiled() else 400
-    rng = np.random.default_rng(0)
-    shapes = (2, 1, 8, 128), (2, n, 2, 128), (2, n, 2, 128)
-    q, k, v = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
-    for name, options in (("all keys", {}), ("lengths", {"kv_lengths": jnp.array([n, n // 3])})):
-        found, plain = (
-            finalize(jax.jit(functools.partial(attend, implementation=f))(q, k, v, **options))
-            for f in (mosaic_attend, "blockwise")
-        )
-        close = all(np.allclose(*x, atol=1e-4) for x in zip(found, plain, strict=True))
-        print(f"{name}: allclose to blockwise: {close}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

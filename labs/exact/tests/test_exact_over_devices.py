@@ -56,6 +56,11 @@ def test_fewer_keys_than_devices():
     assert_same_bits(decode(q, k, v, sharding=over(8)), exact(q, k, v))
 
 
+def test_no_keys_at_all():
+    out, lse = decode(*inputs(n=0), sharding=over(8))
+    assert (np.asarray(out) == 0).all() and (np.asarray(lse) == -np.inf).all()
+
+
 @pytest.mark.parametrize(
     "spec", [P(None, ("a", "b", "c")), P("a", "b", "c"), P(None, ("c", "a")), P("b", None, "a")]
 )
