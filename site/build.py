@@ -79,7 +79,7 @@ def as_notebook(path: Path) -> nbformat.NotebookNode:
     top = "../" * (len(path.relative_to(REPOSITORY).parts) - 1)
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            cell.source = places(for_site(cell.source, top))
+            cell.source = without_folders(places(for_site(cell.source, top)), path.parent)
         for output in cell.get("outputs", ()):
             if alt := output.get("metadata", {}).get("image/png", {}).get("alt"):
                 cell.metadata.setdefault("mystnb", {})["image"] = {"alt": alt}
@@ -110,18 +110,23 @@ def places(text: str) -> str:
 
 
 def as_page(page: Path) -> str:
-    """The text with a title, and without the links to folders, which a site cannot show."""
-
-    def words(link: re.Match) -> str:
-        return link[1] if (page.parent / link[2]).is_dir() else link[0]
-
+    """The text with a title."""
     own = page.parent == HERE  # these pages lie at the top of the site
     text = page.read_text(encoding="utf-8")
     text = text if own else text.replace("# treeattn\n", "# Overview\n", 1)
     top = "" if own else "../" * (len(page.relative_to(REPOSITORY).parts) - 1)
     text = for_site(text, top)
     title = "" if text.startswith("# ") else f"# {page.stem.replace('_', ' ').capitalize()}\n\n"
-    return title + re.sub(r"(?<!!)\[([^\]]+)\]\(([\w./-]+)\)", words, text)
+    return title + without_folders(text, page.parent)
+
+
+def without_folders(text: str, place: Path) -> str:
+    """Markdown without the links to folders, which a site cannot show."""
+
+    def words(link: re.Match) -> str:
+        return link[1] if (place / link[2]).is_dir() else link[0]
+
+    return re.sub(r"(?<!!)\[([^\]]+)\]\(([\w./-]+)\)", words, text)
 
 
 # What Sphinx and Furo leave out: frames that scroll take the focus, and regions have names.
