@@ -9,9 +9,6 @@ from tqdm import tqdm
 
 import figures
 
-# They go to the lab which teaches what they draw; until then they are not drawn from here.
-LEAVING = {"dealing", "learning", "training"}
-
 
 def collect(table: str) -> dict[str, object]:
     """Name -> function, of every module's `table`.
@@ -20,7 +17,7 @@ def collect(table: str) -> dict[str, object]:
     """
     found = {}
     for module in pkgutil.iter_modules(figures.__path__, "figures."):
-        if module.name.removeprefix("figures.") not in {"__main__", *LEAVING}:
+        if module.name != "figures.__main__":
             found |= getattr(importlib.import_module(module.name), table, {})
     return found
 
