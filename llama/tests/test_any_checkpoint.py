@@ -20,7 +20,7 @@ from test_checkpoint import write_gguf
 from test_llama_text import word_tokenizer
 from test_tokenizer import BytePairs, SentencePieces
 
-from treeattn_llama import Llama, gguf_file
+from treeattn_llama import Llama, gguf_file, open_checkpoint
 from treeattn_llama.tokenizer import from_directory
 
 LLAMAS = Path(__file__).parent / "data" / "llamas"
@@ -475,3 +475,32 @@ def test_a_header_that_is_no_tensors(tmp_path):
     tensors["model.norm.weight"] = np.array(3.0, np.float32)
     safetensors.numpy.save_file(tensors, path / "model.safetensors")
     refuses(path, "model.norm.weight has shape ()")
+
+
+# Damaged files
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kind", ["gguf", "safetensors", "config.json"])
+def test_damaged_files(kind, stored, tmp_path):
+    """Bytes replaced at random, or the end missing: read in full, or a ValueError that names it."""
+    path = Folder("llama31", tmp_path).path
+    file = path / {"safetensors": "model-00002-of-00003.safetensors"}.get(kind, kind)
+    if kind == "gguf":
+        path = file = Path(shutil.copy(stored, tmp_path / "model.gguf"))
+    good = file.read_bytes()
+    rng = np.random.default_rng(0)
+    refused = 0
+    for case in range(200):
+        data = bytearray(good)
+        for at in rng.integers(0, min(len(good), 2000), rng.integers(1, 5)):
+            data[at] = rng.integers(256)
+        file.write_bytes(data[: rng.integers(len(data))] if case % 10 == 0 else data)
+        try:
+            checkpoint = open_checkpoint(path)
+            for name in checkpoint.shapes:
+                checkpoint.read(name)
+        except ValueError as error:
+            refused += 1
+            assert str(error).startswith(str(path)), error
+    assert refused > 50
