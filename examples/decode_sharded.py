@@ -52,8 +52,8 @@ def join_the_others(args) -> None:
         treeattn.initialize(args.coordinator, args.processes, args.process_id)
     except ValueError as error:  # JAX found no launcher, and was told no address
         raise SystemExit(
-            f"no other processes: {str(error).rstrip('.')}. Start it by mpirun, srun or Kubernetes, "
-            "give --coordinator, --processes and --process-id, or say --alone"
+            f"no other processes: {str(error).rstrip('.')}. Start it by mpirun, srun or "
+            "Kubernetes, give --coordinator, --processes and --process-id, or say --alone"
         ) from None
 
 
