@@ -62,7 +62,7 @@ class Collective(NamedTuple):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that one device must send over all runs, whatever the algorithm, rounded up.
+        """Bytes that one device must send over all runs, in a network that adds up nothing itself.
 
         Of an Allreduce every device sends 2 (p − 1)/p of what it puts in, at least (2024 eq. 33,
         2025 eq. 12), of a reduce-scatter and an all-to-all (p − 1)/p; what it gives to an
