@@ -1,0 +1,57 @@
+"""Many devices, in one process and in two: the packaged model's text, and a small one's."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from treeattn import kv_mesh
+from treeattn_llama import Llama, chat, generate
+
+pytestmark = pytest.mark.slow
+
+SMALL = Path(__file__).parent / "data" / "llamas" / "llama3"
+
+
+def test_eight_devices_answer_as_one():
+    model = Llama.load()
+    answers = []
+    for one in (model, model.on(kv_mesh(jax.devices()[:8]))):
+        pieces = chat(one, "What is the capital of France?", max_new_tokens=7, capacity=64)
+        answers.append("".join(pieces))
+    assert answers == ["The capital of France is Paris."] * 2
+
+
+def test_two_processes_write_the_same_text(tmp_path):
+    """A small model, with as many processes as nodes of the mesh, of two devices each."""
+    want = generate(Llama.load(SMALL), list(range(1, 38)), max_new_tokens=3).tokens
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    script = Path(__file__).parent / "llama_rank.py"
+    files = [tmp_path / f"{rank}.npz" for rank in range(2)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), address, str(rank), str(file)],
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, file in enumerate(files)
+    ]
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=300)
+            assert process.returncode == 0, output
+    finally:
+        for process in processes:
+            process.kill()
+    for file in files:
+        found = np.load(file)
+        assert found["plain"].tolist() == found["drafted"].tolist() == want
