@@ -119,8 +119,7 @@ def _agreement(case: Case, answer: Pair, other: Pair, tolerances) -> np.ndarray:
     if shapes[0] != shapes[1]:
         return same
     close = [
-        _close(x, y, tolerance)
-        for x, y, tolerance in zip(answer, other, tolerances, strict=True)
+        _close(x, y, tolerance) for x, y, tolerance in zip(answer, other, tolerances, strict=True)
     ]
     if answer[0].shape != case.out.shape or answer[1].shape != case.lse.shape:
         return same | all(x.all() for x in close)
