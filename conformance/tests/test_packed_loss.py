@@ -238,11 +238,13 @@ def from_outside(at):
     return ~at["shared"][:, None] & at["shared"]
 
 
-def same_token_at_the_same_depth(at):
-    """One node for it, whatever stands before it: the first one that was made."""
+def same_token_at_the_same_depth(at, last=1):
+    """One node for so many last tokens, whatever stands before: the first one that was made."""
     first = {}
-    places = zip(at["positions"].tolist(), at["tokens"].tolist(), strict=True)
-    merged = np.array([first.setdefault(place, i) for i, place in enumerate(places)])
+    merged = np.zeros(at["count"], int)
+    for node, seen in enumerate(at["visible"]):
+        path = at["tokens"][seen].tolist()  # ancestors have lower indices
+        merged[node] = first.setdefault((len(path), *path[-last:]), node)
     visible = np.zeros_like(at["visible"])
     for node in range(at["count"]):
         above = node
@@ -259,7 +261,9 @@ def same_token_at_the_same_depth(at):
 
 
 MISTAKES = {
-    "one node for two prefixes": [same_token_at_the_same_depth],
+    "one node for two prefixes": [
+        functools.partial(same_token_at_the_same_depth, last=last) for last in (1, 2, 3)
+    ],
     "one child's target": [first_child, last_childs_label],
     "first tokens of branches left out": [within_segments],
     "targets by order": [lambda at: {"sources": at["nodes"] - 1}],

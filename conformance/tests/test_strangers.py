@@ -1,7 +1,10 @@
-"""Faults that a reader planted who did not know the table of names; each in a few lines.
+"""Faults that two readers planted who did not know the table of names; each in a few lines.
 
-What they are called was not known to him: what matters is that none gets another's name.
+What they are called was not known to them: what matters is that none gets another's name.
 """
+
+import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -26,7 +29,44 @@ def one_pivot(parts):
     return (o * w[..., None]).sum(0) / np.where(d == 0, 1, d)[..., None], m + np.log(d)
 
 
+def uniform_over_nothing(parts):
+    """Two by two, with the lowest number for −∞."""
+    lowest = np.finfo(np.float32).min
+
+    def merge_two(a, b):
+        m = np.maximum(a[1], b[1])
+        x, y = (np.exp(lse - m) for lse in (a[1], b[1]))
+        return (a[0] * x[..., None] + b[0] * y[..., None]) / (x + y)[..., None], m + np.log(x + y)
+
+    read = [(np.nan_to_num(o), np.where(np.isinf(l), lowest, l)) for o, l in parts]
+    return functools.reduce(merge_two, read)
+
+
+def left_over(parts):
+    """What stands in the first out remains where nothing has keys."""
+    out, lse = merge_at_once(parts)
+    return np.where(np.isneginf(lse)[..., None], parts[0][0], out), lse
+
+
+def equal_lse_lost(parts):
+    """Neither of two is the larger, and only one counts."""
+
+    def merge_two(a, b):
+        hidden = np.where(a[1] == b[1], -np.inf, b[1])
+        return merge_at_once([a, (b[0], hidden)])
+
+    return functools.reduce(
+        merge_two, parts, (0 * parts[0][0], np.full(parts[0][1].shape, -np.inf))
+    )
+
+
 MERGES = {
+    "uniform over nothing, in turn": (
+        uniform_over_nothing,
+        {"mean(V) for no keys", "finite lse for no keys"},
+    ),
+    "out of no keys left over": (left_over, set()),
+    "of equal lse one lost": (equal_lse_lost, set()),
     "one pivot for the whole tensor": (one_pivot, {"pivot of other rows"}),
     "the smaller lse as pivot": (
         changed(merge_at_once, (PIVOT, "m = lse.min(axis=0)"), ("float64", "float32")),
@@ -84,7 +124,35 @@ def with_option(name, change):
     return f
 
 
+def causal_by_blocks(rows, columns, is_left_out):
+    """Blocks of queries, each against the blocks of keys that are not left out."""
+
+    def f(q, k, v, query_positions=None, key_positions=None):
+        l, n = q.shape[1], k.shape[1]
+        seen = np.ones((l, n), bool)
+        if query_positions is not None:
+            seen = key_positions <= query_positions[:, None]
+            for i, j in itertools.product(range(0, l, rows), range(0, n, columns)):
+                at, keys = query_positions[i : i + rows], key_positions[j : j + columns]
+                seen[i : i + rows, j : j + columns] &= not is_left_out(at, keys)
+        return kernel(q, k, v, mask=np.broadcast_to(seen, (len(q), 1, l, n)))
+
+    return f
+
+
 KERNELS = {
+    "a causal loop that ends where its queries begin": (
+        causal_by_blocks(16, 16, lambda at, keys: keys[0] > at[0]),
+        set(),
+    ),
+    "the same of wide blocks": (
+        causal_by_blocks(64, 32, lambda at, keys: keys[0] > at[0]),
+        set(),
+    ),
+    "blocks on the diagonal left out": (
+        causal_by_blocks(16, 16, lambda at, keys: keys[-1] > at[-1]),
+        set(),
+    ),
     "not divided": (
         changed(kernel, ("out / divisor[..., None]", "out")),
         {"not divided"},
@@ -156,6 +224,11 @@ KERNELS = {
     ),
     "half of the head's dimensions": (lambda q, k, v: kernel(q[..., :8], k[..., :8], v), set()),
 }
+
+
+def test_causal_blocks_without_a_fault():
+    right = causal_by_blocks(16, 16, lambda at, keys: keys[0] > at[-1])
+    assert not check_attention(right).names("failed")
 
 
 @pytest.mark.parametrize("fault", MERGES)

@@ -35,6 +35,7 @@ def merge_cases(dtype: str = "float32") -> list[Case]:
 
     infinite = shards(4, empty=[0, 2])
     large = 1000.0 if dtype == "float64" else 120.0
+    left_over = np.array([0.5, 1.0, 3.0]).reshape(3, 1, 1, 1, 1)  # none is a mean of the others
     asked = {
         "one shard": shards(1),
         "two shards": shards(2),
@@ -50,10 +51,12 @@ def merge_cases(dtype: str = "float32") -> list[Case]:
         "heads far apart": apart(3),
         "empty shards": shards(4, empty=[0, 1, 3]),
         "ragged": shards(4, below=9.0),
-        "no keys anywhere": shards(3, empty=[0, 1, 2], stale=0.5),
+        "no keys anywhere": shards(3, empty=[0, 1, 2], stale=left_over),
         "lse +inf for no keys": [(out, np.abs(lse)) for out, lse in infinite],
         "stale NaN": shards(4, empty=[0, 2], stale=np.nan),
     }
+    (_, first), (_, second) = asked["two shards"]
+    second[0] = first[0]  # in one row neither is the larger
     largest = {name: 1000.0 for name in asked if name.endswith("far apart")}
     return [
         Case(name, (parts,), {}, *merge(parts), largest.get(name, 0.0))

@@ -80,7 +80,9 @@ def row_cases(dtype: str = "float32") -> list[RowCase]:
     equal = [[*prompt, 6, 1], twice, [*prompt, 3, 9], twice, twice]
     within = [[*prompt, 2, 4], [*prompt, 2, 4, 7, 1], [*prompt, 5, 5], [*prompt, 2, 4, 7, 3, 0]]
     other_prompt = [(prompt[0] + 1) % VOCABULARY, *tokens(3)]
-    two_prompts = [[*other_prompt, 2, 7], [*prompt, 1], [*prompt, 9, 3], [*other_prompt, 4]]
+    alike = [prompt[4], 1, 6]  # at the same places behind both prompts
+    two_prompts = [[*other_prompt, *alike, 7], [*prompt[:4], *alike, 0], [*prompt, 9, 3]]
+    two_prompts.append([*other_prompt, 2])
     nothing_shared = [[first, *tokens(4)] for first in (3, 1, 8)]
     asked = {
         "one row": with_weights([tokens(6)]),

@@ -57,38 +57,24 @@ class Weighted(NamedTuple):
     weights: np.ndarray
 
 
-def share_prefixes(rows: Sequence[Sequence[int]], order: Sequence[int]) -> Packing:
-    """Every distinct prefix once: nodes are made row by row, in this order of the rows."""
-    made: dict[tuple, int] = {}
-    tokens = []
-    parents = []
-    paths = [[] for _ in rows]
-    for r in order:
-        parent = -1
-        for token in rows[r]:
-            key = (parent, token)
-            if key not in made:
-                made[key] = len(tokens)
-                tokens.append(token)
-                parents.append(parent)
-            parent = made[key]
-            paths[r].append(parent)
-    return Packing(np.array(tokens), np.array(parents), paths)
+def share_prefixes(rows: Sequence[Sequence[int]], order: Sequence[int], last: int = 0) -> Packing:
+    """Every distinct prefix once: nodes are made row by row, in this order of the rows.
 
-
-def share_tokens_of_a_depth(rows: Sequence[Sequence[int]], order: Sequence[int]) -> Packing:
-    """A node for each token and depth, whatever stands before it: the mistake of that name."""
+    last: prefixes of one length are the same if so many of their last tokens are, which is a
+          mistake; 0: all tokens
+    """
     made: dict[tuple, int] = {}
     tokens = []
     parents = []
     paths = [[] for _ in rows]
     for r in order:
         for depth, token in enumerate(rows[r]):
-            if (depth, token) not in made:
-                made[depth, token] = len(tokens)
+            key = (depth, *rows[r][: depth + 1][-last:])
+            if key not in made:
+                made[key] = len(tokens)
                 tokens.append(token)
                 parents.append(paths[r][-1] if depth else -1)
-            paths[r].append(made[depth, token])
+            paths[r].append(made[key])
     return Packing(np.array(tokens), np.array(parents), paths)
 
 
@@ -188,8 +174,9 @@ def wrong_passes(rows, weights, reduction: str) -> Iterator[tuple[str, Pass]]:
         yield from _wrong_gradients(packing, right)
     yield from _wrong_rows(rows, weights, reduction)
     numbers = range(len(rows))
-    for order in (numbers, sorted(numbers, key=lambda r: rows[r])):
-        merged = share_tokens_of_a_depth(rows, order)
+    orders = (numbers, sorted(numbers, key=lambda r: rows[r]))
+    for order, last in itertools.product(orders, (1, 2, 3)):
+        merged = share_prefixes(rows, order, last)
         yield "one node for two prefixes", right_pass(merged, weighted(merged, of_loss))
 
 
