@@ -464,7 +464,8 @@ def test_a_warm_call_takes_few_steps_in_python(unchecked):
     cases = (6, {}), (10, {"kv_lengths": lengths}), (11, {"scale": 0.5})
     for function in attend, attention:
         came = [python_calls(function, *arrays, **options) for _, options in cases]
-        assert came == [calls for calls, _ in cases]
+        # At most: a newer JAX makes an array of a number without coming back to us.
+        assert all(n <= most for n, (most, _) in zip(came, cases, strict=True)), came
 
 
 class _Tensor:

@@ -303,7 +303,9 @@ def test_every_method_sends_what_its_formula_says(method, p):
         found = collectives(compiled(p, kv_len, method))
         counted = count_collectives(found), total_bytes(found), sent_bytes(found)
         assert counted == FORMULAS[method](p)
-    sharding = NamedSharding(AbstractMesh((p,), ("kv",)), P(None, "kv"))
+    sharding = NamedSharding(
+        AbstractMesh((p,), ("kv",), axis_types=(AxisType.Auto,)), P(None, "kv")
+    )
     f = functools.partial(tree_decode, sharding=sharding, method=method, implementation="blockwise")
     q, cache = (jax.ShapeDtypeStruct((1, n, 16, 128), jnp.float32) for n in (1, 1024))
     written = collectives(jax.jit(f).trace(q, cache, cache).lower(lowering_platforms=("cuda",)))

@@ -155,12 +155,12 @@ def test_queries_that_travel_send_the_same_for_every_context():
 def test_compiled_memory():
     """A tree holds what eq. 30 says, within a tenth; a ring what eq. 29 says, and a chunk more.
 
-    XLA keeps the caller's chunk besides the two that the ring moves.
+    XLA keeps the caller's chunk besides the two that the ring moves; from JAX 0.12 on half of it.
     """
     tree = 4 * mem_tree(1, 4096, D, HEADS)
     ring = 4 * (mem_ring(1, 4096, D) + numel_kv(1, 4096, D))
-    for name, wanted in (("tree", tree), ("ring", ring)):
-        assert 0.95 * wanted <= memory(compiled(name)).held_bytes <= 1.1 * wanted
+    for name, wanted, least in (("tree", tree, 0.95), ("ring", ring, 0.8)):
+        assert least * wanted <= memory(compiled(name)).held_bytes <= 1.1 * wanted
 
 
 def test_the_output_is_allocated_too():

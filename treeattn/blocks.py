@@ -176,9 +176,10 @@ def _attend_rows(inputs: Inputs, row) -> AttentionState:
     def add_block(state, start):
         return merge(state, state_of_block(start))
 
-    # Beginning with a block's state, and not with that of no keys, gives a loop's carry its type
-    # inside of `shard_map`.
-    return _over_blocks(add_block, state_of_block(jnp.int32(0)), size, inputs)
+    if size == inputs.k.shape[1]:
+        return state_of_block(jnp.int32(0))
+    nothing = AttentionState.identity(q.shape[:-1], inputs.v.shape[-1], q.dtype)
+    return _over_blocks(add_block, _varying_as(inputs, nothing), size, inputs)
 
 
 @functools.partial(_attend.defjvp, symbolic_zeros=True)
@@ -238,8 +239,23 @@ def _sums(inputs: Inputs, m):
     def add_block(sums, start, block):
         return jax.tree.map(jnp.add, sums, sums_of_block(start, block))
 
-    first = sums_of_block(jnp.int32(0), jax.tree.map(lambda x: x[0], blocks))
-    return _over_blocks(add_block, first, size, inputs, jax.tree.map(lambda x: x[1:], blocks))
+    if size == n:
+        return sums_of_block(jnp.int32(0), jax.tree.map(lambda x: x[0], blocks))
+    d = jnp.zeros(m.shape[:-1], q.dtype)
+    nothing = d, jnp.zeros((*d.shape, inputs.v.shape[-1]), q.dtype)
+    return _over_blocks(add_block, _varying_as(inputs, nothing), size, inputs, blocks)
+
+
+def _varying_as(inputs: Inputs, tree):
+    """`tree`, typed as differing between the devices along every axis that the inputs differ along.
+
+    Inside `shard_map` a loop's carry must have the type that its body gives it. A sum over no
+    elements of an array is 0 and has its type; XLA drops the addition. As an integer, it has no
+    gradient.
+    """
+    arrays = (inputs.q, inputs.k, inputs.v, inputs.mask, inputs.bias, inputs.lengths)
+    zero = sum(jnp.sum(x[None][:0].astype(jnp.int32)) for x in arrays if x is not None)
+    return jax.tree.map(lambda x: x + zero.astype(x.dtype), tree)
 
 
 def block_size(inputs: Inputs) -> int:
@@ -261,15 +277,13 @@ def block_size(inputs: Inputs) -> int:
     return size if size <= n else -(-n // ((blocks + 1) * streams)) * streams
 
 
-def _over_blocks(add_block, first, size: int, inputs: Inputs, *blocks):
-    """add_block(…add_block(first, size, *blocks[0])…), for the blocks that any row sees.
+def _over_blocks(add_block, nothing, size: int, inputs: Inputs, *blocks):
+    """add_block(…add_block(nothing, 0, *blocks[0])…), for the blocks that any row sees.
 
     add_block(state, start, *block) takes a block's first key, and what `blocks`, pytrees of arrays
-    with a first axis of blocks, have for it; `first` is what the block of key 0 gives.
+    with a first axis of blocks, have for it.
     """
     n = inputs.k.shape[1]
-    if size == n:
-        return first
     longest = n if inputs.lengths is None else _longest(inputs.lengths)
 
     @jax.checkpoint
@@ -281,8 +295,8 @@ def _over_blocks(add_block, first, size: int, inputs: Inputs, *blocks):
         more = start < lax.optimization_barrier(jnp.asarray(longest, jnp.int32))
         return lax.cond(more, add_block, lambda state, *_: state, state, start, *arrays), None
 
-    starts = jnp.arange(size, n, size, dtype=jnp.int32)
-    return lax.scan(visit, first, (starts, *blocks))[0]
+    starts = jnp.arange(0, n, size, dtype=jnp.int32)
+    return lax.scan(visit, nothing, (starts, *blocks))[0]
 
 
 @jax.custom_batching.custom_vmap

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from oracles import dense_attention
 
 import treeattn
@@ -103,7 +103,8 @@ def test_a_device_holds_its_part():
 
 
 def test_it_is_lowered_for_cuda():
-    mesh = AbstractMesh((2, 2, 2), ("batch", "heads", "kv"))
+    names = "batch", "heads", "kv"
+    mesh = AbstractMesh((2, 2, 2), names, axis_types=(AxisType.Auto,) * 3)
     real = mesh_of(2, 2, 2)
     weights, cache = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), described(SIZES, 2, SLOTS, real)
