@@ -3,6 +3,10 @@ dense attention in float64."""
 
 import contextlib
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -218,6 +222,47 @@ def test_a_cache_that_is_sharded(spec, queries):
     np.testing.assert_allclose(jax.jit(treeattn.attention)(q, *cache), expected, atol=1e-12)
     if spec == P(None, "kv"):
         np.testing.assert_allclose(treeattn.tree_decode(q, *cache), expected, atol=1e-12)
+
+
+OF_ONES_OWN = """
+import jax, numpy as np
+from jax.sharding import AxisType, PartitionSpec as P
+from oracles import dense_gradients
+import treeattn
+treeattn.simulate_devices(2)
+jax.config.update("jax_enable_x64", True)
+rng = np.random.default_rng(0)
+q, w = rng.normal(size=(2, 1, 1, 2, 8))
+k, v = rng.normal(size=(2, 1, 6144, 2, 8))
+lengths = np.array([3072, 5])  # of each device's 3,072 keys: the second skips two blocks of three
+mask = np.tile(np.arange(3072), 2) < np.repeat(lengths, 3072)
+
+def own(q, k, v, lengths):
+    state = treeattn.attend(q, k, v, kv_lengths=lengths)
+    return treeattn.finalize(treeattn.merge_across(state, "kv"))[0]
+
+mesh = jax.make_mesh((2,), ("kv",), axis_types=(AxisType.Auto,))
+specs = {"in_specs": (P(), P(None, "kv"), P(None, "kv"), P("kv")), "out_specs": P()}
+f = jax.shard_map(own, mesh=mesh, **specs)
+gradients = jax.jit(jax.grad(lambda *x: (f(*x, lengths) * w).sum(), (0, 1, 2)))(q, k, v)
+for got, dense in zip(gradients, dense_gradients(q, k, v, w, mask=mask[None, None, None])):
+    np.testing.assert_allclose(got, dense, atol=1e-12)
+print("done")
+"""
+
+
+def test_a_gradient_in_a_shard_map_of_ones_own_where_devices_skip_blocks():
+    """Which checks how results vary: a query that all devices have is made to differ before the
+    loop. In a branch, that has an Allreduce for a transpose, and the devices waited for ever."""
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", OF_ONES_OWN],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-2000:]
 
 
 BEAMS = np.random.default_rng(0).integers(0, 3, (2, 2, 4, 3))

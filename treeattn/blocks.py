@@ -81,13 +81,14 @@ def _group_heads(inputs: Inputs) -> Inputs:
 
     Queries (b, h_kv, group, l, d), mask and bias (b, h_kv, group, l, n), with group = h // h_kv.
     """
-    b, l, h, d = inputs.q.shape
-    h_kv = inputs.k.shape[2]
+    q, k, v, bias = _varying_as(inputs, (inputs.q, inputs.k, inputs.v, inputs.bias))
+    b, l, h, d = q.shape
+    h_kv = k.shape[2]
     dtype = inputs.dtype
     scale = inputs.scale
     if inputs.factor is not None:
         scale = scale * inputs.factor.astype(dtype)
-    q = (inputs.q.astype(dtype) * scale).reshape(b, l, h_kv, h // h_kv, d)
+    q = (q.astype(dtype) * scale).reshape(b, l, h_kv, h // h_kv, d)
 
     def group(x):  # (b, h, l, n) -> (b, h_kv, group, l, n), or (b, 1, 1, l, n)
         heads = (1, 1) if x.shape[1] == 1 else (h_kv, h // h_kv)
@@ -95,8 +96,10 @@ def _group_heads(inputs: Inputs) -> Inputs:
 
     return inputs.replace(
         q=q.transpose(0, 2, 3, 1, 4),
+        k=k,
+        v=v,
         mask=None if inputs.mask is None else group(inputs.mask),
-        bias=None if inputs.bias is None else group(inputs.bias).astype(dtype),
+        bias=None if bias is None else group(bias).astype(dtype),
         factor=None,
         scale=1.0,
     )
@@ -249,9 +252,10 @@ def _sums(inputs: Inputs, m):
 def _varying_as(inputs: Inputs, tree):
     """`tree`, typed as differing between the devices along every axis that the inputs differ along.
 
-    Inside `shard_map` a loop's carry must have the type that its body gives it. A sum over no
-    elements of an array is 0 and has its type; XLA drops the addition. As an integer, it has no
-    gradient.
+    Inside `shard_map` a loop's carry must have the type that its body gives it. And what differs
+    less is cast before the loop: inside a branch the cast's transpose, an Allreduce, would leave
+    devices waiting for those that skip the block. A sum over no elements of an array is 0 and has
+    its type; XLA drops the addition. As an integer, it has no gradient.
     """
     arrays = (inputs.q, inputs.k, inputs.v, inputs.mask, inputs.bias, inputs.lengths)
     zero = sum(jnp.sum(x[None][:0].astype(jnp.int32)) for x in arrays if x is not None)
