@@ -148,6 +148,21 @@ def test_within_another_shard_map(name):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_rows_that_an_enclosing_shard_map_has_dealt(kind):
+    """The sharding names them, too; keys that are placed along Explicit axes say the rest."""
+    mesh = make_mesh(kind, data=2, kv=2)
+    (q, k, v, _), _ = draw("allreduce", keys=6)
+    sharding = NamedSharding(mesh, P("data", "kv"))
+    decode = functools.partial(treeattn.tree_decode, sharding=sharding)
+    rows = P("data")
+    specs = {"in_specs": rows, "out_specs": rows, "axis_names": {"data"}, "check_vma": False}
+    run = jax.shard_map(lambda q, k, v: decode(q, k, v), mesh=mesh, **specs)
+    placed = jax.device_put((k, v), sharding)
+    q = jax.device_put(q, NamedSharding(mesh, rows))
+    np.testing.assert_allclose(jax.jit(run)(q, *placed), dense_attention(q, k, v), atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("name", ALL)
 def test_within_set_mesh(name, kind):
     arguments, _ = draw(name, keys=6)

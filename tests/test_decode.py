@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from calls import python_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
@@ -348,12 +349,11 @@ def test_a_sharded_cache_stays_where_it_is(optimized):
     kv_len, p, width = 32768, 8, 16 * 128
     t = kv_len // p
     eq_30 = 4 * (2 * t * width + 2 * width + 2 * 16)
-    held = memory(jax.jit(
-        functools.partial(tree_decode, sharding=cache_over((p,)))
-    ).lower(
-        placed(cache_over((p,)), (1, 1, 16, 128), P()),
-        *[placed(cache_over((p,)), (1, kv_len, 16, 128), P(None, "kv"))] * 2,
-    ).compile())  # fmt: skip
+    sharding = cache_over((p,))
+    q = placed(sharding, (1, 1, 16, 128), P())
+    cache = placed(sharding, (1, kv_len, 16, 128), sharding.spec)
+    f = jax.jit(functools.partial(tree_decode, sharding=sharding))
+    held = memory(f.lower(q, cache, cache).compile())
     assert eq_30 * 0.9 < held.held_bytes <= 1.1 * eq_30
     assert held.output_bytes == 4 * 16 * 128  # 2024 §6.2 counts none for the tree
 
@@ -417,29 +417,10 @@ def test_an_energy_over_the_mesh_needs_its_constant_and_its_sum():
 # The cost of a call, and what is refused.
 
 
-def python_calls(f) -> list[str]:
-    """The functions of the package that a call of f runs, in order."""
-    found = []
-
-    def note(frame, event, _):
-        if event == "call" and "/treeattn/" in frame.f_code.co_filename:
-            found.append(frame.f_code.co_name)
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        f()
-    finally:
-        sys.setprofile(before)
-    return found
-
-
 def test_a_warm_call_asks_little(unchecked):
     """Shapes and dtypes are checked where a program is traced, once a shape."""
     q, kv = jnp.ones((1, 1, 2, 4)), jnp.ones((1, 8, 2, 4))
-    call = functools.partial(tree_decode, q, kv, kv, sharding=cache_over((2,)))
-    call()
-    assert len(python_calls(call)) <= 14, python_calls(call)
+    assert python_calls(tree_decode, q, kv, kv, sharding=cache_over((2,))) <= 15
 
 
 def test_a_walk_through_it_passes_eight_files(unchecked):

@@ -54,9 +54,13 @@ def layout_of(inputs: Inputs, sharding: NamedSharding | None, striped: bool = Fa
     elif not isinstance(sharding, NamedSharding):
         came = type(sharding).__name__
         raise TypeError(f"sharding: expected a NamedSharding or None, got {came}")
+    manual = manual_axes()
+    layout = _layout(sharding, bool(striped), manual)
+    if manual:  # along these axes an array here is a device's own
+        sharding = NamedSharding(layout.mesh, layout.spec(layout.keys))
     _check_lies("k", inputs.k, sharding)
     _check_lies("v", inputs.v, sharding)
-    return _layout(sharding, bool(striped), manual_axes())
+    return layout
 
 
 def _sharding_of(k) -> NamedSharding:
