@@ -64,7 +64,7 @@ OTHERS = {
 }
 # Tokens of code, comments and docstrings aside. They are limits, to be lowered when there is less.
 BUDGET = {
-    "treeattn": 20_700,
+    "treeattn": 20_750,
     "treeattn_llama": 21_500,
     "treeattn_conformance": 34_600,
     "figures": 21_000,
