@@ -160,10 +160,12 @@ def _grid(axes, rows) -> None:
 def _verify(axes, tokens) -> None:
     for device in range(8):
         draw_cell(axes, device * 0.5, 0, str(device), SKY, width=0.46, fontsize=8)
-    axes.text(1.75, -0.62, "context: keys on eight devices", ha="center", fontsize=8.5, color=INK)
+    text = "the context's keys, on devices 0 to 7"
+    axes.text(1.75, -0.62, text, ha="center", fontsize=8.5, color=INK)
     for i in range(len(tokens)):
         draw_cell(axes, i * 0.5, 2.3, str(i), GREEN, width=0.46, fontsize=8)
-    axes.text(1.75, 2.95, "tree: its own keys, masked", ha="center", fontsize=8.5, color=INK)
+    text = "the tree's keys, of nodes 0 to 7"
+    axes.text(1.75, 2.95, text, ha="center", fontsize=8.5, color=INK)
     axes.text(
         1.75,
         1.15,
