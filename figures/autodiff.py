@@ -29,8 +29,9 @@ def pivot_trap() -> Figure:
     axes.fill(*convex_hull(v).T, color=PALE, zorder=0)
     axes.scatter(*v.T, color=ORANGE, s=30, zorder=3)
     for word, value in zip(WORDS, v, strict=True):
-        label = f"{word} = v_argmax" if word == WORDS[np.argmax(WEIGHTS)] else word
-        axes.annotate(label, value, (5, 6), textcoords="offset points", color=INK)
+        label = f"{word}, the winner" if word == WORDS[np.argmax(WEIGHTS)] else word
+        shift = (-24, 6) if word == "the" else (5, 6)  # beside the arrows, which start there
+        axes.annotate(label, value, shift, textcoords="offset points", color=INK)
     for point, color, line, label, shift in (
         (right, BLUE, "-", f"attention ({right[0]:.2f}, {right[1]:.2f})", (8, -3)),
         (wrong, RED, "-", f"as printed ({wrong[0]:.2f}, −{-wrong[1]:.2f})", (8, -8)),
@@ -41,12 +42,12 @@ def pivot_trap() -> Figure:
     dashed = {"arrowstyle": "->", "color": GREY, "ls": "--", "shrinkA": 0, "shrinkB": 0}
     axes.annotate("", wrong, right, arrowprops=dashed)
     middle = np.add(wrong, right) / 2
-    axes.annotate("− v_argmax", middle, (4, -10), textcoords="offset points", color=GREY)
+    axes.annotate("− milk", middle, (4, -10), textcoords="offset points", color=GREY)
     axes.axhline(0, color=INK, lw=0.4)
     axes.axvline(0, color=INK, lw=0.4)
     axes.set(xlabel="first coordinate of the value", ylabel="second coordinate", aspect="equal")
     axes.set(xlim=(-0.6, 4.8), ylim=(-1.3, 4.6))
-    axes.set_title("A differentiated maximum takes v_argmax away")
+    axes.set_title("The maximum's derivative is the winner's value")
     return figure.describe(
         """The plane of the values. The five words' values are dots in a grey hull. An arrow from
         the origin to (1.25, 2.25), inside the hull, is attention. The derivative of Algorithm 1

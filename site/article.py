@@ -6,7 +6,7 @@ from pathlib import Path
 import nbformat
 
 NOTEBOOK = Path(__file__).parent.parent / "notebooks" / "00_tree_attention_in_one_sitting.ipynb"
-LAST = "## The same, hardened"  # from here on the notebook speaks to who runs it
+LAST = "## Where next"  # from here on the notebook speaks to who runs it
 # Before which heading a stepper stands, and what a screen reader calls it.
 STEPPERS = {
     "## 3. ": ("energy", "The energy, step by step"),

@@ -62,7 +62,7 @@ def test_levers_balance_at_the_notebooks_numbers():
 def test_the_pivot_trap_takes_the_winner_away():
     """Attention (1.25, 2.25), less the value of milk, (1, 3)."""
     shown = texts(autodiff.pivot_trap())
-    assert {"attention (1.25, 2.25)", "as printed (0.25, −0.75)", "milk = v_argmax"} <= set(shown)
+    assert {"attention (1.25, 2.25)", "as printed (0.25, −0.75)", "milk, the winner"} <= set(shown)
 
 
 def test_figures_of_03_and_04_are_described():

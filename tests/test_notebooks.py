@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from statistics import median
 
@@ -89,6 +91,23 @@ def test_it_is_pleasant_to_read(notebook):
     assert max(lines) <= 25 and median(lines) <= 8
     assert content["cells"][0]["cell_type"] == "markdown"
     assert "Exercises" in "".join("".join(c["source"]) for c in content["cells"][-3:])
+
+
+@pytest.mark.slow
+def test_the_first_notebook_needs_jax_and_numpy_alone(tmp_path):
+    """It prints what it prints beside the package, which it only compares itself with."""
+    cells = code_cells(read(MAIN_ROAD[0]))
+    hidden = ("treeattn", "figures", "jaxtyping", "matplotlib", "sympy")
+    code = [f"import sys\nsys.modules.update(dict.fromkeys({hidden}))"]  # None: not to be had
+    code += ["".join(cell["source"]) for cell in cells]
+    (tmp_path / "sitting.py").write_text("\n\n".join(code), encoding="utf-8")
+    run = subprocess.run(
+        [sys.executable, "sitting.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "".join(
+        "".join(output["text"]) for cell in cells for output in cell["outputs"]
+    )
 
 
 # ---------------------------------------------------------------- conventions
