@@ -1,10 +1,11 @@
-"""Figures of notebook 06: links, messages with time on them, and the papers' tables re-derived."""
+"""Figures of notebook 06: links, messages with time on them, and the papers' tables."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from figures.canvas import styled
+from figures.printed import TableRow
 from figures.style import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, Figure, new_figure
 
 # Name, latency in seconds, bytes a second in one direction: data sheets, latencies assumed.
@@ -77,31 +78,40 @@ def messages(panels: Mapping[str, Iterable[tuple]], node_size: int) -> Figure:
 
 
 @styled
-def tables(panels: Mapping[str, tuple[Sequence, Mapping[str, Sequence[float]]]]) -> Figure:
-    """2025 Tables 1 and 2: both columns as printed, and what the authors' script would take.
+def differences(machines: Mapping[str, tuple[Sequence[TableRow], Sequence[float]]]) -> Figure:
+    """Seconds that a ring takes longer than a tree by 2025 Tables 1 and 2, by the bytes it sends.
 
-    panels: machine -> (rows of `figures.printed`, {"tree", "ring": seconds for each row})
+    machines: name -> (rows as printed, bytes that the ring sends in each)
     """
-    figure, axes = new_figure(8.6, 3.4, ncols=len(panels))
-    for ax, (name, (rows, model)) in zip(axes, panels.items(), strict=True):
-        contexts = [row.context for row in rows]
-        for what, colour, marker, line in (("tree", BLUE, "s", "--"), ("ring", ORANGE, "o", "-")):
-            mean, error = zip(*[getattr(row, what) for row in rows], strict=True)
-            look = {"color": colour, "ms": 5, "capsize": 2, "label": f"{what}, printed"}
-            ax.errorbar(contexts, mean, error, fmt=marker, **look)
-            ax.loglog(contexts, model[what], line, color=colour, lw=1, label=f"{what}, script")
-        ax.set_title(name, fontsize=10)
-        ax.set_xticks(contexts, [f"{n // 1000}k" for n in contexts])
-        low, high = ax.get_ylim()
-        ticks = [y for y in (0.5, 1, 2, 5, 10, 20) if low < y < high]
-        ax.set_yticks(ticks, [f"{y:g}" for y in ticks])
-        ax.minorticks_off()
-        ax.set_xlabel("prompt's tokens")
-    axes[0].set_ylabel("seconds: prefill and ten tokens")
-    axes[0].legend(fontsize=7.5, loc="upper left")
+    figure, axes = new_figure(7.0, 3.7)
+    looks = zip((GREEN, ORANGE, BLUE), "so^", strict=True)
+    for (name, (rows, sent)), (colour, marker) in zip(machines.items(), looks, strict=True):
+        sent = np.array(sent) / 1e9
+        longer = np.array([row.ring.mean - row.tree.mean for row in rows])
+        error = [np.hypot(row.ring.error, row.tree.error) for row in rows]
+        look = {"color": colour, "ms": 6, "capsize": 2}
+        axes.errorbar(sent, longer, error, fmt=marker, label=name, **look)
+        bandwidth = sent[0] / longer[0]
+        ends = sent[[0, -1]] * (0.7, 1.4)
+        axes.loglog(ends, ends / bandwidth, "--", color=colour, lw=1)
+        text = f"{bandwidth:.{0 if bandwidth > 10 else 1}f} GB/s"
+        place = {"textcoords": "offset points", "xytext": (4, 0), "va": "center", "fontsize": 9}
+        axes.annotate(text, (ends[1], ends[1] / bandwidth), color=colour, **place)
+    axes.set(
+        xlabel="GB that a device sends by a ring in nine passes",
+        ylabel="seconds longer than by a tree",
+        title="On two machines of three the difference is bytes over one bandwidth",
+        xlim=(2, 5000),
+    )
+    axes.set_yticks([0.5, 1, 2, 5, 10, 20], ["0.5", "1", "2", "5", "10", "20"])
+    axes.set_xticks([10, 100, 1000], ["10", "100", "1,000"])
+    axes.minorticks_off()
+    axes.legend(loc="upper left", fontsize=9)
     return figure.describe(
-        f"Printed seconds of tree and ring against the prompt's length on {', '.join(panels)}, "
-        "with lines for what the authors' script would take: they pass through or near all points."
+        "Printed seconds that a ring takes longer than a tree, against the bytes that it sends, "
+        f"both logarithmic, for {', '.join(machines)}. Through each machine's first point runs a "
+        "line of constant bandwidth: the points of the first two stay on it, those of the last "
+        "machine fall below."
     )
 
 
