@@ -11,9 +11,7 @@ from figures.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, new_fi
 VERDICTS = {
     "proved": BLUE,
     "checked": GREEN,
-    "checked in part": GREEN,
-    "measured here": GREEN,
-    "agrees within": SKY,
+    "checked in part": SKY,
     "imprecise": ORANGE,
     "wrong as printed": RED,
     "cannot be tested here": GREY,

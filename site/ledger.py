@@ -53,7 +53,7 @@ def with_links(text: str, ids: set[str]) -> str:
 
     def to_row(found: re.Match) -> str:
         id = found[0]
-        return f'<a href="#{id.lower()}">{id}</a>' if id in ids else id
+        return f'<a href="#{id}">{id}</a>' if id in ids else id
 
     return ID.sub(to_row, text.translate(SPECIAL))
 
@@ -70,7 +70,7 @@ def line(row: dict[str, str], ids: set[str], language: str) -> str:
     twins = with_links(", ".join(parts(row["twin"])), ids)
     note = " ".join(filter(None, (with_links(row["note"], ids), twins and f"(As {twins}.)")))
     cells = (
-        f'<a id="{id.lower()}" class="row" href="#{id.lower()}" {facts}>{id}</a>'
+        f'<a id="{id}" class="row" href="#{id}" {facts}>{id}</a>'
         f"<br>{row['item'].translate(SPECIAL)}",
         f'{row["says"].translate(SPECIAL)}<br><q lang="{language}">{literal(row["quote"])}</q>',
         f"**{verdict}** {note}".strip(),

@@ -63,22 +63,22 @@ def test_the_ledgers_page_has_every_row(site):
     page, rows = ledger_page(), read()
     ids = {row["id"] for row in rows}
     for id in ids:
-        assert page.count(f'<a id="{id.lower()}" class="row" href="#{id.lower()}"') == 1
+        assert page.count(f'<a id="{id}" class="row" href="#{id}"') == 1
     row = next(row for row in rows if row["id"] == "2024-E04")
     assert line(row, ids, "en") == (
-        '| <a id="2024-e04" class="row" href="#2024-e04" data-source="2024 text" '
+        '| <a id="2024-E04" class="row" href="#2024-E04" data-source="2024 text" '
         'data-verdict="checked">2024-E04</a><br>eq. 4 | '
         "A running denominator, d\\_i = d\\_{i−1} + s\\_i, and z = n/d."
         '<br><q lang="en">d&#95;i&#94;&#123;&#40;j&#41;&#125; &#61; '
         "d&#95;&#123;i&#45;1&#125;&#94;&#123;&#40;j&#41;&#125; &#43; "
         "s&#95;i&#94;&#123;&#40;j&#41;&#125; &#92;quad &#40;4&#41;</q>"
-        ' | **checked** (As <a href="#2025-e03">2025-E03</a>.)'
+        ' | **checked** (As <a href="#2025-E03">2025-E03</a>.)'
         " | [01, 3. A key is a dual number]"
         "(notebooks/01_the_energy_function.ipynb#3-a-key-is-a-dual-number)<br>"
         "`test_printed.py::test_running_sums_are_attention` |"
     )
     linked = set(re.findall(r'<a href="#([^"]+)">', page))
-    assert linked and linked <= {id.lower() for id in ids}
+    assert linked and linked <= ids
 
 
 def test_every_mistake_has_an_address_of_its_own(site):
@@ -213,7 +213,7 @@ def test_the_ledgers_rows_are_found_and_filtered_in_a_browser(site, tmp_path):
             ".dispatchEvent(new Event('input', {bubbles: true}))"
         )
         assert shown() == [id for id in wrong if id in wanted(lambda r: "02: " in r["notebook"])]
-        browser.run("location.hash = '#2024-c58'")  # a row that is hidden now
+        browser.run("location.hash = '#2024-C58'")  # a row that is hidden now
         browser.run("new Promise((done) => setTimeout(done, 100))")
         assert len(shown()) == len(rows)
         assert browser.errors == []
