@@ -17,8 +17,9 @@ STEPPERS = {
 
 def stepper(name: str, title: str) -> str:
     page = f"{name}_stepper.html"
-    frame = f'<iframe class="stepper" src="{page}" title="{title}" loading="lazy"></iframe>'
-    return f'{frame}\n\n*By mouse, finger or keys; <a href="{page}">by itself</a>.*'
+    about = f'class="stepper" title="{title}" loading="lazy"'
+    more = f'<a href="{page}">the page by itself</a> has more'
+    return f'<iframe {about} src="{page}?short"></iframe>\n\n*By mouse, finger or keys; {more}.*'
 
 
 def at_the_top(text: str) -> str:

@@ -44,6 +44,7 @@ html_theme = "furo"  # light, dark, or as the reader's system is
 html_title = "treeattn"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_js_files = ["frames.js"]
 html_extra_path = ["energy_stepper.html", "merge_stepper.html", "prefix_tree_stepper.html"]
 html_copy_source = False
 html_theme_options = {"top_of_page_buttons": []}

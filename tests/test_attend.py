@@ -487,7 +487,7 @@ BAD_ARRAYS = {
     "batch": ((Q, K[:1], K[:1]), ValueError, r"k: expected.*batch 2.*\(1, 5, 2, 8\)"),
     "head_dim": ((Q, K[..., :7], K), ValueError, r"k: expected.*head_dim 8"),
     "kv_len": ((Q, K, K[:, :4]), ValueError, r"v: expected k's.*\(2, 4, 2, 8\)"),
-    "heads": ((Q[:, :, :3], K, K), ValueError, "q: expected.*2 heads divide, got 3"),
+    "heads": ((Q[:, :, :3], K, K), ValueError, r"q: expected.* multiple of k's 2, got \(.*, 3, "),
     "no head_dim": ((Q[..., :0], K[..., :0], K), ValueError, "q: expected a head_dim"),
     "float8": (SMALL, TypeError, "q: .*float8"),
     "tensor": ((_Tensor(), K, K), TypeError, "q: .*_Tensor: use jnp.from_dlpack"),

@@ -120,7 +120,7 @@ def test_the_first_page_is_the_one_sitting_with_its_steppers(site):
     text = article()
     assert LAST in NOTEBOOK.read_text("utf-8") and LAST not in text
     for name, _ in STEPPERS.values():
-        assert text.count(f'src="{name}_stepper.html"') == 1
+        assert text.count(f'src="{name}_stepper.html?short"') == 1
     for target in re.findall(r"\]\(([\w./]+)\)", text):
         assert (SITE.parent / target).exists(), target
     columns = [

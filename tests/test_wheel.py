@@ -16,6 +16,8 @@ from readme_blocks import blocks
 from readme_blocks import run as run_code
 
 import treeattn
+import treeattn_conformance
+import treeattn_llama
 
 pytestmark = pytest.mark.slow
 
@@ -144,12 +146,16 @@ print(check_merge(merge).names("failed"), "jax" in sys.modules)
 """
     assert run(*python, "-c", code, cwd=tmp_path) == "[] False\n"
     assert "usage" in run(*python, "-m", "treeattn_conformance", "--help", cwd=tmp_path)
+    said = run(*python, "-m", "treeattn_conformance", "--version", cwd=tmp_path)
+    assert said == f"treeattn_conformance {treeattn.__version__}\n"
 
 
 def test_the_llama_runs_beside_the_core(built, tmp_path):
     wheels = [built[package]["wheel"] for package in ("treeattn", "treeattn_llama")]
     python = environment(tmp_path, wheels)
     assert "--devices" in run(*python, "-m", "treeattn_llama", "--help", cwd=tmp_path)
+    said = run(*python, "-m", "treeattn_llama", "--version", cwd=tmp_path)
+    assert said == f"treeattn_llama {treeattn.__version__}\n"
 
 
 def test_the_three_agree_on_version_and_licence():
@@ -160,6 +166,7 @@ def test_the_three_agree_on_version_and_licence():
         assert (project / "LICENSE").read_bytes() == (REPOSITORY / "LICENSE").read_bytes()
     versions = {package: found["version"] for package, found in metadata.items()}
     assert set(versions.values()) == {treeattn.__version__}
+    assert treeattn_llama.__version__ == treeattn_conformance.__version__ == treeattn.__version__
     assert f"treeattn=={treeattn.__version__}" in metadata["treeattn_llama"]["dependencies"]
     citation = (REPOSITORY / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\nversion: {treeattn.__version__}\n" in citation

@@ -32,6 +32,8 @@ from .trees import TREE_FINGERPRINTS, check_tree
 from .verifying import check_verifier
 from .wrong_steps import VERIFIER_FINGERPRINTS
 
+__version__ = "0.1.0"
+
 # Every mistake that a check names, with its cure: {check: {name: cure}}.
 CURES = {
     "merge": MERGE_CURES,

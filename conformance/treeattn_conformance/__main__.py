@@ -14,6 +14,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
+from . import __version__
 from .attention import check_attention
 from .invariance import check_invariance
 from .judging import TOLERANCES
@@ -49,9 +50,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("check", choices=CHECKS)
-    parser.add_argument("function", help="module:function")
-    parser.add_argument("--dtype", choices=TOLERANCES, default="float32")
+    add = parser.add_argument
+    add("check", choices=CHECKS, help="what your function does")
+    add("function", help="where it is, as module:function")
+    add(
+        "--dtype",
+        choices=TOLERANCES,
+        default="float32",
+        help="of the arrays that it gets, where a check has several (default: float32)",
+    )
+    add("--version", action="version", version=f"treeattn_conformance {__version__}")
     chosen = parser.parse_args(arguments)
     try:
         function = named(chosen.function)

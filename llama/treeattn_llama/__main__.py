@@ -9,6 +9,7 @@ import jax
 from tqdm import tqdm
 
 from treeattn import kv_mesh, simulate_devices
+from treeattn_llama import __version__
 from treeattn_llama.attention import ATTENTIONS
 from treeattn_llama.model import Llama
 from treeattn_llama.text import DRAFTS, pieces, stream, tokenizer_of
@@ -29,6 +30,7 @@ def arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
+    add("--version", action="version", version=f"treeattn_llama {__version__}")
     add("prompt", help="what is asked, or with --plain what is to be continued")
     add(
         "--model",

@@ -56,6 +56,13 @@ function toAddress(settings) {
   } catch { /* an embedded page may not have an address of its own */ }
 }
 
+// In a frame the page around it is told how high this one is, and may ask for less of it.
+if (parent !== window) {
+  const tell = () => parent.postMessage({ height: document.body.offsetHeight }, "*");
+  new ResizeObserver(tell).observe(document.body);
+  document.body.classList.toggle("short", location.search === "?short");
+}
+
 // What the button "play" has running, or null.
 let timer = null;
 
