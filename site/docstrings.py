@@ -12,9 +12,12 @@ MARKUP = str.maketrans({character: f"\\{character}" for character in "\\*_|"})
 def as_restructured_text(app, what, name, thing, options, lines: list[str]) -> None:
     """The lines of a docstring as reStructuredText, in place (autodoc's event)."""
     done: list[str] = []
-    before = ""
+    before, in_list = "", False
     for paragraph in re.split(r"\n[ \t]*\n", "\n".join(lines).strip()):
-        done.append(restructured(paragraph, before))
+        indented = paragraph.startswith(" ")
+        in_list = in_list if indented else is_list(paragraph)
+        text = restructured(paragraph, before)
+        done.append(textwrap.indent(text, "    ") if indented and in_list else text)
         before = paragraph
     lines[:] = [*"\n\n".join(done).split("\n"), ""]
 
@@ -22,8 +25,8 @@ def as_restructured_text(app, what, name, thing, options, lines: list[str]) -> N
 def restructured(paragraph: str, before: str = "") -> str:
     """A paragraph as a list of what it explains, as a block of code, or as prose.
 
-    An indented one is code after a paragraph that announces it, by a comma or a colon; otherwise it
-    goes on with an entry of a list that code has interrupted.
+    An indented one is code after a paragraph that announces it, by a comma or a colon, and
+    otherwise prose.
     """
     if is_list(paragraph):
         pieces = ENTRY.split(paragraph)[1:]
@@ -33,7 +36,7 @@ def restructured(paragraph: str, before: str = "") -> str:
         return f".. code-block:: pycon\n\n{textwrap.indent(paragraph, '    ')}"
     dedented = textwrap.dedent(paragraph)
     if dedented != paragraph and not before.endswith((",", ":")) and not AS_SET.search(dedented):
-        return textwrap.indent(prose(dedented), "    ")
+        return prose(dedented)
     if AS_SET.search(paragraph):
         return f".. code-block:: text\n\n{textwrap.indent(dedented, '    ')}"
     return prose(paragraph)

@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_refused(f, unchecked):
     sharding = cache_over((2,))
     with pytest.raises(TypeError, match="sharding: expected a NamedSharding"):
         f(x, x, x, sharding=sharding.mesh)
-    with pytest.raises(ValueError, match="q: expected .*, its heads a multiple of k"):
+    with pytest.raises(ValueError, match=r"q: expected .*, its heads a multiple of k"):
         f(x, x[:, :, :3], x[:, :, :3], sharding=sharding)
     with pytest.raises(TypeError, match="q: expected a floating-point"):
         f(x.astype(int), x, x, sharding=sharding)

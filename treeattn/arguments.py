@@ -262,8 +262,10 @@ def check_inputs(inputs: Inputs) -> None:
             f"v: expected k's batch, kv_len and kv_heads, {k.shape[:3]}, got {v.shape}"
         )
     if h_kv == 0 or h % h_kv:
-        layout = f"(batch, q_len, heads, head_dim), its heads a multiple of k's {h_kv}"
-        raise ValueError(f"q: expected {layout}, got {q.shape}")
+        raise ValueError(
+            f"q: expected (batch, q_len, heads, head_dim), its heads a multiple of k's {h_kv}, "
+            f"got {q.shape}"
+        )
     if inputs.causal and l != n:
         raise ValueError(f"q: causal attention expects as many queries as keys, {n}, got {l}")
     layout = "(batch, heads, q_len, kv_len)"
