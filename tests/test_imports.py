@@ -64,7 +64,7 @@ OTHERS = {
 }
 # Tokens of code, comments and docstrings aside. They are limits, to be lowered when there is less.
 BUDGET = {
-    "treeattn": 20_750,
+    "treeattn": 20_000,
     "treeattn_llama": 21_500,
     "treeattn_conformance": 34_600,
     "figures": 21_000,
@@ -74,7 +74,7 @@ BUDGET = {
     "labs.drafter": 8_300,
     "labs.exact": 5_100,
     "labs.kernels": 16_000,
-    "labs.sharding": 1_600,
+    "labs.sharding": 1_700,
     "labs.training": 12_100,
 }
 LINES = 400  # of a file of the packages and the figures

@@ -96,11 +96,20 @@ def along(mesh, axes):
     return math.prod(mesh.shape[name] for name in axes)
 
 
+def crossed(collective, mesh):
+    """The axes along which those who take part together differ."""
+    axes = set()
+    for group in collective.groups or [range(mesh.size)]:
+        places = np.unravel_index(list(group), tuple(mesh.shape.values()))
+        axes |= {name for name, at in zip(mesh.axis_names, places, strict=True) if np.ptp(at)}
+    return axes
+
+
 def among_several(program, mesh, keys):
     """The collectives, without those of a device with itself: they cross the keys' axes alone."""
-    found = collectives(program, mesh)
+    found = collectives(program)
     p = along(mesh, keys)
-    assert {name for c in found for name in c.axes} <= set(keys)
+    assert {name for c in found for name in crossed(c, mesh)} <= set(keys)
     assert p > 1 or not any("permute" in c.kind for c in found)
     return [c for c in found if c.devices > 1 or "permute" in c.kind]
 

@@ -53,25 +53,19 @@ def integer(name: str, x, least: int | None = None, most: int | None = None) -> 
     Raises a TypeError for anything else, and a ValueError below `least` or above `most`.
     """
     expected = "an integer"
-    if least is not None and most is not None:
+    if most is not None:
         expected += f" from {least} to {most}"
     elif least is not None:
         expected += f" of at least {least}"
-    elif most is not None:
-        expected += f" of at most {most}"
     try:
-        found = None if _is_bool(x) else operator.index(x)
-    except TypeError:  # a traced value's is one, too
+        found = None if isinstance(x, bool) else operator.index(x)
+    except TypeError:  # of NumPy's and JAX's booleans, too, and of a traced value
         found = None
     if found is None:
         raise TypeError(f"{name}: expected {expected}, got {x!r}")
     if (least is not None and found < least) or (most is not None and found > most):
         raise ValueError(f"{name}: expected {expected}, got {found}")
     return found
-
-
-def _is_bool(x) -> bool:
-    return isinstance(x, bool) or getattr(x, "dtype", None) == np.bool_
 
 
 def as_array(name: str, x) -> Array:

@@ -5,7 +5,6 @@ values (b, n, h_kv, dv); query head i reads key head i // (h // h_kv).
 """
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -66,8 +65,9 @@ def attend(
 
                 which returns (out, lse) as `from_output` reads them, an AttentionState, or a state
                 of its own, which the `method` of `tree_decode` then has to merge. It is given what
-                has been checked, and of the options those that the call has; for these it needs
-                parameters. It is compiled into the program, and differentiated as it stands.
+                has been checked, and of the options those that the call has (kv_lengths, too, where
+                devices cannot share the keys evenly); for these it needs parameters. It is compiled
+                into the program, and differentiated as it stands.
 
     The state is in float32, or float64 when an input is. A score above the dtype's range counts as
     the largest finite one, and sums saturate. A query that sees no key has the state (−∞, 0, 0),
@@ -76,8 +76,8 @@ def attend(
     eq. 1–3, a block of keys at a time.)
 
     Raises TypeError for dtypes that are not floating-point or differ, ValueError for shapes that do
-    not fit, lengths out of range, a scale that is not finite, "flash" where it cannot run, and an
-    option that a function does not take; both for a function that returns something else.
+    not fit, lengths out of range, a scale that is not finite, and "flash" where it cannot run; both
+    for a function that returns something else, TypeError for one without the option's parameter.
 
     >>> q, k, v = jnp.ones((1, 1, 2, 4)), jnp.ones((1, 3, 1, 4)), jnp.ones((1, 3, 1, 5))
     >>> state = attend(q, k, v)
@@ -128,20 +128,12 @@ def _attention(inputs: Inputs, implementation: Implementation):
 
 
 def check_implementation(implementation: Implementation, q) -> None:
-    """Raise the error for what is neither a name nor a hashable function, or cannot run on q."""
-    if callable(implementation):
-        try:
-            hash(implementation)
-        except TypeError:
-            name = name_of(implementation)
-            raise TypeError(
-                f"implementation: expected a name or a hashable function, got {name}"
-            ) from None
-    elif implementation not in NAMES:
+    """Raise a ValueError for what is neither a name nor a function, or cannot run where q lies."""
+    if not callable(implementation) and implementation not in NAMES:
         raise ValueError(
             f"implementation: expected one of {NAMES}, or a function, got {implementation!r}"
         )
-    elif implementation == "flash":
+    if implementation == "flash":
         flash.check_device(q)
 
 
@@ -153,7 +145,7 @@ def attend_inputs(inputs: Inputs, implementation: Implementation):
         if (reason := flash.why_not(inputs)) is not None:
             raise ValueError(reason)
         return flash.flash_attend(inputs)
-    if implementation is None and flash.is_best(inputs):
+    if implementation is None and jax.default_backend() == "gpu" and flash.is_best(inputs):
         # Only the program's compiler knows whether it is one for the GPU or for the host's CPU.
         return jax.lax.platform_dependent(inputs, cuda=flash.flash_attend, default=attend_blockwise)
     return attend_blockwise(inputs)
@@ -162,16 +154,11 @@ def attend_inputs(inputs: Inputs, implementation: Implementation):
 def _attend_by_function(inputs: Inputs, kernel: Callable):
     """The state by a user's kernel, which is given the options that this call has.
 
-    Raises ValueError for an option that it does not take, and what `_as_state` raises.
+    Raises what `_as_state` raises; an option that the kernel lacks is Python's own TypeError.
     """
     options = {"mask": inputs.mask, "bias": inputs.bias, "kv_lengths": inputs.lengths}
     options = {name: x for name, x in options.items() if x is not None}
     options |= {"causal": True} if inputs.causal else {}
-    if missing := [name for name in options if not _takes(kernel, name)]:
-        hint = ""
-        if missing[0] == "kv_lengths":
-            hint = ", which come about where devices cannot share the keys evenly, too"
-        raise ValueError(f"{missing[0]}: {name_of(kernel)} takes none{hint}")
     if 0 in (*inputs.q.shape, *inputs.v.shape):  # kernels expect something to do
         dv = inputs.v.shape[-1]
         return AttentionState.identity(inputs.q.shape[:3], dv, inputs.dtype)
@@ -180,18 +167,6 @@ def _attend_by_function(inputs: Inputs, kernel: Callable):
         scale = scale * inputs.factor.astype(inputs.dtype)
     found = kernel(inputs.q, inputs.k, inputs.v, scale=scale, **options)
     return _as_state(found, inputs, name_of(kernel))
-
-
-def _takes(kernel: Callable, option: str) -> bool:
-    """Whether the function has a parameter of that name, or takes any."""
-    try:
-        parameters = inspect.signature(kernel).parameters
-    except (TypeError, ValueError):  # what is not written in Python may have no signature
-        return True
-    named = parameters.get(option)
-    if named is not None and named.kind in (named.KEYWORD_ONLY, named.POSITIONAL_OR_KEYWORD):
-        return True
-    return any(x.kind == x.VAR_KEYWORD for x in parameters.values())
 
 
 def _as_state(found: Any, inputs: Inputs, name: str):

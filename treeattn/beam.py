@@ -99,19 +99,13 @@ def packed_token_indices(
     >>> print(packed_token_indices([[[7, 8], [7, 9]]]))
     [[0 1 3]]
     """
-    encoding = prefix_encoding(beam, lengths)
-    xp = namespace(encoding)
-    rows, width = encoding.shape[1:]
-    nowhere = rows * width
-    by_itself = encoding == xp.arange(rows)[None, :, None]  # (B, M, C): no earlier one has it
-    added = _rows_joined(by_itself)
-    place = xp.arange(nowhere, dtype=xp.int32)[None]
-    found = xp.sort(xp.where(added, place, nowhere), axis=1)  # the places of nodes come first
-    indices = xp.where(found < nowhere, found, -1)
+    xp, beam, lengths = _checked(beam, lengths)
+    width = beam.shape[2]
+    _, owner, offsets, real = _nodes(xp, _common_prefix(xp, beam, lengths), lengths, width)
+    indices = xp.where(real, owner * width + offsets, -1)
     if isinstance(indices, jax.core.Tracer):
         return indices
-    nodes = (indices >= 0).sum(axis=1)
-    return indices[:, : int(nodes.max(initial=0))]
+    return indices[:, : int(real.sum(axis=1).max(initial=0))]
 
 
 def pack(
@@ -152,7 +146,8 @@ def pack(
     [[7 8]]
     """
     xp, beam, lengths = _checked(beam, lengths)
-    pad_token = check_pad_token(pad_token, beam.dtype)
+    tokens = np.iinfo(beam.dtype)
+    pad_token = integer("pad_token", pad_token, tokens.min, tokens.max)
     if xp is np:
         return _pack(np, beam, lengths, pad_token)
     packed = _pack_jit(beam, lengths, pad_token)
@@ -220,24 +215,34 @@ def _encode(xp, common, width):
 
 
 def _pack(xp, beam, lengths, pad_token):
-    """`pack` of checked arguments, in numpy or jax.numpy (xp): the same steps in both.
+    """`pack` of checked arguments, in numpy or jax.numpy (xp): the same steps in both."""
+    width = beam.shape[2]
+    common = _common_prefix(xp, beam, lengths)
+    start, owner, offsets, real = _nodes(xp, common, lengths, width)
+    unpack_map = _node_numbers(xp, common, lengths, start, width)
+    tokens = xp.take_along_axis(_rows_joined(beam), owner * width + offsets, axis=1)
+    tokens = xp.where(real, tokens, xp.asarray(pad_token, dtype=beam.dtype))
+    mask = _mask(xp, common, owner, offsets, real)
+    return PackedBeam(tokens, mask, offsets, unpack_map)
 
-    beam (B, M, C), lengths (B, M) int32. A candidate's last node is numbered `end` − 1, and its
-    first position would have the number `start`. For [[1, 2, 3], [1, 4, 5]]: the second candidate
+
+def _nodes(xp, common, lengths, width):
+    """(start, owner, offsets, real): who adds each node, which position there it is, or a pad.
+
+    start (B, M): the number that a candidate's first position would have; the others (B, L), in
+    NumPy with L the largest number of nodes in the batch, in jax.numpy M·C.
+
+    A candidate's last node is numbered `end` − 1. For [[1, 2, 3], [1, 4, 5]]: the second candidate
     borrows one token and adds two, so end = [3, 5] and start = [0, 2]. Its tokens 4 and 5 are nodes
     2 + 1 and 2 + 2; its token 1 belongs to the first candidate, and is node 0 + 0.
-
-    In NumPy L is the largest number of nodes in the batch; in jax.numpy, M·C.
     """
-    rows, width = beam.shape[1:]
+    rows = common.shape[1]
     row = xp.arange(rows, dtype=xp.int32)
-    common = _common_prefix(xp, beam, lengths)
     earlier = row[None] < row[:, None]  # (M, M)
     shared_with_earlier = xp.where(earlier[None], common, 0)
     borrowed = xp.max(shared_with_earlier, axis=2, initial=0)  # (B, M)
     end = xp.cumulative_sum(lengths - borrowed, axis=1, dtype=xp.int32)
     start = end - lengths
-    unpack_map = _node_numbers(xp, common, lengths, start, width)
 
     # The other way round: the candidate that adds node i is the number of those that end before.
     size = rows * width if xp is jnp else int(end.max(initial=0))
@@ -247,11 +252,7 @@ def _pack(xp, beam, lengths, pad_token):
     real = owner < rows
     owner = xp.minimum(owner, rows - 1)
     offsets = xp.where(real, node - xp.take_along_axis(start, owner, axis=1), 0)
-    in_beam = owner * width + offsets  # where each node's token stands in the beam, row by row
-    tokens = xp.take_along_axis(_rows_joined(beam), in_beam, axis=1)
-    tokens = xp.where(real, tokens, xp.asarray(pad_token, dtype=beam.dtype))
-    mask = _mask(xp, common, owner, offsets, real)
-    return PackedBeam(tokens, mask, offsets, unpack_map)
+    return start, owner, offsets, real
 
 
 def _node_numbers(xp, common, lengths, start, width):
@@ -316,12 +317,6 @@ def _first_nodes(packed: PackedBeam, size: int) -> PackedBeam:
     """The first `size` of L nodes, where those beyond are pads."""
     tokens, mask, offsets, unpack_map = packed
     return PackedBeam(tokens[:, :size], mask[:, :size, :size], offsets[:, :size], unpack_map)
-
-
-def check_pad_token(pad_token: int, dtype) -> int:
-    """`pad_token` as an int. Raises a TypeError or ValueError unless it is one of that dtype's."""
-    kind = np.iinfo(dtype)
-    return integer(f"pad_token ({kind.dtype} like the tokens)", pad_token, kind.min, kind.max)
 
 
 def _moved(name, x, xp):

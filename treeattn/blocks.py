@@ -140,10 +140,9 @@ def _attend_rows(inputs: Inputs, row) -> AttentionState:
     So a single row of queries, (1, h_kv, group, l, d), reads its keys where they lie.
     """
     q = inputs.q
-    plain = products.xla_may_split()
     size = block_size(inputs)
     few = products.few_queries(q, inputs.k.shape[1])
-    shrunk, root = products.shrink(q, plain)
+    shrunk, root = products.shrink(q)
     streams = products.stream_queries(shrunk) if few else None
 
     def read(x, first, count):
@@ -152,13 +151,9 @@ def _attend_rows(inputs: Inputs, row) -> AttentionState:
     def state_of_block(start):
         first, visible, bias = _visibility(inputs, start, size)
         keys = read(inputs.k, first, size)
-        s = (
-            products.stream_scores(streams, keys, plain)
-            if few
-            else products.matrix_scores(shrunk, keys)
-        )
+        s = products.stream_scores(streams, keys) if few else products.matrix_scores(shrunk, keys)
         s = _mask_and_clip(s * root * root, visible, bias)
-        m = products.row_max(s, plain)
+        m = products.row_max(s)
         p = jnp.exp(s - finite(m)[..., None])
         hidden = _hidden_from_all(visible)
 
@@ -168,7 +163,7 @@ def _attend_rows(inputs: Inputs, row) -> AttentionState:
         if few:  # a stream of values at a time
             width = size // products.STREAMS
             parts = [values(at, width) for at in range(0, size, width)]
-            denominator, numerator = products.stream_sums(p, parts, plain)
+            denominator, numerator = products.stream_sums(p, parts)
         else:
             denominator, numerator = products.matrix_sums(p, values(0, size))
         m = jnp.where(jnp.isnan(denominator), denominator, m)  # the maximum may pass over a NaN

@@ -12,6 +12,7 @@ A call goes straight down:
 import functools
 
 import jax
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
@@ -139,7 +140,7 @@ def _decode(
 
     def on_device(rank, inputs):
         if method is None:
-            state = _ring(inputs, layout, rank, implementation)
+            state = ring_state(inputs, layout, rank, implementation)
         else:
             own = inputs.replace(lengths=local_lengths(inputs, layout, rank))
             state = attend_inputs(own, implementation)
@@ -155,17 +156,24 @@ def _decode(
     return on_devices(on_device, layout, (specs,), result)(inputs)
 
 
-def _ring(inputs: Inputs, layout: Layout, rank, implementation: Implementation):
-    """The state of the queries after every shard has come by. Devices agree up to rounding."""
+def ring_state(inputs: Inputs, layout: Layout, rank, implementation: Implementation):
+    """The state of a device's queries after every shard has come by, in step i that of rank − i.
 
-    def state_of(shard, owner):
+    Causal queries are of the places of the device's own keys: shards after them are skipped.
+    Devices with the same queries agree up to rounding.
+    """
+
+    def state_of(shard, owner, causal=False):
         k, v, mask, bias = shard
         lengths = local_lengths(inputs, layout, owner)
-        visited = inputs.replace(k=k, v=v, mask=mask, bias=bias, lengths=lengths)
+        visited = inputs.replace(k=k, v=v, mask=mask, bias=bias, lengths=lengths, causal=causal)
         return attend_inputs(visited, implementation)
 
     def visit(state, shard, owner):
-        return merge(state, state_of(shard, owner))
+        if not inputs.causal:
+            return merge(state, state_of(shard, owner))
+        seen = owner < rank
+        return lax.cond(seen, lambda: merge(state, state_of(shard, owner)), lambda: state)
 
     shard = inputs.k, inputs.v, inputs.mask, inputs.bias
-    return visit_shards(visit, state_of(shard, rank), shard, layout, rank)
+    return visit_shards(visit, state_of(shard, rank, inputs.causal), shard, layout, rank)

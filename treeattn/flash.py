@@ -82,9 +82,9 @@ def why_not(inputs: Inputs) -> str | None:
 
 def is_best(inputs: Inputs) -> bool:
     """Whether a program for CUDA should take the kernel unasked: a long text, where it can run."""
-    if jax.default_backend() != "gpu" or inputs.q.shape[1] <= LONG_TEXT:
+    if inputs.q.shape[1] <= LONG_TEXT or importlib.util.find_spec("flash_attn_jax") is None:
         return False
-    return importlib.util.find_spec("flash_attn_jax") is not None and why_not(inputs) is None
+    return why_not(inputs) is None
 
 
 @jax.custom_vjp

@@ -1,7 +1,7 @@
-"""Between whom a collective sends, as its HLO says it: the groups, and a mesh's axes they cross.
+"""Between whom a collective sends, as its HLO says it.
 
-Written in one of four ways: pairs {{0,1},{1,0}}; groups {{0,1},{2,3}}; groups [2,2]<=[2,2]T(1,0),
-here the columns of an array of numbers in order; or the axes of a mesh, as in
+It is written in one of four ways: pairs {{0,1},{1,0}}; groups {{0,1},{2,3}}; groups
+[2,2]<=[2,2]T(1,0), here the columns of an array of numbers in order; or the axes of a mesh, as in
 mesh['node'=2,'device'=4] {'device'}. The numbers count the devices of the program's mesh in order.
 """
 
@@ -9,15 +9,6 @@ import math
 import re
 
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
-
-
-def group_size(attributes: str) -> int:
-    """How many devices are in a group; of pairs, how many there are; 0 where none are written."""
-    found = groups(attributes)
-    if "source_target_pairs" in attributes:
-        return len(found)
-    return len(found[0]) if found else 0
 
 
 def groups(attributes: str) -> list[list[int]]:
@@ -50,23 +41,3 @@ def _groups_of_mesh(axes: str, devices: str, within: str) -> list[list[int]]:
 
 def _numbers(text: str | None) -> list[int]:
     return [int(n) for n in text.split(",")] if text else []
-
-
-def axes_crossed(attributes: str, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """The axes of the mesh along which members of a group differ, in the mesh's order.
-
-    Raises ValueError for numbers that the mesh does not have.
-    """
-    shape = tuple(mesh.shape.values())
-    devices = math.prod(shape)
-    written = groups(attributes) or [list(range(devices))]
-    largest = max(map(max, written))
-    if largest >= devices:
-        raise ValueError(f"mesh: the program has a device {largest}, got {devices} devices")
-    differ = np.zeros(len(shape), bool)
-    for group in written:
-        places = np.stack(np.unravel_index(group, shape))
-        differ |= (places != places[:, :1]).any(axis=1)
-    return tuple(
-        name for name, is_crossed in zip(mesh.axis_names, differ, strict=True) if is_crossed
-    )

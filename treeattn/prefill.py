@@ -26,15 +26,9 @@ from treeattn.arguments import (
     pad_axis,
 )
 from treeattn.attend import Implementation, attend_inputs, check_implementation
-from treeattn.shards import (
-    Layout,
-    check_divides,
-    layout_of,
-    local_lengths,
-    on_devices,
-    visit_shards,
-)
-from treeattn.state import AttentionState, finalize, merge
+from treeattn.decode import ring_state
+from treeattn.shards import Layout, check_divides, layout_of, on_devices
+from treeattn.state import finalize
 
 
 def ring_attention(
@@ -122,27 +116,8 @@ def _prefill(inputs: Inputs, layout: Layout, method, implementation: Implementat
 
 
 def _ring(inputs: Inputs, layout: Layout, rank, implementation: Implementation):
-    """The keys visit the queries: in step i device r sees the shard of device r − i."""
-
-    def state_of(shard, owner, causal=False):
-        k, v = shard
-        lengths = local_lengths(inputs, layout, owner)
-        visited = inputs.replace(k=k, v=v, lengths=lengths, causal=causal)
-        return attend_inputs(visited, implementation)
-
-    def visit(state, shard, owner):
-        if not inputs.causal:
-            return merge(state, state_of(shard, owner))
-        # Shards after the queries' own are skipped.
-        nothing = AttentionState.identity(
-            state.max.shape, state.numerator.shape[-1], state.max.dtype
-        )
-        seen = lax.cond(owner < rank, lambda: state_of(shard, owner), lambda: nothing)
-        return merge(state, seen)
-
-    shard = inputs.k, inputs.v
-    own = state_of(shard, rank, inputs.causal)
-    out, _ = finalize(visit_shards(visit, own, shard, layout, rank))
+    """The keys visit the queries."""
+    out, _ = finalize(ring_state(inputs, layout, rank, implementation))
     return out.astype(inputs.q.dtype)
 
 

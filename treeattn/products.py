@@ -61,27 +61,27 @@ def read_block(x, first, size: int, *, row, rows: int, dtype):
     return x.astype(dtype)
 
 
-def row_max(s, xla_may_split: bool):
+def row_max(s):
     """max over the last axis: (…, size) -> (…). It may pass over a NaN, which the sums still get.
 
     jnp.max hands a NaN on, and is not vectorized for it. A reduction of our own is.
     """
-    if xla_may_split:
+    if xla_may_split():
         return jnp.max(s, axis=-1)
     start = np.asarray(-np.inf, s.dtype)
     return lax.reduce(s, start, lambda a, b: lax.select(a > b, a, b), (s.ndim - 1,))
 
 
-def shrink(q, xla_may_split: bool = True):
+def shrink(q):
     """(q / f², f): f a power of two for each query, so that no partial sum of q·k overflows.
 
     q is (…, d), f (…, 1). |q·k| ≤ d · max|q| · max|k|: with f² ≥ d · max|q|, the scores of q / f²
     stay below max|k|, which is in range. They are multiplied by f twice, after which the largest
     may be clipped.
     """
-    largest = row_max(jnp.abs(q), xla_may_split)[..., None]
+    largest = row_max(jnp.abs(lax.stop_gradient(q)))[..., None]
     exponent = jnp.ceil(jnp.maximum(jnp.log2(largest) + jnp.log2(q.shape[-1]), 0) / 2)
-    exponent = lax.stop_gradient(exponent).astype(jnp.int32)
+    exponent = exponent.astype(jnp.int32)
     one = jnp.ones_like(largest)
     root = jnp.ldexp(one, exponent)
     inverse = jnp.ldexp(one, -exponent)
@@ -114,14 +114,14 @@ def matrix_sums(p, v):
 # vectorized, on all cores.
 
 
-def _sum(x, axis: int, xla_may_split: bool):
+def _sum(x, axis: int):
     """The sum over an axis, in the loop that computes x.
 
     From 0.10 on, XLA:CPU hands plain sums to a library, and writes out for it what they add, which
     takes three times as long. It does not recognize a sum whose every step is rounded to the
     precision that it has anyway. Nor does its partitioner.
     """
-    if xla_may_split:
+    if xla_may_split():
         return jnp.sum(x, axis=axis)
     about = jnp.finfo(x.dtype)
 
@@ -147,11 +147,11 @@ def stream_queries(q):
     return parts
 
 
-def stream_scores(parts, k, xla_may_split: bool):
+def stream_scores(parts, k):
     """q·k of all queries and keys, (b, h_kv, group, l, size), as a sum of elementwise products."""
     k = k[:, :, :, None, None]
     s = sum(q * k[..., start : start + q.shape[-1]] for start, q in parts)
-    return jnp.moveaxis(_sum(s, -1, xla_may_split), 1, -1)
+    return jnp.moveaxis(_sum(s, -1), 1, -1)
 
 
 def _terms(d: int) -> tuple[range | tuple[int, ...], int]:
@@ -167,7 +167,7 @@ def _terms(d: int) -> tuple[range | tuple[int, ...], int]:
     return range(0, d, d // terms), d // terms
 
 
-def stream_sums(p, streams, xla_may_split: bool):
+def stream_sums(p, streams):
     """(Σ p, Σ p v), with p at most 1: (b, h_kv, group, l) and (b, h_kv, group, l, dv).
 
     streams: the block's values in STREAMS runs of neighbouring keys, (b, size / STREAMS, h_kv, dv)
@@ -180,4 +180,4 @@ def stream_sums(p, streams, xla_may_split: bool):
     weights = jnp.moveaxis(p / BLOCK, -1, 1)[..., None]
     weights = jnp.split(weights, STREAMS, axis=1)
     products = [w * v[:, :, :, None, None] for w, v in zip(weights, streams, strict=True)]
-    return total, _sum(sum(products), 1, xla_may_split) * BLOCK
+    return total, _sum(sum(products), 1) * BLOCK

@@ -18,9 +18,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
 
-from treeattn.groups import axes_crossed, group_size
+from treeattn.groups import groups
 
 COLLECTIVE_KINDS = (
     "all-reduce",
@@ -39,21 +38,25 @@ class Collective(NamedTuple):
     kind:          one of `COLLECTIVE_KINDS`; the two halves of an asynchronous one are one
     count:         how often it runs, with the trip counts of the loops around it
     operand_bytes: what a device puts in, each time, all operands of a joined collective
-    result_bytes:  what a device gets out, each time
     shapes:        its operands, as in ("f32[1,16,128]", "f32[1,16]"); the largest first, since
                    the order in which XLA joins them means nothing
-    devices:       how many take part in a group; for a collective-permute, pairs that send;
-                   0 when the program does not say, which means all
-    axes:          the axes of the mesh that `collectives` was given which it crosses; else None
+    groups:        who takes part with whom, devices numbered in the order of the program's mesh;
+                   for a collective-permute, pairs (from, to); () when the program does not say,
+                   which means all
     """
 
     kind: str
     count: int
     operand_bytes: int
-    result_bytes: int
     shapes: tuple[str, ...]
-    devices: int
-    axes: tuple[str, ...] | None = None
+    groups: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def devices(self) -> int:
+        """How many take part in a group; for a collective-permute, pairs that send; 0: all."""
+        if self.kind == "collective-permute":
+            return len(self.groups)
+        return len(self.groups[0]) if self.groups else 0
 
     @property
     def total_bytes(self) -> int:
@@ -96,22 +99,19 @@ class Memory(NamedTuple):
         return self.argument_bytes + self.temporary_bytes
 
 
-def collectives(
-    program: jax.stages.Lowered | jax.stages.Compiled | str,
-    mesh: Mesh | AbstractMesh | None = None,
-) -> list[Collective]:
+def collectives(program: jax.stages.Lowered | jax.stages.Compiled | str) -> list[Collective]:
     """The collectives of a program, in the order of its text.
 
     program: what `jax.jit(f).lower(...)` returns, for the collectives that were written; what
              its `.compile()` returns, for those that run, after XLA has joined, moved or
-             removed some; or HLO text.
-    mesh:    the mesh that it is for, where the axes that each crosses are wanted
+             removed some; or HLO text
 
     Of a conditional's branches, the one that puts in most counts. Raises TypeError for anything
-    else, and ValueError for a mesh of other devices, and for a collective in a loop without a trip
-    count: XLA notes it when it compiles, where the program fixes it.
+    else, and ValueError for a collective in a loop without a trip count: XLA notes it when it
+    compiles, where the program fixes it.
 
-    >>> mesh, spec = Mesh(jax.devices()[:2], "kv"), jax.sharding.PartitionSpec("kv")
+    >>> mesh = jax.sharding.Mesh(jax.devices()[:2], "kv")
+    >>> spec = jax.sharding.PartitionSpec("kv")
     >>> body = lambda x: jax.lax.psum(x, "kv")
     >>> program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec))
     >>> (found,) = collectives(program.lower(jax.numpy.ones(32, "float32")))
@@ -119,7 +119,7 @@ def collectives(
     all-reduce 64
     """
     computations, entry = _parse(_text(program))
-    return _walk(entry, computations, mesh)
+    return _walk(entry, computations)
 
 
 def memory(compiled: jax.stages.Compiled) -> Memory:
@@ -140,28 +140,28 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
     )
 
 
-def count_collectives(found: Iterable[Collective], kind: str | None = None) -> int:
-    """How many collectives (of one kind) each device runs, loops included."""
-    return sum(c.count for c in found if kind in (None, c.kind))
+def count_collectives(found: Iterable[Collective]) -> int:
+    """How many collectives each device runs, loops included."""
+    return sum(c.count for c in found)
 
 
-def total_bytes(found: Iterable[Collective], kind: str | None = None) -> int:
-    """Bytes that each device puts into the collectives (of one kind), loops included."""
-    return sum(c.total_bytes for c in found if kind in (None, c.kind))
+def total_bytes(found: Iterable[Collective]) -> int:
+    """Bytes that each device puts into the collectives, loops included."""
+    return sum(c.total_bytes for c in found)
 
 
-def sent_bytes(found: Iterable[Collective], kind: str | None = None) -> int:
-    """Bytes that each device must send in the collectives (of one kind), loops included."""
-    return sum(c.sent_bytes for c in found if kind in (None, c.kind))
+def sent_bytes(found: Iterable[Collective]) -> int:
+    """Bytes that each device must send in the collectives, loops included."""
+    return sum(c.sent_bytes for c in found)
 
 
 def collectives_table(found: Iterable[Collective]) -> str:
     """The collectives as lines of text: how often each runs, and how many bytes that takes.
 
-    Of all runs: what each device puts in, and what it must send at least. And, where that is
-    known, between whom.
+    Of all runs: what each device puts in, and what it must send at least.
 
-    >>> print(collectives_table([Collective("all-reduce", 3, 64, 64, ("f32[16]",), 8)]))
+    >>> everybody = (tuple(range(8)),)
+    >>> print(collectives_table([Collective("all-reduce", 3, 64, ("f32[16]",), everybody)]))
     collective  runs  bytes put in  sent  operands
     all-reduce     3           192   336  f32[16]
     all            3           192   336
@@ -169,14 +169,12 @@ def collectives_table(found: Iterable[Collective]) -> str:
     found = list(found)
     if not found:
         return "no collectives"
-    over = any(c.axes is not None for c in found)
-    rows = [("collective", "runs", "bytes put in", "sent", *["over"] * over, "operands")]
+    rows = [("collective", "runs", "bytes put in", "sent", "operands")]
     for c in found:
         numbers = f"{c.count:,}", f"{c.total_bytes:,}", f"{c.sent_bytes:,}"
-        axes = [", ".join(c.axes or ())] * over
-        rows.append((c.kind, *numbers, *axes, " ".join(c.shapes)))
+        rows.append((c.kind, *numbers, " ".join(c.shapes)))
     numbers = f"{count_collectives(found):,}", f"{total_bytes(found):,}", f"{sent_bytes(found):,}"
-    return _columns([*rows, ("all", *numbers, *[""] * over, "")])
+    return _columns([*rows, ("all", *numbers, "")])
 
 
 def _columns(rows: list[tuple[str, ...]]) -> str:
@@ -244,7 +242,7 @@ def _parse(text: str) -> tuple[dict[str, _Computation], str]:
     return computations, entry
 
 
-def _walk(name: str, computations: dict[str, _Computation], mesh) -> list[Collective]:
+def _walk(name: str, computations: dict[str, _Computation]) -> list[Collective]:
     """The collectives of one run of the computation `name`, with those that it calls."""
     inside = computations[name]
     found = []
@@ -253,20 +251,20 @@ def _walk(name: str, computations: dict[str, _Computation], mesh) -> list[Collec
         if instruction.opcode.endswith(("-update", "-done")):
             continue  # counted where it starts
         if kind in COLLECTIVE_KINDS:
-            found.append(_collective(kind, instruction, inside, mesh))
+            found.append(_collective(kind, instruction, inside))
         elif instruction.opcode == "while":
             parts = instruction.called("condition", "body")
-            looped = [c for part in parts for c in _walk(part, computations, mesh)]
+            looped = [c for part in parts for c in _walk(part, computations)]
             if looped:  # a loop that sends nothing may run as often as it likes
                 trips = _trip_count(instruction)
                 found += [c._replace(count=c.count * trips) for c in looped]
         elif instruction.opcode == "conditional":
             names = ("branch_computations", "true_computation", "false_computation")
-            branches = [_walk(branch, computations, mesh) for branch in instruction.called(*names)]
+            branches = [_walk(branch, computations) for branch in instruction.called(*names)]
             found += max(branches, key=total_bytes)
         else:
             for callee in instruction.called("calls", "to_apply", "called_computations"):
-                found += _walk(callee, computations, mesh)
+                found += _walk(callee, computations)
     return found
 
 
@@ -281,22 +279,16 @@ def _trip_count(loop: _Instruction) -> int:
     return int(known[1])
 
 
-def _collective(kind: str, instruction: _Instruction, inside: _Computation, mesh) -> Collective:
+def _collective(kind: str, instruction: _Instruction, inside: _Computation) -> Collective:
     """The instruction, one of the computation `inside`, which has its operands' shapes."""
     names = re.findall(r"[\w.\-]+", instruction.rest.partition(")")[0])
     operands = [shape for name in names for shape in _shapes(inside[name].type)]
-    results = _shapes(instruction.type)
-    if instruction.opcode.endswith("-start") and kind != "all-reduce":
-        # The type of these is (operands, results, context …).
-        results = results[len(operands) : 2 * len(operands)]
     return Collective(
         kind=kind,
         count=1,
         operand_bytes=sum(map(_shape_bytes, operands)),
-        result_bytes=sum(map(_shape_bytes, results)),
         shapes=tuple(sorted(operands, key=_shape_bytes, reverse=True)),
-        devices=group_size(instruction.rest),
-        axes=None if mesh is None else axes_crossed(instruction.rest, mesh),
+        groups=tuple(map(tuple, groups(instruction.rest))),
     )
 
 

@@ -83,14 +83,12 @@ def _sharding_of(k) -> NamedSharding:
 @functools.lru_cache(maxsize=256)
 def _layout(sharding: NamedSharding, striped: bool, manual: frozenset[str]) -> Layout:
     """The layout of a checked sharding; what an enclosing `shard_map` has split is split."""
-    *entries, last = (*sharding.spec, None, None, None, None)[:4]
-    if len(sharding.spec) > 4 or last is not None:
-        raise ValueError(f"sharding: expected P(batch, keys, heads), got {sharding.spec}")
-    if P.UNCONSTRAINED in entries:
+    if P.UNCONSTRAINED in sharding.spec:
         raise ValueError(f"sharding: expected names of axes or None, got {sharding.spec}")
-    batch, keys, heads = (
-        (entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries
-    )
+    entries = _entries(sharding.spec)
+    if len(entries) > 3:
+        raise ValueError(f"sharding: expected P(batch, keys, heads), got {sharding.spec}")
+    batch, keys, heads = (*entries, (), (), ())[:3]
     if inside := manual & set(keys):
         names = sorted(inside)
         raise ValueError(f"sharding: {names} are manual here already: call merge_across")
@@ -230,13 +228,13 @@ def on_devices(body, layout: Layout, in_specs, out_specs):
         check_vma=False,  # of most merges JAX cannot tell that all devices have the same
     )
 
-    def place(spec, tree):  # along Explicit axes what lies otherwise would be refused
-        on = mesh if context.empty else context
-        explicit = AxisType.Explicit in on.axis_types
-        return jax.tree.map(
-            lambda x: jax.reshard(x, NamedSharding(on, spec)) if explicit else x, tree
-        )
+    def place(spec, tree):
+        lies = NamedSharding(mesh if context.empty else context, spec)
+        return jax.tree.map(lambda x: jax.reshard(x, lies), tree)
 
+    if AxisType.Explicit not in (mesh if context.empty else context).axis_types:
+        return mapped
+    # Along Explicit axes what lies otherwise would be refused.
     return lambda *arguments: mapped(*jax.tree.map(place, in_specs, arguments))
 
 

@@ -45,6 +45,23 @@ def program(sizes: Sizes, batch: int, n: int, mesh):
     return step.lower(x, weights, cache).compile()
 
 
+def axes_crossed(collective, mesh) -> list[str]:
+    """The axes along which the devices of one group stand at different places."""
+    shape = tuple(mesh.shape.values())
+    group = list(collective.groups[0]) if collective.groups else range(mesh.size)
+    places = np.unravel_index(group, shape)
+    return [name for name, at in zip(mesh.axis_names, places, strict=True) if np.ptp(at)]
+
+
+def crossings(found, mesh) -> str:
+    """A line for each collective: what it crosses, and what each device puts in."""
+    lines = [f"{'collective':12}{'crosses':12}{'bytes put in':>12}  operands"]
+    for c in found:
+        axes = ", ".join(axes_crossed(c, mesh))
+        lines.append(f"{c.kind:12}{axes:12}{c.total_bytes:12,}  {' '.join(c.shapes)}")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, default=2, help="devices along the rows (2)")
@@ -57,7 +74,7 @@ def main() -> None:
     compiled = program(LLAMA_8B, asked.batch, asked.keys, mesh)
     held = treeattn.memory(compiled)
     print(f"A layer of Llama 3.1 8B's sizes, float32, one token a row, on {dict(mesh.shape)}\n")
-    print(treeattn.collectives_table(treeattn.collectives(compiled, mesh)))
+    print(crossings(treeattn.collectives(compiled), mesh))
     print(f"\na device holds {held.argument_bytes / 1e6:.0f} MB of weights and cache")
 
 
