@@ -18,6 +18,8 @@ from treeattn_llama import (
     pad_packed,
 )
 
+ROOM = 256  # a cache holds a multiple of so many tokens: texts of about a length share programs
+
 
 class Written(NamedTuple):
     """New token ids, and how many of them each call of the model brought."""
@@ -41,7 +43,8 @@ def write(
     width, length: of the beam that is drafted before each call
     """
     size = 1 + width * length  # nodes of a call, filled up: one program
-    cache = model.new_cache(1, len(prompt) + new_tokens + size)
+    needed = len(prompt) + new_tokens + size
+    cache = model.new_cache(1, -(-needed // ROOM) * ROOM)
     _, cache = model.prefill([prompt[:-1]], cache)
     text = list(prompt)
     state = None
