@@ -142,7 +142,9 @@ def _of_config(name: str, config: dict) -> Model:
     else:
         sizes["kv_heads"] = config.get("num_key_value_heads") or heads
         sizes["head_dim"] = config.get("head_dim") or sizes["width"] // heads
-    experts = config.get("n_routed_experts") or config.get("num_local_experts") or 0
+    # DeepSeek's, Mixtral's and Qwen's names for one number.
+    names = "n_routed_experts", "num_local_experts", "num_experts"
+    experts = next((config[name] for name in names if config.get(name)), 0)
     if experts:
         sizes |= {
             "experts": experts,

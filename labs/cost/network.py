@@ -8,12 +8,11 @@ collective communication operations in MPICH"), with data dependencies where the
 
 A collective that the library runs is pipelined: a device hands on the first bytes before the last
 have come. One rule for launches: as many as the program has collectives. What JAX writes as
-permutes has one for each round, an Allreduce by nodes three; they wait for each other's last bytes.
+permutes has one for each round; they wait for each other's last bytes.
 """
 
 import functools
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -30,23 +29,15 @@ CHOICES = {
 # What JAX writes as a permute a round, each a launch of its own.
 PERMUTES = ("ring", "butterfly")
 ALGORITHMS = dict.fromkeys(("one-shot", "in-switch"), "direct")
-ALGORITHMS |= dict.fromkeys(("tree-allreduce", "hierarchical-allreduce"), "tree")
+ALGORITHMS["tree-allreduce"] = "tree"
 # What the library runs as several rings or trees at once, each leaving a node by another card.
 CHANNELS = ("ring-allreduce", "tree-allreduce", "ring-gather", "ring-scatter")
 
 
-class TimedRound(NamedTuple):
-    """A round as it was run: the messages, and when each began and arrived. (messages,) each."""
-
-    round: Round
-    start: np.ndarray
-    arrival: np.ndarray
-
-
-def run_rounds(
+def simulate(
     rounds: Iterable[Round], p: int, topology: Topology, *, pipelined: bool = True
-) -> Iterator[TimedRound]:
-    """Run the rounds on the first p devices of the topology, all of which start at 0.
+) -> float:
+    """Seconds until the last of the first p devices has all that it gets; all of them start at 0.
 
     Raises ValueError when the topology has fewer devices.
     """
@@ -73,15 +64,7 @@ def run_rounds(
         np.maximum.at(free, link, busy_until[message])
         np.maximum.at(first, round_.target, start + latency)
         np.maximum.at(last, round_.target, end + latency)
-        yield TimedRound(round_, start, end + latency)
-
-
-def simulate(
-    rounds: Iterable[Round], p: int, topology: Topology, *, pipelined: bool = True
-) -> float:
-    """What `run_rounds` comes to: seconds until the last device has all that it gets."""
-    sent = run_rounds(rounds, p, topology, pipelined=pipelined)
-    return max((float(x.arrival.max()) for x in sent), default=0.0)
+    return float(last.max())
 
 
 def _link_count(topology: Topology, p: int) -> int:
@@ -171,15 +154,5 @@ def collective_sent_bytes(kind: str, p: int, message_bytes: Number, g: int = 1) 
 
 
 def collective_launches(kind: str, p: int, g: int = 1) -> int:
-    """Collectives of the program on p devices, g in a node.
-
-    A collective-permute a round for some; for an Allreduce by nodes a reduce-scatter in the nodes,
-    an Allreduce between them and a gather in them, as no library has it in one call; else one.
-    """
-    if kind in PERMUTES:
-        return collective_rounds(kind, p)
-    if kind == "hierarchical-allreduce" and p % min(g, p) == 0:
-        inside = 2 if g > 1 else 0
-        between = 1 if p > g else 0
-        return inside + between
-    return 1
+    """Collectives of the program on p devices, g in a node: a permute a round for some, else one."""
+    return collective_rounds(kind, p, g) if kind in PERMUTES else 1

@@ -92,29 +92,6 @@ def to_everybody(p: int, message_bytes: Number) -> Iterator[Round]:
         yield Round(rank, (rank + distance) % p, message_bytes, at_once=True)
 
 
-def hierarchical_allreduce(p: int, message_bytes: Number, g: int) -> Iterator[Round]:
-    """Scattered sums within each node of g devices, a butterfly between nodes, and a gather.
-
-    Where the devices do not fill their nodes, a plain tree takes its place.
-    """
-    if p % g:
-        yield from tree_allreduce(p, message_bytes, g)
-        return
-    nodes = np.arange(p // g) * g
-    place = np.arange(g)
-
-    def on_each_node(rounds):
-        for a, b, size, _ in rounds:
-            source, target = (np.add.outer(nodes, x).ravel() for x in (a, b))
-            yield Round(source, target, size)
-
-    yield from on_each_node(halving_scatter(g, message_bytes))
-    for a, b, size, _ in butterfly(p // g, message_bytes / g):
-        source, target = (np.add.outer(x * g, place).ravel() for x in (a, b))
-        yield Round(source, target, size)
-    yield from on_each_node(doubling_gather(g, message_bytes / g))
-
-
 def in_switch(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:
     """A switch reads all messages, hands each device 1/p of their sum, and spreads these parts.
 
@@ -141,7 +118,6 @@ SCHEDULES: dict[str, Callable[[int, Number, int], Iterator[Round]]] = {
     "all-to-all": lambda p, size, g: to_everybody(p, size / p),
     "ring-allreduce": lambda p, size, g: around(p, size / p, 2 * (p - 1)),
     "tree-allreduce": tree_allreduce,
-    "hierarchical-allreduce": hierarchical_allreduce,
     "butterfly": butterfly,
     "one-shot": lambda p, size, g: to_everybody(p, size),
     "in-switch": in_switch,

@@ -6,19 +6,10 @@ It needs XLA's compiler for CUDA, of jax's version, and neither a driver nor a G
 sets it up. Nothing is run: this shows what is sent and held, not how long anything takes.
 """
 
-import datetime
 import os
-import sys
-from importlib.metadata import version
-from pathlib import Path
 
 import jax
-import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh
-
-import treeattn
-from labs.sharding.__main__ import LLAMA_8B, program
 
 # As NVIDIA's data sheet and cudaGetDeviceProperties describe it.
 H100 = """

@@ -87,6 +87,27 @@ def test_a_model_from_its_config(tmp_path):
         find_model("gpt")
 
 
+def test_a_mixture_of_experts_in_other_names(tmp_path):
+    """Qwen3-30B-A3B: 30.5 billion parameters, of which a token uses 3.3, as its makers say."""
+    qwen = {
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "vocab_size": 151936,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(qwen))
+    model = find_model(tmp_path)
+    assert model.parameters == pytest.approx(30.5e9, rel=0.005)
+    embedding = model.vocabulary * model.width
+    assert model.weights + embedding == pytest.approx(3.3e9, rel=0.02)
+
+
 # ---------------------------------------------------------------------------- a step, by hand
 
 
