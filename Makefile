@@ -113,8 +113,10 @@ gpu-smoke: $(STAMP)
 gpu-programs: $(GPU_PROGRAMS_STAMP)
 	PYTHONPATH=.:llama:conformance $(GPU_PROGRAMS)/python -W ignore -m labs.kernels.gpu_programs \
 		labs/kernels/results/gpu_programs.md
+	PYTHONPATH=.:llama:conformance $(GPU_PROGRAMS)/python -W ignore -m labs.sharding.h100s \
+		labs/sharding/results/h100s.md
 	PYTHONPATH=.:llama:conformance $(GPU_PROGRAMS)/python -m pytest -q -o addopts= \
-		labs/kernels/tests/test_gpu_programs.py
+		labs/kernels/tests/test_gpu_programs.py labs/sharding/tests/test_h100s.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet .

@@ -154,5 +154,5 @@ def collective_sent_bytes(kind: str, p: int, message_bytes: Number, g: int = 1) 
 
 
 def collective_launches(kind: str, p: int, g: int = 1) -> int:
-    """Collectives of the program on p devices, g in a node: a permute a round for some, else one."""
+    """Collectives of the program on p devices, g in a node: a permute a round of some, or one."""
     return collective_rounds(kind, p, g) if kind in PERMUTES else 1

@@ -17,7 +17,7 @@ def grid(heads: int, splits: int, group: int) -> Figure:
         ax.text(-0.3, y + 0.4, f"{group} queries,\nkey head {head}", ha="right", va="center")
         for split in range(splits):
             colour = COLOURS[head % len(COLOURS)]
-            ax.add_patch(Rectangle((split, y), 0.92, 0.8, color=colour, alpha=0.75))
+            ax.add_patch(Rectangle((split, y), 0.92, 0.8, color=colour))
             ax.text(split + 0.46, y + 0.4, "state", ha="center", va="center", color="white")
         ax.annotate("", (splits + 1.1, y + 0.4), (splits, y + 0.4), arrowprops={"arrowstyle": "->"})
         ax.text(splits + 1.2, y + 0.4, f"{group} states", va="center", color=INK)
