@@ -68,7 +68,7 @@ def next_state(
     return unit(x)
 
 
-@functools.partial(jax.jit, static_argnames=("width", "length", "with_pruned"))
+@functools.partial(jax.jit, static_argnames=("width", "length"))
 def draft_beam(
     drafter: Drafter,
     shared: Shared,
@@ -77,15 +77,12 @@ def draft_beam(
     *,
     width: int,
     length: int,
-    with_pruned: bool = False,
 ) -> tuple[Int[Array, "b m c"], Float[Array, "b m c"]]:
     """(beam, scores) after each text's last token, as one program: `width` candidates of `length`
     tokens, most probable first, and the log-probability of each token after those before it.
 
     state: the model's state at the token before the last, which is `certain`: no model has read it
     There are fewer candidates where the head's tokens make fewer.
-    with_pruned: after them the shorter paths that the search had kept at lesser depths and has
-    pruned since, as candidates of their own (score −∞ beyond their end)
     """
     batch = len(certain)
     n = len(shared.tokens)
@@ -94,7 +91,6 @@ def draft_beam(
     path = jnp.zeros((batch, 1), jnp.float32)
     state = unit(state)[:, None]
     token = certain[:, None]
-    depths = []
     for _ in range(length):
         state = next_state(drafter, state, shared.embedding[token])
         logits = product(state, shared.head)
@@ -110,10 +106,7 @@ def draft_beam(
         )
         beam = jnp.concatenate([beam, token[..., None]], axis=-1)
         scores = jnp.concatenate([scores, score[..., None]], axis=-1)
-        more = [(0, 0), (0, 0), (0, length - beam.shape[2])]
-        depths.append((jnp.pad(beam, more), jnp.pad(scores, more, constant_values=-jnp.inf)))
-    kept = depths[::-1] if with_pruned else depths[-1:]
-    return tuple(jnp.concatenate(x, axis=1) for x in zip(*kept, strict=True))
+    return beam, scores
 
 
 def likeliest(

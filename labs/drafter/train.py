@@ -23,11 +23,18 @@ import numpy as np
 from tqdm import tqdm
 
 from labs.drafter import distil
-from labs.drafter.recurrent import PACKAGED, Drafter, borrow, save_drafter
+from labs.drafter.recurrent import PACKAGED, Drafter, Shared, borrow, save_drafter
 from labs.drafter.sample import sample, shards_of
 from treeattn_llama import Llama
 
 CHAIN = 4
+UPDATES, BATCH, RATE = 3000, 64, 2e-3
+DEPTH, INNER = 2, 384  # residual layers, and their inner width
+CUT = 8192  # tokens of the head
+SOFT, NEAR = 0.8, 0.2  # of the loss: the model's distribution against the text, and its states
+EVERY = 200  # updates between judgements,
+JUDGED_TOKENS = 3000  # on so many tokens
+SEED = 0
 RESULTS = Path(__file__).parent / "results" / "training.json"
 
 
@@ -82,17 +89,12 @@ class Run:
         np.savez(new, tokens=shared.tokens, done=self.done, curve=json.dumps(self.curve), **arrays)
         new.replace(self.path)
 
-    def worse_for(self) -> int:
-        """How many times it was judged since it was best."""
-        values = [point["tokens_a_step"] for point in self.curve]
-        return len(values) - 1 - int(np.argmax(values))
 
-
-def train(folder: Path, options) -> tuple[Run, object, distil.Texts]:
+def train(folder: Path) -> tuple[Run, Shared]:
     model = Llama.load()
-    learn, held = distil.read_shards(shards_of(folder)[: options.shards])
-    path = folder / f"{options.name}.npz"
-    tokens = distil.frequent_tokens(learn, options.cut)
+    learn, held = distil.read_shards(shards_of(folder))
+    path = folder / "drafter.npz"
+    tokens = distil.frequent_tokens(learn, CUT)
     if path.exists():  # there may be more text now than at first
         with np.load(path) as file:
             tokens = file["tokens"]
@@ -104,73 +106,49 @@ def train(folder: Path, options) -> tuple[Run, object, distil.Texts]:
     del model
     learn, held = (distil.prepared(texts, tokens, norm) for texts in (learn, held))
     inside = (row[held.after] >= 0).mean()
-    begins = held_out_chat(held, options.judge_tokens)
+    begins = held_out_chat(held, JUDGED_TOKENS)
     print(
         f"{len(learn.after):,} tokens to learn from, {len(held.after):,} held out, of which the "
         f"head's {len(tokens):,} tokens are {inside:.1%}",
         flush=True,
     )
-    adam = distil.optimizer(options.updates, options.rate)
-    key = jax.random.key(options.seed)
-    run = Run(path, distil.initial(key, d, options.depth, options.inner), adam)
+    adam = distil.optimizer(UPDATES, RATE)
+    key = jax.random.key(SEED)
+    run = Run(path, distil.initial(key, d, DEPTH, INNER), adam)
     run.tokens = len(learn.after)
     starts = np.flatnonzero(np.arange(len(learn.after)) + 1 < learn.end)
     began = time.time()
     value = float("nan")
     already = run.done
-    with tqdm(total=options.updates, initial=run.done, unit="update", mininterval=5) as bar:
-        while run.done < options.updates:
-            rng = np.random.default_rng([options.seed, run.done])
-            batch = distil.examples(learn, rng.choice(starts, options.batch), row, options.length)
+    with tqdm(total=UPDATES, initial=run.done, unit="update", mininterval=5) as bar:
+        while run.done < UPDATES:
+            rng = np.random.default_rng([SEED, run.done])
+            batch = distil.examples(learn, rng.choice(starts, BATCH), row)
             run.drafter, run.moments, value = distil.update(
-                run.drafter, run.moments, shared, batch, options.soft, options.near, adam=adam
+                run.drafter, run.moments, shared, batch, SOFT, NEAR, adam=adam
             )
             run.done += 1
             bar.update()
             if run.done == already + 5:
-                left = (options.updates - run.done) * (time.time() - began) / 5 / 60
+                left = (UPDATES - run.done) * (time.time() - began) / 5 / 60
                 tqdm.write(f"about {left:.0f} minutes to go, compiling included")
-            if run.done % options.every == 0 or run.done == options.updates:
+            if run.done % EVERY == 0 or run.done == UPDATES:
                 run.judge(shared, held, begins, float(value))
                 tqdm.write(json.dumps(run.curve[-1]))
-                if run.worse_for() >= options.patience:
-                    break
-    return run, shared, held
-
-
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = made.add_argument
-    add("--folder", type=Path, default=Path("build/drafter"))
-    add("--tokens", type=int, default=70_000, help="to sample")
-    add("--shards", type=int, help="to learn from, of 10,000 tokens each; all if not given")
-    add("--name", default="drafter", help="of the checkpoint")
-    add("--out", type=Path, default=PACKAGED)
-    for name, value in {
-        "updates": 3000,
-        "batch": 64,
-        "length": distil.LENGTH,
-        "depth": 2,
-        "inner": 384,
-        "cut": 8192,
-        "seed": 0,
-        "every": 200,
-        "patience": 6,
-        "judge-tokens": 3000,
-    }.items():
-        add(f"--{name}", type=int, default=value)
-    for name, value in {"soft": 0.8, "near": 0.2, "rate": 2e-3}.items():
-        add(f"--{name}", type=float, default=value)
-    return made
+    return run, shared
 
 
 def main() -> None:
-    options = parser().parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=Path("build/drafter"))
+    parser.add_argument("--tokens", type=int, default=70_000, help="to sample")
+    parser.add_argument("--out", type=Path, default=PACKAGED)
+    options = parser.parse_args()
     sampling = options.tokens / 100 / 60
-    training = options.updates * options.batch / 64 / 3.5 / 60
+    training = UPDATES * BATCH / 64 / 3.5 / 60
     print(f"About {sampling:.0f} minutes of sampling, {training:.0f} of training, on two cores")
     sample(options.folder, options.tokens)
-    run, shared, _ = train(options.folder, options)
+    run, shared = train(options.folder)
     save_drafter(options.out, run.best, shared, "SmolLM2-135M-Instruct")
     if options.out == PACKAGED:
         about = {
