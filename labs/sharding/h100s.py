@@ -19,7 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 import treeattn
-from labs.sharding.__main__ import LLAMA_8B, program
+from labs.sharding.__main__ import LLAMA_8B, crossings, program
 
 # As NVIDIA's data sheet and cudaGetDeviceProperties describe it.
 H100 = """
@@ -69,7 +69,7 @@ def page(devices) -> Iterator[str]:
         yield ""
         yield f"## {' × '.join(f'{n} {axis}' for n, axis in zip(shape, AXES, strict=True))}"
         yield ""
-        yield f"```\n{treeattn.collectives_table(treeattn.collectives(compiled, mesh))}\n```"
+        yield f"```\n{crossings(treeattn.collectives(compiled), mesh)}\n```"
         yield ""
         yield f"A device holds {held / 1e6:,.0f} MB of weights and cache."
 
