@@ -8,7 +8,10 @@ python notebooks/execute.py --store 05      also store the outputs in the notebo
 
 import argparse
 import asyncio
+import copy
 import importlib.util
+import os
+import re
 import shutil
 import sys
 import time
@@ -63,6 +66,32 @@ def exporter() -> HTMLExporter:
     return HTMLExporter(mathjax_url=url, require_js_url="")
 
 
+def seen_from_build(text: str, folder: Path) -> str:
+    """Markdown whose links to files lead, from build/, where they lead from `folder`.
+
+    A link to a notebook of the main road leads to its HTML, which lies in build/, too.
+    """
+    main_road = chosen([], everything=False)
+
+    def moved(link: re.Match) -> str:
+        file, anchor, place = link[2].partition("#")
+        if (folder / file).resolve() in main_road:
+            file = Path(file).with_suffix(".html").name
+        elif file:
+            file = Path(os.path.relpath(folder / file, BUILD)).as_posix()
+        return f"{link[1]}({file}{anchor}{place})"
+
+    return re.sub(r"(?<!\w)(!?\[[^\]]*\])\((?!\w+:)([^)\s]+)\)", moved, text)
+
+
+def as_html(notebook: nbformat.NotebookNode, folder: Path, to_html: HTMLExporter) -> str:
+    copied = copy.deepcopy(notebook)
+    for cell in copied.cells:
+        if cell.cell_type == "markdown":
+            cell.source = seen_from_build(cell.source, folder)
+    return to_html.from_notebook_node(copied)[0]
+
+
 def chosen(names: list[str], everything: bool) -> list[Path]:
     """The notebooks of these paths, or whose names start so; without names the main road or all."""
     patterns = MAIN_ROAD + (BESIDE_IT if names or everything else ())
@@ -99,7 +128,7 @@ def main() -> int:
             except CellExecutionError as error:
                 print(f"{path.name} failed:\n{error}", file=sys.stderr)
                 return 1
-        html, _ = to_html.from_notebook_node(notebook)
+        html = as_html(notebook, path.parent, to_html)
         (BUILD / path.with_suffix(".html").name).write_text(html, encoding="utf-8")
         if args.store:
             nbformat.write(notebook, path)

@@ -44,14 +44,31 @@ def test_there_are_notebooks():
     assert len(MAIN_ROAD) == 11 and DEEPER and BESIDE
 
 
-def test_what_make_run_executes():
+@pytest.fixture
+def execute():
+    """notebooks/execute.py, as a module."""
     path = REPOSITORY / "notebooks" / "execute.py"
     spec = importlib.util.spec_from_file_location("execute", path)
-    execute = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(execute)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_make_run_executes(execute):
     assert execute.chosen([], everything=False) == MAIN_ROAD
     assert sorted(execute.chosen([], everything=True)) == sorted([*MAIN_ROAD, *DEEPER, *BESIDE])
     assert execute.chosen(["05", str(DEEPER[0])], everything=False) == [MAIN_ROAD[5], DEEPER[0]]
+
+
+def test_links_lead_from_the_html_where_they_led_from_the_notebook(execute):
+    deeper = REPOSITORY / "notebooks" / "deeper"
+    for text, moved in {
+        "![levers](../../figures/levers.png)": "![levers](../figures/levers.png)",
+        "[10](../10_ledger.ipynb#Verdicts)": "[10](10_ledger.html#Verdicts)",
+        "[bits](../../labs/exact/the_same_bits.ipynb)": "[bits](../labs/exact/the_same_bits.ipynb)",
+        "[a](https://b.org/c_d) [e](#f) `x[0](y)`": "[a](https://b.org/c_d) [e](#f) `x[0](y)`",
+    }.items():
+        assert execute.seen_from_build(text, deeper) == moved
 
 
 def test_every_cell_was_executed_in_order(notebook):
