@@ -1,13 +1,10 @@
-"""Acceptance: the longest path of the model's own tokens, and rejection sampling by enumeration."""
-
-import itertools
+"""Acceptance: the longest path of the model's own tokens."""
 
 import numpy as np
 import pytest
 
 from treeattn import pack
-from treeattn_llama import accept_candidate_tokens, candidate_lengths, rejection
-from treeattn_llama.rejection import accept_drawn
+from treeattn_llama import accept_candidate_tokens, candidate_lengths
 
 NEVER = -np.inf
 
@@ -137,117 +134,3 @@ def test_bad_input(unchecked, change, message):
         accept_candidate_tokens(**call)
     with pytest.raises(ValueError, match="beam: expected integers"):
         accept_candidate_tokens(**(call | {"beam": np.zeros((1, 2, 3))}))
-
-
-# Rejection sampling: every outcome and its probability
-
-
-class Traced:
-    """Dice that follow a list of choices, then always the first possible one; `probability` is that
-    of everything chosen, `open` the choices that were not taken."""
-
-    def __init__(self, choices):
-        self.choices, self.at, self.probability, self.open = choices, 0, 1.0, []
-
-    def _choose(self, probabilities):
-        possible = [i for i, p in enumerate(probabilities) if p > 0]
-        if self.at == len(self.choices):
-            self.open += [[*self.choices, i] for i in possible[1:]]
-            self.choices = [*self.choices, possible[0]]
-        found = self.choices[self.at]
-        self.at += 1
-        self.probability *= probabilities[found]
-        return found
-
-    def happens(self, probability):
-        return self._choose([1 - probability, probability]) == 1
-
-    def pick(self, probabilities):
-        return self._choose(probabilities.tolist())
-
-
-def outcomes(run):
-    """(result, probability) for each way that the dice can fall in `run(dice)`."""
-    waiting = [[]]
-    while waiting:
-        dice = Traced(waiting.pop())
-        yield run(dice), dice.probability
-        waiting += dice.open
-
-
-def draws_and_chances(q, width, replacement):
-    """Each sequence of `width` draws from q, and its probability."""
-    for draws in itertools.product(range(len(q)), repeat=width):
-        left, chance = np.array(q), 1.0
-        for x in draws:
-            chance *= left[x] / left.sum() if left.sum() > 0 else 0
-            if not replacement:
-                left = np.where(np.arange(len(q)) == x, 0, left)
-        if chance > 0:
-            yield list(draws), chance
-
-
-P = [[0.5, 0.3, 0.2, 0.0], [0.1, 0.2, 0.3, 0.4], [1.0, 0, 0, 0], [0.25] * 4, [0, 0.5, 0.5, 0]]
-Q = [[0.5, 0.3, 0.2, 0.0], [0.7, 0.1, 0.1, 0.1], [0, 0, 0.01, 0.99], [0, 1.0, 0, 0], [0.25] * 4]
-
-
-def accepted(p, q, draws, replacement, claimed=None):
-    """The distribution of the token that a node gives after these draws, over throws."""
-    beam = np.array([[0, x] for x in draws])
-    lengths = np.full(len(draws), 2)
-    claimed = q if claimed is None else claimed
-    total = np.zeros(len(p))
-
-    def run(dice):
-        model, draft = lambda m, c: p, lambda m, c: claimed
-        return accept_drawn(beam, lengths, model, draft, dice, replacement)
-
-    for tokens, probability in outcomes(run):
-        total[tokens[0]] += probability
-    return total
-
-
-def one_node(p, q, width, replacement, claimed=None):
-    """The same over draws."""
-    pairs = draws_and_chances(q, width, replacement)
-    return sum(chance * accepted(p, q, draws, replacement, claimed) for draws, chance in pairs)
-
-
-@pytest.mark.parametrize("replacement", [False, True])
-@pytest.mark.parametrize("width", [1, 2, 3])
-def test_a_node_gives_each_token_with_the_models_probability(width, replacement):
-    for p, q in itertools.product(np.array(P), np.array(Q)):
-        if not replacement and (q > 0).sum() < width:
-            continue  # there are no such draws
-        np.testing.assert_allclose(one_node(p, q, width, replacement), p, atol=1e-12)
-
-
-def test_a_path_gives_each_text_with_the_models_probability():
-    """Chains of two draws: all texts of two tokens, at the least."""
-    rng = np.random.default_rng(0)
-    p, q = rng.dirichlet(np.ones(3), (2, 4))  # after each path: (), 0, 1 and 2
-    total = np.zeros((3, 3))
-    for x, y in itertools.product(range(3), repeat=2):
-        beam = np.array([[0, x, y]])
-
-        def run(dice, beam=beam):
-            at = lambda table: lambda m, c: table[0 if c == 0 else 1 + beam[m, 1]]  # noqa: E731
-            return accept_drawn(beam, np.array([3]), at(p), at(q), dice)
-
-        for tokens, probability in outcomes(run):
-            chance = q[0, x] * q[1 + x, y] * probability
-            if len(tokens) > 1:
-                total[tokens[0], tokens[1]] += chance
-            else:  # the text goes on as the model says
-                total[tokens[0]] += chance * p[1 + tokens[0]]
-    np.testing.assert_allclose(total, p[0][:, None] * p[1:], atol=1e-12)
-
-
-def test_wrong_claims_are_seen():
-    p, q = np.array(P[1]), np.array(Q[1])
-    assert np.abs(one_node(p, q, 2, False, claimed=np.full(4, 0.25)) - p).max() > 0.01
-
-
-def test_a_draw_that_cannot_have_been_one():
-    chances, rest = rejection(np.array([0.5, 0.5]), np.array([1.0, 0.0]), np.array([1]))
-    assert chances.tolist() == [0.0] and rest.tolist() == [0.5, 0.5]

@@ -424,7 +424,7 @@ def test_loading_takes_little_more_than_the_weights(kind, tmp_path):
     folder = tmp_path / "large"
     folder.mkdir()
     write(folder, fields)
-    shapes = hugging_face_config(fields, folder).tensors()
+    shapes = hugging_face_config(fields).tensors()
     rng = np.random.default_rng(0)
     tensors = {name: rng.random(shape, np.float32) for name, shape in shapes.items()}
     safetensors.numpy.save_file(tensors, folder / "model.safetensors")

@@ -48,7 +48,7 @@ def test_one_device(one, dense):
     check(one.step(TEXT[None, 30:], cache)[0][0], dense[30:])
 
 
-@pytest.mark.parametrize("attention", [name for name in ATTENTIONS if name != "hierarchical"])
+@pytest.mark.parametrize("attention", ATTENTIONS)
 def test_every_attention_agrees_with_the_full_pass(eight, dense, attention):
     model = eight.using(attention)
     logits, cache = model.prefill([TEXT[:30].tolist()], model.new_cache(1, 48))
@@ -66,7 +66,7 @@ def batch_mesh(batch: int, keys: int, **options):
 
 EXPLICIT = {"axis_types": (jax.sharding.AxisType.Explicit,) * 2}
 MESHES = {
-    "nodes": (lambda: kv_mesh(jax.devices()[:6], nodes=2), "hierarchical"),
+    "nodes": (lambda: kv_mesh(jax.devices()[:6], nodes=2), "tree"),
     "nodes, ring": (lambda: kv_mesh(jax.devices()[:4], nodes=2), "ring"),
     "batch": (lambda: batch_mesh(2, 3), "butterfly"),
     "explicit": (lambda: batch_mesh(2, 2, **EXPLICIT), "tree"),
@@ -101,14 +101,26 @@ def test_prompts_of_several_lengths(one, dense, devices):
     """By ring where there are several devices; in chunks of 16 tokens on one."""
     model = one if devices == 1 else one.on(kv_mesh(jax.devices()[:devices]))
     prompts = [TEXT[:n].tolist() for n in (5, 40, 1)]
-    done = []
-    logits, cache = model.prefill(prompts, model.new_cache(3, 48), chunk=16, progress=done.append)
-    assert cache.lengths.tolist() == [5, 40, 1] and sum(done) == 46
+    logits, cache = model.prefill(prompts, model.new_cache(3, 48), chunk=16)
+    assert cache.lengths.tolist() == [5, 40, 1]
     check(logits, dense[[4, 39, 0]])
     # … and each goes on by itself, one of them not at all.
     step, cache = model.step(TEXT[[5, 0, 1]][:, None], cache, counts=np.array([1, 0, 1]))
     assert cache.lengths.tolist() == [6, 40, 2]
     check(step[[0, 2], 0], dense[[5, 1]])
+
+
+@pytest.mark.filterwarnings("ignore:capacity")
+def test_long_prompts_compute_only_what_is_read_of_the_last_layer(one):
+    """In chunks of more than 128 tokens, of which some of the texts have none."""
+    text = np.random.default_rng(1).integers(0, 96, 320)
+    want = one.logits(text[None])[0]
+    lengths = [320, 160, 150]
+    prompts = [text[:n].tolist() for n in lengths]
+    logits, cache = one.prefill(prompts, one.new_cache(3, 330), chunk=160)
+    check(logits, want[np.array(lengths) - 1])
+    step, _ = one.step(text[None, 150:151].repeat(3, 0), cache)
+    check(step[2, 0], want[150])
 
 
 @pytest.mark.parametrize("length", [1, 10])
@@ -272,8 +284,9 @@ def test_token_rows_are_a_permutation():
 )
 def test_bad_steps(one, unchecked, arguments, message):
     cache = one.new_cache(1, 48)
+    call = one.extend if arguments.keys() & {"positions", "mask"} else one.step
     with pytest.raises(ValueError, match=message):
-        one.step(**{"tokens": [[1]], "cache": cache} | arguments)
+        call(**{"tokens": [[1]], "cache": cache} | arguments)
     assert not cache.k[0].is_deleted()
 
 
@@ -317,10 +330,10 @@ def test_extend_checks_the_room(one, unchecked):
     ],
 )
 def test_bad_prompts(one, prompts, message):
-    cache, done = one.new_cache(1, 48), []
+    cache = one.new_cache(1, 48)
     with pytest.raises(ValueError, match=message):
-        one.prefill(prompts, cache, progress=done.append)
-    assert not done and not cache.k[0].is_deleted()
+        one.prefill(prompts, cache)
+    assert not cache.k[0].is_deleted()
 
 
 def test_a_chunk_of_nothing(one):

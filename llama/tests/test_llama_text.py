@@ -191,7 +191,7 @@ class Parrot:
     def empty_cache(self, batch, capacity):
         return 0
 
-    def prefill(self, prompts, cache, progress):
+    def prefill(self, prompts, cache):
         return jnp.eye(256)[jnp.array([self.ids[0]])], 1
 
     def extend(self, tokens, cache, positions, mask):
@@ -418,6 +418,8 @@ def test_seeds_that_are_none(seed, monkeypatch, capsys):
 def test_errors_have_the_names_of_flags():
     assert with_flags("max_new_tokens: expected 1") == "--tokens: expected 1"
     assert with_flags("top_p: expected 1") == "--top-p: expected 1"
+    assert with_flags("prompts: expected 1") == "prompt: expected 1"
+    assert with_flags("n: expected 1") == "--devices: expected 1"
     assert with_flags("no such thing: top_p: 3") == "no such thing: top_p: 3"
 
 

@@ -6,7 +6,6 @@ import sys
 import time
 
 import jax
-from tqdm import tqdm
 
 from treeattn import kv_mesh, simulate_devices
 from treeattn_llama import __version__
@@ -21,6 +20,22 @@ EXAMPLES = """examples:
   python -m treeattn_llama "Once upon a time" --plain --temperature 0.8 --seed 1
 """
 
+# Each flag with what it takes, and what `--help` says of it.
+FLAGS = {
+    "model": (str, None, "PATH", "a GGUF file or a Hugging Face directory (default: SmolLM2-135M)"),
+    "devices": (int, None, "N", "deal the cache out over N simulated devices (default: real ones)"),
+    "attention": (str, "tree", tuple(ATTENTIONS), "how the devices merge (default: tree)"),
+    "draft": (str, None, tuple(DRAFTS), "verify several guesses in a call (default: no guesses)"),
+    "tokens": (int, 128, "N", "write at most N tokens (default: 128)"),
+    "temperature": (float, 0.0, "T", "draw tokens at it; 0 takes the likeliest (default: 0)"),
+    "top-k": (int, None, "K", "draw from the K likeliest tokens (default: from all)"),
+    "top-p": (float, None, "P", "draw from the likeliest that reach P together (default: all)"),
+    "seed": (int, 0, "N", "what is drawn depends on it alone (default: 0)"),
+}
+# What the package's errors call otherwise than the command's flags.
+ARGUMENTS = {"n": "devices", "path": "model", "max_new_tokens": "tokens"}
+ARGUMENTS |= {name.replace("-", "_"): name for name in FLAGS}
+
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -29,74 +44,13 @@ def arguments() -> argparse.Namespace:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    add("--version", action="version", version=f"treeattn_llama {__version__}")
-    add("prompt", help="what is asked, or with --plain what is to be continued")
-    add(
-        "--model",
-        metavar="PATH",
-        help="a GGUF file or a Hugging Face directory (default: the packaged SmolLM2-135M)",
-    )
-    add(
-        "--devices",
-        type=int,
-        metavar="N",
-        help="deal the cache out over N simulated CPU devices (default: over the machine's own)",
-    )
-    add(
-        "--attention",
-        default="tree",
-        choices=list(ATTENTIONS),
-        help="how the devices' parts of the attention come together (default: tree)",
-    )
-    add(
-        "--draft",
-        choices=list(DRAFTS),
-        help="guess tokens, and verify several in one call of the model (default: no guesses)",
-    )
-    add(
-        "--tokens",
-        type=int,
-        default=128,
-        metavar="N",
-        help="write at most N tokens (default: 128)",
-    )
-    add(
-        "--temperature",
-        type=float,
-        default=0.0,
-        metavar="T",
-        help="draw tokens at this temperature; 0 takes the likeliest (default: 0)",
-    )
-    add(
-        "--top-k",
-        type=int,
-        metavar="K",
-        help="draw from the K likeliest tokens only (default: from all)",
-    )
-    add(
-        "--top-p",
-        type=float,
-        metavar="P",
-        help="draw from the fewest tokens whose probabilities reach P (default: from all)",
-    )
-    add(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="of what is drawn: the same seed gives the same text (default: 0)",
-    )
-    add(
-        "--plain",
-        action="store_true",
-        help="continue the prompt, rather than answer it (default: answer)",
-    )
-    add(
-        "--dtype",
-        choices=["float32", "bfloat16", "float16"],
-        help="of the weights and what is computed with them (default: the checkpoint's)",
-    )
+    parser.add_argument("--version", action="version", version=f"treeattn_llama {__version__}")
+    parser.add_argument("prompt", help="what is asked, or with --plain what is to be continued")
+    for name, (kind, default, takes, said) in FLAGS.items():
+        choice = {"metavar": takes} if isinstance(takes, str) else {"choices": takes}
+        parser.add_argument(f"--{name}", type=kind, default=default, help=said, **choice)
+    said = "continue the prompt, rather than answer it (default: answer)"
+    parser.add_argument("--plain", action="store_true", help=said)
     return parser.parse_args()
 
 
@@ -104,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
     if args.devices is not None:
         simulate_devices(args.devices)
     mesh = kv_mesh() if len(jax.devices()) > 1 else None
-    model = Llama.load(args.model, mesh=mesh, attention=args.attention, dtype=args.dtype)
+    model = Llama.load(args.model, mesh=mesh, attention=args.attention)
     tokenizer = tokenizer_of(model)
     plain = args.plain or tokenizer.chat_template is None
     ids = (tokenizer.encode if plain else tokenizer.chat)(args.prompt)
@@ -117,13 +71,10 @@ def run(args: argparse.Namespace) -> None:
         top_k=args.top_k,
         top_p=args.top_p,
         seed=args.seed,
-        progress=lambda tokens: bar.update(tokens),
     )
-    bar = tqdm(total=len(ids), desc="prompt", unit=" tokens", file=sys.stderr)
     began = time.perf_counter()
     times = []  # when each call was done, that of the prompt first
     for piece in pieces(tokenizer, calls):
-        bar.close()
         times.append(time.perf_counter())
         print(piece, end="", flush=True)
     print()
@@ -137,22 +88,12 @@ def run(args: argparse.Namespace) -> None:
     print(report, file=sys.stderr)
 
 
-# What the errors of `stream` call otherwise than the command's flags.
-FLAGS = {
-    "n:": "--devices:",
-    "path:": "--model:",
-    "max_new_tokens:": "--tokens:",
-    "top_k:": "--top-k:",
-    "top_p:": "--top-p:",
-    "prompts:": "prompt:",
-    **{f"{name}:": f"--{name}:" for name in ("temperature", "seed", "attention", "draft", "dtype")},
-}
-
-
 def with_flags(message: str) -> str:
     """An error's message, with a flag's name where it begins with that of an argument."""
-    name, *rest = message.split(" ", 1)
-    return " ".join([FLAGS.get(name, name), *rest])
+    name, colon, rest = message.partition(":")
+    if name == "prompts":
+        return f"prompt:{rest}"
+    return f"--{ARGUMENTS[name]}:{rest}" if name in ARGUMENTS else name + colon + rest
 
 
 def main() -> int:

@@ -22,7 +22,7 @@ from treeattn_llama.layout import Layout
 ShardAttention = Callable[[Array, Array, Array, Array, tuple[str, ...]], AttentionState]
 
 
-def tree(q, k, v, lengths, axes, *, method: str) -> AttentionState:
+def tree(q, k, v, lengths, axes, method: str = "allreduce") -> AttentionState:
     """Tree Attention: attend to the own keys, and merge all devices' states."""
     state = attend(q, k, v, kv_lengths=lengths)
     return merge_across(state, axes, method=method) if axes else state
@@ -45,14 +45,11 @@ def ring(q, k, v, lengths, axes) -> AttentionState:
     return jax.lax.fori_loop(1, p, pass_on, (state, (k, v, lengths)))[0]
 
 
-METHODS = {
-    "tree": "allreduce",
-    "butterfly": "butterfly",
-    "gather": "gather",
-    "hierarchical": "hierarchical",
+ATTENTIONS = {
+    "tree": tree,
+    "ring": ring,
+    "butterfly": functools.partial(tree, method="butterfly"),
 }
-ATTENTIONS = {name: functools.partial(tree, method=method) for name, method in METHODS.items()}
-ATTENTIONS["ring"] = ring
 
 
 def check_attention(attention: str | ShardAttention) -> None:

@@ -11,16 +11,14 @@ that its length says all there is to know.
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
-from treeattn_llama.arguments import Array, integer
+from treeattn_llama.arguments import Array
 from treeattn_llama.layout import Layout
 
 # A layer's keys and values, of a cache (b, capacity, h_kv, d) or of new tokens (b, l, h_kv, d).
@@ -50,11 +48,6 @@ class Cache(NamedTuple):
         return tuple(zip(self.k, self.v, strict=True))
 
 
-def cache_of(layers: tuple[Pair, ...], lengths: Int[Array, " b"]) -> Cache:
-    k, v = zip(*layers, strict=True)
-    return Cache(k, v, lengths)
-
-
 def shard_lengths(lengths: Int[Array, " b"], rank, p: int) -> Int[Array, " b"]:
     """How many of the first `lengths` tokens lie on device `rank` of `p`."""
     return (lengths - rank + p - 1) // p
@@ -71,28 +64,17 @@ def in_order(x: Float[Array, "b n ..."], p: int) -> np.ndarray:
     return x[:, token_rows(np.arange(x.shape[1]), x.shape[1], p)]
 
 
-def empty_cache(
-    layers: int, batch: int, capacity: int, kv_heads: int, head_dim: int, dtype, layout: Layout
-) -> Cache:
-    """An empty cache for `capacity` tokens a text, rounded up to a multiple of the shards."""
+def empty_cache(layers: int, shape: tuple[int, int, int, int], dtype, layout: Layout) -> Cache:
+    """A cache of zeros, its capacity rounded up to a multiple of the shards.
+
+    shape: (batch, capacity, kv_heads, head_dim)
+    """
     p = layout.shards
-    capacity = p * -(-integer("capacity", capacity, 1) // p)
-    shape = integer("batch", batch, 1), capacity, kv_heads, head_dim
-    return _maker(layers, shape, jnp.dtype(dtype), layout)()
-
-
-@functools.cache  # so that another cache of the same kind compiles nothing
-def _maker(layers: int, shape: tuple[int, ...], dtype, layout: Layout) -> Callable[[], Cache]:
-    """A compiled function that makes an empty cache, every shard on its device."""
-
-    def build():
-        k = tuple(jnp.zeros(shape, dtype) for _ in range(layers))
-        v = tuple(jnp.zeros(shape, dtype) for _ in range(layers))
-        return Cache(k, v, jnp.zeros(shape[0], jnp.int32))
-
-    along = (layout.sharding(layout.of_keys),) * layers
-    shardings = Cache(along, along, layout.sharding(P()))
-    return jax.jit(build, out_shardings=None if layout.mesh is None else shardings)
+    batch, capacity, *heads = shape
+    shape = batch, p * -(-capacity // p), *heads
+    where = layout.sharding(layout.of_keys)
+    k, v = (tuple(jnp.zeros(shape, dtype, device=where) for _ in range(layers)) for _ in "kv")
+    return Cache(k, v, layout.put(np.zeros(batch, np.int32)))
 
 
 @functools.partial(jax.jit, static_argnames="layout", donate_argnames="cached")

@@ -93,6 +93,15 @@ NAMES = {
     "rotary_base": ("rope_theta", "rope.freq_base"),
 }
 
+# What is meant where a file does not say it, by the fields before it.
+DEFAULTS = {
+    "kv_heads": lambda known: known["heads"],
+    "head_dim": lambda known: max(known["width"] // known["heads"], 1),
+    "context": lambda known: 2048,
+    "norm_epsilon": lambda known: 1e-6,
+    "rotary_base": lambda known: 10000.0,
+}
+
 
 def read_config(names: dict[str, str], get: Callable, **given) -> Config:
     """A `Config` of what a file says, each field checked under the name that it has there.
@@ -108,28 +117,12 @@ def read_config(names: dict[str, str], get: Callable, **given) -> Config:
         if field in given:
             continue
         found = get(name)
-        if found is None:
-            found = _default(field, given)
+        if found is None and field in DEFAULTS:
+            found = DEFAULTS[field](given)
         if found is None:
             raise ValueError(f"lacks {name}")
         given[field] = CHECKS[kinds[field]](name, found)
     return Config(**given)
-
-
-def _default(field: str, known: dict):
-    """What is meant where a file does not say it, by the fields before it."""
-    match field:
-        case "kv_heads":
-            return known["heads"]
-        case "head_dim":
-            return max(known["width"] // known["heads"], 1)
-        case "context":
-            return 2048
-        case "norm_epsilon":
-            return 1e-6
-        case "rotary_base":
-            return 10000.0
-    return None
 
 
 @dataclasses.dataclass(frozen=True)

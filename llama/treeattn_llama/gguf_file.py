@@ -66,7 +66,8 @@ def open_gguf(path: Path) -> Checkpoint:
         fields = {name: functools.cache(field.contents) for name, field in reader.fields.items()}
         stored = {tensor.name: tensor for tensor in reader.tensors}
         shapes = {name: tuple(int(n) for n in t.shape[::-1]) for name, t in stored.items()}
-    config = gguf_config(fields, shapes, path)
+    with named(path, "metadata"):
+        config = gguf_config(fields, shapes)
     names = hugging_face_names(config, len(stored))
     tensors = {names.get(name, name): tensor for name, tensor in stored.items()}
     shapes = {names.get(name, name): shape for name, shape in shapes.items()}
@@ -94,16 +95,12 @@ def _numbers(tensor: gguf.ReaderTensor) -> np.ndarray:
         raise ValueError(f"stored as {tensor.tensor_type.name}, unknown to gguf") from None
 
 
-def gguf_config(fields: dict, shapes: dict, path: Path) -> Config:
-    """The `Config` that a GGUF file's metadata says; ValueError when it is not a Llama's.
+def gguf_config(fields: dict, shapes: dict) -> Config:
+    """The `Config` that a file's metadata says; ValueError when it is not a Llama's.
 
     shapes: of its tensors, by GGUF's names
     """
-    with named(path, "metadata"):
-        return _config(fields, shapes)
 
-
-def _config(fields: dict, shapes: dict) -> Config:
     def get(name):
         return fields[name]() if name in fields else None
 

@@ -25,7 +25,9 @@ def open_hugging_face(path: Path) -> Checkpoint:
     """
     folder = path if path.is_dir() else path.parent
     files = _shards(path) if path.is_dir() else [path]
-    config = hugging_face_config(tokenizer.read_json(folder / "config.json"), folder)
+    fields = tokenizer.read_json(folder / "config.json")
+    with named(folder, "config.json"):
+        config = hugging_face_config(fields)
     where = {}
     shapes = {}
     for file in files:
@@ -73,13 +75,8 @@ def _safetensors(file: Path):
         raise ValueError(f"{file}: truncated or corrupt safetensors file ({error})") from None
 
 
-def hugging_face_config(fields: dict, path: Path) -> Config:
+def hugging_face_config(fields: dict) -> Config:
     """The `Config` that a config.json says; ValueError when it is not a Llama's."""
-    with named(path, "config.json"):
-        return _config(fields)
-
-
-def _config(fields: dict) -> Config:
     if fields.get("model_type") != "llama":
         raise ValueError(f"expected a model of type 'llama', got {fields.get('model_type')!r:.40}")
     if fields.get("hidden_act", "silu") not in ("silu", None):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import SupportsIndex
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from treeattn_llama.arguments import Array, as_array, integer, integers
@@ -21,6 +22,19 @@ Ids = Sequence[SupportsIndex] | Array
 Prompts = Sequence[Ids] | Array
 
 NewEntries = tuple[Pair, ...]  # what a step's tokens bring: each layer's keys and values
+
+
+def floating_dtype(dtype) -> np.dtype | None:
+    """`dtype`, or None; a TypeError unless it is a float of 16 bits or more."""
+    if dtype is None:
+        return None
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating) or found.itemsize < 2:
+        raise TypeError(f"dtype: expected a floating-point one of 16 bits or more, got {dtype!r}")
+    return found
 
 
 def check_rows(name: str, layout: Layout, batch: int) -> None:
@@ -127,30 +141,16 @@ def check_room(cache: Cache, counts, name: str = "tokens") -> None:
 
 
 def check_capacity(capacity, context: int) -> int:
-    """`capacity` as an integer; a warning where it is more than a model was trained on."""
+    """`capacity` as an integer; a warning, at the line of this package's user, where it is more
+    than a model was trained on."""
     capacity = integer("capacity", capacity, 1)
     if capacity > context:
+        here = str(Path(__file__).parent)
+        frame = sys._getframe()
+        level = 1
+        while frame is not None and frame.f_code.co_filename.startswith(here):
+            frame = frame.f_back
+            level += 1
         trained = f"the model was trained on texts of up to {context} tokens"
-        level = _callers_level(sys._getframe())
         warnings.warn(f"capacity: {trained}, got {capacity}", stacklevel=level)
     return capacity
-
-
-def _callers_level(frame):
-    """How far up the stack, counted from that frame as 1, this package's user stands."""
-    here = str(Path(__file__).parent)
-    level = 1
-    while frame is not None and frame.f_code.co_filename.startswith(here):
-        frame = frame.f_back
-        level += 1
-    return level
-
-
-def pad_prompts(prompts: Sequence[Sequence[int]], multiple: int) -> np.ndarray:
-    """The prompts as rows (batch, n) int32, filled up with zeros to a multiple: [[5, 7, 8]] of 4
-    becomes [[5, 7, 8, 0]]."""
-    longest = max(map(len, prompts))
-    tokens = np.zeros((len(prompts), multiple * -(-longest // multiple)), np.int32)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    return tokens

@@ -66,20 +66,25 @@ def extend_layer(
     rotation: Rotation,
     *,
     mask: Bool[Array, "b l l"] | None = None,
+    last: Int[Array, " b"] | None = None,
     cached: Pair | None = None,
     lengths: Int[Array, " b"] | None = None,
     static: Static,
-) -> tuple[Float[Array, "b l width"], Pair]:
+) -> tuple[Float[Array, "b _ width"], Pair]:
     """A layer over new tokens: its output, and their keys and values (b, l, h_kv, d).
 
     mask:   which of the new tokens each of them sees; None: causal
+    last:   the one token of each row whose output is wanted, (b, 1, width); None: of all
     cached: the layer's keys and values in the cache (b, capacity, h_kv, d), of which `lengths`
             are in use; None where there are none to see
     """
 
-    def body(x, w, rotation, mask, cached, lengths):
+    def body(x, w, rotation, mask, last, cached, lengths):
         q, k, v = queries_keys_values(x, w, rotation, static.config)
         among = {"causal": True} if mask is None else {"mask": mask[:, None]}
+        if last is not None:
+            x, q = take_token(x, last), take_token(q, last)
+            among = {"kv_lengths": last + 1}
         state = attend(q, k, v, **among)
         if cached is not None:
             before = attend_cache(q, *cached, lengths, static.attention, static.layout)
@@ -88,9 +93,9 @@ def extend_layer(
         return after_attention(x, w, out, static.config), (k, v)
 
     rows = static.layout.of_rows
-    given = rows, P(), rows, rows, static.layout.of_keys, rows
+    given = rows, P(), rows, rows, rows, static.layout.of_keys, rows
     run = static.layout.on_each_device(body, given, rows)
-    return run(x, w, rotation, mask, cached, lengths)
+    return run(x, w, rotation, mask, last, cached, lengths)
 
 
 @functools.partial(jax.jit, static_argnames="static", donate_argnames=("x", "cached"))

@@ -44,11 +44,13 @@ class Layout:
     def sharding(self, spec: P) -> NamedSharding | None:
         return None if self.mesh is None else NamedSharding(self.mesh, spec)
 
-    def put(self, x: np.ndarray, spec: P = P()) -> jax.Array:  # noqa: B008
-        """An array of the host on the devices, as `spec` says. Simulated devices share one copy."""
+    def put(self, x: np.ndarray, spec: P | None = None) -> jax.Array:
+        """An array of the host on the devices, as `spec` says; None: whole on each of them.
+        Simulated devices share one copy."""
         if self.mesh is None:
             return jax.device_put(x)
-        return jax.make_array_from_callback(x.shape, self.sharding(spec), lambda index: x[index])
+        where = self.sharding(spec or P())
+        return jax.make_array_from_callback(x.shape, where, lambda index: x[index])
 
     def on_each_device(self, body: Callable, given: tuple, result) -> Callable:
         """`body` as every device runs it on its parts of the arguments.

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -13,9 +13,9 @@ from jaxtyping import Bool, Float, Int
 
 from treeattn_llama import cache as caches
 from treeattn_llama import inputs, layers, prefill
-from treeattn_llama.arguments import Array, floating_dtype, integer
+from treeattn_llama.arguments import Array, integer
 from treeattn_llama.attention import ShardAttention, check_attention
-from treeattn_llama.cache import Cache, cache_of
+from treeattn_llama.cache import Cache
 from treeattn_llama.config import Config
 from treeattn_llama.files import open_checkpoint
 from treeattn_llama.inputs import NewEntries
@@ -70,7 +70,7 @@ class Llama:
         """
         layout = layout_of(mesh)
         check_attention(attention)
-        dtype = floating_dtype(dtype)
+        dtype = inputs.floating_dtype(dtype)
         checkpoint = open_checkpoint(path)
         weights = load_weights(checkpoint, layout.put, dtype)
         return Llama(checkpoint.config, weights, checkpoint.tokenizer, mesh, attention)
@@ -118,9 +118,8 @@ class Llama:
     def empty_cache(self, batch: int, capacity: int) -> Cache:
         """`new_cache`, of checked arguments."""
         c = self.config
-        dtype = self.weights.embedding.dtype
-        shape = c.layers, batch, capacity, c.kv_heads, c.head_dim
-        return caches.empty_cache(*shape, dtype, self.layout)
+        shape = batch, capacity, c.kv_heads, c.head_dim
+        return caches.empty_cache(c.layers, shape, self.weights.embedding.dtype, self.layout)
 
     def prefill(
         self,
@@ -128,12 +127,11 @@ class Llama:
         cache: Cache,
         *,
         chunk: int = 1024,
-        progress: Callable[[int], None] = lambda tokens: None,
     ) -> tuple[Float[Array, "b vocabulary"], Cache]:
         """Run prompts of any lengths: (logits after each, cache). It gives up `cache`.
 
         On a mesh an empty cache takes them by Ring Attention, all at once; otherwise they go in
-        chunks of `chunk` tokens. progress is called with the number of tokens done.
+        chunks of `chunk` tokens.
 
         Raises ValueError, before any work, for an empty prompt, ids outside the vocabulary,
         prompts that the cache has no room for, and a chunk of less than 1.
@@ -144,7 +142,7 @@ class Llama:
         if len(prompts) != len(cache.lengths):
             raise ValueError(f"prompts: expected {len(cache.lengths)}, got those of {lengths}")
         inputs.check_room(cache, lengths, "prompts")
-        return prefill.run(self, prompts, cache, integer("chunk", chunk, 1), progress)
+        return prefill.run(self, prompts, cache, integer("chunk", chunk, 1))
 
     def extend(
         self,
@@ -200,8 +198,6 @@ class Llama:
         cache: Cache,
         *,
         counts: Int[Array, " b"] | None = None,
-        positions: Int[Array, "b l"] | None = None,
-        mask: Bool[Array, "#b l l"] | None = None,
     ) -> tuple[Float[Array, "b l vocabulary"], Cache]:
         """`extend` and `commit` at once: (logits, cache). It gives up `cache`.
 
@@ -212,7 +208,7 @@ class Llama:
         tokens = inputs.check_tokens(tokens, self.config.vocabulary, self.layout)
         inputs.check_cache(cache, self.config)
         counts = inputs.check_counts(counts, tokens.shape[1], cache)
-        logits, new = self.extend(tokens, cache, positions=positions, mask=mask)
+        logits, new = self.extend(tokens, cache)
         return logits, self.write(cache, new, counts)
 
     def read_out(
@@ -223,31 +219,32 @@ class Llama:
         return layers.read_out(x, w.norm, w.head, last, epsilon=self.config.norm_epsilon)
 
     def run_layers(
-        self, tokens, cache: Cache, positions, mask=None, *, see_cache: bool = True
-    ) -> tuple[Float[Array, "b l width"], NewEntries]:
+        self, tokens, cache: Cache, positions, mask=None, *, last=None, see_cache: bool = True
+    ) -> tuple[Float[Array, "b _ width"], NewEntries]:
         """(the last layer's output, what all layers have to write), of checked arguments.
 
+        last:      (b,) the one token of each row whose output is wanted; None: of all
         see_cache: whether there is something in it to see
         """
         w = self.weights
         x, rotation = layers.embed(tokens, positions, w.embedding, w.frequencies)
         new = []
-        for layer, cached in zip(w.layers, cache.layers, strict=True):
-            before = {"cached": cached, "lengths": cache.lengths} if see_cache else {}
-            x, pair = layers.extend_layer(
-                x, layer, rotation, mask=mask, static=self.static, **before
-            )
+        for i, (layer, cached) in enumerate(zip(w.layers, cache.layers, strict=True)):
+            options = {"mask": mask, "last": last if i == self.config.layers - 1 else None}
+            if see_cache:
+                options |= {"cached": cached, "lengths": cache.lengths}
+            x, pair = layers.extend_layer(x, layer, rotation, static=self.static, **options)
             new.append(pair)
         return x, tuple(new)
 
     def write(self, cache: Cache, new: NewEntries, counts, select=None) -> Cache:
         """`commit`, of checked arguments."""
         caches.wait_on_cpus(new, self.layout)
-        written = tuple(
+        written = [
             caches.append(cached, pair, cache.lengths, counts, select, layout=self.layout)
             for cached, pair in zip(cache.layers, new, strict=True)
-        )
-        return cache_of(written, caches.advance(cache.lengths, counts))
+        ]
+        return Cache(*zip(*written, strict=True), caches.advance(cache.lengths, counts))
 
     @functools.cached_property
     def layout(self) -> Layout:

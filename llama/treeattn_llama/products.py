@@ -35,7 +35,8 @@ def linear(
 
 
 def take_token(x: Float[Array, "b l ..."], last: Int[Array, " b"]) -> Float[Array, "b 1 ..."]:
-    """Token last[row] of every row; its first where `last` is −1."""
+    """Token last[row] of every row; its first where `last` is −1, and its only one
+    whatever `last` is."""
     last = jnp.clip(last, 0, x.shape[1] - 1).reshape(-1, *[1] * (x.ndim - 1))
     return jnp.take_along_axis(x, last, axis=1)
 

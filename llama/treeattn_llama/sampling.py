@@ -38,30 +38,31 @@ class Sampling:
             integer("top_k", self.top_k, 1)
         if self.top_p is not None and not 0 < number("top_p", self.top_p) <= 1:
             raise ValueError(f"top_p: expected more than 0, at most 1, got {self.top_p}")
-        if not self.greedy and self.key is None:
+        if self.temperature > 0 and self.key is None:
             raise ValueError(
                 f"temperature: {self.temperature} draws at random: pass seed=0, or a key"
             )
-        if self.key is not None:
-            _check_key(self.key)
-
-    @property
-    def greedy(self) -> bool:
-        return bool(self.temperature == 0)
+        if self.key is None:
+            return
+        try:
+            jax.random.fold_in(self.key, 0)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"key: expected a jax.random.key, or seed=0, got {self.key!r:.40}"
+            ) from None
 
     def next_tokens(
         self, logits: Float[Array, "b l n"], index: Int[np.ndarray, "b l"]
     ) -> Int[np.ndarray, "b l"]:
         """What comes after each token, by the model's logits there: of text b, its new token number
         index[b, i], from 0."""
-        if self.greedy:
+        if self.temperature == 0:
             return _likeliest(logits)
         drawn = np.zeros(index.shape, np.int32)
         for b, i in np.ndindex(index.shape):
-            settings = self.temperature, 1.0 if self.top_p is None else self.top_p
             at = np.int32(index[b, i]), np.int32(b)
             drawn[b, i] = _draw(
-                logits[b, i], self.key, *at, *settings, k=self.top_k, cut=self.top_p is not None
+                logits[b, i], self.key, *at, self.temperature, self.top_p, self.top_k
             )
         return drawn
 
@@ -75,13 +76,6 @@ def sampling_of(temperature, top_k, top_p, key, seed) -> Sampling:
     return Sampling(temperature, top_k, top_p, key)
 
 
-def _check_key(key) -> None:
-    try:
-        jax.random.fold_in(key, 0)
-    except (TypeError, ValueError):
-        raise TypeError(f"key: expected a jax.random.key, or seed=0, got {key!r:.40}") from None
-
-
 def _likeliest(logits) -> Int[np.ndarray, "b l"]:
     """By NumPy where that copies nothing, on CPUs, several of which may be simulated; elsewhere on
     the device, and only the tokens go to the host."""
@@ -93,43 +87,28 @@ def _likeliest(logits) -> Int[np.ndarray, "b l"]:
 _argmax = jax.jit(functools.partial(jnp.argmax, axis=-1))
 
 
-@functools.partial(jax.jit, static_argnames=("k", "cut"))
-def _draw(logits, key, index, text, temperature, top_p, *, k, cut):
-    """A token, by the logits (n,) there: where these and Gumbel noise are largest in sum."""
-    noise = gumbel_noise(key, index, text, logits.shape[-1], logits.dtype)
-    # Computed before it is compared: as one loop, that takes twice as long on a CPU.
-    noise = jax.lax.optimization_barrier(noise)
-    return jnp.argmax(settled(logits, temperature, k, top_p if cut else None) + noise)
-
-
-def gumbel_noise(key, index, text, n: int, dtype) -> Float[Array, " n"]:
-    """What is added to n logits for the new token number `index` of text number `text`, so that the
-    largest sum is at a token drawn from them."""
+@functools.partial(jax.jit, static_argnames="top_k")
+def _draw(logits, key, index, text, temperature, top_p, top_k):
+    """New token number `index` of text number `text`, by the logits (n,) there: where these and
+    Gumbel noise are largest in sum."""
     key = jax.random.fold_in(key, index)
     key = jnp.where(text == 0, key, jax.random.fold_in(key, text))
-    return jax.random.gumbel(key, (n,), dtype)
+    # Computed before it is compared: as one loop, that takes twice as long on a CPU.
+    noise = jax.lax.optimization_barrier(jax.random.gumbel(key, logits.shape, logits.dtype))
+    return jnp.argmax(settled(logits, temperature, top_k, top_p) + noise)
 
 
 def settled(
     logits: Float[Array, " n"], temperature, top_k: int | None = None, top_p=None
 ) -> Float[Array, " n"]:
-    """These logits with temperature, −∞ at the tokens that top_k and top_p leave out."""
-    logits = tempered(logits, temperature)
+    """logits / temperature, −∞ at the tokens that top_k and top_p leave out."""
+    least = jnp.finfo(logits.dtype).tiny  # a smaller temperature counts as 0 on a CPU
+    # Less their largest: the others may overflow to −∞, none to ∞.
+    logits = (logits - jnp.max(logits)) / jnp.maximum(temperature, least)
     if top_k is not None and top_k < logits.shape[-1]:
-        logits = likeliest(logits, top_k)
+        values, tokens = jax.lax.top_k(logits, top_k)  # of equal ones the first
+        logits = jnp.full_like(logits, -jnp.inf).at[tokens].set(values)
     return logits if top_p is None else nucleus(logits, top_p)
-
-
-def tempered(logits: Float[Array, " n"], temperature) -> Float[Array, " n"]:
-    """logits / temperature, less their largest: the others may overflow to −∞, none to ∞."""
-    least = jnp.finfo(logits.dtype).tiny  # a smaller one counts as 0 on a CPU
-    return (logits - jnp.max(logits)) / jnp.maximum(temperature, least)
-
-
-def likeliest(logits: Float[Array, " n"], k: int) -> Float[Array, " n"]:
-    """The logits of the k likeliest tokens, of equal ones the first; −∞ elsewhere."""
-    values, tokens = jax.lax.top_k(logits, k)
-    return jnp.full_like(logits, -jnp.inf).at[tokens].set(values)
 
 
 def nucleus(logits: Float[Array, " n"], top_p: float | Float[Array, ""]) -> Float[Array, " n"]:

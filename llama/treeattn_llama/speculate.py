@@ -11,6 +11,12 @@ A model's call for several tokens takes hardly longer than for one, where readin
 its cache is what takes the time. So a draft guesses what may follow, and one call says what the
 model itself would say after each guess. The guesses that it would have made are accepted: the text
 is the one that the model writes alone, in fewer calls. `Writer` is these lines in a loop.
+
+Between two calls the cache holds every token of a text but the last. That one is certain, but the
+model has not read it: it goes with the next call, as the first token of every candidate.
+
+Arrays of candidates are (B, M, C): texts of a batch, candidates of a text, tokens of a candidate.
+Candidates of different lengths lie in one array, with scores of −∞ after their ends.
 """
 
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -20,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Integer
 
-from treeattn import PackedBeam, pack
+from treeattn import PackedBeam, pack, unpack
 from treeattn_llama.arguments import Array, as_array, integer, integers
 from treeattn_llama.cache import Cache
 
@@ -57,12 +63,9 @@ def draft_candidate_tokens(
 
     budget:     how many different prefixes of candidates are kept, candidate by candidate, the
                 certain token not counted
-    certain:    (B,) each text's last token, where the model has not seen it yet: it becomes the
-                first column (score 0), and every text has a candidate, if only this token
+    certain:    (B,) each text's last token, which becomes the first of its candidates, with a score
+                of 0; every text then has a candidate, if only this token
     vocabulary: the model's, to check the draft's tokens against
-
-    Scores are −∞ beyond a candidate's end, which is how candidates of different lengths lie in one
-    array: `candidate_lengths`.
 
     Raises TypeError for what is no proposal, and ValueError for tokens outside the vocabulary, for
     scores whose shape does not fit or that are NaN or above 0. The errors name the draft.
@@ -90,7 +93,7 @@ def candidate_lengths(scores: Float[Array, "b m c"]) -> Int[np.ndarray, "b m"]:
 
 
 def _checked_beam(beam, scores, vocabulary: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """A beam's tokens in int32 and its scores, or the error that says what is wrong with them."""
+    """A beam's tokens in int32 and its scores, or an error."""
     beam = np.asarray(integers("beam", beam, (None, None, None)))
     scores = _checked_scores("scores", scores, beam.shape)
     real = np.arange(beam.shape[2]) < candidate_lengths(scores)[..., None]
@@ -102,7 +105,7 @@ def _checked_beam(beam, scores, vocabulary: int | None = None) -> tuple[np.ndarr
 
 
 def _checked_scores(name: str, scores, shape: tuple[int, ...]) -> np.ndarray:
-    """The scores as float64, or the error that says what is wrong with them."""
+    """The scores as float64, or an error."""
     scores = np.asarray(as_array(name, scores), np.float64)
     if scores.shape != shape:
         raise ValueError(f"{name}: expected a score for each token, {shape}, got {scores.shape}")
@@ -198,19 +201,14 @@ def accept_candidate_tokens(
 ) -> Accepted:
     """The tokens that each text goes on with: those accepted, and the model's own after them.
 
-    beam, scores:    (B, M, C) as from `draft_candidate_tokens`, whose first column is the token
-                     that is already certain; −∞ beyond a candidate's end
+    beam, scores:    (B, M, C) as from `draft_candidate_tokens`, the certain token first
     verified_beam:   (B, M, C) the token that the model itself puts *after* beam[b, m, : c + 1],
                      likeliest or drawn: one for each prefix, whichever candidate it is read from
     verified_scores: (B, M, C) its log-probability
 
-    The result is the longest path along which candidates are the model's own tokens: one token at
-    least for each text that has a candidate, at most C. A token that was certain before is not
-    repeated in it. It is a list of lists, which also says what to commit (`Accepted`): candidates
-    of different lengths may hold the same tokens, so the tokens alone do not say which it was.
-
-    Scores decide nothing here, since a text must not depend on who drafted it. They say where
-    candidates end, and a NaN among them that something else went wrong.
+    The result is the longest path along which candidates are the model's own tokens, without the
+    certain one: one token at least for each text that has a candidate, at most C. Scores decide
+    nothing, since a text must not depend on who drafted it; they say where candidates end.
 
     Raises ValueError when shapes do not fit, a score is NaN or above 0, a finite one follows −∞, or
     a verified one is not finite.
@@ -264,7 +262,8 @@ class Step(NamedTuple):
 
 
 class State(NamedTuple):
-    """Where a `Writer` stands. It is replaced as a whole, so that an interrupt leaves a whole one.
+    """Where a `Writer` stands. Each call of the model makes a new one, which takes the place of the
+    old one at once: whoever interrupts finds one of the two.
 
     texts: prompts and what was written so far
     over:  which of them are
@@ -286,25 +285,23 @@ class Writer:
 
     model:    a `Llama`
     prompts:  lists of token ids
-    end:      (text's number, its new tokens) -> how many of these belong to it, if it ends there;
-              None while it goes on
+    ending:   what ends a text: `text.Ending`
     sampling: how tokens are taken from logits
     capacity: of the cache, in tokens
     draft:    a `Draft`, or None
     budget:   the tokens of one call, the certain one included
 
     Nothing is kept between texts but compiled programs. An interrupt at any point loses no token:
-    the next call goes on from the last whole state.
+    the next call goes on from the last state.
     """
 
-    def __init__(self, model, prompts, end, sampling, capacity, draft, budget, progress):
+    def __init__(self, model, prompts, ending, sampling, capacity, draft, budget):
         self.model = model
-        self.end = end
+        self.ending = ending
         self.sampling = sampling
         self.capacity = capacity
         self.draft = draft
         self.budget = budget
-        self.progress = progress
         self.begin = np.array([len(prompt) for prompt in prompts])
         self.state = State(tuple(map(list, prompts)), (False,) * len(prompts))
 
@@ -326,13 +323,13 @@ class Writer:
         """Read the texts, and write the token after each."""
         texts = self.state.texts
         cache = self.model.empty_cache(len(texts), self.capacity)
-        logits, cache = self.model.prefill(texts, cache, progress=self.progress)
+        logits, cache = self.model.prefill(texts, cache)
         index = self._lengths() - self.begin
         new = self.sampling.next_tokens(logits[:, None], index[:, None])
         return self._after(new.tolist(), cache)
 
     def _step(self) -> State:
-        """Draft, pack, verify, accept, commit."""
+        """Draft, pack, verify, unpack, accept, commit."""
         context = self._lengths() - 1  # what the cache holds
         beam, lengths = self._candidates()
         packed = pack(beam, lengths)
@@ -345,10 +342,9 @@ class Writer:
         # What comes after a node is the text's new token with this number, whoever drafted it.
         index = (context + 1 - self.begin)[:, None] + offsets
         says = self.sampling.next_tokens(logits, index)
-        verified = np.take_along_axis(says, unpack_map.reshape(len(beam), -1), axis=1)
-        accepted = accept(beam, lengths, verified.reshape(beam.shape))
+        accepted = accept(beam, lengths, unpack(says, unpack_map))
         cache = self.state.cache
-        # `commit` gives the cache up: whoever is interrupted from here on reads the texts anew.
+        # `commit` gives the cache up: after an interrupt from here on the texts are read anew.
         self.state = self.state._replace(cache=None)
         select = accepted.nodes(unpack_map, tokens.shape[1])
         cache = self.model.commit(cache, keys, select=select, counts=accepted.counts)
@@ -377,13 +373,14 @@ class Writer:
         """The state after the texts have gone on with these tokens, up to where they end."""
         state = self.state
         texts, over, told = [], [], []
-        for b, (text, new) in enumerate(zip(state.texts, tokens, strict=True)):
-            new = [] if state.over[b] else new
-            so_far = text[self.begin[b] :] + new
-            kept = self.end(b, so_far, len(so_far) - len(new))
-            over.append(state.over[b] or kept is not None)
-            new = new if kept is None else new[: len(new) + kept - len(so_far)]
+        for b, text in enumerate(state.texts):
+            written = text[self.begin[b] :]
+            new = [] if state.over[b] else tokens[b]
+            end = self.ending.at(written + new, len(written))
+            if end is not None:
+                new = new[: end - len(written)]
             texts.append(text + new)
+            over.append(state.over[b] or end is not None)
             told.append(new)
         return state._replace(texts=tuple(texts), over=tuple(over), cache=cache, new=tuple(told))
 

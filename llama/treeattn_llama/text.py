@@ -1,8 +1,7 @@
 """Text from a model: streaming, generating, chatting; plainly, or with the help of a draft."""
 
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import SupportsIndex
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, SupportsIndex
 
 import numpy as np
 from jaxtyping import Key
@@ -36,8 +35,7 @@ def stream(
     key: Key[Array, ""] | None = None,
     stop: Stop | None = None,
     capacity: int | None = None,
-    progress: Callable[[int], None] = lambda tokens: None,
-) -> Iterator[list[list[int]]]:
+) -> Writer:
     """Continue a prompt, or several of any lengths, a call of the model at a time.
 
     Yields for each call the new ids of each prompt, a list of lists: the first call reads the
@@ -46,9 +44,8 @@ def stream(
     over gets []. What is returned has a `trace`, too: a `Step` for each call after the prompts.
 
     prompts:     a text, a list of token ids, or a list of either
-    draft:       None (plain decoding); "lookup": guess that the text goes on as it did where it
-                 last went like this (`LookupDraft`); or an object that observes and proposes
-                 (`speculate.Draft`)
+    draft:       None (plain decoding); "lookup" (`LookupDraft`); or an object of yours that
+                 observes and proposes (`Draft`)
     budget:      tokens of one call, the certain one included: a budget of 8 asks the draft for 7.
                  A call costs what was drafted: programs are compiled for 1, 4, 16, … tokens
     temperature: 0 is greedy; above it tokens are drawn, with a `seed` or a `key` of JAX's
@@ -58,7 +55,6 @@ def stream(
                  yielded as well; or strings, at whose last token it ends
     capacity:    of the cache, in tokens; by default what all of this needs, rounded up so that
                  texts of other lengths run the same compiled programs
-    progress:    called while prompts are read, with the number of tokens done
 
     The text is the same for every draft and budget: greedy, token for token; sampling, with the
     same key, draw for draw. A call of 16 tokens may round otherwise than one of 1: at a near tie,
@@ -80,29 +76,26 @@ def stream(
     return Writer(
         model,
         prompts,
-        _ends(model, most, stop),
+        ending_of(model, most, stop),
         sampling_of(temperature, top_k, top_p, key, seed),
         inputs.check_capacity(capacity, context),
         make_draft(draft),
         integer("budget", budget, 1),
-        progress,
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """What `generate` returns.
+class Generation(NamedTuple):
+    """What `generate` returns; lists for several prompts.
 
-    text:   what was written, without a string that stopped it; None without a tokenizer. A list
-            for several prompts
-    tokens: the new ids: a list, or a list of lists
+    text:   what was written, without a string that stopped it; None without a tokenizer
+    tokens: the new ids
     steps:  model calls after the prompts; trace: what happened in each of them
     """
 
     text: str | list[str | None] | None
     tokens: list[int] | list[list[int]]
     steps: int
-    trace: tuple[Step, ...] = dataclasses.field(default=(), repr=False)
+    trace: tuple[Step, ...] = ()
 
 
 def generate(model: Llama, prompt: Prompt | Sequence[Prompt], **options) -> Generation:
@@ -116,10 +109,9 @@ def generate(model: Llama, prompt: Prompt | Sequence[Prompt], **options) -> Gene
     for new in calls:
         for text, ids in zip(tokens, new, strict=True):
             text += ids
-    strings = _split_stop(options.get("stop"))[1]
-    texts = [_text_of(model.tokenizer, ids, strings) for ids in tokens]
+    texts = [calls.ending.text(ids) for ids in tokens]
     if single:
-        return Generation(texts[0], tokens[0], len(calls.trace), calls.trace)
+        (texts,), (tokens,) = texts, tokens
     return Generation(texts, tokens, len(calls.trace), calls.trace)
 
 
@@ -203,48 +195,42 @@ def _rounded(tokens: int, context: int) -> int:
     return max(tokens, min(max(128, step * -(-tokens // step)), context))
 
 
-def _split_stop(stop: Stop | None) -> tuple[list[int] | None, list[str]]:
-    """(ids, or None for the checkpoint's own; strings) of what ends a text."""
-    if stop is None:
-        return None, []
-    if isinstance(stop, str) or np.ndim(stop) == 0:
-        stop = [stop]
-    try:
-        stop = list(stop)
-    except TypeError:
-        raise TypeError(f"stop: expected token ids or strings, got {stop!r:.40}") from None
-    strings = [x for x in stop if isinstance(x, str)]
+class Ending(NamedTuple):
+    """What ends a text: its number of tokens, one of some ids, or one of some strings in it."""
+
+    most: int
+    ids: frozenset[int]
+    strings: list[str]
+    tokenizer: Tokenizer | None
+
+    def at(self, new: list[int], before: int) -> int | None:
+        """How many of a text's new ids belong to it, if it ends within those after the first
+        `before`; None while it goes on."""
+        for n in range(before + 1, len(new) + 1):
+            if n == self.most or new[n - 1] in self.ids:
+                return n
+            if self.strings and any(x in self.tokenizer.decode(new[:n]) for x in self.strings):
+                return n
+        return None
+
+    def text(self, ids: list[int]) -> str | None:
+        """What the ids say, up to a string that ends it; None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        text = self.tokenizer.decode(ids)
+        found = [text.find(string) for string in self.strings]
+        return text[: min((at for at in found if at >= 0), default=len(text))]
+
+
+def ending_of(model: Llama, most: int, stop: Stop | None) -> Ending:
+    """The `Ending` that a caller has asked for."""
+    given = [] if stop is None else [stop] if np.ndim(stop) == 0 else list(stop)
+    strings = [x for x in given if isinstance(x, str)]
     if "" in strings:
         raise ValueError("stop: expected strings that are not empty")
-    ids = [integer("stop", x) for x in stop if not isinstance(x, str)]
-    return (None if strings and not ids else ids), strings
-
-
-def _ends(
-    model: Llama, most: int, stop: Stop | None
-) -> Callable[[int, list[int], int], int | None]:
-    """A function (text's number, its new ids, how many of them were there before) -> how many of
-    the ids belong to the text if it ends there; None while it goes on."""
-    ids, strings = _split_stop(stop)
-    if ids is None:
-        ids = model.tokenizer.stop if model.tokenizer else ()
-    ids = frozenset(ids)
-    tokenizer = tokenizer_of(model) if strings else None
-
-    def end(_: int, new: list[int], before: int) -> int | None:
-        for n in range(before + 1, len(new) + 1):
-            if n == most or new[n - 1] in ids:
-                return n
-            if strings and any(string in tokenizer.decode(new[:n]) for string in strings):
-                return n
-        return None
-
-    return end
-
-
-def _text_of(tokenizer: Tokenizer | None, ids: list[int], strings: list[str]) -> str | None:
-    if tokenizer is None:
-        return None
-    text = tokenizer.decode(ids)
-    found = [text.find(string) for string in strings]
-    return text[: min((at for at in found if at >= 0), default=len(text))]
+    ids = [integer("stop", x) for x in given if not isinstance(x, str)]
+    tokenizer = tokenizer_of(model) if strings else model.tokenizer
+    own = stop is None or (strings and not ids)
+    if own and tokenizer is not None:
+        ids = tokenizer.stop
+    return Ending(most, frozenset(ids), strings, tokenizer)
