@@ -1,16 +1,19 @@
 """How fast the packaged Llama runs, beside Hugging Face transformers and llama.cpp.
 
-    python benchmarks/llama.py            both parts; a few minutes
+    python benchmarks/llama.py            all parts; a few minutes
     python benchmarks/llama.py single     one device, in turn with the others, where they (torch and
                                           transformers; llama-cpp-python) are installed
     python benchmarks/llama.py steps      what verifying several candidates at once costs
+    python benchmarks/llama.py shares     where the time of a prompt goes
 
 Everything is measured in one process, in turn, after a first run that compiles. `single` has
 prefill and decoding with the same float32 weights as transformers; llama.cpp computes with the
 file's 4-bit weights and keeps its cache in float16. Caches of a given context are filled with
 random numbers: a step's time does not depend on them. `steps` has the time of a step of 1 … 64
 packed candidates, with positions and a tree mask, all of their logits computed, and its ratio to a
-step of one: of the fastest of each, and the median over the rounds. Writes results/llama.json.
+step of one: of the fastest of each, and the median over the rounds. `shares` has the time of a
+prompt's matrix products and of its attention, each alone, and the rate of the products beside
+NumPy's; it counts the processor's time, of all cores together. Writes results/llama.json.
 """
 
 import argparse
@@ -26,14 +29,16 @@ from importlib.metadata import version
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from treeattn import ancestor_mask, depths
+from treeattn import ancestor_mask, attention, depths
 from treeattn_llama import Cache, Llama, open_checkpoint, packaged_model
 
 RESULTS = Path(__file__).parent / "results" / "llama.json"
 ROOM = 32  # tokens that a cache has room for besides its context
+MATRICES = ("qkv", "output", "gate_up", "down")  # of a layer
 
 
 def timed(f) -> float:
@@ -248,9 +253,47 @@ def steps(model: Llama, context: int = 512, rounds: int = 40) -> dict[str, dict]
     return result
 
 
+def shares(model: Llama, rounds: int = 15, n: int = 1024) -> dict[str, dict]:
+    """Processor time of a prompt of n tokens, and of its parts in all layers: milliseconds, and
+    GFLOP a second, where causality hides half of the attention's."""
+    c = model.config
+    rng = np.random.default_rng(0)
+    matrices = [np.asarray(getattr(model.weights.layers[0], name)) for name in MATRICES]
+    pairs = [(rng.normal(size=(n, w.shape[1])).astype(np.float32), w) for w in matrices]
+    q, k, v = (
+        rng.normal(size=(1, n, heads, c.head_dim)).astype(np.float32)
+        for heads in (c.heads, c.kv_heads, c.kv_heads)
+    )
+    multiply = jax.jit(lambda pairs: [jnp.einsum("nd,od->no", x, w) for x, w in pairs])
+    attend = jax.jit(functools.partial(attention, causal=True))
+    on_device = jax.device_put((pairs, (q, k, v)))
+    runs = {
+        "prompt": lambda: model.prefill([list(range(100, 100 + n))], model.new_cache(1, n))[0],
+        "products": lambda: multiply(on_device[0]),
+        "products, NumPy": lambda: [x @ w.T for x, w in pairs],
+        "attention": lambda: attend(*on_device[1]),
+    }
+    products = 2 * n * sum(w.size for w in matrices)
+    scores = n * n // 2 * c.heads * c.head_dim * 4
+    work = {"prompt": products + scores, "attention": scores}
+    fastest = dict.fromkeys(runs, np.inf)
+    for _ in range(rounds + 1):  # the first one compiles
+        for name, run in runs.items():
+            began = time.process_time()
+            jax.block_until_ready(run())
+            fastest[name] = min(fastest[name], time.process_time() - began)
+    result = {}
+    for name, seconds in fastest.items():
+        seconds *= 1 if name == "prompt" else c.layers
+        rate = c.layers * work.get(name, products) / seconds
+        result[name] = {"ms": 1e3 * seconds, "GFLOP/s": rate / 1e9}
+        print(name, {k: round(x, 1) for k, x in result[name].items()}, flush=True)
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parts = {"single": single, "steps": steps}
+    parts = {"single": single, "steps": steps, "shares": shares}
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}; all when left out")
     wanted = parser.parse_args().parts or parts
     model = Llama.load()

@@ -92,7 +92,9 @@ def check_new(tokens: Array, cache: Cache, positions, mask) -> tuple[Array, Arra
     if b != len(cache.lengths):
         raise ValueError(f"tokens: the cache has {len(cache.lengths)} texts, got {b} rows")
     if positions is None:
-        positions = cache.lengths[:, None] + np.arange(l, dtype=np.int32)
+        traced = isinstance(cache.lengths, jax.core.Tracer)
+        lengths = cache.lengths if traced else np.asarray(cache.lengths)
+        positions = lengths[:, None] + np.arange(l, dtype=np.int32)
     positions = integers("positions", positions, (b, l))
     if mask is None:
         check_room(cache, l)

@@ -57,7 +57,7 @@ class Sampling:
         """What comes after each token, by the model's logits there: of text b, its new token number
         index[b, i], from 0."""
         if self.temperature == 0:
-            return _likeliest(logits)
+            return np.asarray(logits).argmax(axis=-1).astype(np.int32)  # a CPU copies nothing
         drawn = np.zeros(index.shape, np.int32)
         for b, i in np.ndindex(index.shape):
             at = np.int32(index[b, i]), np.int32(b)
@@ -74,17 +74,6 @@ def sampling_of(temperature, top_k, top_p, key, seed) -> Sampling:
     if seed is not None:
         key = jax.random.key(integer("seed", seed, 0, 2**32 - 1))
     return Sampling(temperature, top_k, top_p, key)
-
-
-def _likeliest(logits) -> Int[np.ndarray, "b l"]:
-    """By NumPy where that copies nothing, on CPUs, several of which may be simulated; elsewhere on
-    the device, and only the tokens go to the host."""
-    on_cpu = all(device.platform == "cpu" for device in logits.devices())
-    found = np.asarray(logits).argmax(axis=-1) if on_cpu else _argmax(logits)
-    return np.asarray(found, np.int32)
-
-
-_argmax = jax.jit(functools.partial(jnp.argmax, axis=-1))
 
 
 @functools.partial(jax.jit, static_argnames="top_k")
