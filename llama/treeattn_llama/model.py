@@ -31,8 +31,7 @@ class Llama:
     mesh:      its axis called "batch", if it has one, shares out a batch's texts; all others share
                out the keys of each text: token i lies on device i mod p. The weights are copied to
                every device; simulated ones share one copy. Prompts go through by Ring Attention
-    attention: towards the cache, "tree", "ring", "butterfly", "gather", "hierarchical", or a
-               function (`treeattn_llama.attention.ShardAttention`)
+    attention: towards the cache, "tree", "ring", "butterfly", or a function (`ShardAttention`)
     """
 
     config: Config
