@@ -218,6 +218,8 @@ def test_text_in_and_text_out(unchecked):
     assert generate(parrot, "Hi").text == "one two three!"  # of `word_tokenizer` "!" is number 0
     assert generate(parrot, tokenizer.encode("Hi")).text == "one two three!"
     assert generate(parrot, ["Hi"]).text == ["one two three!"]
+    with pytest.raises(ValueError, match="prompt: expected a text of at least one token, got ''"):
+        generate(parrot, "")
     assert generate(parrot, "Hi", stop=[], max_new_tokens=24).text == "one two three! four five"
     found = generate(parrot, "Hi", stop=" th")
     assert found.text == "one two" and tokenizer.decode(found.tokens) == "one two th"

@@ -11,7 +11,7 @@ from treeattn import kv_mesh, simulate_devices
 from treeattn_llama import __version__
 from treeattn_llama.attention import ATTENTIONS
 from treeattn_llama.model import Llama
-from treeattn_llama.text import DRAFTS, pieces, stream, tokenizer_of
+from treeattn_llama.text import DRAFTS, pieces, prompt_ids, stream, tokenizer_of
 
 EXAMPLES = """examples:
   python -m treeattn_llama "What is the capital of France?"
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
     model = Llama.load(args.model, mesh=mesh, attention=args.attention)
     tokenizer = tokenizer_of(model)
     plain = args.plain or tokenizer.chat_template is None
-    ids = (tokenizer.encode if plain else tokenizer.chat)(args.prompt)
+    ids = prompt_ids(model, args.prompt)[0][0] if plain else tokenizer.chat(args.prompt)
     calls = stream(
         model,
         [ids],

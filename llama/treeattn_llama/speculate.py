@@ -12,8 +12,9 @@ its cache is what takes the time. So a draft guesses what may follow, and one ca
 model itself would say after each guess. The guesses that it would have made are accepted: the text
 is the one that the model writes alone, in fewer calls. `Writer` is these lines in a loop.
 
-Between two calls the cache holds every token of a text but the last. That one is certain, but the
-model has not read it: it goes with the next call, as the first token of every candidate.
+Between two calls the cache holds every token of a text but the last: `context` of them. The `last`
+one is certain, but the model has not read it: it goes with the next call, as the first token of
+every candidate.
 
 Arrays of candidates are (B, M, C): texts of a batch, candidates of a text, tokens of a candidate.
 Candidates of different lengths lie in one array, with scores of −∞ after their ends.
@@ -80,7 +81,8 @@ def draft_candidate_tokens(
             raise ValueError(f"expected candidates for {len(certain)} texts, got {len(beam)}")
     except (TypeError, ValueError) as error:
         raise type(error)(f"draft: {type(draft).__name__} proposed: {error}") from None
-    # Nodes are numbered candidate by candidate, a prefix before what goes on with it.
+    # A node is a prefix that candidates share. They are numbered candidate by candidate, a prefix
+    # before what goes on with it, so that the first `budget` of them are whole beginnings.
     node = pack(beam, candidate_lengths(scores)).unpack_map
     scores = np.where(node < budget, scores, -np.inf)
     return (beam, scores) if certain is None else _after_certain(beam, scores, certain)
@@ -109,7 +111,7 @@ def _checked_scores(name: str, scores, shape: tuple[int, ...]) -> np.ndarray:
     scores = np.asarray(as_array(name, scores), np.float64)
     if scores.shape != shape:
         raise ValueError(f"{name}: expected a score for each token, {shape}, got {scores.shape}")
-    if not (scores <= 1e-5).all():  # NaN too
+    if not (scores <= 1e-5).all():  # as far as rounding goes; nor is a NaN
         raise ValueError(f"{name}: expected logarithms of probabilities, got NaN or one above 0")
     return np.minimum(scores, 0)
 
@@ -122,8 +124,9 @@ def _after_certain(beam, scores, certain) -> tuple[np.ndarray, np.ndarray]:
     full[..., 0] = np.asarray(certain)[:, None]
     full[:, :rows, 1:] = beam
     log[:, :rows, 1:] = scores
-    log[..., 0] = np.where((log[..., 1:] > -np.inf).any(axis=2), 0.0, -np.inf)
-    log[:, 0, 0] = 0.0
+    goes_on = (log[..., 1:] > -np.inf).any(axis=2)
+    goes_on[:, 0] = True  # one of them stays, if only for the certain token
+    log[..., 0] = np.where(goes_on, 0.0, -np.inf)
     return full, log
 
 
@@ -131,7 +134,8 @@ def _after_certain(beam, scores, certain) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pad_packed(packed: PackedBeam, size: int) -> PackedBeam:
-    """The same nodes, and padding up to `size`: a few sizes, so that few programs are compiled."""
+    """The same nodes, and padding that nobody sees, up to `size` in all. Each size of a call compiles
+    programs of its own: let there be few."""
     tokens, mask, offsets, unpack_map = map(np.asarray, packed)
     more = (0, size - tokens.shape[1])
     tokens, offsets = (np.pad(x, [(0, 0), more]).astype(np.int32) for x in (tokens, offsets))

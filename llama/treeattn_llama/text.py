@@ -146,9 +146,15 @@ def prompt_ids(model: Llama, prompt: Prompt | Sequence[Prompt]) -> tuple[list[li
     single = isinstance(prompt, str) or _is_ids(prompt)
     prompts = [prompt] if single else prompt
     if isinstance(prompts, list | tuple):
-        encode = lambda text: tokenizer_of(model).encode(text)  # noqa: E731
-        prompts = [encode(x) if isinstance(x, str) else x for x in prompts]
+        prompts = [_encode(model, x) if isinstance(x, str) else x for x in prompts]
     return inputs.check_prompts(prompts, model.config.vocabulary), single
+
+
+def _encode(model: Llama, text: str) -> list[int]:
+    ids = tokenizer_of(model).encode(text)
+    if not ids:
+        raise ValueError(f"prompt: expected a text of at least one token, got {text!r:.40}")
+    return ids
 
 
 def _is_ids(prompt) -> bool:
