@@ -193,6 +193,22 @@ def test_nothing_compiles_while_generating(model):
     assert extend_layer._cache_size() == compiled
 
 
+def test_a_text_has_one_cache(model, monkeypatch):
+    """No second one is made in the middle of it, whatever sizes its calls have."""
+    made = []
+    right = Llama.empty_cache
+
+    def counted(self, *args):
+        made.append(args)
+        return right(self, *args)
+
+    monkeypatch.setattr(Llama, "empty_cache", counted)
+    texts = [generate(model, PROMPT, max_new_tokens=16, budget=16, capacity=32).tokens]
+    draft = Scribbler([PROMPT], texts, 0)
+    found = generate(model, PROMPT, max_new_tokens=16, budget=16, capacity=32, draft=draft)
+    assert len({step.size for step in found.trace}) > 1 and made == [(1, 32)] * 2
+
+
 # Streams beside each other
 
 

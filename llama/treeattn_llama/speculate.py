@@ -134,7 +134,7 @@ def _after_certain(beam, scores, certain) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pad_packed(packed: PackedBeam, size: int) -> PackedBeam:
-    """The same nodes, and padding that nobody sees, up to `size` in all. Each size of a call compiles
+    """The same nodes, and padding that nobody sees, up to `size`. Each size of a call compiles
     programs of its own: let there be few."""
     tokens, mask, offsets, unpack_map = map(np.asarray, packed)
     more = (0, size - tokens.shape[1])
