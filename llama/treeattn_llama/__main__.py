@@ -23,14 +23,19 @@ EXAMPLES = """examples:
 # Each flag with what it takes, and what `--help` says of it.
 FLAGS = {
     "model": (str, None, "PATH", "a GGUF file or a Hugging Face directory (default: SmolLM2-135M)"),
-    "devices": (int, None, "N", "deal the cache out over N simulated devices (default: real ones)"),
-    "attention": (str, "tree", tuple(ATTENTIONS), "how the devices merge (default: tree)"),
+    "devices": (int, None, "N", "deal the cache over N simulated devices (default: the machine's)"),
+    "attention": (str, "tree", tuple(ATTENTIONS), "how the devices' parts merge (default: tree)"),
     "draft": (str, None, tuple(DRAFTS), "verify several guesses in a call (default: no guesses)"),
     "tokens": (int, 128, "N", "write at most N tokens (default: 128)"),
-    "temperature": (float, 0.0, "T", "draw tokens at it; 0 takes the likeliest (default: 0)"),
-    "top-k": (int, None, "K", "draw from the K likeliest tokens (default: from all)"),
-    "top-p": (float, None, "P", "draw from the likeliest that reach P together (default: all)"),
-    "seed": (int, 0, "N", "what is drawn depends on it alone (default: 0)"),
+    "temperature": (float, 0.0, "T", "draw tokens at temperature T; 0: the likeliest (default: 0)"),
+    "top-k": (int, None, "K", "draw from the K likeliest tokens only (default: from all)"),
+    "top-p": (
+        float,
+        None,
+        "P",
+        "draw from the likeliest whose probabilities reach P (default: all)",
+    ),
+    "seed": (int, 0, "N", "the same seed draws the same text (default: 0)"),
 }
 # What the package's errors call otherwise than the command's flags.
 ARGUMENTS = {"n": "devices", "path": "model", "max_new_tokens": "tokens"}
