@@ -49,7 +49,18 @@ def llama() -> str:
     return f"{found['machine']['single']}; tokens a second.\n\n" + table(["", *names], lines)
 
 
-TABLES = {"decode": decode, "llama": llama}
+def shares() -> str:
+    """Where the time of a prompt of 1,024 tokens goes."""
+    found = measured("llama")
+    lines = [
+        [part, f"{row['ms']:,.0f}", f"{row['GFLOP/s']:,.0f}"]
+        for part, row in found["shares"].items()
+    ]
+    head = ["", "ms of processor time", "GFLOP in a second of it"]
+    return f"{found['machine']['shares']}.\n\n" + table(head, lines)
+
+
+TABLES = {"decode": decode, "llama": llama, "shares": shares}
 
 
 def filled(text: str) -> str:
