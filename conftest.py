@@ -25,6 +25,11 @@ hypothesis.settings.register_profile(
     print_blob=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
+hypothesis.settings.register_profile(  # the first example that fails, not the smallest one
+    "once",
+    hypothesis.settings.get_profile("treeattn"),
+    phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
+)
 hypothesis.settings.load_profile("treeattn")
 
 

@@ -1,9 +1,9 @@
-"""Execute notebooks, in order, each in a clean kernel, and write HTML under build/.
+"""Execute notebooks, two at a time, each in a clean kernel, and write HTML under build/.
 
 python notebooks/execute.py                 the main road; tracked files stay as they are
 python notebooks/execute.py --all           those of notebooks/deeper, the labs and the puzzles, too
 python notebooks/execute.py 05 the_same     of all, those whose names start so (or a path)
-python notebooks/execute.py --store 05      also store the outputs in the notebook
+python notebooks/execute.py --store 05      also store the outputs in the notebook; one at a time
 """
 
 import argparse
@@ -15,6 +15,7 @@ import re
 import shutil
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import nbformat
@@ -102,6 +103,10 @@ def chosen(names: list[str], everything: bool) -> list[Path]:
     return [path for path in paths if path in given or path.name.startswith(tuple(names))]
 
 
+def count_code_cells(path: Path) -> int:
+    return sum(cell.cell_type == "code" for cell in nbformat.read(path, as_version=4).cells)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("only", nargs="*", help="paths, or the beginnings of the notebooks' names")
@@ -116,24 +121,36 @@ def main() -> int:
         parser.error(f"no notebook's path or name starts with {' or '.join(args.only)}")
     BUILD.mkdir(exist_ok=True)
     to_html = exporter()
-    print(f"{len(paths)} notebooks, about half a minute each on two cores", flush=True)
+    print(f"{len(paths)} notebooks, about half a minute each", flush=True)
+    cells = {path: count_code_cells(path) for path in paths}
+    largest_first = sorted(paths, key=cells.get, reverse=True)
 
-    began = time.perf_counter()
-    for number, path in enumerate(paths, 1):
+    def run(path: Path) -> float:
+        """Returns the seconds that it took."""
         start = time.perf_counter()
-        cells = sum(c.cell_type == "code" for c in nbformat.read(path, as_version=4).cells)
-        with tqdm(total=cells, desc=path.name, unit="cell", leave=False) as progress:
-            try:
-                notebook = execute(path, progress)
-            except CellExecutionError as error:
-                print(f"{path.name} failed:\n{error}", file=sys.stderr)
-                return 1
+        notebook = execute(path, progress)
         html = as_html(notebook, path.parent, to_html)
         (BUILD / path.with_suffix(".html").name).write_text(html, encoding="utf-8")
         if args.store:
             nbformat.write(notebook, path)
-        seconds = time.perf_counter() - start
-        print(f"[{number}/{len(paths)}] {path.name}: {seconds:.0f} s", flush=True)
+        return time.perf_counter() - start
+
+    began = time.perf_counter()
+    at_once = 1 if args.store else 2  # times that are stored are taken with nothing beside them
+    with (
+        tqdm(total=sum(cells.values()), unit="cell", leave=False) as progress,
+        ThreadPoolExecutor(at_once) as pool,
+    ):
+        futures = {pool.submit(run, path): path for path in largest_first}
+        for number, future in enumerate(as_completed(futures), 1):
+            name = futures[future].name
+            try:
+                seconds = future.result()
+            except CellExecutionError as error:
+                pool.shutdown(wait=False, cancel_futures=True)
+                print(f"{name} failed:\n{error}", file=sys.stderr)
+                return 1
+            progress.write(f"[{number}/{len(paths)}] {name}: {seconds:.0f} s")
     print(f"done in {time.perf_counter() - began:.0f} s; open {BUILD}/*.html")
     return 0
 

@@ -12,8 +12,6 @@ import pytest
 
 import treeattn
 
-pytestmark = pytest.mark.slow
-
 HERE = Path(__file__).parent
 WITHIN = 30.0  # seconds after a failure by which everybody must have ended
 
@@ -56,6 +54,7 @@ def read_until(process: subprocess.Popen, line: str) -> None:
     raise AssertionError(f"the process ended without printing {line!r}")
 
 
+@pytest.mark.slow
 def test_two_processes_decode_what_one_does(ranks):
     for process in ranks("decode"):
         output, _ = process.communicate(timeout=180)
@@ -64,6 +63,7 @@ def test_two_processes_decode_what_one_does(ranks):
 
 
 # Process 0 is also the one that coordinates.
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_raising_rank_ends_every_rank(ranks, victim):
     processes = ranks("raise", victim)
@@ -72,6 +72,7 @@ def test_a_raising_rank_ends_every_rank(ranks, victim):
     assert_ends(processes[1 - victim])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_every_rank(ranks, victim):
     processes = ranks("wait", victim)
@@ -88,6 +89,7 @@ def assert_ends(process: subprocess.Popen) -> None:
     assert "rror" in output
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_arrives_ends_the_others(ranks):
     (first,) = ranks("decode", present=1)
     # Its own start takes some seconds before the 20 that it waits for the other.

@@ -1,0 +1,222 @@
+"""Do the tests see a mistake? Sixty are planted, one at a time, and the tests are asked.
+
+make mutants                       go on where the last call stopped; print how many are seen
+python tests/mutants.py all        ask about all of them anew
+python tests/mutants.py survivors  ask all tests about those that the likeliest tests do not see
+
+A mistake is a change of one line of a package, as a slip of the hand would make it, planted in a
+copy of the checkout. The table beside this file names the test that fails then, or says that the
+mistake survived, with a remark where it changes nothing. Without the table, others are drawn.
+"""
+
+import argparse
+import ast
+import os
+import random
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from tqdm import tqdm
+
+REPOSITORY = Path(__file__).parent.parent.resolve()
+TABLE = Path(__file__).with_suffix(".tsv")
+COLUMNS = ("file", "line", "kind", "before", "after", "result", "remark")
+SEED = 49
+NODE = re.compile(r"\S+\.(py|ipynb)")  # how the name of a test begins
+# Where each package stands, how many mistakes it gets, and whose tests are asked, in this order.
+CIRCLES = {
+    "treeattn": (30, ("tests", "llama/tests", "conformance/tests", "notebooks")),
+    "llama/treeattn_llama": (15, ("llama/tests", "tests", "notebooks")),
+    "conformance/treeattn_conformance": (15, ("conformance/tests", "tests")),
+}
+SURVIVED, SURVIVED_ALL = "survived", "survived all tests"
+# Nobody needs the smallest example that fails: the profile "once" of conftest.py looks for none.
+OPTIONS = "-q -rfE --tb=no -p no:cacheprovider --hypothesis-profile=once --hypothesis-seed=0"
+OPTIONS = f"{OPTIONS} -p nbval.plugin --nbval --nbval-current-env".split()
+LIKELIEST = 4  # files of tests
+SECONDS = 60  # of processor time for each of them
+PAIRS = (
+    *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot)),
+    *((ast.In, ast.NotIn), (ast.And, ast.Or), (ast.BitAnd, ast.BitOr)),
+    *((ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.FloorDiv, ast.Mod)),
+    *(("max", "min"), ("maximum", "minimum"), ("any", "all"), ("zeros", "ones")),
+)
+OTHER = dict(PAIRS) | {b: a for a, b in PAIRS} | {ast.Pow: ast.Mult, "sum": "max"}
+
+
+def nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """What a program computes with: neither annotations nor the words of messages."""
+    for name, value in ast.iter_fields(tree):
+        if name in ("annotation", "returns") or isinstance(tree, ast.JoinedStr | ast.Raise):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                yield child
+                yield from nodes(child)
+
+
+def mistakes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """(kind, what could have been written instead of this node)"""
+    match node:
+        case ast.Compare(left, [op], right) if type(op) in OTHER:
+            yield "comparison", ast.Compare(left, [OTHER[type(op)]()], right)
+        case ast.BinOp(left, op, right) if type(op) in OTHER:
+            yield "operator", ast.BinOp(left, OTHER[type(op)](), right)
+        case ast.BoolOp(op, values):
+            yield "and, or", ast.BoolOp(OTHER[type(op)](), values)
+        case ast.UnaryOp(ast.Not() | ast.USub() | ast.Invert(), operand):
+            yield "sign, not", operand
+        case ast.Constant(bool() as value):
+            yield "true, false", ast.Constant(not value)
+        case ast.Constant(int() | float() as value):
+            yield "constant", ast.Constant(value + 1)
+        case ast.AugAssign() | ast.Expr(ast.Call()):
+            yield "dropped", ast.Pass()
+        case ast.Assign([ast.Name(name)], value):
+            if name in {part.id for part in ast.walk(value) if isinstance(part, ast.Name)}:
+                yield "dropped", ast.Pass()  # x = f(x)
+        case ast.Call(function, arguments, keywords):
+            if isinstance(function, ast.Attribute) and function.attr in OTHER:
+                other = ast.Attribute(function.value, OTHER[function.attr])
+                yield "function", ast.Call(other, arguments, keywords)
+            if len(arguments) > 1:
+                turned = [arguments[1], arguments[0], *arguments[2:]]
+                yield "order", ast.Call(function, turned, keywords)
+
+
+def faults(file: Path) -> Iterator[dict]:
+    """All mistakes that could stand in this file, each of them in one line."""
+    text = file.read_text(encoding="utf-8")
+    lines = text.encode().splitlines()  # columns count bytes
+    for node in nodes(ast.parse(text)):
+        for kind, wrong in mistakes(node):
+            if node.lineno != node.end_lineno:
+                continue
+            operation = isinstance(wrong, ast.BoolOp | ast.BinOp | ast.Compare)
+            code = f"({ast.unparse(wrong)})" if operation else ast.unparse(wrong)
+            line = lines[node.lineno - 1]
+            changed = line[: node.col_offset] + code.encode() + line[node.end_col_offset :]
+            before, after = line.decode().strip(), changed.decode().strip()
+            name = str(file.relative_to(REPOSITORY))
+            row = (name, node.lineno, kind, before, after, "", "")
+            yield dict(zip(COLUMNS, row, strict=True))
+
+
+def draw() -> Iterator[dict]:
+    """As many mistakes in each circle as it has a share, all kinds equally likely."""
+    chance = random.Random(SEED)
+    for folder, (share, _) in CIRCLES.items():
+        kinds = defaultdict(list)
+        for file in sorted((REPOSITORY / folder).glob("*.py")):
+            for fault in faults(file):
+                kinds[fault["kind"]].append(fault)
+        for _ in range(share):
+            pool = kinds[chance.choice(sorted(kinds))]
+            yield pool.pop(chance.randrange(len(pool)))
+
+
+def likeliest(fault: dict) -> list[str]:
+    """The tests about this circle, those first that name most often what the file defines."""
+    file = REPOSITORY / fault["file"]
+
+    def defined(text: str) -> set[str]:
+        return {node.name for node in ast.parse(text).body if hasattr(node, "name")}
+
+    weights = Counter({name: 3 for name in defined(file.read_text(encoding="utf-8"))})
+    for user in file.parent.glob("*.py"):  # what is inside is tested through what uses it
+        text = user.read_text(encoding="utf-8")
+        if re.search(rf"^(from \S*\b|from .* import .*\b|import .*\b){file.stem}\b", text, re.M):
+            weights.update(defined(text))
+
+    def score(path: Path) -> int:
+        words = Counter(re.findall(r"\w+", path.read_text(encoding="utf-8")))
+        mentions = sum(weight * words[name] for name, weight in weights.items())
+        return mentions + 1000 * (path.stem == f"test_{file.stem}")
+
+    found = []
+    _, folders = CIRCLES[str(Path(fault["file"]).parent)]
+    for folder in folders:
+        found += sorted((REPOSITORY / folder).glob("test_*.py"), key=score, reverse=True)
+        found += sorted((REPOSITORY / folder).glob("*.ipynb"))
+    return [str(path.relative_to(REPOSITORY)) for path in found]
+
+
+def failures(copy: Path, tests: list[str]) -> list[str]:
+    """Those of the tests that fail in the copy, or with "-x" among them the first one."""
+    ours = os.pathsep.join(str(copy / folder) for folder in (".", "llama", "conformance"))
+    # Python would not notice a file that is as new and as long as the one before.
+    environment = os.environ | {"PYTHONPATH": ours, "PYTHONDONTWRITEBYTECODE": "1"}
+    limit = SECONDS * len(tests)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *OPTIONS, *tests],
+        cwd=copy,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (limit, limit)),
+    )
+    if done.returncode < 0:
+        return ["out of time"]
+    return re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+
+
+def ask(fault: dict, copy: Path, tests: list[str]) -> str:
+    """Plants a mistake in the copy and takes it out again: the test that saw it, or ""."""
+    file = copy / fault["file"]
+    right = file.read_text(encoding="utf-8")
+    lines = right.splitlines(keepends=True)
+    places = [i for i, line in enumerate(lines) if line.strip() == fault["before"]]
+    if not places:
+        return "gone: the line is no more"
+    place = min(places, key=lambda i: abs(i + 1 - int(fault["line"])))
+    lines[place] = lines[place].replace(fault["before"], fault["after"])
+    file.write_text("".join(lines), encoding="utf-8")
+    failed = failures(copy, ["-x", *tests])
+    file.write_text(right, encoding="utf-8")
+    return failed[0] if failed else ""
+
+
+def read() -> list[dict]:
+    lines = TABLE.read_text(encoding="utf-8").splitlines()
+    return [dict(zip(COLUMNS, line.split("\t"), strict=True)) for line in lines[1:]]
+
+
+def write(table: list[dict]) -> None:
+    rows = [COLUMNS, *(row.values() for row in table)]
+    lines = ["\t".join(map(str, row)) + "\n" for row in rows]
+    TABLE.write_text("".join(lines), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("which", nargs="?", choices=("all", "survivors"))
+    which = parser.parse_args().which
+    table = read() if TABLE.exists() else list(draw())
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "checkout"
+        ignored = shutil.ignore_patterns(".*", "build", "__pycache__")
+        shutil.copytree(REPOSITORY, copy, ignore=ignored)
+        for fault in tqdm(table, unit="mistake"):
+            survived = fault["result"] == SURVIVED
+            if not fault["result"] or which == "all" or (which == "survivors" and survived):
+                tests = likeliest(fault)[: None if which == "survivors" else LIKELIEST]
+                nobody = SURVIVED_ALL if which == "survivors" else SURVIVED
+                fault["result"] = ask(fault, copy, tests) or nobody
+                write(table)
+        seen_by = sorted({row["result"] for row in table if NODE.match(row["result"])})
+        broken = failures(copy, seen_by)
+    for folder in CIRCLES:
+        results = [row["result"] for row in table if str(Path(row["file"]).parent) == folder]
+        print(f"{folder}: {sum(map(bool, map(NODE.match, results)))} of {len(results)} seen")
+    print("tests among these that fail without a mistake, too:", *broken or ["none"])
+
+
+if __name__ == "__main__":
+    main()
