@@ -90,7 +90,6 @@ def unseen(shape, options):
     return ~seen.any(axis=2).transpose(0, 2, 1)
 
 
-@pytest.mark.slow
 @settings(max_examples=45)
 @given(
     seed=st.integers(0, 2**32),
@@ -118,7 +117,6 @@ def test_values_and_gradients(seed, name, stale):
     np.testing.assert_allclose(of_bias, dense.sum(axis=(0, 2), keepdims=True), atol=1e-10)
 
 
-@pytest.mark.slow
 @settings(max_examples=15)
 @given(seed=st.integers(0, 2**32), name=st.sampled_from(list(SHAPES)))
 def test_parts_merge_to_the_whole(seed, name):
@@ -133,7 +131,6 @@ def test_parts_merge_to_the_whole(seed, name):
     np.testing.assert_allclose(lse, dense_weights(*arrays[:2], **options)[1], atol=1e-12)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_no_keys_no_nan(name):
     shape = SHAPES[name]
@@ -147,7 +144,6 @@ def test_no_keys_no_nan(name):
             assert not np.any(x)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["streams", "products"])
 def test_extreme_biases_and_scores(name):
     shape = SHAPES[name]
@@ -182,7 +178,6 @@ def test_extreme_biases_and_scores(name):
 RTOL = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 2e-5}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), list(zip(SHAPES, RTOL, strict=True)))
 def test_dtypes(name, dtype):
     """Only the inputs are rounded to the dtype: all arithmetic is in float32, and a state is."""
@@ -213,7 +208,6 @@ def test_dtypes(name, dtype):
             np.testing.assert_allclose(np.asarray(ours, np.float64), dense, atol=atol)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("d", [32, 56, 72, 128])
 def test_one_query_of_every_width(d):  # the sum over d is written out in other ways for each
     q, k, v = arrays_of((1, 1, 1, 1, BLOCK // 2 + 3, d, 8), np.random.default_rng(d))
@@ -289,7 +283,6 @@ def temporary(f, queries, n, *, dtype="float32", batch=1, lengths=False):
     return memory(jax.jit(f).lower(q, k, k, *more).compile()).temporary_bytes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "batch", "queries"), [("bfloat16", 3, 1), ("float32", 1, 32)])
 def test_memory_does_not_grow_with_the_keys(dtype, batch, queries, optimized):
     def f(q, k, v, lengths):
@@ -300,7 +293,6 @@ def test_memory_does_not_grow_with_the_keys(dtype, batch, queries, optimized):
     assert many <= few + 1024  # a few bytes for the loop's indices
 
 
-@pytest.mark.slow
 def test_memory_of_all_queries_is_linear_and_plainly_quadratic(optimized):
     """2024 §3, 2025 §2 and §3: with a query for every key the plain form holds all scores."""
 
@@ -315,7 +307,6 @@ def test_memory_of_all_queries_is_linear_and_plainly_quadratic(optimized):
     assert held[plain][0] >= 4 * 4 * n * n > 2 * held[attention][0]
 
 
-@pytest.mark.slow
 def test_memory_of_the_gradient(optimized):
     f = jax.grad(lambda *x: attention(*x).sum(), (0, 1, 2))
     small, large = (temporary(f, 1, n) for n in (2 * BLOCK, 8 * BLOCK))
@@ -389,7 +380,6 @@ def test_vmap():
 # A whole text on one device: halved until its parts are short.
 
 
-@pytest.mark.slow
 def test_causal_values_and_gradients():
     length = 3 * CAUSAL_BLOCK + 5
 

@@ -109,8 +109,16 @@ def vmap_of_grad(f):
     return jax.vmap(jax.value_and_grad(loss_of(f), (0, 1, 2), has_aux=True))
 
 
-@pytest.mark.parametrize("transform", [grad_of_vmap, vmap_of_grad], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("name", ALL)
+# The other way round a method's own rules are the same: these are asked in `make test-all` only.
+LIKE_OTHERS = {"butterfly", "gather", "hierarchical", "all_to_all", "ulysses_attention"}
+COMPOSED = [(name, vmap_of_grad) for name in ALL]
+COMPOSED += [(name, grad_of_vmap) for name in ALL if name not in LIKE_OTHERS]
+COMPOSED += [
+    pytest.param(name, grad_of_vmap, marks=pytest.mark.slow) for name in sorted(LIKE_OTHERS)
+]
+
+
+@pytest.mark.parametrize(("name", "transform"), COMPOSED)
 def test_batched_and_differentiated(name, transform):
     arguments, w = draw(name, ROWS)
     run = jax.jit(transform(function(name, make_mesh(kv=2))))
@@ -193,10 +201,17 @@ def eager_grad(f, k, v, w):
     return jax.grad(lambda k, v: jnp.sum(w * f(k, v)), (0, 1))(k, v)
 
 
-@pytest.mark.parametrize("placed", [False, True])
+CACHES = [
+    ("allreduce", False),
+    ("allreduce", True),
+    ("ring_attention", True),
+    pytest.param("ring_attention", False, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "placed"), CACHES)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("take", [jit_of_grad, vjp, eager_grad], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("name", ["allreduce", "ring_attention"])
 def test_a_gradient_through_a_cache_on_a_mesh(name, take, kind, placed):
     """Eager `jax.grad` over Explicit axes works in `jax.set_mesh` only, of JAX's own functions,
     too; all else in and outside of it."""

@@ -105,7 +105,6 @@ SCORES = st.one_of(
 PROGRAMS = list(zip(ORDERS, ("float32", "float64", "float64", "float32"), strict=True))
 
 
-@pytest.mark.slow
 @settings(max_examples=200)
 @given(
     s=st.lists(SCORES, min_size=N, max_size=N),
@@ -489,7 +488,6 @@ def squares(state):
     return jnp.sum(out**2) + jnp.sum(lse**2)
 
 
-@pytest.mark.slow
 def test_derivatives_by_every_field_against_finite_differences():
     """max included: what is differentiated is d·eᵐ and n·eᵐ, wherever the pivots are stopped.
 
@@ -569,7 +567,6 @@ def test_axis_vmap_and_jit():
             np.testing.assert_allclose(lse, np.log(d), rtol=1e-12)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reduce", "differing"),
     [
@@ -794,7 +791,6 @@ def chain_of_outputs(states):
     return from_output(*jax.lax.scan(add, start, jax.tree.map(lambda x: x[1:], states))[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16"])
 def test_rounding_by_order_and_dtype(dtype):
     """64 states in a dtype: a tree and a scan stay within 3 ε; a chain does not do so well."""
