@@ -20,7 +20,7 @@ CHECKS = {
     "commit": lambda commit: check_tree(commit=commit),
 }
 BUGS = [(kind, bug) for kind, bugs in public_bugs.BUGS.items() for bug in bugs]
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @pytest.mark.parametrize(("kind", "bug"), BUGS, ids=[bug.link.split("com/")[1] for _, bug in BUGS])

@@ -13,7 +13,7 @@ from right_ones import build, kernel, merge_at_once
 
 from treeattn_conformance import check_attention, check_merge, check_tree
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 PIVOT = "m = lse.max(axis=0)"
 
 

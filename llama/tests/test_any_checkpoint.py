@@ -118,7 +118,6 @@ def test_both_places_of_rotary_numbers_have_to_be_right(folder):
     refuses(folder.write(folder.fields | {"rope_scaling": linear}), "factor")
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 @pytest.mark.parametrize("name", NUMBERS)
 def test_extreme_numbers_of_a_configuration(folder, name):
@@ -133,7 +132,6 @@ json_values = st.recursive(
 )
 
 
-@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.data())
 def test_any_value_of_any_field_of_a_configuration(folder, data):

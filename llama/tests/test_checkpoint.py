@@ -58,7 +58,6 @@ def test_half_precision_is_kept_and_agrees_with_transformers(name):
     assert error < 1.2 * np.abs(want["logits_as_stored"] - want["logits"]).mean()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama31", "biased"])
 def test_eight_devices_and_a_cache_agree_with_transformers(name):
     want = expected(name)
@@ -179,7 +178,6 @@ def decodes(path: Path, mesh, dtype):
     np.testing.assert_allclose(found, want[19:24], atol=8 * jnp.finfo(dtype).eps * abs(want).max())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, devices",
     [("F16", None), ("F16", 3), ("BF16", None), ("Q8_0", None), ("Q4_1", None), ("Q4_1", 3)],

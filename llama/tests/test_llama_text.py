@@ -390,7 +390,9 @@ sys.argv = ["treeattn_llama", "Hi"]
 sys.exit(program.main())
 """
     environment = os.environ | {"PYTHONIOENCODING": "latin-1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, env=environment, timeout=300
+    )
     assert done.returncode == 0 and done.stdout.decode("latin-1").strip() == "café ?", done.stderr
 
 

@@ -188,7 +188,6 @@ def byte_pairs_of():
     return functools.cache(BytePairs)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("pre", PATTERNS)
 def test_byte_pairs_of_gguf(byte_pairs_of, pre, tmp_path):
     plain = byte_pairs_of(pre)
