@@ -29,16 +29,14 @@ REPOSITORY = Path(__file__).parent.parent.resolve()
 TABLE = Path(__file__).with_suffix(".tsv")
 COLUMNS = ("file", "line", "kind", "before", "after", "result", "remark")
 SEED = 49
-NODE = re.compile(r"\S+\.(py|ipynb)")  # how the name of a test begins
 # Where each package stands, how many mistakes it gets, and whose tests are asked, in this order.
 CIRCLES = {
     "treeattn": (30, ("tests", "llama/tests", "conformance/tests", "notebooks")),
     "llama/treeattn_llama": (15, ("llama/tests", "tests", "notebooks")),
     "conformance/treeattn_conformance": (15, ("conformance/tests", "tests")),
 }
-SURVIVED, SURVIVED_ALL = "survived", "survived all tests"
 # Nobody needs the smallest example that fails: the profile "once" of conftest.py looks for none.
-OPTIONS = "-q -rfE --tb=no -p no:cacheprovider --hypothesis-profile=once --hypothesis-seed=0"
+OPTIONS = "-x -q -rfE --tb=no -p no:cacheprovider --hypothesis-profile=once --hypothesis-seed=0"
 OPTIONS = f"{OPTIONS} -p nbval.plugin --nbval --nbval-current-env".split()
 LIKELIEST = 4  # files of tests
 SECONDS = 60  # of processor time for each of them
@@ -122,18 +120,19 @@ def draw() -> Iterator[dict]:
             yield pool.pop(chance.randrange(len(pool)))
 
 
+def defined(file: Path) -> set[str]:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return {node.name for node in tree.body if hasattr(node, "name")}
+
+
 def likeliest(fault: dict) -> list[str]:
     """The tests about this circle, those first that name most often what the file defines."""
     file = REPOSITORY / fault["file"]
-
-    def defined(text: str) -> set[str]:
-        return {node.name for node in ast.parse(text).body if hasattr(node, "name")}
-
-    weights = Counter({name: 3 for name in defined(file.read_text(encoding="utf-8"))})
+    weights = Counter({name: 3 for name in defined(file)})
+    imports = rf"^(from \S*\b|from .* import .*\b|import .*\b){file.stem}\b"
     for user in file.parent.glob("*.py"):  # what is inside is tested through what uses it
-        text = user.read_text(encoding="utf-8")
-        if re.search(rf"^(from \S*\b|from .* import .*\b|import .*\b){file.stem}\b", text, re.M):
-            weights.update(defined(text))
+        if re.search(imports, user.read_text(encoding="utf-8"), re.MULTILINE):
+            weights.update(defined(user))
 
     def score(path: Path) -> int:
         words = Counter(re.findall(r"\w+", path.read_text(encoding="utf-8")))
@@ -148,44 +147,39 @@ def likeliest(fault: dict) -> list[str]:
     return [str(path.relative_to(REPOSITORY)) for path in found]
 
 
-def failures(copy: Path, tests: list[str]) -> list[str]:
-    """Those of the tests that fail in the copy, or with "-x" among them the first one."""
+def first_failure(copy: Path, tests: list[str]) -> str:
+    """The first of these tests that fails in the copy, or "survived"."""
     ours = os.pathsep.join(str(copy / folder) for folder in (".", "llama", "conformance"))
-    # Python would not notice a file that is as new and as long as the one before.
-    environment = os.environ | {"PYTHONPATH": ours, "PYTHONDONTWRITEBYTECODE": "1"}
     limit = SECONDS * len(tests)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *OPTIONS, *tests],
         cwd=copy,
-        env=environment,
+        # Python would not notice a file that is as new and as long as the one before.
+        env=os.environ | {"PYTHONPATH": ours, "PYTHONDONTWRITEBYTECODE": "1"},
         stdout=subprocess.PIPE,
         text=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (limit, limit)),
     )
-    if done.returncode < 0:
-        return ["out of time"]
-    return re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    if done.returncode not in (0, 1, 2):  # by a signal where it was out of time, or crashed
+        return f"pytest ended with {done.returncode}"
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    return failed[1] if failed else "survived"
 
 
 def ask(fault: dict, copy: Path, tests: list[str]) -> str:
-    """Plants a mistake in the copy and takes it out again: the test that saw it, or ""."""
+    """Plants a mistake in the copy, asks the tests, and takes it out again."""
     file = copy / fault["file"]
     right = file.read_text(encoding="utf-8")
     lines = right.splitlines(keepends=True)
-    places = [i for i, line in enumerate(lines) if line.strip() == fault["before"]]
-    if not places:
+    same = [i for i, line in enumerate(lines) if line.strip() == fault["before"]]
+    if not same:
         return "gone: the line is no more"
-    place = min(places, key=lambda i: abs(i + 1 - int(fault["line"])))
-    lines[place] = lines[place].replace(fault["before"], fault["after"])
+    nearest = min(same, key=lambda i: abs(i + 1 - int(fault["line"])))
+    lines[nearest] = lines[nearest].replace(fault["before"], fault["after"])
     file.write_text("".join(lines), encoding="utf-8")
-    failed = failures(copy, ["-x", *tests])
+    result = first_failure(copy, tests)
     file.write_text(right, encoding="utf-8")
-    return failed[0] if failed else ""
-
-
-def read() -> list[dict]:
-    lines = TABLE.read_text(encoding="utf-8").splitlines()
-    return [dict(zip(COLUMNS, line.split("\t"), strict=True)) for line in lines[1:]]
+    return result
 
 
 def write(table: list[dict]) -> None:
@@ -198,24 +192,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("which", nargs="?", choices=("all", "survivors"))
     which = parser.parse_args().which
-    table = read() if TABLE.exists() else list(draw())
+    if not TABLE.exists():
+        write(list(draw()))
+    _, *rows = TABLE.read_text(encoding="utf-8").splitlines()
+    table = [dict(zip(COLUMNS, row.split("\t"), strict=True)) for row in rows]
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "checkout"
         ignored = shutil.ignore_patterns(".*", "build", "__pycache__")
         shutil.copytree(REPOSITORY, copy, ignore=ignored)
         for fault in tqdm(table, unit="mistake"):
-            survived = fault["result"] == SURVIVED
+            survived = fault["result"] == "survived"
             if not fault["result"] or which == "all" or (which == "survivors" and survived):
                 tests = likeliest(fault)[: None if which == "survivors" else LIKELIEST]
-                nobody = SURVIVED_ALL if which == "survivors" else SURVIVED
-                fault["result"] = ask(fault, copy, tests) or nobody
+                fault["result"] = ask(fault, copy, tests)
                 write(table)
-        seen_by = sorted({row["result"] for row in table if NODE.match(row["result"])})
-        broken = failures(copy, seen_by)
     for folder in CIRCLES:
         results = [row["result"] for row in table if str(Path(row["file"]).parent) == folder]
-        print(f"{folder}: {sum(map(bool, map(NODE.match, results)))} of {len(results)} seen")
-    print("tests among these that fail without a mistake, too:", *broken or ["none"])
+        seen = sum(re.match(r"\S+\.(py|ipynb)\b", result) is not None for result in results)
+        print(f"{folder}: {seen} of {len(results)} seen")
 
 
 if __name__ == "__main__":
