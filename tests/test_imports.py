@@ -1,6 +1,7 @@
 """The circles: who may import whom, in which order, what is public, and how large each may be."""
 
 import ast
+import functools
 import importlib
 import inspect
 import io
@@ -103,7 +104,8 @@ def circle_of(name: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "labs" else parts[0]
 
 
-def imported(text: str, importer: str = "") -> set[str]:
+@functools.cache  # the planted imports ask about all of the other modules again
+def imported(text: str, importer: str = "") -> frozenset[str]:
     """Dotted names of all that this code imports, wherever in it: modules, or names of theirs."""
     names = set()
     for node in ast.walk(ast.parse(text)):
@@ -114,7 +116,7 @@ def imported(text: str, importer: str = "") -> set[str]:
             if node.level:
                 holder = [*importer.split(".")[: -node.level], *holder]
             names |= {".".join([*holder, alias.name]) for alias in node.names}
-    return names
+    return frozenset(names)
 
 
 def module_of(name: str, known: dict[str, str]) -> str | None:

@@ -143,6 +143,7 @@ def jax_residual(dtype):
     return kernel
 
 
+@pytest.mark.slow
 def test_what_is_found_of_jax_nn_dot_product_attention():
     """Its lse is rounded to the keys' dtype; a row without keys is the mean of V, not 0."""
     report = check_attention(jax_residual("float32"))
