@@ -125,32 +125,27 @@ def main() -> int:
     cells = {path: count_code_cells(path) for path in paths}
     largest_first = sorted(paths, key=cells.get, reverse=True)
 
-    def run(path: Path) -> float:
-        """Returns the seconds that it took."""
-        start = time.perf_counter()
-        notebook = execute(path, progress)
-        html = as_html(notebook, path.parent, to_html)
-        (BUILD / path.with_suffix(".html").name).write_text(html, encoding="utf-8")
-        if args.store:
-            nbformat.write(notebook, path)
-        return time.perf_counter() - start
-
     began = time.perf_counter()
     at_once = 1 if args.store else 2  # times that are stored are taken with nothing beside them
     with (
         tqdm(total=sum(cells.values()), unit="cell", leave=False) as progress,
         ThreadPoolExecutor(at_once) as pool,
     ):
-        futures = {pool.submit(run, path): path for path in largest_first}
-        for number, future in enumerate(as_completed(futures), 1):
-            name = futures[future].name
+        running = {pool.submit(execute, path, progress): path for path in largest_first}
+        for number, done in enumerate(as_completed(running), 1):
+            path = running[done]
             try:
-                seconds = future.result()
+                notebook = done.result()
             except CellExecutionError as error:
                 pool.shutdown(wait=False, cancel_futures=True)
-                print(f"{name} failed:\n{error}", file=sys.stderr)
+                print(f"{path.name} failed:\n{error}", file=sys.stderr)
                 return 1
-            progress.write(f"[{number}/{len(paths)}] {name}: {seconds:.0f} s")
+            html = as_html(notebook, path.parent, to_html)
+            (BUILD / path.with_suffix(".html").name).write_text(html, encoding="utf-8")
+            if args.store:
+                nbformat.write(notebook, path)
+            seconds = time.perf_counter() - began
+            progress.write(f"[{number}/{len(paths)}] {path.name}, after {seconds:.0f} s")
     print(f"done in {time.perf_counter() - began:.0f} s; open {BUILD}/*.html")
     return 0
 
