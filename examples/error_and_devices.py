@@ -7,6 +7,8 @@ tree. What differs is only what is kept between two merges: float32, or 16 bits 
 or of sums that were not divided yet. Plain NumPy; errors are relative, against float64.
 """
 
+import argparse
+
 import numpy as np
 
 from treeattn_conformance import attend, bfloat16
@@ -103,4 +105,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    as_written = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=as_written).parse_args()
     main()

@@ -7,6 +7,7 @@ writes one row in its place and copies nothing. Keys beyond the length are never
 scores do not count, and blocks that lie wholly beyond it are not even read.
 """
 
+import argparse
 import functools
 
 import jax
@@ -71,4 +72,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    as_written = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=as_written).parse_args()
     main()

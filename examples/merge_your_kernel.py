@@ -6,6 +6,7 @@ A kernel that returns its output and the logarithm of its softmax's denominator 
 shard of the keys. `from_output` makes a state of the two, and states merge.
 """
 
+import argparse
 import functools
 
 import jax
@@ -63,4 +64,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    as_written = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=as_written).parse_args()
     main()

@@ -9,7 +9,7 @@ The greedy text and the logits are compared with those of the model's own attent
 model's name, a small Llama with random weights is made.
 """
 
-import sys
+import argparse
 
 import numpy as np
 
@@ -129,4 +129,7 @@ def main(name: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
+    parser.add_argument("model", nargs="?", help="a folder, or a name on the hub")
+    main(parser.parse_args().model)

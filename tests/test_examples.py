@@ -52,6 +52,15 @@ def test_every_script_is_run_here():
     assert {name for name in names if f"({name})" not in index} == set()
 
 
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_help_comes_without_work(path):
+    """Or a line that says what is missing."""
+    process = start(sys.executable, str(path), "--help")
+    text, _ = process.communicate(timeout=240)
+    assert text.startswith("usage: ") or "pip install torch transformers" in text, text
+    assert "Traceback" not in text
+
+
 def test_a_kernel_of_ones_own():
     printed = run("merge_your_kernel.py")
     assert printed.endswith("conforms: True\n")
