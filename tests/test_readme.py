@@ -59,7 +59,7 @@ def test_its_links_lead_somewhere():
 
 
 def test_every_notebook_of_the_main_road_is_listed():
-    listed = re.findall(r"(?m)^\| \d\d \| \[[^\]]+\]\(([^)]+)\)", TEXT)
+    listed = re.findall(r"(?m)^- \[\d\d [^\]]+\]\(([^)]+)\): ", TEXT)
     there = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
     assert listed == [str(path.relative_to(REPOSITORY)) for path in there]
 

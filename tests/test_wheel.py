@@ -1,6 +1,7 @@
 """What a stranger installs: three wheels and what they declare, in otherwise empty environments."""
 
 import importlib.metadata
+import re
 import subprocess
 import sys
 import tarfile
@@ -130,6 +131,22 @@ def test_the_environment_of_the_core_holds_nothing_else(core, tmp_path):
     assert not {"treeattn-llama", "treeattn-conformance", "gguf", "matplotlib"} & set(found)
     where = run(*core, "-c", "import treeattn; print(treeattn.__file__)", cwd=tmp_path)
     assert Path(where.strip()).is_relative_to(core[0].parent.parent)
+
+
+@pytest.mark.parametrize("package", ["treeattn", "treeattn_llama"])
+def test_what_an_index_would_show_has_links_that_work(built, package):
+    """None that leads into a checkout."""
+    wheel = zipfile.ZipFile(built[package]["wheel"])
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    about, _, page = wheel.read(name).decode().partition("\n\n")
+    assert "Description-Content-Type: text/markdown" in about and page.startswith("# treeattn")
+    links = re.findall(r"\]\(([^)\s]+)\)", page)
+    assert all(link.startswith("https://") for link in links)
+
+
+def test_the_core_runs_the_block_that_an_index_would_show(core, tmp_path):
+    (block,) = blocks(REPOSITORY / "treeattn" / "README.md")
+    assert run_code(block.code, *core, cwd=tmp_path) == block.prints
 
 
 def test_the_core_runs_the_readmes_block_for_engineers(core, tmp_path):
