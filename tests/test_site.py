@@ -129,6 +129,31 @@ def test_the_first_page_is_the_one_sitting_with_its_steppers(site):
     assert max(columns) <= 100
 
 
+@pytest.mark.slow
+def test_a_steppers_frame_is_as_high_as_its_page(tmp_path):
+    """The whole page's, and that of what the first page shows of it."""
+    if chromium() is None:
+        pytest.skip("there is no Chromium")
+    stepper = (SITE / "energy_stepper.html").as_uri()
+    script = (SITE / "static" / "frames.js").as_uri()
+    frames = [f'<iframe class="stepper" src="{stepper}{x}"></iframe>' for x in ("", "?short")]
+    style = "<style>iframe { box-sizing: border-box; width: 706px; border: 3px solid }</style>"
+    page = tmp_path / "page.html"
+    page.write_text(f'<!doctype html>{style}<script src="{script}"></script>{"".join(frames)}')
+    browser = Browser(tmp_path / "profile")
+    try:
+        browser.open(stepper, width=700)
+        alone = browser.run("document.body.offsetHeight")
+        browser.open(page.as_uri(), width=900)
+        browser.run("new Promise((done) => setTimeout(done, 1000))")
+        inside = "[...document.querySelectorAll('iframe')].map((frame) => frame.clientHeight)"
+        whole, short = browser.run(inside)
+        assert whole == pytest.approx(alone, abs=1) and 600 < short < whole / 2
+        assert browser.errors == []
+    finally:
+        browser.close()
+
+
 def as_html(markdown: str) -> str:
     """The page as a browser gets it, near enough: headings, tables, links and strong words."""
     lines, table = [], False
