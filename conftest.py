@@ -33,6 +33,21 @@ hypothesis.settings.register_profile(  # the first example that fails, not the s
 hypothesis.settings.load_profile("treeattn")
 
 
+# Of the other files those with the most tests take longest.
+LONGEST = (
+    "09_speculative_decoding_with_a_prefix_tree.ipynb",
+    "08_a_real_llama_with_a_sharded_cache.ipynb",
+    "05_tree_decoding_on_many_devices.ipynb",
+    "test_composition.py",
+    "test_decode.py",
+    "test_llama_cache.py",
+    "test_attend.py",
+    "test_speculate.py",
+    "test_ours_conform.py",
+    "test_checkpoint.py",
+)
+
+
 def pytest_collection_modifyitems(config, items):
     """What takes longest comes first where several processes share the files: the last one to be
     finished then is a short one. So notebooks begin, whose kernels need gigabytes, while there is
@@ -40,11 +55,13 @@ def pytest_collection_modifyitems(config, items):
     if not hasattr(config, "workerinput"):  # there is only one process
         return
     tests = Counter(item.path for item in items)
+    place = {name: i for i, name in enumerate(LONGEST)}
 
     def turn(item):
         module = item.getparent(pytest.Module)
         slow = module is not None and module.get_closest_marker("slow") is not None
-        return item.path.suffix != ".ipynb", not slow, -tests[item.path]
+        rank = place.get(item.path.name, len(place))
+        return item.path.suffix != ".ipynb", not slow, rank, -tests[item.path]
 
     items.sort(key=turn)
 

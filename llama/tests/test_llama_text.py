@@ -365,6 +365,7 @@ def command(*arguments):
     )
 
 
+@pytest.mark.slow
 def test_the_command_line_answers():
     devices = "--devices", "2", "--attention", "butterfly"
     done = command("What is the capital of France?", *devices, "--draft", "lookup", "--tokens", "9")
