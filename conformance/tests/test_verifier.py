@@ -5,6 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+import treeattn_conformance.outcomes as outcomes_module
 from treeattn_conformance import check_verifier, law, run_step
 from treeattn_conformance.__main__ import main
 from treeattn_conformance.outcomes import OwnChance, outcomes
@@ -175,6 +176,59 @@ def test_a_stranger_without_faults_passes():
     assert "it has no option widths" in str(report)
     shaped = check_verifier(strangers_step("first token unchecked"), widths=(1, 1))
     assert shaped.fingerprints == {"first token unchecked"}
+
+
+def count_runs(monkeypatch) -> list[int]:
+    """A list whose one number grows with every run that is followed, of any step."""
+    runs = [0]
+
+    class Counted(outcomes_module.Answers):
+        def __init__(self, prescribed):
+            runs[0] += 1
+            super().__init__(prescribed)
+
+    monkeypatch.setattr(outcomes_module, "Answers", Counted)
+    return runs
+
+
+def unknown(target, draft, rng, *, temperature=1.0):
+    """A chain of two whose drafts are accepted by a rule of nobody's: if they are likely."""
+    kept: tuple = ()
+    drafted = []
+    for _ in range(2):
+        q = softmax(draft(tuple(drafted)) / (temperature or 1e-3))
+        drafted.append(int(rng.choice(len(q), p=q)))
+    for x in drafted:
+        p = softmax(target(kept) / (temperature or 1e-3))
+        if p[x] < 0.3:
+            break
+        kept = (*kept, x)
+    p = softmax(target(kept) / (temperature or 1e-3))
+    return [*kept, int(rng.choice(len(p), p=p))]
+
+
+def test_a_wrong_step_fails_soon(monkeypatch):
+    """A fault without a name is looked for in one case, and among the shapes that it can have."""
+    runs = count_runs(monkeypatch)
+    report = check_verifier(unknown)
+    assert report.names("failed") and report.fingerprints == set()
+    assert runs[0] < 1_000
+    runs[0] = 0
+    assert check_verifier(strangers_step("residual is the target")).fingerprints
+    assert runs[0] < 3_000
+    runs[0] = 0
+    assert not check_verifier(run_step).names("failed")
+    assert runs[0] < 1_000
+
+
+def test_where_the_draft_is_asked_says_what_was_drafted():
+    """A tree of two and one after each, without an option for it."""
+
+    def step(target, draft, rng):
+        settings = Settings(3, (2, 1))
+        return dict(WRONG_STEPS)["accepts all drafts"](target, draft, rng, settings).run()
+
+    assert check_verifier(step).fingerprints == {"accepts all drafts"}
 
 
 def test_what_is_not_a_step():

@@ -4,6 +4,7 @@ A step drafts some tokens, accepts a few of them, and adds one of its own. It is
 tokens that it gives, and what the target would write after them, have the target's distribution.
 """
 
+import collections
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -102,7 +103,7 @@ def check_verifier(step: Callable, *, widths: tuple[int, ...] | None = None) -> 
             tokens, (); V is 3 or 4. rng is to be used like a `numpy.random.Generator`: all chance
             comes from it, for drafting as well as for accepting (`Source` says what it offers)
     widths: what it drafts, if it has no such option, to recognize faults: (1, 1) are two tokens in
-            a row. None: chains and small trees are tried
+            a row. None: where it asks the draft says whether it is a chain or a small tree
 
     Options are asked of a step that takes them, and it always gets all that it takes: widths, how
     many tokens are drafted after each path, depth by depth ((2, 1): two, and one after each);
@@ -123,40 +124,18 @@ def check_verifier(step: Callable, *, widths: tuple[int, ...] | None = None) -> 
         if missing:
             results.append(Result(case.name, "skipped", (), f"it has no option {missing[0]}"))
             continue
-        result, raised = _ask(step, case, widths, suspects)
+        result, asked = _ask(step, case, widths, suspects)
         results.append(result)
-        if result.status == "failed" and not raised:
+        if result.status == "failed" and asked:
             names = set(result.fingerprints)
             suspects = names if suspects is None else suspects & names
         if result.status == "passed":
-            passed.append(case)
+            passed.append((case, asked))
     suspects = suspects or set()
-    for case in passed if suspects else ():
-        suspects -= _refuted(step, case, widths, suspects)
+    for case, asked in passed if suspects else ():
+        suspects -= _refuted(case, asked, suspects)
     suspects -= {MORE_SPECIAL[name] for name in suspects if name in MORE_SPECIAL}
     return Report(tuple(_only(result, suspects) for result in results), VERIFIER_FINGERPRINTS)
-
-
-def _refuted(step, case: VerifierCase, widths, suspects: set[str]) -> set[str]:
-    """The suspects that would have failed this case, which passed."""
-    settings = _as_asked(step, case, widths)
-    if settings.widths is None:
-        return set()
-    p = functools.partial(_probabilities, settings, case.target)
-    right: dict[str, bool] = {}  # of a fault that has several forms one suffices
-    for name, law_of in possible_faults(case.target, case.draft, settings):
-        if name in suspects and not right.get(name):
-            right[name] = difference(law_of(), p)[0] <= TOLERANCE
-    return {name for name, is_right in right.items() if not is_right}
-
-
-def _probabilities(settings: Settings, target: Model, path) -> np.ndarray:
-    return settings.of(target(path))
-
-
-def _as_asked(step, case: VerifierCase, widths) -> Settings:
-    settings = Settings(case.target.vocabulary, **case.options)
-    return settings if takes(step, "widths") else settings._replace(widths=widths)
 
 
 def _only(result: Result, names: set[str]) -> Result:
@@ -164,44 +143,69 @@ def _only(result: Result, names: set[str]) -> Result:
 
 
 def _ask(step, case: VerifierCase, widths, suspects: set[str] | None) -> tuple:
-    """(what comes of one case, whether it raised): with the faults that would explain it, and that
-    are suspected, if there are such."""
+    """(what comes of one case, the settings that it may have been asked with): with the faults that
+    would explain it, and that are suspected. No settings where the step raised an error."""
     settings = Settings(case.target.vocabulary, **case.options)
     options = {name: getattr(settings, name) for name in OPTIONS if takes(step, name)}
+    drafts: list[set[Tokens]] = []  # of each run, the paths after which the draft was asked
 
     def run(rng):
-        return _checked(step(case.target, case.draft, rng, **options), settings.vocabulary)
+        drafts.append(set())
 
-    def p(path):
-        return settings.of(case.target(path))
+        def draft(path):
+            drafts[-1].add(tuple(int(token) for token in path))
+            return case.draft(path)
+
+        return _checked(step(case.target, draft, rng, **options), settings.vocabulary)
 
     try:
         found = law(run)
     except NotImplementedError as error:
-        return Result(case.name, "skipped", (), str(error)), True
+        return Result(case.name, "skipped", (), str(error)), []
     except OwnChance as error:
-        return Result(case.name, "failed", ("chance of its own",), str(error)), False
+        return Result(case.name, "failed", ("chance of its own",), str(error)), [settings]
     except Exception as error:
-        return Result(case.name, "failed", (), f"{type(error).__name__}: {error}"), True
+        return Result(case.name, "failed", (), f"{type(error).__name__}: {error}"), []
+    shapes = [settings.widths if takes(step, "widths") else widths]
+    if shapes == [None]:
+        shapes = _likely_shapes(drafts, max(map(len, found)) - 1)
+    asked = [settings._replace(widths=shape) for shape in shapes]
+    p = functools.partial(_probabilities, settings, case.target)
     off, detail = difference(found, p)
     if off <= TOLERANCE:
         tokens = sum(len(tokens) * chance for tokens, chance in found.items())
-        return Result(case.name, "passed", (), f"{float(tokens):.3f} tokens a step"), False
-    shapes = [settings.widths if takes(step, "widths") else widths]
-    if shapes == [None]:
-        depth = max(max(map(len, found)) - 1, 1)
-        deeper = (depth, depth + 1)  # the last drafted token may never have been accepted
-        shapes = [(first, *[1] * (n - 1)) for n in deeper for first in (1, 2)]
-    asked = [settings._replace(widths=shape) for shape in shapes]
-    names = _explaining(case, asked, found, p, suspects) if suspects else set()
-    names = names or _explaining(case, asked, found, p, None)
-    return Result(case.name, "failed", tuple(sorted(names)), detail), False
+        return Result(case.name, "passed", (), f"{float(tokens):.3f} tokens a step"), asked
+    names = _explaining(case, asked, found, p, suspects)
+    return Result(case.name, "failed", tuple(sorted(names)), detail), asked
+
+
+def _probabilities(settings: Settings, target: Model, path) -> np.ndarray:
+    return settings.of(target(path))
+
+
+def _likely_shapes(drafts: list[set[Tokens]], accepted: int) -> list[tuple[int, ...]]:
+    """What a step without `widths` may draft, by where it asks the draft: chains, and chains that
+    begin with two siblings.
+
+    accepted: the most drafted tokens that were in an answer; one more may never be accepted
+    """
+    deepest = max((len(path) for paths in drafts for path in paths), default=0)
+    depths = [n for n in (accepted, accepted + 1) if 0 < n <= deepest + 1]
+    by_length = (collections.Counter(map(len, paths)) for paths in drafts)
+    branches = any(max(count.values(), default=0) > 1 for count in by_length)
+    # The draft is not asked after the last tokens: siblings among them cannot be seen.
+    return [
+        (first, *[1] * (depth - 1))
+        for depth in depths
+        for first in (1, 2)
+        if first == 1 or branches or depth == deepest + 1 == 1
+    ]
 
 
 def _explaining(case, asked: list[Settings], found: dict, p, suspects) -> set[str]:
     """The faults, of all or of the suspects, that give what was found."""
     names: set[str] = set()
-    for settings in asked:
+    for settings in asked if suspects is None or suspects else ():
         if names:
             break
         for name, law_of in possible_faults(case.target, case.draft, settings):
@@ -209,6 +213,17 @@ def _explaining(case, asked: list[Settings], found: dict, p, suspects) -> set[st
             if wanted and same(found, law_of(), p):
                 names.add(name)
     return names
+
+
+def _refuted(case: VerifierCase, asked: list[Settings], suspects: set[str]) -> set[str]:
+    """The suspects that would have failed this case, which passed."""
+    right: dict[str, bool] = {}  # of a fault that has several forms one suffices
+    for settings in asked:
+        p = functools.partial(_probabilities, settings, case.target)
+        for name, law_of in possible_faults(case.target, case.draft, settings):
+            if name in suspects and not right.get(name):
+                right[name] = difference(law_of(), p)[0] <= TOLERANCE
+    return {name for name, is_right in right.items() if not is_right}
 
 
 def _checked(tokens, vocabulary: int) -> Tokens:
