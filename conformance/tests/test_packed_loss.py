@@ -9,7 +9,7 @@ import pytest
 
 from treeattn_conformance import check_packed_loss, separate_rows
 from treeattn_conformance.packed_loss import row_cases
-from treeattn_conformance.packing import PACKING_FINGERPRINTS
+from treeattn_conformance.packing_mistakes import PACKING_FINGERPRINTS
 
 NODES = 64  # all are filled up to so many, and to as many log-probabilities: one program
 REDUCTIONS = ("sum", "tokens", "rows")

@@ -63,7 +63,7 @@ def equal_lse_lost(parts):
 MERGES = {
     "uniform over nothing, in turn": (
         uniform_over_nothing,
-        {"mean(V) for no keys", "finite lse for no keys"},
+        {"mean(V) for no keys", "finite lse for no keys", "NaN lost"},
     ),
     "out of no keys left over": (left_over, set()),
     "of equal lse one lost": (equal_lse_lost, set()),

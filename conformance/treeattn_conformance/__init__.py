@@ -12,6 +12,18 @@
 In any framework: they get NumPy arrays, and what they return goes through `np.asarray`. q is
 (b, l, h, d), k and v (b, n, h_kv, d), out (b, l, h, d), and lse (b, l, h), a natural logarithm. No
 keys are out 0 and lse −∞. This folder needs NumPy alone and can be copied, under any name.
+
+What is right stands in `reference`, what is common to all in `calling`, `report` and `rounding`.
+Each part can be read, or left out, by itself:
+
+    pairs (out, lse)   judging, signs: which are wrong, where, and what gives just these
+    merge              merging: the questions; merge_mistakes, merge_forms
+    attention          attention: the questions; kernel_mistakes, key_mistakes
+    scan               scans
+    tree               trees: the questions; token_trees
+    packed loss        packed_loss: the questions; packing, packing_mistakes, tiny_model
+    verifier           verifying: the questions; outcomes, steps, wrong_steps
+    invariance         invariance: the questions; axes, bits
 """
 
 from .attention import check_attention
@@ -22,7 +34,7 @@ from .merge_mistakes import MERGE_CURES
 from .merging import check_merge
 from .outcomes import law
 from .packed_loss import check_packed_loss, separate_rows
-from .packing import PACKING_FINGERPRINTS
+from .packing_mistakes import PACKING_FINGERPRINTS
 from .reference import attend, merge
 from .report import Report
 from .rounding import bfloat16

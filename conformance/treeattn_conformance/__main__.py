@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from . import __version__
 from .attention import check_attention
 from .invariance import check_invariance
-from .judging import TOLERANCES
 from .merging import check_merge
 from .packed_loss import check_packed_loss
+from .rounding import TOLERANCES
 from .scans import check_scan
 from .trees import check_tree
 from .verifying import check_verifier

@@ -57,7 +57,7 @@ def attention_cases(dtype: str = "float32") -> list[Case]:
         "one stripe of four": (qkv(n=10), stripe),
         "stripes of four keys": (qkv(l=7), stripes),
         "sinks": (qkv(), {"sinks": np.array([0.0, 2.0, 4.0, 5.0])}),
-        "large sinks": (qkv(), {"sinks": np.array([-1000.0, 0.0, 100.0, 1000.0])}),
+        "large sinks": (qkv(h_kv=2), {"sinks": np.array([-1000.0, 0.0, 100.0, 1000.0])}),
         "causal prompt": (qkv(l=40), {"query_positions": at[:40], "key_positions": at[:40]}),
         "causal chunk": (qkv(l=24), {"query_positions": at[13:37], "key_positions": at[:40]}),
     }

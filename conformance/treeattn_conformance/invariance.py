@@ -12,8 +12,8 @@ import numpy as np
 from .axes import AXES, OPTIONS, QUESTIONS, Call, Question, Settings
 from .bits import aligned, compare, summary
 from .calling import takes
-from .judging import TOLERANCES
 from .report import Report, Result
+from .rounding import TOLERANCES
 
 
 def check_invariance(

@@ -13,8 +13,8 @@ import numpy as np
 
 from .calling import as_array, takes
 from .report import Report, Result
+from .rounding import TOLERANCES
 
-TOLERANCES = {"float64": 1e-10, "float32": 2e-5, "float16": 3e-3, "bfloat16": 1.6e-2}
 SPECIAL = {"out in 16 bits": "sums in 16 bits"}  # where both explain, the first one is named
 FEWEST = 3  # answers that can have a name
 Pair = tuple[np.ndarray, np.ndarray]  # out (b, l, h, d) and lse (b, l, h)
@@ -227,6 +227,8 @@ def describe(case: Case, answer: Pair, right: np.ndarray) -> str:
 
 
 def _size(x: np.ndarray, expected: np.ndarray) -> str:
+    if np.isnan(expected).any():
+        return f"is {x[np.isnan(expected)].flat[0]:.4g} for NaN"
     if np.isnan(x).any():
         return "is NaN"
     if (np.isinf(x) & (x != expected)).any():

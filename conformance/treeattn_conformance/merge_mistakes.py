@@ -2,11 +2,12 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from .judging import Mistake
+from .merge_forms import clean, each_way, flawed, in_pairs, in_turn
 from .reference import merge
 from .rounding import rounded
 from .signs import NO_KEYS, SIGNS, SIXTEEN_BITS
@@ -33,68 +34,6 @@ MERGE_CURES = (
         "epsilon in the sum": "a constant in the denominator outweighs small sums: select instead",
     }
 )
-
-
-def flawed(
-    parts,
-    *,
-    pivot: Callable = lambda lse: lse.max(axis=0),
-    dtype: str = "float64",
-    guarded: bool = True,
-    reads_inf: bool = True,
-    selects: bool = True,
-):
-    """A merge in this dtype with another pivot, or without one of its precautions.
-
-    guarded: pivots of −∞ are replaced by 0, and divisors of 0 by 1. reads_inf: +∞ as −∞.
-    selects: what stands in the out of no keys is not read.
-    """
-    out = np.stack([np.asarray(part[0], dtype) for part in parts])
-    lse = np.stack([np.asarray(part[1], dtype) for part in parts])
-    if reads_inf:
-        lse = np.where(np.isposinf(lse), -np.inf, lse).astype(dtype)
-    if selects:
-        out = np.where(np.isinf(lse)[..., None], 0, out).astype(dtype)
-    m = pivot(lse).astype(dtype)
-    if guarded:
-        m = np.where(np.isneginf(m), 0, m).astype(dtype)
-    w = np.exp(lse - m)
-    d = w.sum(axis=0)
-    n = (out * w[..., None]).sum(axis=0)
-    if guarded:
-        return n / np.where(d == 0, 1, d)[..., None], m + np.log(d)
-    return n / d[..., None], m + np.log(d)
-
-
-def in_turn(merge_two: Callable) -> Callable:
-    """From left to right, two by two."""
-    return lambda parts: functools.reduce(lambda a, b: merge_two([a, b]), parts)
-
-
-def from_nothing(merge_two: Callable) -> Callable:
-    """From left to right, beginning with a state of no keys."""
-
-    def merge_all(parts):
-        out, lse = parts[0]
-        return in_turn(merge_two)([(np.zeros(out.shape), np.full(lse.shape, -np.inf)), *parts])
-
-    return merge_all
-
-
-def in_pairs(merge_two: Callable) -> Callable:
-    """Along a tree."""
-
-    def merge_all(parts):
-        while len(parts) > 1:
-            rest = parts[len(parts) // 2 * 2 :]
-            parts = [merge_two(parts[i : i + 2]) for i in range(0, len(parts) - 1, 2)] + rest
-        return parts[0]
-
-    return merge_all
-
-
-def each_way(merge_any: Callable) -> tuple[Callable, ...]:
-    return merge_any, in_turn(merge_any), in_pairs(merge_any), from_nothing(merge_any)
 
 
 def merge_mistakes() -> Iterator[Mistake]:
@@ -168,17 +107,17 @@ def _stale_pivot(parts):
 def _of_weights():
     def not_divided(parts, pivot=lambda lse: lse.max(axis=0)):
         out, lse = merge(parts)
-        m = pivot(np.stack([x[1] for x in _clean(parts)]))
+        m = pivot(np.stack([x[1] for x in clean(parts)]))
         return out * np.where(np.isneginf(lse), 0, np.exp(lse - m))[..., None], lse
 
     def mean(parts, kept=lambda lse: np.isfinite(lse)):
-        pairs = _clean(parts)
+        pairs = clean(parts)
         count = sum(kept(lse) * 1.0 for _, lse in pairs)
         sums = sum(out * kept(lse)[..., None] for out, lse in pairs)
         return sums / np.maximum(count, 1)[..., None], merge(parts)[1]
 
     def moved(parts, by):
-        pairs = _clean(parts)
+        pairs = clean(parts)
         total = merge(parts)[1]
         pivot = np.where(np.isneginf(total), 0, total)
         rolled = [pairs[(i + by) % len(pairs)][1] for i in range(len(pairs))]
@@ -186,9 +125,9 @@ def _of_weights():
         return sum(out * w for (out, _), w in zip(pairs, weights, strict=True)), total
 
     def exchanged(parts):
-        out = _clean(parts)
+        out = clean(parts)
         out[0], out[1 % len(out)] = out[1 % len(out)], out[0]
-        pairs = [(a[0], b[1]) for a, b in zip(out, _clean(parts), strict=True)]
+        pairs = [(a[0], b[1]) for a, b in zip(out, clean(parts), strict=True)]
         return merge(pairs)[0], merge(parts)[1]
 
     yield "not divided", not_divided
@@ -201,6 +140,7 @@ def _of_weights():
     yield "weights of other shards", functools.partial(moved, by=-1)
     yield "weights of other shards", exchanged
     yield "weights of other shards", in_turn(exchanged)
+    yield "a shard left out", in_pairs(merge, odd=False)
     yield "a shard left out", lambda parts: merge(parts[:-1] or parts)
     yield "a shard left out", lambda parts: merge(parts[1:] or parts)
     yield "a shard left out", lambda parts: (merge(parts[:-1] or parts)[0], merge(parts)[1])
@@ -214,7 +154,7 @@ def _of_lse():
         total = sum(np.where(np.isinf(lse) & kept, 0, lse) for _, lse in parts)
         pivot = total
         if kept:
-            parts = _clean(parts)
+            parts = clean(parts)
             total = np.where(np.all([np.isinf(lse) for _, lse in parts], axis=0), -np.inf, total)
         out = sum(out * np.exp(lse - pivot)[..., None] for out, lse in parts)
         return out if also_in_out else merge(parts)[0], total
@@ -225,7 +165,7 @@ def _of_lse():
     def of_maximum(parts, left):
         """lse is the maximum alone, or what is left of it."""
         out, lse = merge(parts)
-        m = np.stack([x[1] for x in _clean(parts)]).max(axis=0)
+        m = np.stack([x[1] for x in clean(parts)]).max(axis=0)
         return out, np.where(np.isneginf(m), m, lse - m) if left else m
 
     ln2 = np.log(2)
@@ -272,7 +212,7 @@ def _of_epsilons():
 
     def after_the_pivot(parts, epsilon):
         out, lse = merge(parts)
-        m = np.stack([x[1] for x in _clean(parts)]).max(axis=0)
+        m = np.stack([x[1] for x in clean(parts)]).max(axis=0)
         pivot = np.where(np.isneginf(m), 0, m)
         with_epsilon = pivot + np.log(np.exp(lse - pivot) + epsilon)
         return out * np.exp(lse - with_epsilon)[..., None], with_epsilon
@@ -290,7 +230,7 @@ def _of_axes():
     def weighed(parts, change, turned):
         lse = merge(parts)[1]
         pivot = np.where(np.isinf(lse), 0, lse)
-        pairs = _clean(parts)
+        pairs = clean(parts)
         try:
             out = sum(out * change(np.exp(x - pivot)) for out, x in pairs)
         except ValueError:  # these shapes do not even broadcast
@@ -318,13 +258,3 @@ def reshaped(lse):
 
 def turned_if_square(lse):
     return lse.swapaxes(1, 2) if lse.shape[1] == lse.shape[2] else lse
-
-
-def _clean(parts) -> list:
-    """Pairs in float64 as a right merge reads them: no keys are out 0 and lse −∞."""
-    pairs = []
-    for out, lse in parts:
-        none = np.isinf(lse)
-        out = np.where(none[..., None], 0, np.asarray(out, np.float64))
-        pairs.append((out, np.where(none, -np.inf, np.asarray(lse, np.float64))))
-    return pairs

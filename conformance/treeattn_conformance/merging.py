@@ -33,6 +33,8 @@ def merge_cases(dtype: str = "float32") -> list[Case]:
         where = means.reshape([3 if i == axis else 1 for i in range(4)])
         return shards(3, (3, 3, 3), mean=where)
 
+    # Together the small ones count, and would count more if their exponents were cut off at −10.
+    many_small = np.where(np.arange(256) == 0, 0.0, -14.0)[:, None, None, None]
     infinite = shards(4, empty=[0, 2])
     large = 1000.0 if dtype == "float64" else 120.0
     left_over = np.array([0.5, 1.0, 3.0]).reshape(3, 1, 1, 1, 1)  # none is a mean of the others
@@ -54,7 +56,10 @@ def merge_cases(dtype: str = "float32") -> list[Case]:
         "no keys anywhere": shards(3, empty=[0, 1, 2], stale=left_over),
         "lse +inf for no keys": [(out, np.abs(lse)) for out, lse in infinite],
         "stale NaN": shards(4, empty=[0, 2], stale=np.nan),
+        "a NaN that counts": shards(3),
+        "many small shards": shards(256, (1, 2, 3), mean=many_small),
     }
+    asked["a NaN that counts"][1][0][0, 0, 0] = np.nan  # of keys that are seen
     (_, first), (_, second) = asked["two shards"]
     second[0] = first[0]  # in one row neither is the larger
     largest = {name: 1000.0 for name in asked if name.endswith("far apart")}

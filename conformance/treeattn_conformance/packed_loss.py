@@ -5,15 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .packing import (
-    PACKING_FINGERPRINTS,
-    REDUCTIONS,
-    Packing,
-    reduced,
-    right_pass,
-    weighted,
-    wrong_passes,
-)
+from .packing import REDUCTIONS, Packing, reduced, right_pass, weighted
+from .packing_mistakes import PACKING_FINGERPRINTS, wrong_passes
 from .report import Report, Result
 from .tiny_model import VOCABULARY, loss_and_gradients, random_parameters
 

@@ -17,6 +17,8 @@ NO_KEYS = {
     "NaN for no keys": "(−∞) − (−∞), or 0 / 0: replace infinite pivots before subtracting",
     "mean(V) for no keys": "a softmax over nothing was uniform: write 0, and lse −∞",
     "stale NaN": "0 · NaN is NaN: select values with where, do not multiply them by 0",
+    "NaN lost": "a NaN of seen keys says that something is wrong: select where lse is −∞, do not "
+    "replace every NaN",
 }
 SIXTEEN_BITS = {
     "out in 16 bits": "the result was rounded to 16 bits, though float32 was asked for: return "
@@ -75,6 +77,12 @@ def stale(case: Case, answer: Pair):
     return held & np.isnan(answer[0]).any(axis=-1), held & np.isnan(answer[1])
 
 
+def lost_nan(case: Case, answer: Pair):
+    """A number where keys are seen whose values are NaN."""
+    seen = np.isnan(case.out).any(axis=-1)
+    return seen & np.isfinite(answer[0]).all(axis=-1), seen & ~np.isnan(answer[1])
+
+
 def _in_16_bits(x: np.ndarray) -> bool:
     """Whether all numbers are of one of the two 16-bit dtypes."""
     x = x[np.isfinite(x)]
@@ -94,7 +102,8 @@ def rounded_sums(case: Case, answer: Pair):
     if not _in_16_bits(answer[0]):
         return nowhere(case), nowhere(case)
     terms = len(case.arguments[0]) if len(case.arguments) == 1 else 8
-    allowed = min(terms * 2**-8, 0.25) * np.abs(case.out).max(initial=0)
+    largest = np.abs(case.out[np.isfinite(case.out)]).max(initial=0)
+    allowed = min(terms * 2**-8, 0.25) * largest
     return (np.abs(answer[0] - case.out) <= allowed).all(axis=-1), nowhere(case)
 
 
@@ -121,6 +130,7 @@ SIGNS = (
     Mistake("NaN for no keys", sign=nan_of_no_keys),
     Mistake("mean(V) for no keys", sign=uniform_mean),
     Mistake("stale NaN", sign=stale),
+    Mistake("NaN lost", sign=lost_nan),
     Mistake("out in 16 bits", sign=rounded_out),
     Mistake("sums in 16 bits", sign=rounded_sums),
     Mistake("lse in bfloat16", sign=lse_in("bfloat16")),

@@ -1,0 +1,50 @@
+"""Each part of the suite can be read alone: it imports itself, and what is common to all."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import treeattn_conformance
+
+PACKAGE = Path(treeattn_conformance.__file__).parent
+COMMON = {"reference", "calling", "report", "rounding"}
+PAIRS = {"judging", "signs"}
+PARTS = {
+    "merge": PAIRS | {"merging", "merge_mistakes", "merge_forms"},
+    "attention": PAIRS | {"attention", "kernel_mistakes", "key_mistakes"},
+    "scan": {"scans"},
+    "tree": {"trees", "token_trees"},
+    "packed loss": {"packed_loss", "packing", "packing_mistakes", "tiny_model"},
+    "verifier": {"verifying", "outcomes", "steps", "wrong_steps"},
+    "invariance": {"invariance", "axes", "bits"},
+}
+# A kernel has those mistakes, too, that it shares with merges.
+BESIDES = {"attention": {"merge_mistakes", "merge_forms"}}
+
+
+def imported(file: str) -> set[str]:
+    """The files of the package that this one imports."""
+    text = (PACKAGE / f"{file}.py").read_text(encoding="utf-8")
+    return set(re.findall(r"^from \.(\w+) import", text, re.M))
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_stands_alone(part):
+    known = PARTS[part] | COMMON | BESIDES.get(part, set())
+    for file in PARTS[part]:
+        assert imported(file) <= known, file
+
+
+def test_every_file_is_of_a_part_and_no_longer_than_a_reader_bears():
+    files = {path.stem: path for path in PACKAGE.glob("*.py")}
+    assert set(files) == COMMON.union(*PARTS.values()) | {"__init__", "__main__"}
+    for name in set(files) - {"__init__", "__main__"}:
+        assert re.search(rf"\b{name}\b", treeattn_conformance.__doc__), name
+    for path in files.values():
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 300, path.name
+
+
+def test_what_is_public_fits_in_a_hand():
+    assert len(treeattn_conformance.__all__) == 15
+    assert all(getattr(treeattn_conformance, name).__doc__ for name in treeattn_conformance.__all__)
