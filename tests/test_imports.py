@@ -67,7 +67,7 @@ OTHERS = {
 BUDGET = {
     "treeattn": 20_000,
     "treeattn_llama": 20_300,
-    "treeattn_conformance": 34_600,
+    "treeattn_conformance": 34_900,
     "figures": 21_000,
     "benchmarks": 7_800,
     "labs.acceptance": 4_900,

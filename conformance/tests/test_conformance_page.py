@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import table
 
 from treeattn_conformance import CURES
 
@@ -30,6 +31,19 @@ def test_a_program_of_the_page_runs_as_it_stands(framework, program):
     }[framework]
     for line in expected - {"…"}:
         assert any(x.startswith(line) for x in lines), said.getvalue()
+
+
+def test_the_table_of_faults_counts_what_is_there():
+    """`table.py` writes these rows, and finds whether each fault is seen and has its name."""
+    alive = sum(table.ALIVE.values())
+    public = list(table.met_in_public())
+    planted = list(table.planted())
+    mutants = list(table.dead_mutants())
+    for faults, changing_nothing in ((public, 0), (planted, 0), (mutants, alive)):
+        every = len(faults) - changing_nothing
+        named = sum(bool(fault.names) for fault in faults)
+        row = f"| {every} | {every} | {named} | {every - named} | 0 |"
+        assert row in TEXT, row
 
 
 def test_there_are_three_programs():

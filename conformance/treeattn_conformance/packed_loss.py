@@ -7,7 +7,7 @@ import numpy as np
 
 from .packing import REDUCTIONS, Packing, reduced, right_pass, weighted
 from .packing_mistakes import PACKING_FINGERPRINTS, wrong_passes
-from .report import Report, Result
+from .report import Report, Result, asked
 from .tiny_model import VOCABULARY, loss_and_gradients, random_parameters
 
 LOSS_TOLERANCES = {"float64": 1e-10, "float32": 2e-5}
@@ -141,17 +141,16 @@ def _ask(f, case: RowCase, reduction: str, tolerance: float):
     """(what came of it, the answer, or None where it cannot be compared)."""
     parameters = {name: x.copy() for name, x in case.parameters.items()}
     rows = [list(row) for row in case.rows]
-    try:
-        loss, gradients = f(parameters, rows, [w.copy() for w in case.weights])
-        answer = _as_arrays(loss, gradients, case.parameters)
-    except NotImplementedError as error:
-        return Result(case.name, "skipped", (), str(error)), None
-    except Exception as error:
-        return Result(case.name, "failed", (), f"{type(error).__name__}: {error}"), None
+    weights = [w.copy() for w in case.weights]
+    result, answer = asked(
+        case.name, lambda: _as_arrays(*f(parameters, rows, weights), case.parameters)
+    )
+    if answer is None:
+        return result, None
     expected = _joined(*separate_rows(*case[1:4], reduction=reduction))
     off = {name: _distance(answer[name], x) for name, x in expected.items()}
     if all(x <= tolerance for x in off.values()):
-        return Result(case.name, "passed"), answer
+        return result, answer
     said = ", ".join(f"{x:.1e} ({name})" for name, x in off.items() if not x <= tolerance)
     return Result(case.name, "failed", (), f"off by {said}"), answer
 

@@ -1,7 +1,7 @@
 """What came of the questions: a result each, and the report that prints them."""
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 
 class Difference(NamedTuple):
@@ -20,6 +20,16 @@ class Result(NamedTuple):
     fingerprints: tuple[str, ...] = ()
     detail: str = ""
     difference: Difference | None = None
+
+
+def asked(case: str, ask: Callable[[], Any]) -> tuple[Result, Any]:
+    """(the result so far, the answer to be judged): None where there is no answer."""
+    try:
+        return Result(case, "passed"), ask()
+    except NotImplementedError as error:
+        return Result(case, "skipped", (), str(error)), None
+    except Exception as error:
+        return Result(case, "failed", (), f"{type(error).__name__}: {error}"), None
 
 
 class Report(NamedTuple):

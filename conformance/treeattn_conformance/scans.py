@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from .report import Report, Result
+from .report import Report, asked
 
 SIZES = (1, 2, 3, 4, 5, 8, 13)  # of the lists that are asked about
 
@@ -44,20 +44,13 @@ def check_scan(scan: Callable) -> Report:
     explaining: set[str] | None = None  # the mistakes that would have given all answers so far
     for n in SIZES:
         states = [Joined((i,)) for i in range(n)]
-        try:
-            answer = _said(scan(join, states), n)
-        except NotImplementedError as error:
-            results.append(Result(f"n = {n}", "skipped", (), str(error)))
-            continue
-        except Exception as error:
-            detail = f"{type(error).__name__}: {error}"
-            results.append(Result(f"n = {n}", "failed", (), detail))
-            continue
-        likely = {name for name, wrong in wrong_scans(n) if wrong == answer}
-        explaining = likely if explaining is None else explaining & likely
-        fault = _fault(answer, n)
-        status = "failed" if fault else "passed"
-        results.append(Result(f"n = {n}", status, (), fault))
+        result, answer = asked(f"n = {n}", lambda x=states: _said(scan(join, x), len(x)))
+        if answer is not None:
+            likely = {name for name, wrong in wrong_scans(n) if wrong == answer}
+            explaining = likely if explaining is None else explaining & likely
+            fault = _fault(answer, n)
+            result = result._replace(status="failed", detail=fault) if fault else result
+        results.append(result)
     names = tuple(sorted(explaining or ()))
     results = [x._replace(fingerprints=names if x.status == "failed" else ()) for x in results]
     return Report(tuple(results), SCAN_FINGERPRINTS)

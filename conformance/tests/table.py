@@ -1,0 +1,102 @@
+"""The README's table of faults: python conformance/tests/table.py, from the repository's root.
+
+It asks the suite of every fault again, some minutes long. The names that are right are those of
+the tests. For mutants they stand in named_mutants.tsv, whose lines were read one by one:
+--mutants prints them anew.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import mutants
+import numpy as np
+import public_bugs
+import test_a_third_reader
+import test_planted_losses
+import test_strangers
+from test_bed import ALIVE, CHECKS, RIGHT
+
+NAMED_MUTANTS = Path(__file__).parent / "named_mutants.tsv"
+
+
+class Fault(NamedTuple):
+    ask: Callable
+    function: Callable
+    names: set[str]  # those that are its own, empty where the suite has none
+
+
+def met_in_public() -> Iterator[Fault]:
+    for kind, bugs in public_bugs.BUGS.items():
+        for bug in bugs:
+            yield Fault(CHECKS[kind], bug.function, set(bug.names))
+
+
+def planted() -> Iterator[Fault]:
+    for kind, faults in (
+        ("merge", test_strangers.MERGES),
+        ("attention", test_strangers.KERNELS),
+        ("tree", test_strangers.TREES),
+    ):
+        for function, names in faults.values():
+            yield Fault(CHECKS[kind], function, names)
+    for ask, _, function, names in (*test_a_third_reader.PLANTED, *test_planted_losses.PLANTED):
+        yield Fault(ask, function, names)
+
+
+def names_of_mutants() -> dict[str, set[str]]:
+    lines = NAMED_MUTANTS.read_text(encoding="utf-8").splitlines()
+    pairs = (line.split("\t") for line in lines)
+    return {mutant: set(names.split(", ")) for mutant, names in pairs}
+
+
+def all_mutants() -> Iterator[tuple[str, Callable, Callable]]:
+    """(which mutant, its check, its function), those that change nothing included."""
+    for kind, right, wrap in RIGHT:
+        for i, (what, mutant) in enumerate(mutants.mutants(right)):
+            yield f"{right.__name__} {i}: {what}", CHECKS[kind], wrap(mutant)
+
+
+def dead_mutants() -> Iterator[Fault]:
+    names = names_of_mutants()
+    for which, ask, mutant in all_mutants():
+        yield Fault(ask, mutant, names.get(which, set()))
+
+
+def counted(faults: Iterable[Fault]) -> dict[str, int]:
+    """How many were seen, and of those how many have their names, none, or others."""
+    counts = dict.fromkeys(("all", "seen", "rightly", "none", "wrongly"), 0)
+    for fault in faults:
+        report = fault.ask(fault.function)
+        found = report.fingerprints
+        counts["all"] += 1
+        counts["seen"] += bool(report.names("failed"))
+        counts["rightly"] += bool(found) and found == fault.names
+        counts["none"] += bool(report.names("failed")) and not found
+        counts["wrongly"] += bool(found) and found != fault.names
+    return counts
+
+
+def print_names_of_mutants() -> None:
+    for which, ask, mutant in all_mutants():
+        found = ask(mutant).fingerprints
+        if found:
+            print(which, ", ".join(sorted(found)), sep="\t", flush=True)
+
+
+def main() -> None:
+    alive = sum(ALIVE.values())
+    for title, faults, changing_nothing in (
+        ("faults that were met in public", met_in_public(), 0),
+        ("planted by three readers", planted(), 0),
+        (f"mutants (and {alive} that change no answer)", dead_mutants(), alive),
+    ):
+        counts = counted(faults)
+        counts["all"] -= changing_nothing
+        print("|", title, "|", " | ".join(map(str, counts.values())), "|", flush=True)
+
+
+if __name__ == "__main__":
+    with np.errstate(all="ignore"):
+        print_names_of_mutants() if "--mutants" in sys.argv else main()
