@@ -494,6 +494,12 @@ def test_a_tensor_that_numpy_cannot_read_is_met_with_advice():
         assert advice in str(check_merge(lambda parts, x=tensor: (x, x)))
 
 
+def test_what_is_no_function_is_refused():
+    for check in (check_merge, check_attention):
+        with pytest.raises(TypeError, match="expected a function, got 3"):
+            check(3)
+
+
 def test_what_raises_or_has_another_shape_fails_and_what_is_not_there_is_skipped():
     def unfinished(q, k, v, **options):
         if "sinks" in options:

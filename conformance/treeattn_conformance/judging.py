@@ -78,6 +78,8 @@ class _Answer(NamedTuple):
 @np.errstate(all="ignore")
 def check(f: Callable, questions: Questions, dtype: str, tolerance: float | None) -> Report:
     """Ask f all cases, and look for the mistakes that would give all of its answers."""
+    if not callable(f):
+        raise TypeError(f"expected a function, got {f!r:.40}")
     results = []
     answers = []
     for place, case in enumerate(questions.cases):
