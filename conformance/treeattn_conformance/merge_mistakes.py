@@ -124,6 +124,9 @@ def _of_weights():
         weights = [np.exp(lse - pivot)[..., None] for lse in rolled]
         return sum(out * w for (out, _), w in zip(pairs, weights, strict=True)), total
 
+    def some_of(kept):
+        return lambda parts: merge(parts[kept] or parts)
+
     def exchanged(parts):
         out = clean(parts)
         out[0], out[1 % len(out)] = out[1 % len(out)], out[0]
@@ -141,10 +144,9 @@ def _of_weights():
     yield "weights of other shards", exchanged
     yield "weights of other shards", in_turn(exchanged)
     yield "a shard left out", in_pairs(merge, odd=False)
-    yield "a shard left out", lambda parts: merge(parts[:-1] or parts)
-    yield "a shard left out", lambda parts: merge(parts[1:] or parts)
-    yield "a shard left out", lambda parts: (merge(parts[:-1] or parts)[0], merge(parts)[1])
-    yield "a shard left out", lambda parts: (merge(parts[1:] or parts)[0], merge(parts)[1])
+    for some in (some_of(slice(0, -1)), some_of(slice(1, None))):
+        yield "a shard left out", some
+        yield "a shard left out", lambda parts, some=some: (some(parts)[0], merge(parts)[1])
 
 
 def _of_lse():

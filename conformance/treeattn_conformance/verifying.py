@@ -4,7 +4,6 @@ A step drafts some tokens, accepts a few of them, and adds one of its own. It is
 tokens that it gives, and what the target would write after them, have the target's distribution.
 """
 
-import collections
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -191,15 +190,10 @@ def _likely_shapes(drafts: list[set[Tokens]], accepted: int) -> list[tuple[int, 
     """
     deepest = max((len(path) for paths in drafts for path in paths), default=0)
     depths = [n for n in (accepted, accepted + 1) if 0 < n <= deepest + 1]
-    by_length = (collections.Counter(map(len, paths)) for paths in drafts)
-    branches = any(max(count.values(), default=0) > 1 for count in by_length)
+    branches = any(len(paths) > len({len(path) for path in paths}) for paths in drafts)
     # The draft is not asked after the last tokens: siblings among them cannot be seen.
-    return [
-        (first, *[1] * (depth - 1))
-        for depth in depths
-        for first in (1, 2)
-        if first == 1 or branches or depth == deepest + 1 == 1
-    ]
+    firsts = (1, 2) if branches or deepest == 0 else (1,)
+    return [(first, *[1] * (depth - 1)) for depth in depths for first in firsts]
 
 
 def _explaining(case, asked: list[Settings], found: dict, p, suspects) -> set[str]:
