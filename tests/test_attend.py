@@ -293,6 +293,7 @@ def test_memory_does_not_grow_with_the_keys(dtype, batch, queries, optimized):
     assert many <= few + 1024  # a few bytes for the loop's indices
 
 
+@pytest.mark.slow
 def test_memory_of_all_queries_is_linear_and_plainly_quadratic(optimized):
     """2024 §3, 2025 §2 and §3: with a query for every key the plain form holds all scores."""
 
@@ -307,6 +308,7 @@ def test_memory_of_all_queries_is_linear_and_plainly_quadratic(optimized):
     assert held[plain][0] >= 4 * 4 * n * n > 2 * held[attention][0]
 
 
+@pytest.mark.slow
 def test_memory_of_the_gradient(optimized):
     f = jax.grad(lambda *x: attention(*x).sum(), (0, 1, 2))
     small, large = (temporary(f, 1, n) for n in (2 * BLOCK, 8 * BLOCK))

@@ -435,6 +435,7 @@ def test_a_planted_mistake_of_a_kernel_has_its_own_fingerprint(name, wrong):
     assert report.fingerprints == {name}, str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["merge", "attention"])
 def test_what_is_not_planted_here_is_named_as_the_suite_has_it(kind):
     """One form of each mistake, asked as if it were somebody's function."""

@@ -178,6 +178,7 @@ def decodes(path: Path, mesh, dtype):
     np.testing.assert_allclose(found, want[19:24], atol=8 * jnp.finfo(dtype).eps * abs(want).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, devices",
     [("F16", None), ("F16", 3), ("BF16", None), ("Q8_0", None), ("Q4_1", None), ("Q4_1", 3)],
