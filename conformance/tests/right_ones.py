@@ -35,8 +35,8 @@ def merge_in_turn(parts):
     )
 
 
-def visible(q, k, mask, kv_lengths, query_positions, key_positions):
-    """(b, 1, l, n)"""
+def visible(q, k, mask=None, kv_lengths=None, query_positions=None, key_positions=None):
+    """(b, 1, l, n): which keys a query sees, from whichever options there are."""
     n = k.shape[1]
     seen = np.ones((q.shape[0], 1, q.shape[1], n), bool)
     if mask is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from right_ones import visible
 
 import treeattn_conformance
 from treeattn_conformance import CURES, bfloat16, check_attention, check_merge, merge
@@ -21,15 +22,6 @@ from treeattn_conformance.rounding import TOLERANCES, rounded
 
 DTYPES = tuple(TOLERANCES)
 PACKAGE = Path(treeattn_conformance.__file__).parent
-
-
-def options_as_masks(q, k, kv_lengths=None, mask=None, query_positions=None, key_positions=None):
-    """(kv_lengths, mask) for any of the options, of always the same shapes: one program for all."""
-    (b, l), n = q.shape[:2], k.shape[1]
-    mask = np.ones((b, 1, l, n), bool) if mask is None else mask
-    if query_positions is not None:
-        mask = mask & (key_positions <= query_positions[:, None])
-    return np.full(b, n) if kv_lengths is None else kv_lengths, mask
 
 
 # What the suite says is right
@@ -317,8 +309,7 @@ def plain_softmax(q, k, v, *, pivot=True, hidden=-np.inf, sinks=None, scale=0.25
     """In float32: without a pivot if asked, and with another score than −∞ for hidden keys."""
     if sinks is not None:
         return reference(q, k, v, sinks=sinks)
-    lengths, mask = options_as_masks(q, k, **options)
-    mask = mask & (np.arange(k.shape[1]) < lengths[:, None])[:, None, None]
+    mask = visible(q, k, **options)
     k, v = (np.repeat(np.nan_to_num(x), q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     s = np.float32(np.where(mask, np.einsum("blhd,bnhd->bhln", q, k) * scale, hidden))
     m = s.max(-1, keepdims=True) if pivot else np.float32(0)
