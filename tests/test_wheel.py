@@ -133,7 +133,7 @@ def test_the_environment_of_the_core_holds_nothing_else(core, tmp_path):
     assert Path(where.strip()).is_relative_to(core[0].parent.parent)
 
 
-@pytest.mark.parametrize("package", ["treeattn", "treeattn_llama"])
+@pytest.mark.parametrize("package", PROJECTS)
 def test_what_an_index_would_show_has_links_that_work(built, package):
     """None that leads into a checkout."""
     wheel = zipfile.ZipFile(built[package]["wheel"])
@@ -162,6 +162,8 @@ from treeattn_conformance import check_merge, merge
 print(check_merge(merge).names("failed"), "jax" in sys.modules)
 """
     assert run(*python, "-c", code, cwd=tmp_path) == "[] False\n"
+    (block,) = blocks(PROJECTS["treeattn_conformance"] / "treeattn_conformance" / "README.md")
+    assert run_code(block.code, *python, cwd=tmp_path) == block.prints
     assert "usage" in run(*python, "-m", "treeattn_conformance", "--help", cwd=tmp_path)
     said = run(*python, "-m", "treeattn_conformance", "--version", cwd=tmp_path)
     assert said == f"treeattn_conformance {treeattn.__version__}\n"
