@@ -1,11 +1,11 @@
 # make run          execute the main road's notebooks in clean kernels; HTML copies under build/
 # make run-all      those of notebooks/deeper, the labs and the puzzles as well
-# make test         the core, the Llama, the conformance suite, the main notebooks, this README:
-#                   five minutes on two cores
+# make test         the core, the Llama, the conformance suite, the main notebooks: five minutes
+#                   on two cores
 # make test-fast    of these, the unit tests: no notebook is run
 # make labs         the labs, their notebooks and notebooks/deeper
 # make test-all     all of it, and what is slow: processes that fail, launchers, browsers, wheels,
-#                   figures drawn anew, beams of twelve tokens
+#                   the README's and the site's programs, figures drawn anew, all beams of 12 tokens
 # make mutants      sixty mistakes, planted one at a time: do the tests see them? An hour
 # make test-latest  all unit tests with the newest releases of everything, in .venv-latest; with
 #                   JAX=0.11.2 that release of JAX, in .venv-latest-0.11.2

@@ -170,6 +170,8 @@ def first_failure(copy: Path, tests: list[str]) -> str:
 def ask(fault: dict, copy: Path, tests: list[str]) -> str:
     """Plants a mistake in the copy, asks the tests, and takes it out again."""
     file = copy / fault["file"]
+    if not file.exists():
+        return "gone: the file is no more"
     right = file.read_text(encoding="utf-8")
     lines = right.splitlines(keepends=True)
     same = [i for i, line in enumerate(lines) if line.strip() == fault["before"]]

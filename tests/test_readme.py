@@ -26,6 +26,7 @@ def test_a_block_runs_alone(block):
     assert run(block.code) == block.prints != ""
 
 
+@pytest.mark.slow
 def test_all_blocks_run_in_order_in_one_process():
     between = f"\nprint({BETWEEN!r})\n"
     printed = run(between.join(block.code for block in blocks()))

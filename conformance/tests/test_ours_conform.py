@@ -23,8 +23,9 @@ from treeattn import (
 from treeattn_conformance import bfloat16, check_attention, check_merge, check_tree
 from treeattn_conformance.attention import attention_cases
 
-METHODS = ["allreduce", "hierarchical"]
-METHODS += [pytest.param(name, marks=pytest.mark.slow) for name in ("butterfly", "gather")]
+METHODS = ["allreduce"]
+OTHERS = ("butterfly", "gather", "hierarchical")
+METHODS += [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
 
 
 def options_as_masks(q, k, kv_lengths=None, mask=None, query_positions=None, key_positions=None):
