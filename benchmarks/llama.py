@@ -6,14 +6,16 @@
     python benchmarks/llama.py steps      what verifying several candidates at once costs
     python benchmarks/llama.py shares     where the time of a prompt goes
 
-Everything is measured in one process, in turn, after a first run that compiles. `single` has
+Everything is measured in one process, in turn, after a first run that compiles, and the fastest of
+the rounds counts. What is counted is the processor's time, of all cores together, which other
+programs disturb less than the time of day. (Set OMP_WAIT_POLICY=PASSIVE, or PyTorch's threads are
+counted while they wait, too.) `single` has
 prefill and decoding with the same float32 weights as transformers; llama.cpp computes with the
 file's 4-bit weights and keeps its cache in float16. Caches of a given context are filled with
 random numbers: a step's time does not depend on them. `steps` has the time of a step of 1 … 64
 packed candidates, with positions and a tree mask, all of their logits computed, and its ratio to a
-step of one: of the fastest of each, and the median over the rounds. `shares` has the time of a
-prompt's matrix products and of its attention, each alone, and the rate of the products beside
-NumPy's; it counts the processor's time, of all cores together. Writes results/llama.json.
+step of one. `shares` has the time of a prompt's matrix products and of its attention, each alone,
+and the rate of the products beside NumPy's. Writes results/llama.json.
 """
 
 import argparse
@@ -23,7 +25,6 @@ import importlib.util
 import json
 import os
 import platform
-import statistics
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -31,7 +32,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from treeattn import ancestor_mask, attention, depths
 from treeattn_llama import Cache, Llama, open_checkpoint, packaged_model
@@ -41,27 +41,17 @@ ROOM = 32  # tokens that a cache has room for besides its context
 MATRICES = ("qkv", "output", "gate_up", "down")  # of a layer
 
 
-def timed(f) -> float:
-    """Seconds that f takes, its result included."""
-    began = time.perf_counter()
-    jax.block_until_ready(f())
-    return time.perf_counter() - began
-
-
 def in_turn(candidates: dict, rounds: int) -> dict[str, float]:
-    """The median time of each candidate, measured in turn, after a round that compiles."""
-    return {name: statistics.median(t) for name, t in all_in_turn(candidates, rounds).items()}
-
-
-def all_in_turn(candidates: dict, rounds: int) -> dict[str, list[float]]:
-    """All times of each candidate."""
-    for f in candidates.values():
-        timed(f)
-    times = {name: [] for name in candidates}
-    for _ in range(rounds):
+    """Seconds that each candidate takes, its result included: the fastest of rounds in which they
+    take turns, after one that compiles."""
+    fastest = dict.fromkeys(candidates, np.inf)
+    for i in range(rounds + 1):
         for name, f in candidates.items():
-            times[name].append(timed(f))
-    return times
+            began = time.process_time()
+            jax.block_until_ready(f())
+            if i:
+                fastest[name] = min(fastest[name], time.process_time() - began)
+    return fastest
 
 
 def full_cache(model: Llama, context: int) -> Cache:
@@ -186,8 +176,8 @@ def llama_cpp_runs(path: Path, prompt: list[int], contexts, n: int):
     return prefill, {context: functools.partial(decode, context) for context in contexts}
 
 
-def single(model: Llama, rounds: int = 5, n: int = 4) -> dict:
-    """Tokens per second of one device, of transformers and of llama.cpp."""
+def single(model: Llama, rounds: int = 3, n: int = 4) -> dict:
+    """Tokens in a second of one device, of transformers and of llama.cpp."""
     contexts = (8192, 2048, 64)
     find = importlib.util.find_spec
     prompt = (np.arange(1024) % 1000 + 100).tolist()
@@ -216,8 +206,7 @@ def single(model: Llama, rounds: int = 5, n: int = 4) -> dict:
     ours = np.asarray(first["treeattn"]()).ravel()
     for name in first.keys() - {"treeattn"}:
         print(f"{name}: logits differ by at most {np.abs(ours - first[name]()).max():.1e}")
-    # Some are close: more rounds, so that the median tells them apart.
-    report("prefill 1024", {k: 1024 / t for k, t in in_turn(first, 3 * rounds).items()})
+    report("prefill 1024", {k: 1024 / t for k, t in in_turn(first, rounds).items()})
     return result
 
 
@@ -234,28 +223,20 @@ def verifiers(model: Llama, cache: Cache, sizes) -> dict[int, functools.partial]
     return runs
 
 
-def steps(model: Llama, context: int = 512, rounds: int = 40) -> dict[str, dict]:
-    """Milliseconds of a step that verifies a random tree of so many tokens, and its ratios."""
+def steps(model: Llama, context: int = 512, rounds: int = 10) -> dict[str, dict]:
+    """Milliseconds of a step that verifies a random tree of so many tokens, and its ratio to that
+    of one."""
     runs = verifiers(model, full_cache(model, context), (1, 2, 4, 8, 16, 32, 64))
-    for run in runs.values():
-        timed(run)
-    times = {n: np.empty(rounds) for n in runs}
-    for i in tqdm(range(rounds)):
-        for n, run in runs.items():
-            times[n][i] = timed(run)
-    result = {}
-    for n, t in times.items():
-        ratios = {"of fastest": t.min() / times[1].min(), "median": np.median(t / times[1])}
-        result[str(n)] = {"ms": float(1000 * t.min())} | {
-            f"ratio {k}": float(x) for k, x in ratios.items()
-        }
-        print(n, {k: round(x, 2) for k, x in result[str(n)].items()}, flush=True)
+    times = in_turn(runs, rounds)
+    result = {str(n): {"ms": 1000 * t, "ratio": t / times[1]} for n, t in times.items()}
+    for n, row in result.items():
+        print(n, {k: round(x, 2) for k, x in row.items()}, flush=True)
     return result
 
 
-def shares(model: Llama, rounds: int = 15, n: int = 1024) -> dict[str, dict]:
-    """Processor time of a prompt of n tokens, and of its parts in all layers: milliseconds, and
-    GFLOP a second, where causality hides half of the attention's."""
+def shares(model: Llama, rounds: int = 5, n: int = 1024) -> dict[str, dict]:
+    """The time of a prompt of n tokens, and of its parts in all layers: milliseconds, and GFLOP a
+    second, where causality hides half of the attention's."""
     c = model.config
     rng = np.random.default_rng(0)
     matrices = [np.asarray(getattr(model.weights.layers[0], name)) for name in MATRICES]
@@ -276,14 +257,8 @@ def shares(model: Llama, rounds: int = 15, n: int = 1024) -> dict[str, dict]:
     products = 2 * n * sum(w.size for w in matrices)
     scores = n * n // 2 * c.heads * c.head_dim * 4
     work = {"prompt": products + scores, "attention": scores}
-    fastest = dict.fromkeys(runs, np.inf)
-    for _ in range(rounds + 1):  # the first one compiles
-        for name, run in runs.items():
-            began = time.process_time()
-            jax.block_until_ready(run())
-            fastest[name] = min(fastest[name], time.process_time() - began)
     result = {}
-    for name, seconds in fastest.items():
+    for name, seconds in in_turn(runs, rounds).items():
         seconds *= 1 if name == "prompt" else c.layers
         rate = c.layers * work.get(name, products) / seconds
         result[name] = {"ms": 1e3 * seconds, "GFLOP/s": rate / 1e9}

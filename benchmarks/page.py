@@ -46,7 +46,8 @@ def llama() -> str:
     found = measured("llama")
     names = list(next(iter(found["single"].values())))
     lines = [[what, *(f"{row[x]:,.1f}" for x in names)] for what, row in found["single"].items()]
-    return f"{found['machine']['single']}; tokens a second.\n\n" + table(["", *names], lines)
+    about = f"{found['machine']['single']}; tokens in a second of processor time."
+    return about + "\n\n" + table(["", *names], lines)
 
 
 def shares() -> str:
