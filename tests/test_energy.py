@@ -389,6 +389,8 @@ def test_other_bad_input_is_named(unchecked):
         causal_energy(np.ones((5, 3)), np.ones((4, 4)), k, v)
     with pytest.raises(ValueError, match=r"^zeta: expected"):
         causal_energy(np.ones((4, 3)), k, k, v)
+    with pytest.raises(ValueError, match=r"^v: expected a value for each of the 5 keys"):
+        causal_energy(np.ones((4, 3)), k, k, v[:4])
 
 
 def test_a_list_is_a_mask(unchecked):
