@@ -38,7 +38,8 @@ def test_the_longest_path_of_the_models_own_tokens(seed):
     beam[:, :, 0] = beam[:, :1, 0]  # the certain token
     lengths = rng.integers(1, 5, (5, 6))
     scores = np.where(np.arange(4) < lengths[..., None], -1.0, NEVER)
-    got = accept_candidate_tokens(beam, scores, *verify(beam))
+    ended = np.where(scores > NEVER, beam, -1)  # no token at all stands after an end
+    got = accept_candidate_tokens(ended, scores, *verify(beam))
     for b, tokens in enumerate(got):
         candidates = [beam[b, m, :n].tolist() for m, n in enumerate(lengths[b])]
         assert tokens == plain_walk(int(beam[b, 0, 0]), candidates)
