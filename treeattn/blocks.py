@@ -174,8 +174,8 @@ def _attend_rows(inputs: Inputs, row) -> AttentionState:
     def add_block(state, start):
         return merge(state, state_of_block(start))
 
-    # With lengths one block is a loop, too: outside, XLA would make parts of the query anew for every
-    # score, which took 1.5 to 1.7 times as long (512 of 1,024 keys, 9 heads of 64 on 3).
+    # With lengths one block is a loop, too: outside of it XLA would make parts of the query for
+    # every score, which took 1.5 to 1.7 times as long (512 of 1,024 keys, 9 heads of 64 on 3).
     if size == inputs.k.shape[1] and inputs.lengths is None:
         return state_of_block(jnp.int32(0))
     nothing = AttentionState.identity(q.shape[:-1], inputs.v.shape[-1], q.dtype)
