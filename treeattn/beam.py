@@ -147,7 +147,7 @@ def pack(
     """
     xp, beam, lengths = _checked(beam, lengths)
     tokens = np.iinfo(beam.dtype)
-    pad_token = integer("pad_token", pad_token, tokens.min, tokens.max)
+    pad_token = integer(f"pad_token ({tokens.dtype})", pad_token, tokens.min, tokens.max)
     if xp is np:
         return _pack(np, beam, lengths, pad_token)
     packed = _pack_jit(beam, lengths, pad_token)
