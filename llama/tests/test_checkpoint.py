@@ -30,7 +30,7 @@ def expected(name: str) -> dict:
     return dict(np.load(LLAMAS / name / "expected.npz"))
 
 
-def agree(logits, want, atol=1e-4):
+def agree(logits, want, atol=2e-5):
     np.testing.assert_allclose(np.asarray(logits)[:, ::5], want, atol=atol)
 
 
