@@ -29,7 +29,7 @@ REPOSITORY = Path(__file__).parent.parent.resolve()
 TABLE = Path(__file__).with_suffix(".tsv")
 COLUMNS = ("file", "line", "kind", "before", "after", "result", "remark")
 SEEN = re.compile(r"\S+\.(py|ipynb)\b")  # how the name of a test begins
-SEED = 49
+SEED = 0
 # Where each package stands, how many mistakes it gets, and whose tests are asked, in this order.
 CIRCLES = {
     "treeattn": (30, ("tests", "llama/tests", "conformance/tests", "notebooks")),

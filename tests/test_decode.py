@@ -69,11 +69,18 @@ def program(name, shape, striped):
 
 # 5 keys: fewer than devices on some meshes; 37 divides by none of them.
 CASES = [
-    ("allreduce", (8,), 37), ("allreduce", (2, 3), 5), ("butterfly", (1,), 37),
-    ("butterfly", (7,), 37), ("butterfly", (4, 2), 5), ("gather", (3,), 37),
-    ("hierarchical", (4, 2), 37), ("hierarchical", (8,), 5), ("all_to_all", (6,), 5),
-    ("ring", (8,), 5), ("ring", (2, 3), 37),
-]  # fmt: skip
+    ("allreduce", (8,), 37),
+    ("allreduce", (2, 3), 5),
+    ("butterfly", (1,), 37),
+    ("butterfly", (7,), 37),
+    ("butterfly", (4, 2), 5),
+    ("gather", (3,), 37),
+    ("hierarchical", (4, 2), 37),
+    ("hierarchical", (8,), 5),
+    ("all_to_all", (6,), 5),
+    ("ring", (8,), 5),
+    ("ring", (2, 3), 37),
+]
 
 
 @pytest.mark.parametrize(("name", "shape", "kv_len"), CASES, ids=str)

@@ -46,11 +46,14 @@ def program(sizes: Sizes, batch: int, n: int, mesh):
 
 
 def axes_crossed(collective, mesh) -> list[str]:
-    """The axes along which the devices of one group stand at different places."""
+    """The axes along which devices that take part together stand at different places."""
     shape = tuple(mesh.shape.values())
-    group = list(collective.groups[0]) if collective.groups else range(mesh.size)
-    places = np.unravel_index(group, shape)
-    return [name for name, at in zip(mesh.axis_names, places, strict=True) if np.ptp(at)]
+    together = [np.unravel_index(group, shape) for group in collective.groups or [range(mesh.size)]]
+    return [
+        name
+        for i, name in enumerate(mesh.axis_names)
+        if any(np.ptp(places[i]) for places in together)
+    ]
 
 
 def crossings(found, mesh) -> str:
