@@ -65,10 +65,11 @@ $(HERE): export JAX_TRACEBACK_IN_LOCATIONS_LIMIT = 0
 $(HERE): export XLA_FLAGS := $(XLA_FLAGS) --xla_cpu_use_fusion_emitters=false \
 	--xla_cpu_parallel_codegen_split_count=1
 
-# Three at a time on two cores: some tests wait, for processes that are to time out. A file stays
-# with one of them; the order is that of conftest.py.
-SHARED := -n 3 --dist loadscope --no-loadscope-reorder
-PYTEST := -m pytest -q $(SHARED)
+# As many at a time as there are cores, two, and three where some of the tests wait, for processes
+# that are to time out. A file stays with one of them; the order is that of conftest.py.
+WORKERS := 2
+test-all test-latest: WORKERS := 3
+PYTEST = -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 NBVAL := -p nbval.plugin --nbval --nbval-current-env --nbval-cell-timeout=600
 MAIN := tests llama/tests conformance/tests
 BESIDE := notebooks/deeper labs conformance/puzzles.ipynb

@@ -3,6 +3,7 @@ dense attention in float64."""
 
 import contextlib
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -43,8 +44,18 @@ OVER_MESH = {method: functools.partial(treeattn.tree_decode, method=method) for 
 OVER_MESH |= {"ring_decode": treeattn.ring_decode}
 OVER_MESH |= PREFILL
 # Of the methods that differ only in how states cross the mesh, one stands for all in `make test`.
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in METHODS[1:]]
-ALL = [*LOCAL, METHODS[0], "ring_decode", *PREFILL, *OTHERS]
+QUICK = [*LOCAL, METHODS[0], "ring_decode", *PREFILL]
+ALL = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in METHODS[1:])]
+# One of each kind, for a second way to ask the same.
+ONE_OF_EACH = "attend", METHODS[0], "ring_attention"
+
+KINDS = AxisType.Auto, AxisType.Explicit
+
+
+def combined(*axes, quick):
+    """All combinations, of which `make test` takes these."""
+    rows = itertools.product(*axes)
+    return [pytest.param(*row, marks=() if row in quick else pytest.mark.slow) for row in rows]
 
 
 def make_mesh(kind=AxisType.Auto, **sizes):
@@ -111,8 +122,14 @@ def vmap_of_grad(f):
     return jax.vmap(jax.value_and_grad(loss_of(f), (0, 1, 2), has_aux=True))
 
 
-@pytest.mark.parametrize("transform", [grad_of_vmap, vmap_of_grad], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("name", ALL)
+BATCHED = combined(
+    [*LOCAL, *OVER_MESH],
+    [grad_of_vmap, vmap_of_grad],
+    quick=[*((name, grad_of_vmap) for name in QUICK), *((x, vmap_of_grad) for x in ONE_OF_EACH)],
+)
+
+
+@pytest.mark.parametrize(("name", "transform"), BATCHED)
 def test_batched_and_differentiated(name, transform):
     arguments, w = draw(name, ROWS)
     run = jax.jit(transform(function(name, make_mesh(kv=2))))
@@ -149,7 +166,7 @@ def test_within_another_shard_map(name):
     check_values(name, jax.jit(run)(*arguments), arguments)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_an_enclosing_shard_map_has_dealt(kind):
     """The sharding names them, too; keys that are placed along Explicit axes say the rest."""
     mesh = make_mesh(kind, data=2, kv=2)
@@ -164,8 +181,14 @@ def test_rows_that_an_enclosing_shard_map_has_dealt(kind):
     np.testing.assert_allclose(jax.jit(run)(q, *placed), dense_attention(q, k, v), atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
-@pytest.mark.parametrize("name", ALL)
+PLACED = combined(
+    [*LOCAL, *OVER_MESH],
+    KINDS,
+    quick=[*((name, KINDS[1]) for name in QUICK), *((name, KINDS[0]) for name in ONE_OF_EACH)],
+)
+
+
+@pytest.mark.parametrize(("name", "kind"), PLACED)
 def test_within_set_mesh(name, kind):
     arguments, _ = draw(name, keys=6)
     mesh = make_mesh(kind, kv=2)
@@ -195,17 +218,22 @@ def eager_grad(f, k, v, w):
     return jax.grad(lambda k, v: jnp.sum(w * f(k, v)), (0, 1))(k, v)
 
 
-CACHES = [
-    ("allreduce", False),
-    ("allreduce", True),
-    ("ring_attention", True),
-    pytest.param("ring_attention", False, marks=pytest.mark.slow),
-]
+CACHES = combined(
+    ["allreduce", "ring_attention"],
+    [jit_of_grad, vjp, eager_grad],
+    KINDS,
+    [False, True],
+    quick=[
+        *itertools.product(["allreduce"], [jit_of_grad, eager_grad], KINDS, [True]),
+        ("allreduce", jit_of_grad, AxisType.Auto, False),
+        ("allreduce", vjp, AxisType.Explicit, False),
+        ("ring_attention", jit_of_grad, AxisType.Explicit, True),
+        ("ring_attention", vjp, AxisType.Auto, True),
+    ],
+)
 
 
-@pytest.mark.parametrize(("name", "placed"), CACHES)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
-@pytest.mark.parametrize("take", [jit_of_grad, vjp, eager_grad], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("name", "take", "kind", "placed"), CACHES)
 def test_a_gradient_through_a_cache_on_a_mesh(name, take, kind, placed):
     """Eager `jax.grad` over Explicit axes works in `jax.set_mesh` only, of JAX's own functions,
     too; all else in and outside of it."""

@@ -32,9 +32,9 @@ def prefill_value_and_gradients(shape, name, causal):
 
 
 # 12 query heads read 2 key heads: Ulysses repeats these 1, 3 or 2 times.
-CAUSAL = [((3,), 19, True), ((2, 2), 19, True), ((6,), 4, True)]
-FULL = [((3,), 19, False)]
-CASES = [(name, *case) for name in ("ring", "Ulysses") for case in CAUSAL + FULL]
+SHAPES = [((2, 2), 19, True), ((6,), 4, True), ((3,), 19, False)]
+CASES = [(name, *shape) for name in ("ring", "Ulysses") for shape in SHAPES]
+CASES += [pytest.param(name, (3,), 19, True, marks=pytest.mark.slow) for name in PREFILLS]
 
 
 @pytest.mark.parametrize(("name", "shape", "length", "causal"), CASES)

@@ -1,7 +1,6 @@
 """Mutants: right functions with one operator, constant, name or argument changed, by program."""
 
 import ast
-import copy
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
@@ -36,14 +35,14 @@ def mutants(right: Callable) -> Iterator[tuple[str, Callable]]:
     """(what was changed, the function with this change) for every single change."""
     source = textwrap.dedent(inspect.getsource(right))
     tree = ast.parse(source)
+    before = ast.unparse(tree).splitlines()
     for place, node in enumerate(ast.walk(tree)):
         for what, change in _changes(node):
-            changed = copy.deepcopy(tree)
+            changed = ast.parse(source)
             change(list(ast.walk(changed))[place])
             ast.fix_missing_locations(changed)
             line = getattr(node, "lineno", 0)
             text = ast.unparse(changed).splitlines()
-            before = ast.unparse(tree).splitlines()
             diff = [
                 f"{a.strip()} -> {b.strip()}" for a, b in zip(before, text, strict=False) if a != b
             ]

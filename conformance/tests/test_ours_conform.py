@@ -77,13 +77,13 @@ def test_bfloat16_rounds_as_jax_does():
     np.testing.assert_array_equal(bfloat16(x), expected)
 
 
+# float32 is asked about in tests/test_state.py and tests/test_attend.py
 @pytest.mark.parametrize(
     ("reduce", "dtype"),
     [
-        (reduce_tree, "float32"),
         (reduce_tree, "bfloat16"),
         (reduce_chain, "float64"),
-        (reduce_chain, "float16"),
+        pytest.param(reduce_chain, "float16", marks=pytest.mark.slow),
     ],
 )
 def test_our_merges_pass(reduce, dtype):
@@ -96,7 +96,7 @@ def test_our_merges_pass(reduce, dtype):
     assert_passes(check_merge(ours, dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_our_kernel_passes(dtype):
     run = jax.jit(lambda *x, **options: finalize(attend(*x, **options)))
 

@@ -108,7 +108,10 @@ def test_any_call_writes_the_plain_text(model, call):
     check_call(model, model, call)
 
 
-@pytest.fixture(scope="module", params=["keys", "rows and keys"])
+MESHES = [pytest.param("keys", marks=pytest.mark.slow), "rows and keys"]
+
+
+@pytest.fixture(scope="module", params=MESHES)
 def sharded(request, model):
     if request.param == "keys":
         return model.on(kv_mesh(jax.devices()[:3])).using("butterfly")
