@@ -91,7 +91,7 @@ def head_over_shards(
     model = model or packaged_model()
     ids = model.tokenizer.encode(text)
     words = [model.tokenizer.decode([i]).strip() or "·" for i in ids]
-    q, k, v = model.layer_qkv(np.array([ids]), layer)
+    q, k, v = list(model.layers_qkv(np.array([ids])))[layer]
     weights = weights_of_last(q, k)[head]
     lse, total = shard_lses(q, k, v, p)
     shares = np.exp(lse - total)[:, head]
@@ -131,7 +131,7 @@ def _emphasized(ax, heights, chosen) -> None:
 
 @jax.jit
 def weights_of_last(q, k):
-    """The last query's attention weights, (heads, keys), of layer_qkv's q and k of one text."""
+    """The last query's attention weights, (heads, keys), of layers_qkv's q and k of one text."""
     d = q.shape[-1]
     q = q[0, -1].reshape(k.shape[2], -1, d)
     scores = jnp.einsum("kgd,nkd->kgn", q, k[0]).reshape(-1, k.shape[1]) * d**-0.5

@@ -372,7 +372,7 @@ def test_pickled_checkpoints_are_refused_with_the_reason(tmp_path):
     folder = copy("llama3", tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     refuses(folder, "pytorch_model.bin", "Unpickling runs", "safetensors")
-    refuses(folder / "pytorch_model.bin", "Unpickling runs")
+    refuses(folder / "pytorch_model.bin", "not a GGUF file")
 
 
 def test_an_empty_directory(tmp_path):

@@ -13,6 +13,7 @@ from treeattn_llama import (
     Llama,
     in_order,
     layers,
+    prefill,
     shard_lengths,
 )
 from treeattn_llama import cache as caches
@@ -73,7 +74,10 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+SLOW = pytest.param("nodes, ring", marks=pytest.mark.slow)  # both of which others ask about
+
+
+@pytest.mark.parametrize("mesh", ["nodes", "batch", "explicit", SLOW])
 def test_other_meshes(one, dense, mesh):
     make, attention = MESHES[mesh]
     model = one.on(make()).using(attention)
@@ -97,11 +101,12 @@ def test_texts_that_the_devices_cannot_share(one):
 
 
 @pytest.mark.parametrize("devices", [1, 3])
-def test_prompts_of_several_lengths(one, dense, devices):
+def test_prompts_of_several_lengths(one, dense, devices, monkeypatch):
     """By ring where there are several devices; in chunks of 16 tokens on one."""
+    monkeypatch.setattr(prefill, "CHUNK", 16)
     model = one if devices == 1 else one.on(kv_mesh(jax.devices()[:devices]))
     prompts = [TEXT[:n].tolist() for n in (5, 40, 1)]
-    logits, cache = model.prefill(prompts, model.new_cache(3, 48), chunk=16)
+    logits, cache = model.prefill(prompts, model.new_cache(3, 48))
     assert cache.lengths.tolist() == [5, 40, 1]
     check(logits, dense[[4, 39, 0]])
     # … and each goes on by itself, one of them not at all.
@@ -111,13 +116,14 @@ def test_prompts_of_several_lengths(one, dense, devices):
 
 
 @pytest.mark.filterwarnings("ignore:capacity")
-def test_long_prompts_compute_only_what_is_read_of_the_last_layer(one):
+def test_long_prompts_compute_only_what_is_read_of_the_last_layer(one, monkeypatch):
     """In chunks of more than 128 tokens, of which some of the texts have none."""
+    monkeypatch.setattr(prefill, "CHUNK", 160)
     text = np.random.default_rng(1).integers(0, 96, 320)
     want = one.logits(text[None])[0]
     lengths = [320, 160, 150]
     prompts = [text[:n].tolist() for n in lengths]
-    logits, cache = one.prefill(prompts, one.new_cache(3, 330), chunk=160)
+    logits, cache = one.prefill(prompts, one.new_cache(3, 330))
     check(logits, want[np.array(lengths) - 1])
     step, _ = one.step(text[None, 150:151].repeat(3, 0), cache)
     check(step[2, 0], want[150])
@@ -162,7 +168,7 @@ def test_a_growing_text_does_not_compile_anew(eight):
     assert extend_layer._cache_size() == compiled
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_trees_of_the_same_sizes_compile_once(one, devices, caplog):
     """Drafts of a few sizes, any trees, any accepted paths, between plain steps."""
     model = one if devices == 1 else one.on(kv_mesh(jax.devices()[:devices]))
@@ -334,11 +340,6 @@ def test_bad_prompts(one, prompts, message):
     with pytest.raises(ValueError, match=message):
         one.prefill(prompts, cache)
     assert not cache.k[0].is_deleted()
-
-
-def test_a_chunk_of_nothing(one):
-    with pytest.raises(ValueError, match="chunk: expected an integer of at least 1, got 0"):
-        one.prefill([[1]], one.new_cache(1, 8), chunk=0)
 
 
 @pytest.mark.filterwarnings("ignore:capacity")

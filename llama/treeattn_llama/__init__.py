@@ -12,7 +12,6 @@ from treeattn_llama.config import Config, rotary_frequencies
 from treeattn_llama.files import open_checkpoint, packaged_model
 from treeattn_llama.lookup import LookupDraft
 from treeattn_llama.model import Llama
-from treeattn_llama.sampling import Sampling
 from treeattn_llama.speculate import (
     Accepted,
     Draft,
@@ -39,7 +38,6 @@ __all__ = [
     "Layer",
     "Llama",
     "LookupDraft",
-    "Sampling",
     "ShardAttention",
     "Step",
     "Tokenizer",

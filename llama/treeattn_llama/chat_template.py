@@ -5,6 +5,7 @@ It is a stranger's program, so it runs in Jinja's sandbox, with what transformer
 
 import datetime
 import json
+from typing import ClassVar
 
 import jinja2
 import jinja2.ext
@@ -17,7 +18,7 @@ class Generation(jinja2.ext.Extension):
     What stands inside is written as it is.
     """
 
-    tags = {"generation"}  # noqa: RUF012
+    tags: ClassVar = {"generation"}
 
     def parse(self, parser):
         line = next(parser.stream).lineno

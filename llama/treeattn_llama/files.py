@@ -8,7 +8,7 @@ from pathlib import Path
 from treeattn_llama.checkpoint import Checkpoint
 from treeattn_llama.gguf_file import open_gguf
 from treeattn_llama.guard import named
-from treeattn_llama.hugging_face import NO_PICKLES, PICKLES, open_hugging_face
+from treeattn_llama.hugging_face import open_hugging_face
 
 
 def packaged_model() -> Path:
@@ -35,8 +35,6 @@ def open_checkpoint(path: str | Path | None = None) -> Checkpoint:
     path = packaged_model() if path is None else Path(path)
     if not path.exists():
         raise FileNotFoundError(f"path: no file or directory {path}{_hub_hint(path)}")
-    if path.is_file() and any(path.match(pattern) for pattern in PICKLES):
-        raise ValueError(f"path: {path} is a pickled checkpoint. {NO_PICKLES}")
     hugging_face = path.is_dir() or path.suffix == ".safetensors"
     with named(path):
         checkpoint = open_hugging_face(path) if hugging_face else open_gguf(path)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,11 +101,6 @@ class Llama:
             yield layers.queries_keys_values(x, w, rotation, self.static.config)
             x, _ = layers.extend_layer(x, w, rotation, static=self.static)
 
-    def layer_qkv(self, token_ids: Int[Array, "b l"], layer: int) -> tuple[Array, Array, Array]:
-        """What one layer's attention gets, as by `layers_qkv`."""
-        layer = integer("layer", layer, 0, self.config.layers - 1)
-        return next(itertools.islice(self.layers_qkv(token_ids), layer, None))
-
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache for `capacity` tokens of each text, rounded up to a multiple of the
         devices that share them. Warns of more than the model was trained on."""
@@ -121,19 +115,15 @@ class Llama:
         return caches.empty_cache(c.layers, shape, self.weights.embedding.dtype, self.layout)
 
     def prefill(
-        self,
-        prompts: inputs.Prompts,
-        cache: Cache,
-        *,
-        chunk: int = 1024,
+        self, prompts: inputs.Prompts, cache: Cache
     ) -> tuple[Float[Array, "b vocabulary"], Cache]:
         """Run prompts of any lengths: (logits after each, cache). It gives up `cache`.
 
         On a mesh an empty cache takes them by Ring Attention, all at once; otherwise they go in
-        chunks of `chunk` tokens.
+        chunks.
 
-        Raises ValueError, before any work, for an empty prompt, ids outside the vocabulary,
-        prompts that the cache has no room for, and a chunk of less than 1.
+        Raises ValueError, before any work, for an empty prompt, ids outside the vocabulary, and
+        prompts that the cache has no room for.
         """
         inputs.check_cache(cache, self.config)
         prompts = inputs.check_prompts(prompts, self.config.vocabulary)
@@ -141,7 +131,7 @@ class Llama:
         if len(prompts) != len(cache.lengths):
             raise ValueError(f"prompts: expected {len(cache.lengths)}, got those of {lengths}")
         inputs.check_room(cache, lengths, "prompts")
-        return prefill.run(self, prompts, cache, integer("chunk", chunk, 1))
+        return prefill.run(self, prompts, cache)
 
     def extend(
         self,

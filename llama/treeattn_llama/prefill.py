@@ -8,13 +8,14 @@ from treeattn_llama import layers
 from treeattn_llama.arguments import Array
 from treeattn_llama.cache import Cache
 
+CHUNK = 1024  # tokens of each prompt that go through the layers at a time
 FEWEST = 16  # tokens of a chunk: shorter ones are filled up
 LONG = 128  # tokens: in longer chunks the last layer is cut short
 
 Read = tuple[Float[Array, "b vocabulary"], Cache]  # (logits after each prompt, the cache)
 
 
-def run(model, prompts: list[list[int]], cache: Cache, chunk: int) -> Read:
+def run(model, prompts: list[list[int]], cache: Cache) -> Read:
     """What `Llama.prefill` returns, of arguments that were checked."""
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     empty = not np.asarray(cache.lengths).any()
@@ -22,7 +23,7 @@ def run(model, prompts: list[list[int]], cache: Cache, chunk: int) -> Read:
     # The ring's prompts are filled up to a multiple of p²: half of it at most should be padding.
     if empty and p > 1 and 2 * lengths.max() >= p * p:
         return by_ring(model, prompts, lengths, cache)
-    return in_chunks(model, prompts, lengths, cache, chunk)
+    return in_chunks(model, prompts, lengths, cache)
 
 
 def pad_prompts(prompts: list[list[int]], multiple: int) -> np.ndarray:
@@ -55,18 +56,16 @@ def by_ring(model, prompts: list[list[int]], lengths: np.ndarray, cache: Cache) 
     return model.read_out(x, lengths - 1), cache
 
 
-def in_chunks(
-    model, prompts: list[list[int]], lengths: np.ndarray, cache: Cache, chunk: int
-) -> Read:
-    """By `chunk` tokens of every prompt at a time, each of which attends to the cache like any
+def in_chunks(model, prompts: list[list[int]], lengths: np.ndarray, cache: Cache) -> Read:
+    """By `CHUNK` tokens of every prompt at a time, each of which attends to the cache like any
     step."""
     longest = int(lengths.max())
-    tokens = pad_prompts(prompts, max(chunk, FEWEST))
+    tokens = pad_prompts(prompts, CHUNK)
     empty = not np.asarray(cache.lengths).any()
     logits = None
-    for start in range(0, longest, chunk):
+    for start in range(0, longest, CHUNK):
         # The last piece is padded to a power of two: few lengths, each of which compiles.
-        size = min(chunk, max(FEWEST, 1 << (longest - start - 1).bit_length()))
+        size = min(CHUNK, max(FEWEST, 1 << (longest - start - 1).bit_length()))
         counts = np.clip(lengths - start, 0, size)
         piece = tokens[:, start : start + size]
         positions = np.asarray(cache.lengths)[:, None] + np.arange(size, dtype=np.int32)
