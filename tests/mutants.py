@@ -1,4 +1,4 @@
-"""Do the tests see a mistake? Sixty are planted, one at a time, and the tests are asked.
+"""Do the tests see a mistake? Sixty are planted, one at a time, and `make test`'s are asked.
 
 make mutants                       go on where the last call stopped; print how many are seen
 python tests/mutants.py all        ask about all of them anew

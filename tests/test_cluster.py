@@ -152,6 +152,16 @@ def test_what_makes_no_mesh_is_refused(error, message, options, unchecked):
         treeattn.kv_mesh(**{"devices": jax.devices()[:6]} | options)
 
 
+def test_after_initialize_an_exception_is_printed_and_ends_the_process(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **_: None)
+    treeattn.initialize("localhost:1", 2, 0)
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    sys.excepthook(ArithmeticError, ArithmeticError("planted"), None)
+    assert codes == [1] and "ArithmeticError: planted" in capsys.readouterr().err
+
+
 def test_exceptions_end_as_before_when_initialize_fails(monkeypatch):
     before = sys.excepthook
     for error in (jax.errors.JaxRuntimeError("nobody"), ValueError("no address")):

@@ -253,6 +253,7 @@ def test_templates_have_what_transformers_gives_them():
         return tokenizer.decode(tokenizer.chat("Hi"))
 
     assert render("{% for i in [1, 2, 3] %}{{ i }}{% break %}{% endfor %}") == "1"
+    assert render("{{ add_generation_prompt }}") == "True"
     assert render("{{ strftime_now('%Y') }}") == datetime.datetime.now().strftime("%Y")
     assert render("{{ bos_token }}{{ eos_token }}", bos="<s>", eos="</s>") == "<s></s>"
     assert render("{% if tools is none %}{{ ['é<'] | tojson }}{% endif %}") == '["é<"]'
