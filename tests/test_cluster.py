@@ -154,7 +154,7 @@ def test_what_makes_no_mesh_is_refused(error, message, options, unchecked):
 
 def test_after_initialize_an_exception_is_printed_and_ends_the_process(monkeypatch, capsys):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(jax.distributed, "initialize", lambda **_: None)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: None)
     treeattn.initialize("localhost:1", 2, 0)
     codes = []
     monkeypatch.setattr(os, "_exit", codes.append)
