@@ -65,7 +65,7 @@ $(HERE): export JAX_TRACEBACK_IN_LOCATIONS_LIMIT = 0
 $(HERE): export XLA_FLAGS := $(XLA_FLAGS) --xla_cpu_use_fusion_emitters=false \
 	--xla_cpu_parallel_codegen_split_count=1
 
-# Two processes, a dozen kernels and some fifty scripts read the same files: let the first of them
+# Two processes, a dozen kernels and what tests start read the same files: let the first of them
 # keep what it has compiled. Where Python is told not to, the tests take a fifth longer.
 unexport PYTHONDONTWRITEBYTECODE
 
