@@ -58,7 +58,8 @@ run-all: $(STAMP)
 # Most of a test's time is compiling: without XLA's optimizations, with the simpler of its two ways
 # to emit loops, and without noting where each operation was written, it is a third of that.
 # `test-latest` goes without these settings, and so does, of the first, what depends on it (the
-# fixture `optimized`).
+# fixture `optimized`). A call of pytest by hand has the first (conftest.py).
+test-latest: export JAX_DISABLE_MOST_OPTIMIZATIONS = 0
 HERE := test test-fast labs test-all mutants
 $(HERE): export JAX_DISABLE_MOST_OPTIMIZATIONS = 1
 $(HERE): export JAX_TRACEBACK_IN_LOCATIONS_LIMIT = 0

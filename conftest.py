@@ -18,6 +18,9 @@ from treeattn import simulate_devices  # noqa: E402
 
 simulate_devices(9)
 jax.config.update("jax_enable_x64", True)
+# Most of a test's time is compiling. The Makefile says more, and 0 for `make test-latest`.
+if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
+    jax.config.update("jax_disable_most_optimizations", True)
 
 hypothesis.settings.register_profile(
     "treeattn",
