@@ -293,6 +293,16 @@ def test_memory_does_not_grow_with_the_keys(dtype, batch, queries, optimized):
     assert many <= few + 1024  # a few bytes for the loop's indices
 
 
+def test_of_a_cache_that_is_half_full_half_is_read(optimized):
+    """In blocks of half of it: one block would hold twice as many scores, and be read whole."""
+
+    def f(q, k, v, lengths):
+        return attention(q, k, v, kv_lengths=lengths)
+
+    half, whole = (temporary(f, 16, n, lengths=True) for n in (BLOCK // 2, BLOCK))
+    assert whole <= half + 1024
+
+
 @pytest.mark.slow
 def test_memory_of_all_queries_is_linear_and_plainly_quadratic(optimized):
     """2024 §3, 2025 §2 and §3: with a query for every key the plain form holds all scores."""

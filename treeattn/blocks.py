@@ -140,8 +140,9 @@ def _attend_rows(inputs: Inputs, row) -> AttentionState:
     So a single row of queries, (1, h_kv, group, l, d), reads its keys where they lie.
     """
     q = inputs.q
+    n = inputs.k.shape[1]
     size = block_size(inputs)
-    few = products.few_queries(q, inputs.k.shape[1])
+    few = products.few_queries(q, n)
     shrunk, root = products.shrink(q)
     streams = products.stream_queries(shrunk) if few else None
 
@@ -176,7 +177,7 @@ def _attend_rows(inputs: Inputs, row) -> AttentionState:
 
     # With lengths one block is a loop, too: outside of it XLA would make parts of the query for
     # every score, which took 1.5 to 1.7 times as long (512 of 1,024 keys, 9 heads of 64 on 3).
-    if size == inputs.k.shape[1] and inputs.lengths is None:
+    if size == n and inputs.lengths is None:
         return state_of_block(jnp.int32(0))
     nothing = AttentionState.identity(q.shape[:-1], inputs.v.shape[-1], q.dtype)
     return _over_blocks(add_block, _varying_as(inputs, nothing), size, inputs)
@@ -262,16 +263,19 @@ def _varying_as(inputs: Inputs, tree):
 def block_size(inputs: Inputs) -> int:
     """Keys a block, for queries (b, h_kv, group, l, d) and n keys.
 
-    At most BLOCK, at most n, and nearly equal: 1,500 keys are two blocks of 750. For streams it is
-    a multiple of STREAMS. On a GPU, where each block is some kernels, 16 times as many.
+    At most BLOCK, at most n, and nearly equal: 1,500 keys are two blocks of 750. With lengths, 513
+    keys or more are two at least: of a cache that is half full, half is read. For streams it is a
+    multiple of STREAMS. On a GPU, where each block is some kernels, 16 times as many.
     """
-    b, h_kv, group, l, _ = inputs.q.shape
+    q = inputs.q
     n = inputs.k.shape[1]
-    if not products.few_queries(inputs.q, n):
+    if not products.few_queries(q, n):
         more = 1 if jax.default_backend() == "cpu" else 16
-        rows = b * h_kv * group * l
-        most = min(max(more * SCORES // max(rows, 1), 128), more * products.BLOCK)
-        return -(-n // -(-n // most))
+        most = min(max(more * SCORES * q.shape[-1] // q.size, 128), more * products.BLOCK)
+        blocks = -(-n // most)
+        if inputs.lengths is not None and n > more * products.BLOCK // 2:
+            blocks = max(blocks, 2)
+        return -(-n // blocks)
     streams = products.STREAMS
     blocks = -(-n // products.BLOCK)
     size = -(-n // (blocks * streams)) * streams

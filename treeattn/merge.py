@@ -68,10 +68,12 @@ def merge_across(
             raise TypeError(f"method: expected it to return an AttentionState, got {came}")
         return merged
     check_state(state=state)
+    if not axes:
+        return state
     if method == "all_to_all":
-        return _all_to_all(state, axes) if axes else state
+        return _all_to_all(state, axes)
     if method == "hierarchical":
-        return _hierarchical(state, axes) if axes else state
+        return _hierarchical(state, axes)
     for axis in reversed(axes):  # a tree of trees: the innermost axis first
         state = WHOLE[method](state, axis)
     return state

@@ -228,11 +228,13 @@ def on_devices(body, layout: Layout, in_specs, out_specs):
         check_vma=False,  # of most merges JAX cannot tell that all devices have the same
     )
 
+    here = mesh if context.empty else context
+
     def place(spec, tree):
-        lies = NamedSharding(mesh if context.empty else context, spec)
+        lies = NamedSharding(here, spec)
         return jax.tree.map(lambda x: jax.reshard(x, lies), tree)
 
-    if AxisType.Explicit not in (mesh if context.empty else context).axis_types:
+    if AxisType.Explicit not in here.axis_types:
         return mapped
     # Along Explicit axes what lies otherwise would be refused.
     return lambda *arguments: mapped(*jax.tree.map(place, in_specs, arguments))
