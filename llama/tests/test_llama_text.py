@@ -186,7 +186,7 @@ class Parrot:
 
     def __init__(self, tokenizer, ids):
         self.tokenizer, self.ids = tokenizer, ids
-        self.config = types.SimpleNamespace(vocabulary=256, context=64)
+        self.config = types.SimpleNamespace(vocabulary=256, context=256)
 
     def empty_cache(self, batch, capacity):
         return 0
