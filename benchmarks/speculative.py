@@ -41,15 +41,16 @@ def prompts(model: Llama, name: str) -> list[dict]:
     return found
 
 
-def decode(model: Llama, ids: list[int], draft=None) -> dict:
+def decode(model: Llama, ids: list[int], draft=None, budget: int = 8) -> dict:
     """Seconds after the prompt, tokens, and the number of calls, of a text."""
-    calls = stream(model, ids, max_new_tokens=TOKENS, draft=draft, capacity=CAPACITY)
+    options = {"max_new_tokens": TOKENS, "capacity": CAPACITY, "budget": budget}
+    calls = stream(model, ids, draft=draft, **options)
     tokens = list(next(calls)[0])
     began = time.process_time()
     for (new,) in calls:
         tokens += new
     seconds = time.process_time() - began
-    return {"seconds": seconds, "tokens": tokens, "calls": len(calls.trace)}
+    return {"seconds": seconds, "tokens": tokens, "calls": calls.steps}
 
 
 def measure(model: Llama, name: str, rounds: int) -> list[dict]:
@@ -115,8 +116,8 @@ def main() -> None:
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     model = Llama.load()
     warm = model.tokenizer.encode("one two three four, one two three four, one two")
-    for draft in (None, LookupDraft(matched=1), LookupDraft(matched=1, length=2)):
-        decode(model, warm, draft)  # compiles calls of every size
+    for budget in (1, 4, 8):  # compiles calls of every size
+        decode(model, warm, LookupDraft(matched=1), budget)
     found = {"steps": step_times(model), "sets": found.get("sets", {})}
     for name in args.set or SETS:
         found["sets"][name] = measure(model, name, args.rounds)

@@ -71,7 +71,7 @@ def read(model: Llama, rows: np.ndarray, new: int, top: int = 32) -> Texts:
 
     For a few short ones; `sample.py` keeps what the model says as it writes.
     """
-    states, _ = model.states(rows[:, :-1], model.new_cache(len(rows), rows.shape[1]))
+    states, _ = model.hidden_states(rows[:, :-1], model.new_cache(len(rows), rows.shape[1]))
     states = states[:, -new:]
     log = jax.nn.log_softmax(model.read_out(states), axis=-1)
     log, tokens = (np.asarray(x).reshape(-1, top) for x in jax.lax.top_k(log, top))

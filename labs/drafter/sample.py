@@ -109,7 +109,7 @@ def sampled(model: Llama, begin: int, batch: int, seed: int):
             number += 1
         cache = cache._replace(lengths=jnp.asarray(lengths))
         now = [text.feed.popleft() if text.feed else text.tokens[-1] for text in rows]
-        states, new = model.states(np.array(now, np.int32)[:, None], cache)
+        states, new = model.hidden_states(np.array(now, np.int32)[:, None], cache)
         cache = model.commit(cache, new)
         top, log = (np.asarray(x) for x in likely(model.read_out(states)[:, 0]))
         states = np.asarray(norm(states)[:, 0])

@@ -55,7 +55,7 @@ def write(
         packed = pack(beam, candidate_lengths(scores))
         tokens, mask, offsets, unpack_map = pad_packed(packed, 1 if drafter is None else size)
         context = len(text) - 1
-        x, keys = model.states(tokens, cache, positions=context + offsets, mask=mask)
+        x, keys = model.hidden_states(tokens, cache, positions=context + offsets, mask=mask)
         says, log = (unpack(np.asarray(y), unpack_map) for y in likeliest(model.read_out(x)))
         accepted = accept_candidate_tokens(beam, scores, says, log)
         nodes = accepted.nodes(unpack_map)

@@ -75,8 +75,7 @@ def test_what_was_accepted_can_be_committed(seed):
     verified, verified_scores = verify(beam)
     new = accept_candidate_tokens(beam, scores, verified, verified_scores)
     packed, mask, offsets, unpack_map = pack(beam, lengths)
-    nodes = new.nodes(unpack_map, width=4)
-    np.testing.assert_array_equal(new.nodes(unpack_map), nodes)
+    nodes = new.nodes(unpack_map)
     assert nodes.shape == (5, 4) and new.counts[4] == 0 and new.counts.max() > 0
     for b, (path, count) in enumerate(zip(nodes, new.counts, strict=True)):
         path = path[:count]
@@ -102,8 +101,6 @@ def test_a_candidate_that_has_ended_is_not_what_was_accepted():
 def test_bad_nodes():
     beam, scores = np.array([[[5, 6]]]), np.zeros((1, 1, 2))
     new = accept_candidate_tokens(beam, scores, beam + 1, scores)
-    with pytest.raises(ValueError, match="width: expected an integer of at least 2, got 1"):
-        new.nodes(np.zeros((1, 1, 2), np.int32), width=1)
     with pytest.raises(ValueError, match=r"unpack_map: expected integers \(1, any, any\)"):
         new.nodes(np.zeros((2, 1, 2), np.int32))
 
@@ -112,16 +109,12 @@ def test_bad_nodes():
     "change, message",
     [
         ({"scores": np.zeros((1, 2, 2))}, r"scores: expected a score for each token, \(1, 2, 3\)"),
-        ({"scores": np.full((1, 2, 3), np.nan)}, "scores: expected logarithms .* got NaN"),
-        ({"scores": np.full((1, 2, 3), 0.1)}, "scores: expected logarithms .* above 0"),
         ({"scores": np.array([[[0, NEVER, -1]] * 2])}, "scores: −∞ ends a candidate"),
         (
             {"verified_beam": np.zeros((1, 2, 2), int)},
             r"verified_beam: expected integers \(1, 2, 3\)",
         ),
         ({"verified_scores": np.zeros((1, 3))}, "verified_scores: expected a score for each"),
-        ({"verified_scores": np.full((1, 2, 3), NEVER)}, "verified_scores: expected finite"),
-        ({"verified_scores": np.full((1, 2, 3), np.nan)}, "verified_scores: .* got NaN"),
     ],
 )
 def test_bad_input(unchecked, change, message):

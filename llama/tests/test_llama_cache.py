@@ -116,8 +116,8 @@ def test_prompts_of_several_lengths(one, dense, devices, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:capacity")
-def test_long_prompts_compute_only_what_is_read_of_the_last_layer(one, monkeypatch):
-    """In chunks of more than 128 tokens, of which some of the texts have none."""
+def test_long_prompts_of_several_texts_go_in_chunks(one, monkeypatch):
+    """Of which some of the texts have no tokens."""
     monkeypatch.setattr(prefill, "CHUNK", 160)
     text = np.random.default_rng(1).integers(0, 96, 320)
     want = one.logits(text[None])[0]
@@ -369,7 +369,9 @@ def test_layers_qkv_is_what_the_cache_holds(one):
 def test_bad_options(one, unchecked):
     with pytest.raises(ValueError, match=r"attention: expected one of .*'tree'.* got 'trees'"):
         one.using("trees")
-    with pytest.raises(TypeError, match="attention: expected a name or a hashable function"):
+    with pytest.raises(TypeError, match="attention: expected a name or a function, got list"):
+        one.using(["tree"])
+    with pytest.raises(TypeError, match="attention: expected a hashable function, got F"):
         one.using(type("F", (), {"__call__": lambda: 0, "__hash__": None})())
     with pytest.raises(TypeError, match=r"mesh: expected a jax.sharding.Mesh or None, got 8"):
         one.on(8)

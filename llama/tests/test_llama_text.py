@@ -107,9 +107,9 @@ BAD = [
     ({"stop": "."}, "model: this checkpoint has no tokenizer"),
     ({"stop": [1, ""]}, "stop: expected strings that are not empty"),
     ({"stop": [1.5]}, "stop: expected an integer, got 1.5"),
-    ({"draft": "suffix"}, r"draft: expected one of \('lookup',\), or an object that observes"),
+    ({"draft": "suffix"}, "draft: expected None, 'lookup', or an object with methods"),
     ({"draft": LookupDraft}, r"draft: expected an object, got a class: pass LookupDraft\(\)"),
-    ({"draft": 3}, "draft: expected an object with a method observe, got int"),
+    ({"draft": 3}, "draft: expected None, 'lookup', or an object .* got 3"),
 ]
 
 

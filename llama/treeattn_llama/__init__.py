@@ -13,9 +13,7 @@ from treeattn_llama.files import open_checkpoint, packaged_model
 from treeattn_llama.lookup import LookupDraft
 from treeattn_llama.model import Llama
 from treeattn_llama.speculate import (
-    Accepted,
     Draft,
-    Step,
     accept_candidate_tokens,
     candidate_lengths,
     draft_candidate_tokens,
@@ -30,7 +28,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ATTENTIONS",
-    "Accepted",
     "Cache",
     "Config",
     "Draft",
@@ -39,7 +36,6 @@ __all__ = [
     "Llama",
     "LookupDraft",
     "ShardAttention",
-    "Step",
     "Tokenizer",
     "Weights",
     "accept_candidate_tokens",

@@ -11,7 +11,7 @@ from treeattn import kv_mesh, simulate_devices
 from treeattn_llama import __version__
 from treeattn_llama.attention import ATTENTIONS
 from treeattn_llama.model import Llama
-from treeattn_llama.text import DRAFTS, pieces, prompt_ids, stream, tokenizer_of
+from treeattn_llama.text import pieces, prompt_ids, stream, tokenizer_of
 
 EXAMPLES = """examples:
   python -m treeattn_llama "What is the capital of France?"
@@ -25,7 +25,7 @@ FLAGS = {
     "model": (str, None, "PATH", "a GGUF file or a Hugging Face directory (default: SmolLM2-135M)"),
     "devices": (int, None, "N", "deal the cache over N simulated devices (default: the machine's)"),
     "attention": (str, "tree", tuple(ATTENTIONS), "how the devices' parts merge (default: tree)"),
-    "draft": (str, None, tuple(DRAFTS), "verify several guesses in a call (default: no guesses)"),
+    "draft": (str, None, ("lookup",), "verify several guesses in a call (default: no guesses)"),
     "tokens": (int, 128, "N", "write at most N tokens (default: 128)"),
     "temperature": (float, 0.0, "T", "draw tokens at temperature T; 0: the likeliest (default: 0)"),
     "top-k": (int, None, "K", "draw from the K likeliest tokens only (default: from all)"),
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
     model = Llama.load(args.model, mesh=mesh, attention=args.attention)
     tokenizer = tokenizer_of(model)
     plain = args.plain or tokenizer.chat_template is None
-    ids = prompt_ids(model, args.prompt)[0][0] if plain else tokenizer.chat(args.prompt)
+    ids = prompt_ids(model, args.prompt)[0] if plain else tokenizer.chat(args.prompt)
     calls = stream(
         model,
         [ids],
@@ -78,18 +78,18 @@ def run(args: argparse.Namespace) -> None:
         seed=args.seed,
     )
     began = time.perf_counter()
-    times = []  # when each call was done, that of the prompt first
+    done = []  # when each call was done, that of the prompt first, and how long the text was then
     for piece in pieces(tokenizer, calls):
-        times.append(time.perf_counter())
+        done.append((time.perf_counter() - began, len(calls.state.texts[0])))
         print(piece, end="", flush=True)
     print()
     devices = f"{jax.device_count()} device{'s' if mesh else ''}"
-    report = f"{devices}; prompt: {len(ids)} tokens, {times[0] - began:.1f} s"
-    new = [n for step in calls.trace for n in step.new]
-    if len(new) > 1:  # the first step's time is compiling, too
-        report += f"; then {sum(new[1:]) / (times[len(new)] - times[1]):.1f} tokens/s"
-    if args.draft and new:
-        report += f", {sum(new) / len(new):.2f} tokens a step"
+    report = f"{devices}; prompt: {len(ids)} tokens, {done[0][0]:.1f} s"
+    if calls.steps > 1:  # the first step's time is compiling, too
+        (first, before), (last, after) = done[1], done[-1]
+        report += f"; then {(after - before) / (last - first):.1f} tokens/s"
+    if args.draft and calls.steps:
+        report += f", {(done[-1][1] - done[0][1]) / calls.steps:.2f} tokens a step"
     print(report, file=sys.stderr)
 
 

@@ -53,15 +53,17 @@ ATTENTIONS = {
 
 
 def check_attention(attention: str | ShardAttention) -> None:
-    """Raise a ValueError unless it is the name of one, or a function that JAX can tell from others
-    (a TypeError then)."""
-    if not callable(attention) and attention not in ATTENTIONS:
+    """Raise a ValueError for an unknown name, and a TypeError for a function that is not hashable:
+    the layers' programs are compiled for it."""
+    kind = type(attention).__name__
+    if not callable(attention) and not isinstance(attention, str):
+        raise TypeError(f"attention: expected a name or a function, got {kind}")
+    if isinstance(attention, str) and attention not in ATTENTIONS:
         raise ValueError(f"attention: expected one of {tuple(ATTENTIONS)}, got {attention!r:.40}")
     try:
         hash(attention)
     except TypeError:
-        kind = type(attention).__name__
-        raise TypeError(f"attention: expected a name or a hashable function, got {kind}") from None
+        raise TypeError(f"attention: expected a hashable function, got {kind}") from None
 
 
 def attend_cache(
@@ -78,7 +80,7 @@ def attend_cache(
     """
     rank = jax.lax.axis_index(layout.keys) if layout.keys else 0
     own = shard_lengths(lengths, rank, layout.shards)
-    # A traced step cannot refuse to count more tokens than there is room for.
+    # Under `jit` lengths cannot be checked, so they are clipped to the room that there is.
     own = jnp.minimum(own, k.shape[1])
     run = attention if callable(attention) else ATTENTIONS[attention]
     return run(q, k, v, own, layout.keys)

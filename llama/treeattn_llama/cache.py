@@ -3,7 +3,7 @@
 Token s of a text lies on device s mod p, in its row s // p: like cards dealt around a table. Any
 partition of the keys gives the same attention, and this one keeps the shards equally full, to
 within one token, while the text grows. What is in use is always the beginning of a shard, so
-that its length says all there is to know.
+that one number describes it, its length.
 
     device 0   0  8  16  24 …
     device 1   1  9  17  25 …

@@ -2,8 +2,8 @@
 
 A layer attends to the cache and to its own new tokens separately, and merges the states: nothing
 is written before everything is read, and the new tokens may see each other in any way that a mask
-says, a tree of candidates included. Writing is a program of its own (`cache.append`): one that read
-a cache in a loop and then wrote to it would copy all of it between.
+says, a tree of candidates included. Writing is a program of its own (`cache.append`): in one that
+reads a cache in a loop and then writes to it, XLA would copy all of the cache.
 
 Each layer of a step is a program of its own, the same for all: compiling takes a second instead of
 half a minute, and the memory that one layer needs is free again for the next. Every device runs it
@@ -26,7 +26,7 @@ from treeattn_llama.attention import ShardAttention, attend_cache
 from treeattn_llama.cache import Pair, fill
 from treeattn_llama.config import Config
 from treeattn_llama.layout import Layout
-from treeattn_llama.products import linear, rms_norm, take_token
+from treeattn_llama.products import linear, rms_norm
 from treeattn_llama.weights import Layer
 
 
@@ -66,25 +66,20 @@ def extend_layer(
     rotation: Rotation,
     *,
     mask: Bool[Array, "b l l"] | None = None,
-    last: Int[Array, " b"] | None = None,
     cached: Pair | None = None,
     lengths: Int[Array, " b"] | None = None,
     static: Static,
-) -> tuple[Float[Array, "b _ width"], Pair]:
+) -> tuple[Float[Array, "b l width"], Pair]:
     """A layer over new tokens: its output, and their keys and values (b, l, h_kv, d).
 
     mask:   which of the new tokens each of them sees; None: causal
-    last:   the one token of each row whose output is wanted, (b, 1, width); None: of all
     cached: the layer's keys and values in the cache (b, capacity, h_kv, d), of which `lengths`
             are in use; None where there are none to see
     """
 
-    def body(x, w, rotation, mask, last, cached, lengths):
+    def body(x, w, rotation, mask, cached, lengths):
         q, k, v = queries_keys_values(x, w, rotation, static.config)
         among = {"causal": True} if mask is None else {"mask": mask[:, None]}
-        if last is not None:
-            x, q = take_token(x, last), take_token(q, last)
-            among = {"kv_lengths": last + 1}
         state = attend(q, k, v, **among)
         if cached is not None:
             before = attend_cache(q, *cached, lengths, static.attention, static.layout)
@@ -93,9 +88,9 @@ def extend_layer(
         return after_attention(x, w, out, static.config), (k, v)
 
     rows = static.layout.of_rows
-    given = rows, P(), rows, rows, rows, static.layout.of_keys, rows
+    given = rows, P(), rows, rows, static.layout.of_keys, rows
     run = static.layout.on_each_device(body, given, rows)
-    return run(x, w, rotation, mask, last, cached, lengths)
+    return run(x, w, rotation, mask, cached, lengths)
 
 
 @functools.partial(jax.jit, static_argnames="static", donate_argnames=("x", "cached"))
@@ -123,8 +118,8 @@ def read_out(
 ) -> Float[Array, "b *l n"]:
     """The logits after each token, or (b, n) after each row's token `last`; float32, or float64 for
     a model of float64."""
-    if last is not None:
-        x = take_token(x, last)[:, 0]
+    if last is not None:  # −1 in a row that has none
+        x = x[jnp.arange(len(x)), jnp.maximum(last, 0)]
     x = rms_norm(x, norm, epsilon)
     return linear(x, head, dtype=jnp.promote_types(x.dtype, jnp.float32))
 

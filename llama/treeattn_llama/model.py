@@ -29,7 +29,7 @@ class Llama:
 
     mesh:      its axis called "batch", if it has one, shares out a batch's texts; all others share
                out the keys of each text: token i lies on device i mod p. The weights are copied to
-               every device; simulated ones share one copy. Prompts go through by Ring Attention
+               every device; simulated ones share one copy
     attention: towards the cache, "tree", "ring", "butterfly", or a function (`ShardAttention`)
     """
 
@@ -117,10 +117,11 @@ class Llama:
     def prefill(
         self, prompts: inputs.Prompts, cache: Cache
     ) -> tuple[Float[Array, "b vocabulary"], Cache]:
-        """Run prompts of any lengths: (logits after each, cache). It gives up `cache`.
+        """Run prompts of any lengths: (logits after each, cache). `cache` is donated: do not use it
+        afterwards.
 
-        On a mesh an empty cache takes them by Ring Attention, all at once; otherwise they go in
-        chunks.
+        An empty cache whose keys p devices share takes them by Ring Attention, all at once, where
+        the longest has p²/2 tokens or more; otherwise they go in chunks.
 
         Raises ValueError, before any work, for an empty prompt, ids outside the vocabulary, and
         prompts that the cache has no room for.
@@ -147,13 +148,13 @@ class Llama:
         the same call; None is causal. positions defaults to those after the cached text.
 
         Raises ValueError for arguments that do not fit, and unless the cache has room for all
-        the tokens; with a mask, of which they may be candidates, for one of each text that has
-        any (that sees itself).
+        the tokens. With a mask only some of them may be committed, so that room for one token of
+        each text is enough. A token that does not see itself is padding.
         """
-        x, new = self.states(tokens, cache, positions=positions, mask=mask)
+        x, new = self.hidden_states(tokens, cache, positions=positions, mask=mask)
         return self.read_out(x), new
 
-    def states(
+    def hidden_states(
         self, tokens: Int[Array, "b l"], cache: Cache, *, positions=None, mask=None
     ) -> tuple[Float[Array, "b l width"], NewEntries]:
         """`extend` up to the last layer's output; `read_out` makes logits of it."""
@@ -170,7 +171,7 @@ class Llama:
         counts: Int[Array, " b"] | None = None,
         select: Int[Array, "b m"] | None = None,
     ) -> Cache:
-        """Write what `extend` returned. It gives up `cache`.
+        """Write what `extend` returned. `cache` is donated: do not use it afterwards.
 
         select: (b, m) which of the new tokens, in order, as indices; all when None
         counts: (b,) how many of those each text gets; all when None
@@ -179,7 +180,12 @@ class Llama:
         """
         inputs.check_cache(cache, self.config)
         counts, select = inputs.check_commit(cache, new, counts, select)
-        return self.write(cache, new, counts, select)
+        caches.wait_on_cpus(new, self.layout)
+        written = [
+            caches.append(cached, pair, cache.lengths, counts, select, layout=self.layout)
+            for cached, pair in zip(cache.layers, new, strict=True)
+        ]
+        return Cache(*zip(*written, strict=True), caches.advance(cache.lengths, counts))
 
     def step(
         self,
@@ -188,17 +194,15 @@ class Llama:
         *,
         counts: Int[Array, " b"] | None = None,
     ) -> tuple[Float[Array, "b l vocabulary"], Cache]:
-        """`extend` and `commit` at once: (logits, cache). It gives up `cache`.
+        """`extend` and `commit` at once: (logits, cache). `cache` is donated: do not use it
+        afterwards.
 
         counts: (b,) how many of the tokens are real, the rest of a row being padding
 
-        Raises ValueError, before any work, for arguments that do not fit, or no room.
+        Raises ValueError for arguments that do not fit, or no room; the cache is then untouched.
         """
-        tokens = inputs.check_tokens(tokens, self.config.vocabulary, self.layout)
-        inputs.check_cache(cache, self.config)
-        counts = inputs.check_counts(counts, tokens.shape[1], cache)
         logits, new = self.extend(tokens, cache)
-        return logits, self.write(cache, new, counts)
+        return logits, self.commit(cache, new, counts=counts)
 
     def read_out(
         self, x: Float[Array, "b l width"], last: Int[Array, " b"] | None = None
@@ -208,32 +212,17 @@ class Llama:
         return layers.read_out(x, w.norm, w.head, last, epsilon=self.config.norm_epsilon)
 
     def run_layers(
-        self, tokens, cache: Cache, positions, mask=None, *, last=None, see_cache: bool = True
-    ) -> tuple[Float[Array, "b _ width"], NewEntries]:
-        """(the last layer's output, what all layers have to write), of checked arguments.
-
-        last:      (b,) the one token of each row whose output is wanted; None: of all
-        see_cache: whether there is something in it to see
-        """
+        self, tokens, cache: Cache, positions, mask=None, *, see_cache: bool = True
+    ) -> tuple[Float[Array, "b l width"], NewEntries]:
+        """`hidden_states`, of checked arguments. see_cache: whether there is something in it."""
         w = self.weights
         x, rotation = layers.embed(tokens, positions, w.embedding, w.frequencies)
         new = []
-        for i, (layer, cached) in enumerate(zip(w.layers, cache.layers, strict=True)):
-            options = {"mask": mask, "last": last if i == self.config.layers - 1 else None}
-            if see_cache:
-                options |= {"cached": cached, "lengths": cache.lengths}
-            x, pair = layers.extend_layer(x, layer, rotation, static=self.static, **options)
+        for layer, cached in zip(w.layers, cache.layers, strict=True):
+            seen = {"cached": cached, "lengths": cache.lengths} if see_cache else {}
+            x, pair = layers.extend_layer(x, layer, rotation, mask=mask, static=self.static, **seen)
             new.append(pair)
         return x, tuple(new)
-
-    def write(self, cache: Cache, new: NewEntries, counts, select=None) -> Cache:
-        """`commit`, of checked arguments."""
-        caches.wait_on_cpus(new, self.layout)
-        written = [
-            caches.append(cached, pair, cache.lengths, counts, select, layout=self.layout)
-            for cached, pair in zip(cache.layers, new, strict=True)
-        ]
-        return Cache(*zip(*written, strict=True), caches.advance(cache.lengths, counts))
 
     @functools.cached_property
     def layout(self) -> Layout:

@@ -10,7 +10,6 @@ from treeattn_llama.cache import Cache
 
 CHUNK = 1024  # tokens of each prompt that go through the layers at a time
 FEWEST = 16  # tokens of a chunk: shorter ones are filled up
-LONG = 128  # tokens: in longer chunks the last layer is cut short
 
 Read = tuple[Float[Array, "b vocabulary"], Cache]  # (logits after each prompt, the cache)
 
@@ -69,12 +68,9 @@ def in_chunks(model, prompts: list[list[int]], lengths: np.ndarray, cache: Cache
         counts = np.clip(lengths - start, 0, size)
         piece = tokens[:, start : start + size]
         positions = np.asarray(cache.lengths)[:, None] + np.arange(size, dtype=np.int32)
-        # In a long piece the last layer computes only what is read of it. In a short one that would
-        # save less than it takes to compile.
-        last = counts - 1 if size > LONG else None
         see_cache = start > 0 or not empty
-        x, new = model.run_layers(piece, cache, positions, last=last, see_cache=see_cache)
-        cache = model.write(cache, new, counts)
+        x, new = model.run_layers(piece, cache, positions, see_cache=see_cache)
+        cache = model.commit(cache, new, counts=counts)
         seen = model.read_out(x, counts - 1)
         logits = seen if logits is None else jnp.where(counts[:, None] > 0, seen, logits)
     return logits, cache

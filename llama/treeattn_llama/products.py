@@ -4,7 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from treeattn_llama.arguments import Array
 
@@ -32,13 +32,6 @@ def linear(
         y = jnp.einsum("od,...d->o...", matrix, x, preferred_element_type=dtype)
         y = jnp.moveaxis(y, 0, -1)
     return (y if bias is None else y + bias).astype(dtype or x.dtype)
-
-
-def take_token(x: Float[Array, "b l ..."], last: Int[Array, " b"]) -> Float[Array, "b 1 ..."]:
-    """Token last[row] of every row; its first where `last` is −1, and its only one
-    whatever `last` is."""
-    last = jnp.clip(last, 0, x.shape[1] - 1).reshape(-1, *[1] * (x.ndim - 1))
-    return jnp.take_along_axis(x, last, axis=1)
 
 
 def rms_norm(

@@ -19,8 +19,8 @@ class Sampling:
     to their `nucleus`; at temperature 0 the likeliest is taken.
 
     key: of a whole text. Its new token number i is drawn with a key made of this and i, so that the
-    text is the same however many tokens a call of the model confirms. Of several texts, each has
-    keys of its own: no text's draw computes another's.
+    text is the same however many tokens a call of the model confirms. Of several texts, the
+    first has the keys that it would have alone, and every other has keys of its own.
 
     Raises ValueError for a temperature below 0, a top_k below 1, a top_p outside (0, 1], and a
     temperature above 0 without a key; TypeError for what is no number, and no key.

@@ -2,24 +2,27 @@
 
     beam, scores = draft_candidate_tokens(draft, certain=last)
     packed, mask, offsets, unpack_map = pack(beam, candidate_lengths(scores))
-    logits, keys = model.extend(packed, cache, positions=context + offsets, mask=mask)
+    logits, new = model.extend(packed, cache, positions=context[:, None] + offsets, mask=mask)
     verified, verified_scores = (unpack(x, unpack_map) for x in likeliest(logits))
     tokens = accept_candidate_tokens(beam, scores, verified, verified_scores)
-    cache = model.commit(cache, keys, select=tokens.nodes(unpack_map), counts=tokens.counts)
+    cache = model.commit(cache, new, select=tokens.nodes(unpack_map), counts=tokens.counts)
 
-A model's call for several tokens takes hardly longer than for one, where reading its weights and
-its cache is what takes the time. So a draft guesses what may follow, and one call says what the
-model itself would say after each guess. The guesses that it would have made are accepted: the text
-is the one that the model writes alone, in fewer calls. `Writer` is these lines in a loop.
+A model's call for one token mostly waits for its weights and its cache to be read from memory. A
+call for several tokens reads them once for all. So a draft guesses what may follow, and one call
+says what the model itself would say after each guess. The guesses that it would have made are
+accepted: the text is the one that the model writes alone, in fewer calls. (Up to rounding: where
+two tokens are as good as equally likely, a call of another size may take the other one.)
 
-Between two calls the cache holds every token of a text but the last: `context` of them. The `last`
-one is certain, but the model has not read it: it goes with the next call, as the first token of
-every candidate.
+`Writer` runs these steps in a loop, with tokens that are likeliest or drawn. Between two calls the
+cache holds every token of a text but the last: `context` (B,) of them. The `last` one is certain,
+but the model has not read it yet: it goes with the next call, as the first token of every
+candidate.
 
 Arrays of candidates are (B, M, C): texts of a batch, candidates of a text, tokens of a candidate.
 Candidates of different lengths lie in one array, with scores of −∞ after their ends.
 """
 
+import dataclasses
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -42,34 +45,38 @@ class Draft(Protocol):
     """
 
     def observe(self, texts: list[list[int]]) -> None:
-        """The texts so far, every token of them certain: lists of its own, to keep or to change."""
+        """The texts so far, every token of them certain. The lists are copies: the draft may keep
+        or change them."""
 
     def propose(self, budget: int) -> tuple[Any, Any]:
         """(beam, scores), both (B, M, C): candidates for each text, the best ones first.
 
-        beam:   token ids; of all candidates' prefixes the first `budget` are kept
+        budget: how many tokens the next call verifies for each text. A prefix that candidates share
+                counts once, and what is proposed beyond the budget is cut off
+        beam:   token ids
         scores: the log-probability that the draft gives each token after those before it; −∞ where
-                a candidate has ended
+                a candidate has ended. Nothing else is read of them
         """
 
 
 def draft_candidate_tokens(
     draft: Draft,
     *,
+    certain: Integer[Array, " b"],
     budget: int = 7,
-    certain: Integer[Array, " b"] | None = None,
     vocabulary: int | None = None,
 ) -> tuple[Int[np.ndarray, "b m c"], Float[np.ndarray, "b m c"]]:
-    """(beam, scores), both (B, M, C): what the draft thinks may follow the texts it observed.
+    """(beam, scores), both (B, M, budget + 1): what the draft thinks may follow the texts that it
+    observed, after each text's certain token.
 
+    certain:    (B,) each text's last token, the first of all its candidates, with a score of 0;
+                every text has a candidate, if only this token
     budget:     how many different prefixes of candidates are kept, candidate by candidate, the
                 certain token not counted
-    certain:    (B,) each text's last token, which becomes the first of its candidates, with a score
-                of 0; every text then has a candidate, if only this token
     vocabulary: the model's, to check the draft's tokens against
 
-    Raises TypeError for what is no proposal, and ValueError for tokens outside the vocabulary, for
-    scores whose shape does not fit or that are NaN or above 0. The errors name the draft.
+    Raises TypeError for what is no proposal, and ValueError for tokens outside the vocabulary and
+    for scores that do not fit. The errors name the draft.
     """
     budget = integer("budget", budget, 0)
     found = draft.propose(budget)
@@ -77,7 +84,7 @@ def draft_candidate_tokens(
         if not isinstance(found, tuple | list) or len(found) != 2:
             raise TypeError(f"expected (beam, scores), got {type(found).__name__} {found!s:.40}")
         beam, scores = _checked_beam(*found, vocabulary)
-        if certain is not None and len(beam) != len(certain):
+        if len(beam) != len(certain):
             raise ValueError(f"expected candidates for {len(certain)} texts, got {len(beam)}")
     except (TypeError, ValueError) as error:
         raise type(error)(f"draft: {type(draft).__name__} proposed: {error}") from None
@@ -85,7 +92,17 @@ def draft_candidate_tokens(
     # before what goes on with it, so that the first `budget` of them are whole beginnings.
     node = pack(beam, candidate_lengths(scores)).unpack_map
     scores = np.where(node < budget, scores, -np.inf)
-    return (beam, scores) if certain is None else _after_certain(beam, scores, certain)
+    batch, rows, width = beam.shape
+    kept = min(width, budget)  # no candidate has more nodes
+    tokens = np.zeros((batch, max(rows, 1), budget + 1), np.int32)
+    log = np.full(tokens.shape, -np.inf)
+    tokens[..., 0] = np.asarray(certain)[:, None]
+    tokens[:, :rows, 1 : kept + 1] = beam[..., :kept]
+    log[:, :rows, 1 : kept + 1] = scores[..., :kept]
+    goes_on = (log[..., 1:] > -np.inf).any(axis=2)
+    goes_on[:, 0] = True  # one of them stays, if only for the certain token
+    log[..., 0] = np.where(goes_on, 0.0, -np.inf)
+    return tokens, log
 
 
 def candidate_lengths(scores: Float[Array, "b m c"]) -> Int[np.ndarray, "b m"]:
@@ -95,7 +112,7 @@ def candidate_lengths(scores: Float[Array, "b m c"]) -> Int[np.ndarray, "b m"]:
 
 
 def _checked_beam(beam, scores, vocabulary: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """A beam's tokens in int32 and its scores, or an error."""
+    """A beam's tokens in int32, 0 after a candidate's end, and its scores; or an error."""
     beam = np.asarray(integers("beam", beam, (None, None, None)))
     scores = _checked_scores("scores", scores, beam.shape)
     real = np.arange(beam.shape[2]) < candidate_lengths(scores)[..., None]
@@ -107,38 +124,22 @@ def _checked_beam(beam, scores, vocabulary: int | None = None) -> tuple[np.ndarr
 
 
 def _checked_scores(name: str, scores, shape: tuple[int, ...]) -> np.ndarray:
-    """The scores as float64, or an error."""
-    scores = np.asarray(as_array(name, scores), np.float64)
+    """The scores as an array, or an error unless there is one for each token."""
+    scores = np.asarray(as_array(name, scores))
     if scores.shape != shape:
         raise ValueError(f"{name}: expected a score for each token, {shape}, got {scores.shape}")
-    if not (scores <= 1e-5).all():  # as far as rounding goes; nor is a NaN
-        raise ValueError(f"{name}: expected logarithms of probabilities, got NaN or one above 0")
-    return np.minimum(scores, 0)
-
-
-def _after_certain(beam, scores, certain) -> tuple[np.ndarray, np.ndarray]:
-    """The candidates with a certain token (B,) before each, and at least one for every text."""
-    batch, rows, width = beam.shape
-    full = np.zeros((batch, max(rows, 1), width + 1), np.int32)
-    log = np.full(full.shape, -np.inf)
-    full[..., 0] = np.asarray(certain)[:, None]
-    full[:, :rows, 1:] = beam
-    log[:, :rows, 1:] = scores
-    goes_on = (log[..., 1:] > -np.inf).any(axis=2)
-    goes_on[:, 0] = True  # one of them stays, if only for the certain token
-    log[..., 0] = np.where(goes_on, 0.0, -np.inf)
-    return full, log
+    return scores
 
 
 # Pack
 
 
 def pad_packed(packed: PackedBeam, size: int) -> PackedBeam:
-    """The same nodes, and padding that nobody sees, up to `size`. Each size of a call compiles
-    programs of its own: let there be few."""
-    tokens, mask, offsets, unpack_map = map(np.asarray, packed)
+    """The tree with padding up to `size` nodes, which see nothing and are seen by none. Each size
+    of a call compiles its own programs, so use few sizes."""
+    tokens, mask, offsets, unpack_map = packed
     more = (0, size - tokens.shape[1])
-    tokens, offsets = (np.pad(x, [(0, 0), more]).astype(np.int32) for x in (tokens, offsets))
+    tokens, offsets = (np.pad(x, [(0, 0), more]) for x in (tokens, offsets))
     return PackedBeam(tokens, np.pad(mask, [(0, 0), more, more]), offsets, unpack_map)
 
 
@@ -147,7 +148,7 @@ def call_size(nodes: int, budget: int) -> int:
     size = 1
     while size < nodes:
         size *= 4
-    return min(size, max(budget, nodes))
+    return min(size, budget)
 
 
 # Verify
@@ -167,34 +168,25 @@ def likeliest(
 
 
 class Accepted(list):
-    """The tokens that each text goes on with, a list for each; and which candidate has them.
+    """The tokens that each text goes on with, a list for each; and which candidate they follow.
 
     candidates: (B,) the one whose beginning was accepted, as a row of the beam
-    counts:     (B,) how many of its tokens were, a certain first one included: those whose keys
-                belong in the cache, 0 where a text has no candidates
+    counts:     (B,) how many of its nodes were, the certain one included: those whose keys belong
+                in the cache, as many as the text has new tokens
     """
 
     def __init__(self, tokens: list[list[int]], candidates, counts):
         super().__init__(tokens)
-        self.candidates = np.array(candidates, np.int32)
-        self.counts = np.array(counts, np.int32)
+        self.candidates = candidates
+        self.counts = counts
 
-    def nodes(
-        self, unpack_map: Int[Array, "b m c"], width: int | None = None
-    ) -> Int[np.ndarray, "b width"]:
-        """The packed nodes of what was accepted, in order, 0 after the first `counts` of a row:
-        [[0, 1, 4, 0]] where counts is [3].
+    def nodes(self, unpack_map: Int[Array, "b m c"]) -> Int[np.ndarray, "b c"]:
+        """The accepted candidate's packed nodes, of which the first `counts` were accepted.
 
-        unpack_map: as from `pack`; width: of the result, the beam's when None
+        unpack_map: as from `pack`
         """
         unpack_map = integers("unpack_map", unpack_map, (len(self), None, None))
-        width = unpack_map.shape[2] if width is None else width
-        width = integer("width", width, int(self.counts.max(initial=0)))
-        found = np.zeros((len(self), width), np.int32)
-        for b, count in enumerate(self.counts.tolist()):
-            if count:
-                found[b, :count] = unpack_map[b, self.candidates[b], :count]
-        return found
+        return np.asarray(unpack_map)[np.arange(len(self)), self.candidates]
 
 
 def accept_candidate_tokens(
@@ -210,59 +202,42 @@ def accept_candidate_tokens(
                      likeliest or drawn: one for each prefix, whichever candidate it is read from
     verified_scores: (B, M, C) its log-probability
 
-    The result is the longest path along which candidates are the model's own tokens, without the
-    certain one: one token at least for each text that has a candidate, at most C. Scores decide
-    nothing, since a text must not depend on who drafted it; they say where candidates end.
+    Candidates are followed as far as each token is the model's own after those before it. What the
+    longest such path says after the certain token is accepted, and the model's token after it is
+    new: one token at least for each text that has a candidate, at most C. Scores decide nothing,
+    since a text must not depend on who drafted it; they say where candidates end.
 
-    Raises ValueError when shapes do not fit, a score is NaN or above 0, a finite one follows −∞, or
-    a verified one is not finite.
+    Raises ValueError when shapes do not fit, or a finite score follows −∞.
     """
     beam, scores = _checked_beam(beam, scores)
     verified = np.asarray(integers("verified_beam", verified_beam, beam.shape))
-    verified_scores = _checked_scores("verified_scores", verified_scores, beam.shape)
-    if not np.isfinite(verified_scores[scores > -np.inf]).all():
-        raise ValueError("verified_scores: expected finite ones, got −∞ at a candidate's token")
+    _checked_scores("verified_scores", verified_scores, beam.shape)
     return accept(beam, candidate_lengths(scores), verified)
 
 
 def accept(
     beam: Int[np.ndarray, "b m c"], lengths: Int[np.ndarray, "b m"], verified: np.ndarray
 ) -> Accepted:
-    """`accept_candidate_tokens`, of arrays that are known to fit."""
-    walks = [_longest_path(*text) for text in zip(beam, lengths, verified, strict=True)]
-    return Accepted(
-        [tokens for _, tokens in walks], [m for m, _ in walks], [len(t) for _, t in walks]
-    )
+    """`accept_candidate_tokens`, of arrays that are known to fit.
 
-
-def _longest_path(beam, lengths, verified) -> tuple[int, list[int]]:
-    """(candidate, the model's tokens along it) for one text: (1, [3, 6, 9]) for [7, 3, 5] and
-    [7, 3, 6], and a model that says 3 after 7, 6 after 3, and 9 after 6."""
-    alive = np.flatnonzero(lengths > 0)
-    tokens = []
-    while len(alive):
-        m = int(alive[0])
-        tokens.append(int(verified[m, len(tokens)]))
-        c = len(tokens)
-        further = alive[lengths[alive] > c]
-        alive = further[beam[further, c] == tokens[-1]] if len(further) else further
-    return (m, tokens) if tokens else (0, [])
+    For [7, 3, 5] and [7, 3, 6], and a model that says 3 after 7, 6 after 3, and 9 after 6, the
+    second candidate's three nodes are accepted, and the text goes on with 3, 6, 9.
+    """
+    batch, rows, width = beam.shape
+    if rows == 0:
+        nothing = np.zeros(batch, np.int32)
+        return Accepted([[] for _ in range(batch)], nothing, nothing)
+    right = beam[..., 1:] == verified[..., :-1]
+    right &= np.arange(1, width) < lengths[..., None]
+    counts = np.where(lengths > 0, 1 + np.cumprod(right, axis=2).sum(axis=2), 0)
+    candidates = counts.argmax(axis=1)
+    counts = counts.max(axis=1)
+    says = verified[np.arange(batch), candidates]
+    tokens = [row[:n].tolist() for row, n in zip(says, counts, strict=True)]
+    return Accepted(tokens, candidates, counts)
 
 
 # Commit, and the loop
-
-
-class Step(NamedTuple):
-    """One model call after the prompts. Tuples have an entry for each text, 0 where it was over.
-
-    size:  tokens of the call for each text, with padding
-    nodes: real ones, the certain token included
-    new:   tokens that the text got: those accepted, and the model's own after them
-    """
-
-    size: int
-    nodes: tuple[int, ...]
-    new: tuple[int, ...]
 
 
 class State(NamedTuple):
@@ -270,49 +245,53 @@ class State(NamedTuple):
     old one at once: whoever interrupts finds one of the two.
 
     texts: prompts and what was written so far
-    over:  which of them are
+    over:  whether each text has ended
     cache: of all tokens but each text's last; None: the texts have to be read (again)
-    new:   what was written last
-    trace: every step so far
+    new:   what the last call has brought each text
+    steps: calls after the texts were read
     """
 
     texts: tuple[list[int], ...]
     over: tuple[bool, ...]
     cache: Cache | None = None
     new: tuple[list[int], ...] = ()
-    trace: tuple[Step, ...] = ()
+    steps: int = 0
 
 
+@dataclasses.dataclass(eq=False)
 class Writer:
     """An iterator over the calls of the model: for each, the new ids of each text (a list of lists,
     [] where it is over).
 
     model:    a `Llama`
     prompts:  lists of token ids
-    ending:   what ends a text: `text.Ending`
-    sampling: how tokens are taken from logits
+    ending:   says where a text ends (`text.Ending`): `at(new, before)` is how many of its new ids
+              belong to it, if it ends within those after the first `before`, else None
+    sampling: takes tokens from logits (`sampling.Sampling`)
     capacity: of the cache, in tokens
     draft:    a `Draft`, or None
     budget:   the tokens of one call, the certain one included
 
-    Nothing is kept between texts but compiled programs. An interrupt at any point loses no token:
-    the next call goes on from the last state.
+    Nothing is kept between texts but compiled programs. An interrupt while a call is made loses no
+    token: the next one goes on from the last state.
     """
 
-    def __init__(self, model, prompts, ending, sampling, capacity, draft, budget):
-        self.model = model
-        self.ending = ending
-        self.sampling = sampling
-        self.capacity = capacity
-        self.draft = draft
-        self.budget = budget
-        self.begin = np.array([len(prompt) for prompt in prompts])
-        self.state = State(tuple(map(list, prompts)), (False,) * len(prompts))
+    model: Any
+    prompts: list[list[int]]
+    ending: Any
+    sampling: Any
+    capacity: int
+    draft: Draft | None
+    budget: int
+
+    def __post_init__(self):
+        self.begin = np.array([len(prompt) for prompt in self.prompts])
+        self.state = State(tuple(map(list, self.prompts)), (False,) * len(self.prompts))
 
     @property
-    def trace(self) -> tuple[Step, ...]:
-        """A `Step` for each call after the prompts, so far."""
-        return self.state.trace
+    def steps(self) -> int:
+        """Calls of the model after the texts were read, so far."""
+        return self.state.steps
 
     def __iter__(self) -> "Writer":
         return self
@@ -320,8 +299,10 @@ class Writer:
     def __next__(self) -> list[list[int]]:
         if all(self.state.over):
             raise StopIteration
-        self.state = self._read() if self.state.cache is None else self._step()
-        return list(map(list, self.state.new))
+        state = self._read() if self.state.cache is None else self._step()
+        new = list(map(list, state.new))
+        self.state = state  # and nothing after it, where an interrupt would lose what is new
+        return new
 
     def _read(self) -> State:
         """Read the texts, and write the token after each."""
@@ -337,7 +318,6 @@ class Writer:
         context = self._lengths() - 1  # what the cache holds
         beam, lengths = self._candidates()
         packed = pack(beam, lengths)
-        nodes = packed.attention_mask.diagonal(axis1=1, axis2=2).sum(axis=1)
         packed = pad_packed(packed, call_size(packed.packed_beam.shape[1], self.budget))
         tokens, mask, offsets, unpack_map = packed
         logits, keys = self.model.extend(
@@ -350,11 +330,10 @@ class Writer:
         cache = self.state.cache
         # `commit` gives the cache up: after an interrupt from here on the texts are read anew.
         self.state = self.state._replace(cache=None)
-        select = accepted.nodes(unpack_map, tokens.shape[1])
-        cache = self.model.commit(cache, keys, select=select, counts=accepted.counts)
+        nodes = accepted.nodes(unpack_map)
+        cache = self.model.commit(cache, keys, select=nodes, counts=accepted.counts)
         state = self._after(accepted, cache)
-        step = Step(tokens.shape[1], tuple(nodes.tolist()), tuple(map(len, state.new)))
-        return state._replace(trace=(*state.trace, step))
+        return state._replace(steps=state.steps + 1)
 
     def _candidates(self) -> tuple[np.ndarray, np.ndarray]:
         """(beam, lengths) after each text's certain last token, no more than there is room for; a
@@ -362,12 +341,12 @@ class Writer:
         texts = self.state.texts
         over = np.array(self.state.over)
         certain = np.array([text[-1] for text in texts], np.int32)
-        if self.draft is None or self.budget == 1:
+        if self.draft is None:
             return certain[:, None, None], (~over)[:, None].astype(np.int32)
         self.draft.observe([list(text) for text in texts])
         vocabulary = self.model.config.vocabulary
         beam, scores = draft_candidate_tokens(
-            self.draft, budget=self.budget - 1, certain=certain, vocabulary=vocabulary
+            self.draft, certain=certain, budget=self.budget - 1, vocabulary=vocabulary
         )
         room = self.capacity + 1 - self._lengths()  # of the certain token and its candidates
         lengths = np.minimum(candidate_lengths(scores), room[:, None])
@@ -376,7 +355,7 @@ class Writer:
     def _after(self, tokens: list[list[int]], cache: Cache) -> State:
         """The state after the texts have gone on with these tokens, up to where they end."""
         state = self.state
-        texts, over, told = [], [], []
+        texts, over, added = [], [], []
         for b, text in enumerate(state.texts):
             written = text[self.begin[b] :]
             new = [] if state.over[b] else tokens[b]
@@ -385,8 +364,8 @@ class Writer:
                 new = new[: end - len(written)]
             texts.append(text + new)
             over.append(state.over[b] or end is not None)
-            told.append(new)
-        return state._replace(texts=tuple(texts), over=tuple(over), cache=cache, new=tuple(told))
+            added.append(new)
+        return state._replace(texts=tuple(texts), over=tuple(over), cache=cache, new=tuple(added))
 
     def _lengths(self) -> Int[np.ndarray, " b"]:
         return np.array([len(text) for text in self.state.texts])

@@ -12,13 +12,11 @@ from treeattn_llama.inputs import Ids
 from treeattn_llama.lookup import LookupDraft
 from treeattn_llama.model import Llama
 from treeattn_llama.sampling import sampling_of
-from treeattn_llama.speculate import Draft, Step, Writer
+from treeattn_llama.speculate import Draft, Writer
 from treeattn_llama.tokenizer import Tokenizer
 
 Prompt = str | Ids
 Stop = str | SupportsIndex | Sequence[str | SupportsIndex]
-
-DRAFTS = {"lookup": LookupDraft}
 
 
 def stream(
@@ -41,18 +39,19 @@ def stream(
     Yields for each call the new ids of each prompt, a list of lists: the first call reads the
     prompts, and gives each text one token; without a draft, so does every call after it, [[5],
     [17]] for two prompts; with one, a call may confirm several, [[5, 8, 2], [17]]. A text that is
-    over gets []. What is returned has a `trace`, too: a `Step` for each call after the prompts.
+    over gets []. What is returned counts its calls after the prompts, too: `steps`.
 
     prompts:     a text, a list of token ids, or a list of either
     draft:       None (plain decoding); "lookup" (`LookupDraft`); or an object of yours that
                  observes and proposes (`Draft`)
     budget:      tokens of one call, the certain one included: a budget of 8 asks the draft for 7.
-                 A call costs what was drafted: programs are compiled for 1, 4, 16, … tokens
+                 A call costs what was drafted: programs are compiled for 1, 4, 16, … tokens, and
+                 for the budget itself
     temperature: 0 is greedy; above it tokens are drawn, with a `seed` or a `key` of JAX's
     top_k:       draws come from so many likeliest tokens
     top_p:       draws come from the fewest tokens whose probabilities reach this
-    stop:        what ends a text: token ids, which take the place of the checkpoint's own, and are
-                 yielded as well; or strings, at whose last token it ends
+    stop:        what ends a text: strings, at whose last token it ends; or token ids, which take
+                 the place of the checkpoint's own, and are yielded as well ([]: nothing ends it)
     capacity:    of the cache, in tokens; by default what all of this needs, rounded up so that
                  texts of other lengths run the same compiled programs
 
@@ -63,7 +62,7 @@ def stream(
     Raises, before any work, ValueError or TypeError for a wrong argument, such as a capacity that
     is less than the longest prompt and max_new_tokens need; later for a proposal that is none.
     """
-    prompts = prompt_ids(model, prompts)[0]
+    prompts = prompt_ids(model, prompts)
     inputs.check_rows("prompts", model.layout, len(prompts))
     most = integer("max_new_tokens", max_new_tokens, 1)
     needed = max(map(len, prompts)) + most - 1
@@ -89,30 +88,29 @@ class Generation(NamedTuple):
 
     text:   what was written, without a string that stopped it; None without a tokenizer
     tokens: the new ids
-    steps:  model calls after the prompts; trace: what happened in each of them
+    steps:  calls of the model after the prompts
     """
 
     text: str | list[str | None] | None
     tokens: list[int] | list[list[int]]
     steps: int
-    trace: tuple[Step, ...] = ()
 
 
 def generate(model: Llama, prompt: Prompt | Sequence[Prompt], **options) -> Generation:
     """Continue a prompt (a text, or a list or array of token ids), or several (a list of either).
 
-    options and errors: as in `stream`, all of which is collected
+    Collects what `stream` yields, and takes the same options.
     """
-    prompts, single = prompt_ids(model, prompt)
+    prompts = prompt_ids(model, prompt)
     calls = stream(model, prompts, **options)
     tokens = [[] for _ in prompts]
     for new in calls:
         for text, ids in zip(tokens, new, strict=True):
             text += ids
     texts = [calls.ending.text(ids) for ids in tokens]
-    if single:
+    if _is_one(prompt):
         (texts,), (tokens,) = texts, tokens
-    return Generation(texts, tokens, len(calls.trace), calls.trace)
+    return Generation(texts, tokens, calls.steps)
 
 
 def chat(model: Llama, messages: str | list[dict[str, str]], **options) -> Iterator[str]:
@@ -141,13 +139,12 @@ def pieces(tokenizer: Tokenizer, calls: Iterable[list[list[int]]]) -> Iterator[s
     yield whole[shown:]
 
 
-def prompt_ids(model: Llama, prompt: Prompt | Sequence[Prompt]) -> tuple[list[list[int]], bool]:
-    """(the prompts as lists of ids, whether there was only one, by itself)."""
-    single = isinstance(prompt, str) or _is_ids(prompt)
-    prompts = [prompt] if single else prompt
+def prompt_ids(model: Llama, prompt: Prompt | Sequence[Prompt]) -> list[list[int]]:
+    """The ids of each prompt, of one or of several."""
+    prompts = [prompt] if _is_one(prompt) else prompt
     if isinstance(prompts, list | tuple):
         prompts = [_encode(model, x) if isinstance(x, str) else x for x in prompts]
-    return inputs.check_prompts(prompts, model.config.vocabulary), single
+    return inputs.check_prompts(prompts, model.config.vocabulary)
 
 
 def _encode(model: Llama, text: str) -> list[int]:
@@ -157,8 +154,10 @@ def _encode(model: Llama, text: str) -> list[int]:
     return ids
 
 
-def _is_ids(prompt) -> bool:
-    """Whether these are token ids, and not lists of them, or texts."""
+def _is_one(prompt) -> bool:
+    """Whether this is one prompt, a text or token ids, and not a list of prompts."""
+    if isinstance(prompt, str):
+        return True
     try:
         return len(prompt) > 0 and not isinstance(prompt[0], str) and np.ndim(prompt[0]) == 0
     except (TypeError, KeyError, ValueError):  # `check_prompts` says what is wrong
@@ -176,25 +175,22 @@ def make_draft(draft: str | Draft | None) -> Draft | None:
     """The draft of that name, or the object itself; an error for what is neither."""
     if isinstance(draft, type):
         raise TypeError(f"draft: expected an object, got a class: pass {draft.__name__}()")
-    if isinstance(draft, str):
-        if draft not in DRAFTS:
-            known = f"one of {tuple(DRAFTS)}, or an object that observes and proposes"
-            raise ValueError(f"draft: expected {known}, got {draft!r:.40}")
-        return DRAFTS[draft]()
-    if draft is not None:
-        for method in ("observe", "propose"):
-            if not callable(getattr(draft, method, None)):
-                kind = type(draft).__name__
-                raise TypeError(f"draft: expected an object with a method {method}, got {kind}")
-    return draft
+    if draft is None or isinstance(draft, Draft):
+        return draft
+    if draft == "lookup":
+        return LookupDraft()
+    expected = "None, 'lookup', or an object with methods observe and propose"
+    kind = ValueError if isinstance(draft, str) else TypeError
+    raise kind(f"draft: expected {expected}, got {draft!r:.40}")
 
 
 def _rounded(tokens: int, context: int) -> int:
     """A cache's room for so many tokens, or more: each room compiles a step's programs anew, and a
-    few rooms serve texts of all lengths. What is not in use of them is not read.
+    few rooms serve texts of all lengths. Room that is not in use is not read.
 
-    A power of two from 128 to 1,024, then a multiple of a quarter of the one below; no more than
-    the model's `context`, unless it is asked for: 130 tokens get 256, 3,000 get 3,072.
+    A power of two from 128 to 1,024, and above that a multiple of a quarter of the next lower power
+    of two; no more than the model's `context`, unless that is asked for: 130 tokens get 256, 3,000
+    get 3,072.
     """
     power = 1 << (tokens - 1).bit_length()
     step = power if power <= 1024 else power // 8
