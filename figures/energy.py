@@ -142,14 +142,17 @@ def energy_landscape() -> Figure:
     left.annotate(
         "∇F(0), a third as long",
         attention / 3,
-        (-44, 7),
-        textcoords="offset points",
+        (-1.25, 1.12),
         color=RED,
         fontsize=9,
+        arrowprops={"arrowstyle": "-", "color": RED, "lw": 0.8},
         bbox={"fc": "white", "lw": 0, "pad": 1},
     )
     left.set(
-        xlabel="ζ₁", ylabel="ζ₂", aspect="equal", title="Level lines of F, a slope without a floor"
+        xlabel="ζ₁",
+        ylabel="ζ₂",
+        aspect="equal",
+        title="Level lines of F: 0 is never reached",
     )
     right.plot(*attention, "X", color=RED, ms=8, zorder=5)
     right.annotate(
