@@ -55,7 +55,11 @@ def ring_and_tree(p: int = 8) -> Figure:
             tree.plot([place, above[i // 2]], [level, level + 1], color=BLUE, lw=1.4)
         places = above
         level = level + 1
-        tree.plot(places, [level] * len(places), "o", ms=9, mfc="white", mec=BLUE, mew=1.5)
+        tree.plot(
+            places, [level] * len(places), "o", ms=15, mfc="white", mec=BLUE, mew=1.5, zorder=3
+        )
+        for i, place in enumerate(places):  # the device that merges: the first of those below
+            tree.text(place, level, str(i << level), ha="center", va="center", fontsize=9, zorder=4)
     for i in range(p):
         _device(tree, i, 0, i)
     tree.text(-0.6, level + 0.1, "each line:\na state up,\nthe result down", va="top", fontsize=9)
@@ -66,7 +70,8 @@ def ring_and_tree(p: int = 8) -> Figure:
     return figure.describe(
         f"Left, {p} devices in a circle; thick arrows lead from each to the next, each a shard of "
         f"keys and values, in {p - 1} rounds. Right, the same devices as the leaves of a binary "
-        f"tree of {level} levels; along its thin lines states go up, and the result comes down."
+        f"tree of {level} levels, whose inner circles bear the number of the device that merges; "
+        "along its thin lines states go up, and the result comes down."
     )
 
 
