@@ -152,8 +152,8 @@ def _draw_tree(ax, step: int, fontsize: float = 8.5) -> None:
 
 
 STEPS = (
-    "Five words and a leaf without keys: m is a word's score, d = 1, n its value.",
-    "Round 1, pivots: each pair takes the larger m, and weights its children by exp(m − m′).",
+    "Five words and a leaf without keys. In each box: m, a word's score; d = 1; n, its value.",
+    "Round 1, pivots: each pair takes its larger m as m′, and weights its children by exp(m − m′).",
     "Round 1, sums: the weighted d and n add up. No keys weigh 0.",
     "Round 2, pivots: log 4 wins; the third state has no partner and goes on as it is.",
     "Round 2, sums.",
