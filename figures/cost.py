@@ -8,7 +8,7 @@ from figures.canvas import styled
 from figures.printed import TableRow
 from figures.style import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, Figure, new_figure
 
-# Name, latency in seconds, bytes a second in one direction: data sheets, latencies assumed.
+# Name, latency in seconds (assumed), bytes per second in one direction (data sheets).
 LINKS = (
     ("NVLink 4", 0.6e-6, 450e9, BLUE, "-"),
     ("xGMI (MI300X)", 0.6e-6, 64e9, GREEN, "--"),
@@ -23,11 +23,11 @@ ATTENDING = CHUNK / 3.35e12  # seconds in which an H100 reads that chunk
 
 @styled
 def links() -> Figure:
-    """Time of one message by its size, over each link: 2024 Figure 2, from data sheets."""
+    """Time of one message by its size, over each link: 2024 Figure 2, with assumed latencies."""
     figure, axes = new_figure(7.0, 3.7)
     size = np.logspace(3, 10, 200)
     for name, latency, bandwidth, colour, dashes in LINKS:
-        label = f"{name}: {latency * 1e6:g} µs, {bandwidth / 1e9:g} GB/s"
+        label = f"{name}: {latency * 1e6:g} µs (assumed), {bandwidth / 1e9:g} GB/s"
         axes.loglog(size, latency + size / bandwidth, dashes, color=colour, label=label)
     small = {"textcoords": "offset points", "va": "top", "fontsize": 8.5}
     notes = ((CHUNK, "80,000 keys\nand values", -4, "right"), (STATE, "a state", 4, "left"))
@@ -59,21 +59,28 @@ def messages(panels: Mapping[str, Iterable[tuple]], node_size: int) -> Figure:
 
     panels: name -> (sender, receiver, start, arrival) of each message, in seconds
     """
-    figure, axes = new_figure(8.6, 3.3, ncols=len(panels), sharey=True)
+    rows = -(-len(panels) // 2)
+    figure, axes = new_figure(
+        8.6, 2.3 * rows, nrows=rows, ncols=2, sharex=True, sharey=True, squeeze=False
+    )
     said = []
-    for ax, (name, sent) in zip(axes, panels.items(), strict=True):
+    for ax, (name, sent) in zip(axes.flat, panels.items(), strict=True):
         end = 0.0
         for a, b, start, arrival in sent:
             far = a // node_size != b // node_size
-            look = {"color": ORANGE, "ls": "--"} if far else {"color": BLUE}
-            ax.plot([1e6 * start, 1e6 * arrival], [a, b], lw=0.9, **look)
+            look = {"color": ORANGE, "ls": "--", "lw": 1.4, "zorder": 3} if far else {"color": BLUE}
+            ax.plot([1e6 * start, 1e6 * arrival], [a, b], **{"lw": 0.9} | look)
             end = max(end, 1e6 * arrival)
-        ax.set(xlabel="µs", title=f"{name}: {end:.0f} µs", xlim=(0, None))
+        ax.set(title=f"{name}: {end:.0f} µs", xlim=(0, None))
         said.append(f"{name} ends after {end:.0f} microseconds")
-    axes[0].set_ylabel("device")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("device")
+    for ax in axes[-1]:
+        ax.set_xlabel("µs")
     return figure.describe(
         "Lines from sender and start to receiver and arrival, dashed where they cross between "
-        f"nodes. {'; '.join(said)}. The ring's lines wind around all devices, a tree's meet."
+        f"nodes; all panels have the same time axis. {'; '.join(said)}. The ring's lines wind "
+        "around all devices, a tree's meet."
     )
 
 
