@@ -17,6 +17,8 @@ TEXT = (
     "Rome is the capital of Italy, on the Tiber. When the train had left, the old man said: the "
     "capital of France is"
 )
+# On its side a comma would hardly be seen, with quotes or without.
+SIGNS = {",": "(comma)", ".": "(full stop)", ":": "(colon)"}
 
 
 @functools.cache
@@ -48,7 +50,7 @@ def striped_cache(lengths=(5, 13, 27), capacity: int = 32, p: int = 8) -> Figure
                 side.set_visible(False)
             fullest = used.sum(1).max()
             emptiest = used.sum(1).min()
-            ax.set_title(f"{n} tokens: {emptiest} to {fullest} a shard", fontsize=9)
+            ax.set_title(f"{n} tokens: {emptiest} to {fullest} per shard", fontsize=9)
         line[0].set_ylabel(f"{name}\ndevice")
     for ax in axes[-1]:
         ax.set_xlabel("row of the shard")
@@ -102,7 +104,8 @@ def head_over_shards(
     _emphasized(upper, weights, np.arange(len(ids)) % p == most)
     for i, weight in enumerate(weights):
         upper.text(i, weight + 0.006, str(i % p), ha="center", fontsize=7, color=INK)
-    upper.set_xticks(range(len(ids)), words, rotation=90, fontsize=8)
+    ticks = [SIGNS.get(word, word) for word in words]
+    upper.set_xticks(range(len(ids)), ticks, rotation=90, fontsize=8)
     upper.set(xlim=(-0.8, len(ids) - 0.2), ylabel="attention weight")
     upper.set_title(
         f"Layer {layer}, head {head}, after “… {' '.join(words[-4:])}”: most goes to “{words[top]}”"
