@@ -7,6 +7,7 @@ Each checkpoint is a good one with one thing replaced.
 import json
 import math
 import shutil
+import struct
 import types
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import gguf
 import numpy as np
 import pytest
 import safetensors.numpy
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_checkpoint import write_gguf
@@ -188,7 +190,102 @@ def test_indices_that_list_no_files(tmp_path, value):
     refuses(path, "weight_map")
 
 
+def test_a_stale_index_beside_the_whole_model(tmp_path):
+    path = Folder("llama3", tmp_path).path
+    stale = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(stale))
+    assert loads_or_says(path) is None
+
+
+def test_a_tensor_in_two_files(tmp_path):
+    path = Folder("llama3", tmp_path).path
+    (path / "model.safetensors").rename(path / "a.safetensors")
+    shutil.copy(path / "a.safetensors", path / "b.safetensors")
+    refuses(path, "is in a.safetensors, too")
+
+
+# What would be computed otherwise
+
+
+def test_fields_that_a_llama_has_not(folder):
+    refuses(folder.changed("is_causal", False), "is_causal")
+    rotary = folder.fields["rope_parameters"] | {"partial_rotary_factor": 0.5}
+    refuses(folder.write(folder.fields | {"rope_parameters": rotary}), "partial_rotary_factor")
+    rotary = {"full_attention": {"rope_type": "yarn", "factor": 4.0}}
+    refuses(folder.write(folder.fields | {"rope_parameters": rotary}), "full_attention")
+    linear = {"rope_type": "linear", "factor": 4.0}
+    refuses(folder.write(folder.fields | {"rope_scaling": linear}), "rope_parameters differ")
+
+
+def with_tensors(name: str, path: Path, change) -> Path:
+    """A copy of a checkpoint in one file, its tensors changed."""
+    folder = Folder(name, path).path
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    change(tensors)
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_a_tied_head_is_the_embedding(tmp_path):
+    def store(factor):
+        def change(tensors):
+            tensors["lm_head.weight"] = factor * tensors["model.embed_tokens.weight"]
+
+        return change
+
+    same = with_tensors("llama32", tmp_path / "same", store(1))
+    assert loads_or_says(same) is None
+    refuses(with_tensors("llama32", tmp_path / "other", store(2)), "lm_head.weight is not")
+
+
+@pytest.mark.parametrize("name", ["foo.lm_head.weight", "rope_freqs.weight"])
+def test_tensors_that_nothing_reads(tmp_path, name):
+    def change(tensors):
+        tensors[name] = np.ones(4, np.float32)
+
+    refuses(with_tensors("llama3", tmp_path, change), name)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_weights_that_are_no_numbers(tmp_path, name, value):
+    def change(tensors):
+        tensors[name].flat[3] = value
+
+    refuses(with_tensors("llama3", tmp_path, change), "expected finite numbers", name)
+
+
+def test_tokens_beyond_the_vocabulary(tmp_path):
+    path = Folder("llama3", tmp_path).path
+    words = tokenizers.models.WordLevel({"a": 0, "b": 5000}, "a")
+    tokenizers.Tokenizer(words).save(str(path / "tokenizer.json"))
+    refuses(path, "ids up to 5000")
+
+
 # The metadata of GGUF files
+
+
+def test_a_list_longer_than_its_file(tmp_path):
+    """It would be read without an end."""
+
+    def text(x):
+        return struct.pack("<Q", len(x)) + x
+
+    file = tmp_path / "x.gguf"
+    kind = text(b"general.architecture") + struct.pack("<I", 8) + text(b"llama")
+    listed = text(b"x") + struct.pack("<IIQ", 9, 0, 2**40)
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + kind + listed)
+    refuses(file, "truncated or corrupt GGUF file")
+
+
+def test_numbers_in_the_other_order(tmp_path, monkeypatch):
+    right = gguf.GGUFWriter
+
+    def big(path, arch):
+        return right(path, arch, endianess=gguf.GGUFEndian.BIG)
+
+    monkeypatch.setattr(gguf, "GGUFWriter", big)
+    refuses(write_gguf("llama3", tmp_path / "x.gguf"), "little-endian")
 
 
 TOKENS = ["<unk>", "<s>", "</s>", "a", "b", "ab", "▁", "c"]
@@ -230,6 +327,7 @@ METADATA = {
     "rope.freq_base": NOT_POSITIVE,
     "attention.layer_norm_rms_epsilon": NOT_POSITIVE,
     "rope.scaling.type": (3, ["linear"], {}, "yarn", True, b"none"),
+    "rope.scale_linear": NOT_POSITIVE,
     "expert_count": (1, "x", [1], 8, True),
 }
 
@@ -240,6 +338,18 @@ def test_wrong_metadata_of_a_model_is_named(changed, name):
     for value in METADATA[name]:
         sizes = OF_TENSORS if value in (2**31, 2**63, 10**30) else ()
         refuses(changed({f"llama.{name}": value}), f"llama.{name}", *words, *sizes)
+
+
+def test_a_factor_without_a_type_is_linear(changed):
+    """As in llama.cpp, by its older name, too."""
+    tokens = np.array([[1, 2, 3]])
+    plain = Llama.load(changed({})).logits(tokens)
+    linear = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    scaled = Llama.load(changed(linear)).logits(tokens)
+    assert abs(scaled - plain).max() > 1e-3
+    for name in ("llama.rope.scaling.factor", "llama.rope.scale_linear"):
+        found = Llama.load(changed({name: 4.0})).logits(tokens)
+        np.testing.assert_array_equal(found, scaled)
 
 
 def test_a_factor_without_a_number(changed):

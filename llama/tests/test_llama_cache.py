@@ -110,7 +110,8 @@ def test_prompts_of_several_lengths(one, dense, devices, monkeypatch):
     assert cache.lengths.tolist() == [5, 40, 1]
     check(logits, dense[[4, 39, 0]])
     # … and each goes on by itself, one of them not at all.
-    step, cache = model.step(TEXT[[5, 0, 1]][:, None], cache, counts=np.array([1, 0, 1]))
+    step, new = model.extend(TEXT[[5, 0, 1]][:, None], cache)
+    cache = model.commit(cache, new, counts=np.array([1, 0, 1]))
     assert cache.lengths.tolist() == [6, 40, 2]
     check(step[[0, 2], 0], dense[[5, 1]])
 
@@ -282,10 +283,6 @@ def test_token_rows_are_a_permutation():
         ({"positions": np.zeros((1, 2), np.int32)}, r"positions: expected integers \(1, 1\)"),
         ({"mask": np.ones((1, 1, 1))}, "mask: expected booleans"),
         ({"mask": np.ones((1, 2, 2), bool)}, "mask: expected booleans"),
-        ({"counts": np.array([1, 1])}, r"counts: expected integers \(1,\)"),
-        ({"counts": [6]}, "counts: expected numbers of tokens from 0 to 1, got 6"),
-        ({"counts": np.array([-3])}, "counts: expected numbers of tokens from 0 to 1, got -3"),
-        ({"counts": [0.5]}, r"counts: expected integers \(1,\)"),
     ],
 )
 def test_bad_steps(one, unchecked, arguments, message):
@@ -302,6 +299,10 @@ def test_bad_steps(one, unchecked, arguments, message):
         ({"select": [[0, 7]]}, "select: expected indices from 0 to 1, got 7"),
         ({"select": [[-1]]}, "select: expected indices from 0 to 1, got -1"),
         ({"select": [0]}, r"select: expected integers \(1, any\)"),
+        ({"counts": np.array([1, 1])}, r"counts: expected integers \(1,\)"),
+        ({"counts": [6]}, "counts: expected numbers of tokens from 0 to 2, got 6"),
+        ({"counts": np.array([-3])}, "counts: expected numbers of tokens from 0 to 2, got -3"),
+        ({"counts": [0.5]}, r"counts: expected integers \(1,\)"),
         ({"select": [[0]], "counts": [2]}, "counts: expected numbers of tokens from 0 to 1, got 2"),
         ({"select": [[0, 1, 1]], "counts": None}, "tokens: 9 tokens do not fit into a cache of 8"),
     ],
@@ -312,6 +313,41 @@ def test_bad_commits(one, unchecked, arguments, message):
     with pytest.raises(ValueError, match=message):
         one.commit(cache, new, **arguments)
     assert one.commit(cache, new, select=[[1, 0]], counts=[1]).lengths == 7
+
+
+OTHER_HEADS = np.zeros((1, 2, 2, 4), np.float32)
+
+
+@pytest.mark.parametrize("new", [(1, 2), ((1, 2), (3, 4)), [], ((OTHER_HEADS, OTHER_HEADS),) * 2])
+def test_what_extend_did_not_return_is_not_committed(one, unchecked, new):
+    with pytest.raises(TypeError, match=r"new: expected what extend returns, 2 layers"):
+        one.commit(one.new_cache(1, 8), new)
+
+
+def test_a_cache_of_another_mesh_or_dtype_is_refused(one, eight, unchecked):
+    """It would be read as if it lay as the model's own."""
+    _, cache = one.prefill([TEXT[:6].tolist()], one.new_cache(1, 16))
+    for model, other in ((eight, one), (one, eight), (one.on(batch_mesh(2, 2)), eight)):
+        with pytest.raises(ValueError, match=r"cache: the model's lie .*, got one that lies"):
+            model.step(np.zeros((2, 1), np.int32), other.new_cache(2, 16))
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (cache.k, cache.v))
+    with pytest.raises(ValueError, match=r"cache: expected layers, .* 'float32'.* 'bfloat16'"):
+        one.step([[1]], type(cache)(*half, cache.lengths))
+    # The same stripes under other names are the same.
+    renamed = one.on(jax.sharding.Mesh(eight.mesh.devices.reshape(4, 2), ("a", "b")))
+    assert renamed.step([[1]], eight.new_cache(1, 16))[0].shape == (1, 1, 96)
+
+
+def test_one_mask_for_all_texts(one):
+    """Known or traced, also where devices share the texts out."""
+    model = one.on(batch_mesh(2, 1))
+    cache = model.new_cache(2, 16)
+    tokens = np.array([[1, 2, 3]] * 2)
+    mask = np.tri(3, dtype=bool)[None]
+    want, _ = model.extend(tokens, cache)
+    check(model.extend(tokens, cache, mask=mask)[0], want)
+    traced = jax.jit(lambda mask, cache: model.extend(tokens, cache, mask=mask)[0])
+    check(traced(mask, cache), want)
 
 
 def test_extend_checks_the_room(one, unchecked):

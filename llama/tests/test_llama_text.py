@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import types
+from fractions import Fraction
 from pathlib import Path
 
 import jax
@@ -81,6 +82,17 @@ def test_sampling_has_the_distribution_it_says():
         np.testing.assert_allclose(np.bincount(drawn[0], minlength=4) / 1500, want, atol=0.05)
 
 
+def test_options_are_any_numbers(small, unchecked):
+    """Of Python's, NumPy's or JAX's; a top_p that float32 does not hold leaves the likeliest."""
+    how = {"max_new_tokens": 8, "seed": 5}
+    drawn = generate(small, [3, 1, 4], temperature=0.5, top_k=5, top_p=0.5, **how).tokens
+    half = {"temperature": Fraction(1, 2), "top_k": jnp.int32(5), "top_p": np.array(0.5)}
+    assert generate(small, [3, 1, 4], **half, **how).tokens == drawn
+    likeliest = generate(small, [3, 1, 4], max_new_tokens=8).tokens
+    assert generate(small, [3, 1, 4], temperature=1.0, top_p=1e-40, **how).tokens == likeliest
+    assert len(generate(small, [3, 1, 4], temperature=10**12, **how).tokens) == 8
+
+
 def test_a_seed_is_a_key(small, unchecked):
     how = {"max_new_tokens": 8, "temperature": 1.0}
     first = generate(small, [3, 1, 4], seed=5, **how).tokens
@@ -98,7 +110,8 @@ BAD = [
     ({"key": 0, "temperature": 1.0}, "key: expected a jax.random.key, or seed=0, got 0"),
     ({"seed": -1}, "seed: expected an integer from 0 to 4294967295, got -1"),
     ({"seed": 1, "key": jax.random.key(0)}, "seed: expected one of seed and key, got both"),
-    ({"max_new_tokens": 0}, "max_new_tokens: expected an integer of at least 1"),
+    ({"max_new_tokens": 0}, "max_new_tokens: expected an integer from 1 to 2147483647, got 0"),
+    ({"max_new_tokens": 10**20}, "max_new_tokens: expected an integer from 1 to 2147483647"),
     ({"budget": 0}, "budget: expected an integer of at least 1, got 0"),
     ({"capacity": 6}, "capacity: the longest prompt and max_new_tokens need 7, got 6"),
     ({"prompts": []}, "prompts: expected lists of token ids, none of them empty"),
@@ -106,7 +119,9 @@ BAD = [
     ({"prompts": [[1, 96]]}, "prompts: expected ids from 0 to 95, got 96"),
     ({"stop": "."}, "model: this checkpoint has no tokenizer"),
     ({"stop": [1, ""]}, "stop: expected strings that are not empty"),
-    ({"stop": [1.5]}, "stop: expected an integer, got 1.5"),
+    ({"stop": [1.5]}, "stop: expected an integer from 0 to 95, got 1.5"),
+    ({"stop": 96}, "stop: expected an integer from 0 to 95, got 96"),
+    ({"stop": [[1], [2, 3]]}, r"stop: expected an integer from 0 to 95, got \[1\]"),
     ({"draft": "suffix"}, "draft: expected None, 'lookup', or an object with methods"),
     ({"draft": LookupDraft}, r"draft: expected an object, got a class: pass LookupDraft\(\)"),
     ({"draft": 3}, "draft: expected None, 'lookup', or an object .* got 3"),
@@ -279,6 +294,11 @@ def test_tokenizer_of_a_directory(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "x"}))
     found = from_directory(tmp_path)
     assert found.start == 256 and found.stop == {257, 3} and found.chat_template == "x"
+    # What belongs to the batches of a training run changes no prompt.
+    backend.enable_truncation(4)
+    backend.enable_padding(pad_id=3, length=12)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert from_directory(tmp_path).encode("abcdefgh") == found.encode("abcdefgh")
     assert found.encode("ab")[0] == 256 and found.encode("<s>ab").count(256) == 1
     assert found.decode(found.encode("ab")) == "ab"
     assert (found.bos, found.eos) == ("", "")
@@ -296,6 +316,39 @@ def test_tokenizer_of_a_directory(tmp_path):
         from_directory(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json: not readable"):
+        from_directory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "single, start", [("$A </s>", None), ("<s> $A </s>", 256), ("$A", None), ("<s> </s> $A", ...)]
+)
+def test_what_stands_before_a_text_begins_it(tmp_path, single, start):
+    backend = word_tokenizer().backend
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single=single, special_tokens=[("<s>", 256), ("</s>", 257)]
+    )
+    backend.save(str(tmp_path / "tokenizer.json"))
+    if start is ...:
+        with pytest.raises(ValueError, match=r"tokenizer.json: .*one token .* got \[256, 257\]"):
+            from_directory(tmp_path)
+    else:
+        assert from_directory(tmp_path).start == start
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("generation_config.json", b'{"eos_token_id": "2"}'),
+        ("config.json", b'{"eos_token_id": -1}'),
+        ("chat_template.jinja", b"\xff"),
+        ("tokenizer_config.json", b'{"bos_token": 3}'),
+    ],
+)
+def test_the_file_that_is_wrong_is_named(tmp_path, name, text):
+    word_tokenizer().backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / name).write_bytes(text)
+    with pytest.raises(ValueError, match=name):
         from_directory(tmp_path)
 
 

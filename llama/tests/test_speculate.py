@@ -339,6 +339,42 @@ def test_an_interrupt_in_the_model_loses_nothing(model, plain, method, monkeypat
         assert all_of(stream(model, PROMPT, max_new_tokens=16, draft=draft)) == (plain, 1)
 
 
+def test_an_interrupt_where_a_text_fills_the_cache(model, monkeypatch):
+    """It is read again with the others, although nothing more is to be written to it."""
+    prompts = [PROMPT, PROMPT[:1]]
+    texts = generate(model, prompts, max_new_tokens=12).tokens
+
+    class First(Scribbler):
+        def propose(self, budget):
+            ahead = np.array([self.ahead[0][:budget]], int)
+            beam = np.stack([ahead, np.zeros_like(ahead)])
+            return beam, np.where(np.arange(2)[:, None, None] == 0, np.zeros(beam.shape), -np.inf)
+
+    options = {"max_new_tokens": 12, "capacity": len(PROMPT) + 11, "stop": []}
+    calls = stream(model, prompts, draft=First(prompts, texts, 0), **options)
+    found = [[], []]
+
+    def collect(times=None):
+        for new in itertools.islice(calls, times):
+            for text, ids in zip(found, new, strict=True):
+                text += ids
+
+    while len(found[0]) < 12:
+        collect(1)
+    assert len(found[1]) < 11
+    right = Llama.commit
+
+    def interrupted(*args, **options):
+        monkeypatch.setattr(Llama, "commit", right)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Llama, "commit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        collect()
+    collect()
+    assert found == texts
+
+
 # What a draft may propose
 
 
@@ -365,6 +401,19 @@ def test_what_is_no_proposal_names_the_draft(model, unchecked, found, error, mes
 
     with pytest.raises(error, match=f"draft: Wrong proposed: {message}"):
         generate(model, PROMPT, max_new_tokens=4, draft=Wrong())
+
+
+def test_bad_certain_tokens(unchecked):
+    draft = LookupDraft()
+    draft.observe([[1, 2]])
+    with pytest.raises(ValueError, match=r"certain: expected integers \(any,\)"):
+        draft_candidate_tokens(draft, certain=[3.7])
+
+
+def test_a_tree_is_not_cut_to_a_size(unchecked):
+    packed = pack(np.array([[[1, 2, 3]]]))
+    with pytest.raises(ValueError, match="size: expected an integer of at least 3, got 2"):
+        pad_packed(packed, 2)
 
 
 def test_the_budget_keeps_whole_beginnings():

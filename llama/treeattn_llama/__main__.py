@@ -102,6 +102,8 @@ def with_flags(message: str) -> str:
 
 
 def main() -> int:
+    if sys.stdout is None:  # closed
+        sys.stdout = open(os.devnull, "w")
     sys.stdout.reconfigure(errors="replace")  # the terminal may lack letters that an answer has
     try:
         try:
@@ -111,7 +113,7 @@ def main() -> int:
     except BrokenPipeError:  # whoever reads the answer, as `head` does, has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush
         return 1
-    except (TypeError, ValueError, FileNotFoundError, RuntimeError) as error:
+    except (TypeError, ValueError, OSError, RuntimeError) as error:
         print(f"python -m treeattn_llama: {with_flags(str(error))}", file=sys.stderr)
         return 1
     return 0

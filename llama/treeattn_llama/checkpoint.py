@@ -49,16 +49,18 @@ class Checkpoint:
             raise ValueError(
                 f"{self.path}: rope_freqs.weight has shape {factors.shape}, not {pairs}"
             )
-        harmless = ("rotary_emb.inv_freq", "lm_head.weight", "rope_freqs.weight")
-        unknown = [n for n in self.shapes if n not in expected and not n.endswith(harmless)]
+        harmless = {"lm_head.weight"}  # where tied: `load_weights` looks whether it is
+        harmless |= set() if factors is None else {"rope_freqs.weight"}
+        unknown = set(self.shapes) - set(expected) - harmless
+        unknown = sorted(n for n in unknown if not n.endswith("rotary_emb.inv_freq"))
         if unknown:
             raise ValueError(
                 f"{self.path}: {list_names(unknown)} not part of a Llama so configured"
             )
         if self.tokenizer is not None and self.tokenizer.size > self.config.vocabulary:
             raise ValueError(
-                f"{self.path}: the tokenizer has {self.tokenizer.size} tokens, the model's "
-                f"vocabulary only {self.config.vocabulary}"
+                f"{self.path}: the tokenizer has ids up to {self.tokenizer.size - 1}, the model's "
+                f"vocabulary only {self.config.vocabulary} tokens"
             )
 
 

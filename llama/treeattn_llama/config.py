@@ -75,7 +75,7 @@ class Config:
 
 CHECKS = {
     int: lambda name, x: integer(name, x, 1),
-    float: lambda name, x: number(name, x, 0),
+    float: lambda name, x: number(name, x, 1e-38),  # above 0 in float32, too
     bool: boolean,
 }
 

@@ -43,6 +43,14 @@ class _Reader(gguf.GGUFReader):
     def data(self, mapped: np.memmap) -> None:
         self._bytes = np.asarray(mapped)
 
+    def _get(self, offset, dtype, count=1, *order, **named_order):
+        """As gguf has it, but what lies beyond the end of the file is an error: a list of 2⁴⁰
+        bytes would be read without an end."""
+        end = offset + np.dtype(dtype).itemsize * int(count)
+        if end > len(self.data):
+            raise ValueError(f"expected {end} bytes or more, got {len(self.data)}")
+        return super()._get(offset, dtype, count, *order, **named_order)
+
 
 def hugging_face_names(config: Config, tensors: int) -> dict[str, str]:
     """Hugging Face's name of each tensor of such a model, by GGUF's, as the library gguf has them.
@@ -63,6 +71,8 @@ def open_gguf(path: Path) -> Checkpoint:
             raise ValueError(f"{path}: not a GGUF file")
     with named(path, "truncated or corrupt GGUF file"):
         reader = _Reader(path)
+        if reader.byte_order == "S":
+            raise ValueError("expected numbers in little-endian order, got big-endian ones")
         fields = {name: functools.cache(field.contents) for name, field in reader.fields.items()}
         stored = {tensor.name: tensor for tensor in reader.tensors}
         shapes = {name: tuple(int(n) for n in t.shape[::-1]) for name, t in stored.items()}
@@ -123,14 +133,21 @@ def gguf_config(fields: dict, shapes: dict) -> Config:
 
 
 def _scaling(get) -> LinearScaling | Llama3Scaling | None:
-    """What the metadata says. (Llama 3's factors are a tensor in GGUF files, `rope_freqs`.)"""
+    """What the metadata says. (Llama 3's factors are a tensor in GGUF files, `rope_freqs`.)
+
+    As in llama.cpp a factor without a type is a linear one, and has an older name.
+    """
+    names = ("llama.rope.scaling.factor", "llama.rope.scale_linear")
+    factors = {name: get(name) for name in names if get(name) is not None}
     kind = get("llama.rope.scaling.type")
+    if kind is None and factors:
+        kind = "linear"
     if kind is None or kind == "none":
         return None
     fields = {"rope_type": kind}
     if kind == "linear":
-        name = "llama.rope.scaling.factor"
-        if get(name) is None:
-            raise ValueError(f"lacks {name}")
-        fields["factor"] = number(name, get(name), 0)
+        if not factors:
+            raise ValueError(f"lacks {names[0]}")
+        name, factor = next(iter(factors.items()))
+        fields["factor"] = number(name, factor, 0)
     return rotary_scaling(fields)

@@ -28,6 +28,7 @@ CUTS = {
 UNKNOWN = 2
 CONTROL = 3
 USER_DEFINED = 4
+LLAMA_2_IDS = {"unknown": 0, "bos": 1, "eos": 2}
 
 
 def from_gguf(fields: dict, path: Path) -> Tokenizer | None:
@@ -63,9 +64,11 @@ class Metadata:
         return boolean(f"tokenizer.ggml.{name}", self.get(f"ggml.{name}", default))
 
     def id(self, name: str, tokens: list[str]) -> int | None:
-        """The number of the token that begins or ends a text, or is unknown; None without one."""
+        """The number of the token that begins or ends a text, or is unknown; None without one.
+        Llama 2's numbers are llama.cpp's defaults for a vocabulary like Llama 2's."""
         field = f"ggml.{name}_token_id"
-        found = self.get(field)
+        default = LLAMA_2_IDS.get(name) if self.get("ggml.model") == "llama" else None
+        found = self.get(field, default)
         return None if found is None else integer(f"tokenizer.{field}", found, 0, len(tokens) - 1)
 
 

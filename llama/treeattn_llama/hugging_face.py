@@ -36,6 +36,8 @@ def open_hugging_face(path: Path) -> Checkpoint:
                 stored = shard.get_slice(name)
                 if (dtype := stored.get_dtype()) not in DTYPES:
                     raise ValueError(f"{file}: {name}: expected one of {DTYPES}, got {dtype}")
+                if name in where:
+                    raise ValueError(f"{file}: {name} is in {where[name].name}, too")
                 where[name] = file
                 shapes[name] = tuple(stored.get_shape())
 
@@ -48,9 +50,11 @@ def open_hugging_face(path: Path) -> Checkpoint:
 
 
 def _shards(path: Path) -> list[Path]:
-    """The directory's safetensors files: those of its index, model.safetensors, or all."""
+    """The directory's safetensors files: model.safetensors, those of its index, or all."""
     index = path / "model.safetensors.index.json"
     single = path / "model.safetensors"
+    if single.exists():
+        return [single]
     if index.exists():
         with named(index, "weight_map"):
             names = tokenizer.read_json(index)["weight_map"].values()
@@ -59,8 +63,7 @@ def _shards(path: Path) -> list[Path]:
         if missing:
             raise ValueError(f"{path}: {list_names(missing)} missing, though the index lists it")
         return files
-    files = [single] if single.exists() else sorted(path.glob("*.safetensors"))
-    if files:
+    if files := sorted(path.glob("*.safetensors")):
         return files
     pickles = sorted(f.name for pattern in PICKLES for f in path.glob(pattern))
     if pickles:
@@ -81,11 +84,15 @@ def hugging_face_config(fields: dict) -> Config:
         raise ValueError(f"expected a model of type 'llama', got {fields.get('model_type')!r:.40}")
     if fields.get("hidden_act", "silu") not in ("silu", None):
         raise ValueError(f"expected hidden_act 'silu', got {fields['hidden_act']!r:.40}")
+    if fields.get("is_causal") is False:
+        raise ValueError("is_causal: expected true, got false: a Llama sees no later tokens")
     # Newer files keep everything rotary in one place. Where both are there, both have to be right.
     places = [_rotary(fields, name) for name in ("rope_scaling", "rope_parameters")]
     bases = [place.get("rope_theta") for place in (fields, *places)]
     bases = [number("rope_theta", base, 0) for base in bases if base is not None]
     scalings = [rotary_scaling(place) for place in places if place]
+    if len(set(scalings)) > 1:
+        raise ValueError(f"rope_scaling and rope_parameters differ: {scalings}")
     flags = {
         field: boolean(name, False if fields.get(name) is None else fields[name])
         for field, name in FLAGS.items()
@@ -109,4 +116,10 @@ def _rotary(fields: dict, name: str) -> dict:
     found = fields.get(name)
     if found is not None and not isinstance(found, dict):
         raise TypeError(f"{name}: rope scaling: expected an object, got {found!r:.40}")
-    return found or {}
+    found = found or {}
+    if any(isinstance(x, dict) for x in found.values()):
+        raise ValueError(f"{name}: expected one for all layers, got one for each of {list(found)}")
+    if found.get("partial_rotary_factor") not in (None, 1):
+        part = found["partial_rotary_factor"]
+        raise ValueError(f"{name}: partial_rotary_factor: expected 1, got {part!r:.40}")
+    return found

@@ -3,6 +3,7 @@
 Arrays that are being traced pass: their values are not known.
 """
 
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -34,6 +35,8 @@ def floating_dtype(dtype) -> np.dtype | None:
         found = None
     if found is None or not jnp.issubdtype(found, jnp.floating) or found.itemsize < 2:
         raise TypeError(f"dtype: expected a floating-point one of 16 bits or more, got {dtype!r}")
+    if jax.dtypes.canonicalize_dtype(found) != found:
+        raise ValueError(f"dtype: {found} needs jax.config.update('jax_enable_x64', True)")
     return found
 
 
@@ -74,15 +77,25 @@ def check_prompts(prompts: Prompts, vocabulary: int) -> list[list[int]]:
     return [integers("prompts", row, (None,), "ids", vocabulary - 1).tolist() for row in rows]
 
 
-def check_cache(cache: Cache, config) -> None:
-    """Raise a TypeError or ValueError unless `cache` is one of such a model."""
+def check_cache(cache: Cache, model) -> None:
+    """Raise a TypeError or ValueError unless `cache` is one of such a model, on its devices."""
     if not isinstance(cache, Cache):
         raise TypeError(f"cache: expected a Cache, as new_cache makes it, got {cache!r:.40}")
-    came = len(cache.k), *cache.k[0].shape[2:]
-    expected = config.layers, config.kv_heads, config.head_dim
+    config = model.config
+    k = cache.k[0]
+    came = len(cache.k), *k.shape[2:], k.dtype.name
+    dtype = model.weights.embedding.dtype
+    expected = config.layers, config.kv_heads, config.head_dim, dtype.name
     if came != expected:
-        shape = "layers, key heads and a head_dim of"
+        shape = "layers, key heads, a head_dim and a dtype of"
         raise ValueError(f"cache: expected {shape} {expected}, as the model has, got {came}")
+    if isinstance(k, jax.core.Tracer):
+        return
+    lies = model.layout.sharding(model.layout.of_keys)
+    same = len(k.devices()) == 1 if lies is None else k.sharding.is_equivalent_to(lies, k.ndim)
+    if not same:
+        expected = "on one device" if lies is None else lies
+        raise ValueError(f"cache: the model's lie {expected}, got one that lies {k.sharding}")
 
 
 def check_new(tokens: Array, cache: Cache, positions, mask) -> tuple[Array, Array | None]:
@@ -102,18 +115,22 @@ def check_new(tokens: Array, cache: Cache, positions, mask) -> tuple[Array, Arra
     mask = as_array("mask", mask)
     if mask.shape not in ((b, l, l), (1, l, l)) or mask.dtype != bool:
         raise ValueError(f"mask: expected booleans {(b, l, l)}, got {mask.dtype} {mask.shape}")
-    if not isinstance(mask, jax.core.Tracer):
-        mask = np.broadcast_to(np.asarray(mask), (b, l, l))
-        # Padding sees nothing, not even itself.
-        check_room(cache, mask.diagonal(axis1=1, axis2=2).any(axis=1))
+    if isinstance(mask, jax.core.Tracer):
+        return positions, jnp.broadcast_to(mask, (b, l, l))
+    mask = np.broadcast_to(np.asarray(mask), (b, l, l))
+    # Padding sees nothing, not even itself.
+    check_room(cache, mask.diagonal(axis1=1, axis2=2).any(axis=1))
     return positions, mask
 
 
 def check_commit(cache: Cache, new: NewEntries, counts, select) -> tuple[Array, Array | None]:
     """(counts, select) as arrays, if they fit each other, the cache, and `new`: a TypeError unless
     that is what `extend` returned for such a cache."""
-    if not isinstance(new, tuple) or len(new) != len(cache.k):
-        kind = f"a tuple of {len(cache.k)} layers, as extend returns it"
+    arrays = jax.tree.leaves(new)
+    heads = cache.k[0].shape[2:]
+    fits = all(isinstance(x, Array) and x.ndim == 4 and x.shape[2:] == heads for x in arrays)
+    if not fits or jax.tree.structure(new) != jax.tree.structure(cache.layers):
+        kind = f"what extend returns, {len(cache.k)} layers of heads {heads}"
         raise TypeError(f"new: expected {kind}, got {type(new).__name__} {new!r:.40}")
     batch, most = new[0][0].shape[:2]
     if batch != len(cache.lengths):
@@ -147,7 +164,7 @@ def check_capacity(capacity, context: int) -> int:
     than a model was trained on."""
     capacity = integer("capacity", capacity, 1)
     if capacity > context:
-        here = str(Path(__file__).parent)
+        here = f"{Path(__file__).parent}{os.sep}"
         frame = sys._getframe()
         level = 1
         while frame is not None and frame.f_code.co_filename.startswith(here):

@@ -29,7 +29,8 @@ class Llama:
 
     mesh:      its axis called "batch", if it has one, shares out a batch's texts; all others share
                out the keys of each text: token i lies on device i mod p. The weights are copied to
-               every device; simulated ones share one copy
+               every device; simulated ones share one copy. Its axes count as Auto ones: within
+               `jax.set_mesh` of Explicit ones JAX refuses the model's programs
     attention: towards the cache, "tree", "ring", "butterfly", or a function (`ShardAttention`)
     """
 
@@ -126,7 +127,7 @@ class Llama:
         Raises ValueError, before any work, for an empty prompt, ids outside the vocabulary, and
         prompts that the cache has no room for.
         """
-        inputs.check_cache(cache, self.config)
+        inputs.check_cache(cache, self)
         prompts = inputs.check_prompts(prompts, self.config.vocabulary)
         lengths = [len(prompt) for prompt in prompts]
         if len(prompts) != len(cache.lengths):
@@ -159,7 +160,7 @@ class Llama:
     ) -> tuple[Float[Array, "b l width"], NewEntries]:
         """`extend` up to the last layer's output; `read_out` makes logits of it."""
         tokens = inputs.check_tokens(tokens, self.config.vocabulary, self.layout)
-        inputs.check_cache(cache, self.config)
+        inputs.check_cache(cache, self)
         positions, mask = inputs.check_new(tokens, cache, positions, mask)
         return self.run_layers(tokens, cache, positions, mask)
 
@@ -178,7 +179,7 @@ class Llama:
 
         Raises ValueError for counts, indices or a number of texts that do not fit.
         """
-        inputs.check_cache(cache, self.config)
+        inputs.check_cache(cache, self)
         counts, select = inputs.check_commit(cache, new, counts, select)
         caches.wait_on_cpus(new, self.layout)
         written = [
@@ -188,21 +189,15 @@ class Llama:
         return Cache(*zip(*written, strict=True), caches.advance(cache.lengths, counts))
 
     def step(
-        self,
-        tokens: Int[Array, "b l"],
-        cache: Cache,
-        *,
-        counts: Int[Array, " b"] | None = None,
+        self, tokens: Int[Array, "b l"], cache: Cache
     ) -> tuple[Float[Array, "b l vocabulary"], Cache]:
         """`extend` and `commit` at once: (logits, cache). `cache` is donated: do not use it
         afterwards.
 
-        counts: (b,) how many of the tokens are real, the rest of a row being padding
-
-        Raises ValueError for arguments that do not fit, or no room; the cache is then untouched.
+        Raises ValueError, before any work, for arguments that do not fit, or no room.
         """
         logits, new = self.extend(tokens, cache)
-        return logits, self.commit(cache, new, counts=counts)
+        return logits, self.commit(cache, new)
 
     def read_out(
         self, x: Float[Array, "b l width"], last: Int[Array, " b"] | None = None

@@ -32,12 +32,17 @@ class Sampling:
     key: Key[Array, ""] | None = None
 
     def __post_init__(self):
-        if not number("temperature", self.temperature) >= 0:
+        checked = {"temperature": number("temperature", self.temperature)}
+        if not checked["temperature"] >= 0:
             raise ValueError(f"temperature: expected at least 0, got {self.temperature}")
         if self.top_k is not None:
-            integer("top_k", self.top_k, 1)
-        if self.top_p is not None and not 0 < number("top_p", self.top_p) <= 1:
-            raise ValueError(f"top_p: expected more than 0, at most 1, got {self.top_p}")
+            checked["top_k"] = integer("top_k", self.top_k, 1)
+        if self.top_p is not None:
+            checked["top_p"] = number("top_p", self.top_p)
+            if not 0 < checked["top_p"] <= 1:
+                raise ValueError(f"top_p: expected more than 0, at most 1, got {self.top_p}")
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
         if self.temperature > 0 and self.key is None:
             raise ValueError(
                 f"temperature: {self.temperature} draws at random: pass seed=0, or a key"
@@ -113,6 +118,7 @@ def nucleus(logits: Float[Array, " n"], top_p: float | Float[Array, ""]) -> Floa
         values, tokens = jax.lax.top_k(logits, k)
         p = jnp.exp(values - total)
         kept = jnp.cumsum(p) - p < top_p  # what comes before it is not enough yet
+        kept = kept.at[0].set(True)  # where float32 has 0 for top_p, too
         return jnp.full_like(logits, -jnp.inf).at[tokens].set(jnp.where(kept, values, -jnp.inf))
 
     if n <= FEW:

@@ -41,7 +41,8 @@ from treeattn_llama.cache import Cache
 class Draft(Protocol):
     """Anything that observes texts, and proposes what may follow them.
 
-    A draft never decides what the text says; it decides how much of it one model call confirms.
+    A draft never decides what the text says; it decides how much of it one model call confirms. It
+    serves one stream at a time.
     """
 
     def observe(self, texts: list[list[int]]) -> None:
@@ -79,6 +80,7 @@ def draft_candidate_tokens(
     for scores that do not fit. The errors name the draft.
     """
     budget = integer("budget", budget, 0)
+    certain = np.asarray(integers("certain", certain, (None,)))
     found = draft.propose(budget)
     try:
         if not isinstance(found, tuple | list) or len(found) != 2:
@@ -96,7 +98,7 @@ def draft_candidate_tokens(
     kept = min(width, budget)  # no candidate has more nodes
     tokens = np.zeros((batch, max(rows, 1), budget + 1), np.int32)
     log = np.full(tokens.shape, -np.inf)
-    tokens[..., 0] = np.asarray(certain)[:, None]
+    tokens[..., 0] = certain[:, None]
     tokens[:, :rows, 1 : kept + 1] = beam[..., :kept]
     log[:, :rows, 1 : kept + 1] = scores[..., :kept]
     goes_on = (log[..., 1:] > -np.inf).any(axis=2)
@@ -138,6 +140,7 @@ def pad_packed(packed: PackedBeam, size: int) -> PackedBeam:
     """The tree with padding up to `size` nodes, which see nothing and are seen by none. Each size
     of a call compiles its own programs, so use few sizes."""
     tokens, mask, offsets, unpack_map = packed
+    size = integer("size", size, tokens.shape[1])
     more = (0, size - tokens.shape[1])
     tokens, offsets = (np.pad(x, [(0, 0), more]) for x in (tokens, offsets))
     return PackedBeam(tokens, np.pad(mask, [(0, 0), more, more]), offsets, unpack_map)
@@ -308,7 +311,8 @@ class Writer:
         """Read the texts, and write the token after each."""
         texts = self.state.texts
         cache = self.model.empty_cache(len(texts), self.capacity)
-        logits, cache = self.model.prefill(texts, cache)
+        # All but the last token of a text that is over may fill the cache: nobody reads on there.
+        logits, cache = self.model.prefill([text[: self.capacity] for text in texts], cache)
         index = self._lengths() - self.begin
         new = self.sampling.next_tokens(logits[:, None], index[:, None])
         return self._after(new.tolist(), cache)

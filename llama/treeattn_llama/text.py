@@ -64,7 +64,7 @@ def stream(
     """
     prompts = prompt_ids(model, prompts)
     inputs.check_rows("prompts", model.layout, len(prompts))
-    most = integer("max_new_tokens", max_new_tokens, 1)
+    most = integer("max_new_tokens", max_new_tokens, 1, np.iinfo(np.int32).max)
     needed = max(map(len, prompts)) + most - 1
     context = model.config.context
     capacity = _rounded(needed, context) if capacity is None else integer("capacity", capacity, 1)
@@ -117,7 +117,7 @@ def chat(model: Llama, messages: str | list[dict[str, str]], **options) -> Itera
     """The model's answer, in pieces as they come.
 
     messages: what the user says, or a list of {"role": …, "content": …} for the checkpoint's
-    template; `options` as in `stream`.
+    template; `options` as in `stream`. A string that stops the answer has been told by then.
     """
     tokenizer = tokenizer_of(model)
     calls = stream(model, [tokenizer.chat(messages)], **options)
@@ -226,11 +226,13 @@ class Ending(NamedTuple):
 
 def ending_of(model: Llama, most: int, stop: Stop | None) -> Ending:
     """The `Ending` that a caller has asked for."""
-    given = [] if stop is None else [stop] if np.ndim(stop) == 0 else list(stop)
+    several = isinstance(stop, list | tuple | set | frozenset) or np.ndim(stop) > 0
+    given = [] if stop is None else list(stop) if several else [stop]
     strings = [x for x in given if isinstance(x, str)]
     if "" in strings:
         raise ValueError("stop: expected strings that are not empty")
-    ids = [integer("stop", x) for x in given if not isinstance(x, str)]
+    last = model.config.vocabulary - 1
+    ids = [integer("stop", x, 0, last) for x in given if not isinstance(x, str)]
     tokenizer = tokenizer_of(model) if strings else model.tokenizer
     own = stop is None or (strings and not ids)
     if own and tokenizer is not None:

@@ -40,8 +40,8 @@ class Tokenizer:
 
     @property
     def size(self) -> int:
-        """The number of tokens."""
-        return self.backend.get_vocab_size(with_added_tokens=True)
+        """One more than the largest id."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, prompt: str) -> list[int]:
         """The ids of a text, after the starting id if there is one. Special tokens in it count.
@@ -101,13 +101,24 @@ def from_directory(path: Path) -> Tokenizer | None:
         return None
     with named(file, "not readable"):
         backend = tokenizers.Tokenizer.from_file(str(file))
-        # Whether a text starts with a special token is in tokenizer.json's post-processor.
-        first = backend.encode("", add_special_tokens=True).ids
+        backend.no_truncation()  # how the texts of a training batch were cut and filled up
+        backend.no_padding()
+        start = _starting_id(backend)
     with named(path, "tokenizer_config.json"):
-        return _from_fields(backend, first, path)
+        return _from_fields(backend, start, path)
 
 
-def _from_fields(backend: tokenizers.Tokenizer, first: list[int], path: Path) -> Tokenizer:
+def _starting_id(backend: tokenizers.Tokenizer) -> int | None:
+    """The token that tokenizer.json's post-processor puts before every text, or None."""
+    found = backend.encode("a", add_special_tokens=True)
+    added = found.special_tokens_mask
+    before = added.index(0) if 0 in added else min(len(added), 1)
+    if before > 1:
+        raise ValueError(f"expected at most one token before a text, got {found.ids[:before]}")
+    return found.ids[0] if before else None
+
+
+def _from_fields(backend: tokenizers.Tokenizer, start: int | None, path: Path) -> Tokenizer:
     """What the files beside tokenizer.json say of the same tokens."""
 
     def fields(name):
@@ -115,9 +126,15 @@ def _from_fields(backend: tokenizers.Tokenizer, first: list[int], path: Path) ->
 
     about = fields("tokenizer_config.json")
     config = fields("config.json")
-    ends = fields("generation_config.json").get("eos_token_id")
-    ends = config.get("eos_token_id") if ends is None else ends
-    ends = [] if ends is None else ends
+
+    def ends():
+        for name in ("generation_config.json", "config.json"):
+            found = fields(name).get("eos_token_id")
+            if found is not None:
+                found = found if isinstance(found, list) else [found]
+                with named(path / name):
+                    return frozenset(integer("eos_token_id", i, 0) for i in found)
+        return frozenset()
 
     def token(name):  # a string, a dict that describes it, or an id in config.json
         found = about.get(f"{name}_token")
@@ -127,14 +144,17 @@ def _from_fields(backend: tokenizers.Tokenizer, first: list[int], path: Path) ->
         return "" if found is None else found
 
     template = about.get("chat_template")
-    file = path / "chat_template.jinja"
     if isinstance(template, list):  # several, by name
         template = {t["name"]: t["template"] for t in template}.get("default")
+    file = path / "chat_template.jinja"
+    if file.exists():
+        with named(file):
+            template = file.read_text(encoding="utf-8")
     return Tokenizer(
         backend,
-        stop=frozenset(ends if isinstance(ends, list) else [ends]),
-        start=first[0] if first else None,
-        chat_template=file.read_text(encoding="utf-8") if file.exists() else template,
+        stop=ends(),
+        start=start,
+        chat_template=template,
         bos=token("bos"),
         eos=token("eos"),
     )

@@ -77,7 +77,15 @@ def load_weights(
         parts = [checkpoint.read(name) for name in names]
         kept = dtype or functools.reduce(jnp.promote_types, (x.dtype for x in parts))
         joined = _aligned_empty((sum(map(len, parts)), *parts[0].shape[1:]), kept)
-        return put(np.concatenate(parts, out=joined, casting="unsafe"))
+        with np.errstate(over="ignore"):  # what comes of it is looked at
+            np.concatenate(parts, out=joined, casting="unsafe")
+        least, most = float(joined.min()), float(joined.max())
+        if not (math.isfinite(least) and math.isfinite(most)):
+            raise ValueError(
+                f"{checkpoint.path}: {names[0]}: expected finite numbers in {joined.dtype}, got "
+                f"{least} to {most}"
+            )
+        return put(joined)
 
     def layer(i: int) -> Layer:
         at = f"model.layers.{i}"
@@ -89,11 +97,18 @@ def load_weights(
             }
         )
 
+    tied = checkpoint.config.tied
+    if tied and "lm_head.weight" in checkpoint.shapes:
+        head, embedding = map(checkpoint.read, ("lm_head.weight", "model.embed_tokens.weight"))
+        if not np.array_equal(head, embedding):
+            raise ValueError(
+                f"{checkpoint.path}: tie_word_embeddings: lm_head.weight is not the embedding"
+            )
     # The largest first: what reading a tensor takes for a moment is then never on top of all.
     embedding = read("model.embed_tokens.weight")
     return Weights(
         embedding=embedding,
-        head=embedding if checkpoint.config.tied else read("lm_head.weight"),
+        head=embedding if tied else read("lm_head.weight"),
         frequencies=put(_checked_frequencies(checkpoint)),
         norm=read("model.norm.weight"),
         layers=tuple(layer(i) for i in range(checkpoint.config.layers)),
