@@ -107,7 +107,7 @@ SAID = ("is", "dark", "planet", "planet", "in", "the", "red", ".")
 
 @styled
 def loop(rows=MARS, said=SAID) -> Figure:
-    """The whole loop on one beam: draft, pack, verify, unpack, accept, and round again."""
+    """The whole loop on one beam: draft, pack, verify, unpack, accept, commit, and round again."""
     beam, words = ids_of(rows)
     packed = pack(beam)
     tokens = [words[t] for t in packed.packed_beam[0]]
@@ -117,7 +117,7 @@ def loop(rows=MARS, said=SAID) -> Figure:
     ]
     figure, axes = new_figure(9.2, 5.2, nrows=2, ncols=3, width_ratios=[1, 1.2, 1])
     figure.get_layout_engine().set(wspace=0.07, hspace=0.08)
-    draft, tree, verify, accept, back, after = axes.ravel()
+    draft, tree, verify, commit, accept, after = axes.ravel()
     _grid(draft, rows)
     headline(draft, "1  Draft: a beam of candidates")
     _tree(tree, parents, tokens, width=0.9, fontsize=8)
@@ -128,24 +128,25 @@ def loop(rows=MARS, said=SAID) -> Figure:
     _grid(after, verified)
     headline(after, "4  Unpack: what comes next")
     path, new = _walk(parents, tokens, said)
-    _tree(back, parents, tokens, path, width=0.9, fontsize=8)
-    headline(back, "5  Accept: the path the model goes")
-    _context(accept, [tokens[0], *new])
-    headline(accept, f"The text: {len(new)} tokens longer")
+    _tree(accept, parents, tokens, path, width=0.9, fontsize=8)
+    headline(accept, "5  Accept: the path the model goes")
+    _context(commit, [tokens[0], *new])
+    headline(commit, f"6  Commit: {len(new)} tokens more")
     for a, b, start, end in (
         (draft, tree, 1, 0),
         (tree, verify, 1, 0),
-        (after, back, 0, 1),
-        (back, accept, 0, 1),
+        (after, accept, 0, 1),
+        (accept, commit, 0, 1),
     ):
         _arrow(figure, a, (start, 0.5), b, (end, 0.5))
     _arrow(figure, verify, (0.97, 0.06), after, (0.97, 1.0))
-    _arrow(figure, accept, (0.9, 0.75), draft, (0.9, 0.0))
+    _arrow(figure, commit, (0.9, 0.75), draft, (0.9, 0.0))
     return figure.describe(
         "Six panels in a circle. 1 Draft: three candidates of four words. 2 Pack: their tree of "
         "eight nodes. 3 Verify: the context's keys on eight devices and the tree's own give two "
         "states, which merge. 4 Unpack: a table of what the model says after each prefix. 5 "
-        f"Accept: the path along which candidates agree. Then the text, {len(new)} tokens longer."
+        "Accept: the path that the model goes. 6 Commit: its keys go into the cache, and the text "
+        f"is {len(new)} tokens longer."
     )
 
 
@@ -163,13 +164,13 @@ def _verify(axes, tokens) -> None:
     text = "the context's keys, on devices 0 to 7"
     axes.text(1.75, -0.62, text, ha="center", fontsize=8.5, color=INK)
     for i in range(len(tokens)):
-        draw_cell(axes, i * 0.5, 2.3, str(i), GREEN, width=0.46, fontsize=8)
-    text = "the tree's keys, of nodes 0 to 7"
+        draw_cell(axes, i * 0.5, 2.3, "", GREEN, width=0.46)
+    text = f"the keys of the tree's {len(tokens)} nodes"
     axes.text(1.75, 2.95, text, ha="center", fontsize=8.5, color=INK)
     axes.text(
         1.75,
         1.15,
-        "state  ⊕  state  →  8 distributions",
+        "merge  →  8 distributions",
         ha="center",
         va="center",
         fontsize=9,
@@ -178,6 +179,7 @@ def _verify(axes, tokens) -> None:
     )
     for y in (0.62, 1.68):
         axes.plot([1.75, 1.75], [y - 0.2, y + 0.2], color=INK, lw=1.2)
+        axes.text(1.85, y, "a state", va="center", fontsize=8.5, color=INK)
     bare(axes, (-0.4, 3.9), (-0.9, 3.2))
 
 
@@ -201,6 +203,10 @@ def _context(axes, words) -> None:
             axes.text(0.65 + i, 0.62, "✓", ha="center", va="center", fontsize=9)
     axes.text(0.65, 0.62, "certain", ha="center", va="center", fontsize=7.5)
     axes.text(len(words) - 0.35, 0.62, "its own", ha="center", va="center", fontsize=7.5)
+    kept = len(words) - 1
+    axes.plot([0.2, 0.2, kept + 0.1, kept + 0.1], [0.85, 1.0, 1.0, 0.85], color=INK, lw=1.2)
+    text = "their keys go into the cache"
+    axes.text(0.15 + kept / 2, 1.22, text, ha="center", va="center", fontsize=8.5, color=INK)
     bare(axes, (-0.4, len(words) + 0.3), (-1.3, 1.5))
 
 
