@@ -275,6 +275,12 @@ def test_scores_out_of_range():
     np.testing.assert_array_equal(attention(big, keys[:, 1:2], values[:, 1:2]), [[[[7.0]]]])
 
 
+def test_a_scale_beyond_the_range():
+    """Of a query times the scale: as large as can be, not NaN."""
+    q, k, v = (np.full((1, n, 1, 8), x, np.float32) for n, x in ((1, 1e20), (3, 1), (3, 2)))
+    np.testing.assert_array_equal(attention(q, k, v, scale=1e20), np.full((1, 1, 1, 8), 2))
+
+
 def temporary(f, queries, n, *, dtype="float32", batch=1, lengths=False):
     """Temporary bytes of f(q, k, v), or with lengths, which are the last of its arguments."""
     q = jax.ShapeDtypeStruct((batch, queries, 4, 64), dtype)

@@ -23,6 +23,56 @@ ROWS, BATCH, QUERIES, HEADS, KV_HEADS, DIM, VALUE_DIM = 3, 2, 2, 2, 2, 4, 3
 KEYS = 5  # an odd number: shards are ragged
 
 
+def second(f, x, direction):
+    """The Hessian of Σ f(q, k, v)², times a direction: forward over reverse."""
+
+    def loss(x):
+        return jnp.sum(f(*x).astype(jnp.float32 if x[0].dtype == jnp.bfloat16 else x[0].dtype) ** 2)
+
+    return jax.jit(lambda x, t: jax.jvp(jax.grad(loss), (x,), (t,))[1])(x, direction)
+
+
+def plain_attention(q, k, v, causal=False):
+    s = jnp.einsum("blhd,bnhd->bhln", q, k) / np.sqrt(q.shape[-1])
+    s = jnp.where(np.tri(*s.shape[2:], dtype=bool), s, -jnp.inf) if causal else s
+    return jnp.einsum("bhln,bnhd->blhd", jax.nn.softmax(s), v)
+
+
+def draw_pair(seed, queries, keys, dtype="float64"):
+    rng = np.random.default_rng(seed)
+    shapes = ((1, queries, 2, 16), (1, keys, 2, 16), (1, keys, 2, 3))
+    return (tuple(jnp.asarray(rng.normal(size=s), dtype) for s in shapes) for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    ("keys", "causal", "dtype"),
+    [(5, False, "float64"), (5, True, "float64"), (700, False, "float64"), (5, False, "bfloat16")],
+)
+def test_second_derivatives_inside_a_scan(keys, causal, dtype):
+    """There JAX forgets rules for derivatives, and differentiates what they stand for."""
+    x, direction = draw_pair(0, 5 if causal else 2, keys, dtype)
+
+    def scanned(q, k, v):
+        return jax.lax.map(lambda q: treeattn.attention(q, k, v, causal=causal), q[None])[0]
+
+    plain = functools.partial(plain_attention, causal=causal)
+    wide = [jax.tree.map(lambda x: x.astype("float64"), tree) for tree in (x, direction)]
+    expected = second(plain, *wide)
+    for got, want in zip(second(scanned, x, direction), expected, strict=True):
+        tolerance = 0.05 * abs(want).max() if dtype == "bfloat16" else 1e-12
+        np.testing.assert_allclose(got.astype("float64"), want, atol=tolerance)
+
+
+@pytest.mark.parametrize("f", [treeattn.ring_decode, treeattn.ring_attention])
+def test_second_derivatives_of_a_ring(f):
+    x, direction = draw_pair(1, 4, 4)
+    sharding = NamedSharding(treeattn.kv_mesh(jax.devices()[:2]), P(None, "kv"))
+    options = {"causal": False} if f is treeattn.ring_attention else {}
+    found = second(functools.partial(f, sharding=sharding, **options), x, direction)
+    for got, want in zip(found, second(plain_attention, x, direction), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-12)
+
+
 def merged(q, k, v, *, kv_lengths):
     """Attention to the first two keys, merged with that to the others."""
     first = treeattn.attend(q, k[:, :2], v[:, :2], kv_lengths=jnp.minimum(kv_lengths, 2))

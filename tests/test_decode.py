@@ -180,6 +180,17 @@ def test_no_keys_at_all(name):
     assert not np.any(out) and np.all(np.isneginf(lse))
 
 
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_nan_on_the_only_device_with_keys_is_not_lost(name):
+    q, v = np.ones((1, 1, 4, 4)), np.ones((1, 4, 4, 4))
+    for i in range(4):
+        k = np.full((1, 4, 4, 4), 1.0)
+        k[:, i] = np.nan
+        options = {"mask": (np.arange(4) == i)[None, None, None], "return_lse": True}
+        out, lse = DECODERS[name](q, k, v, sharding=cache_over((4,)), **options)
+        assert np.isnan(out).all() and np.isnan(lse).all()
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_keeps_its_sums_in_float32(dtype):
     rng = np.random.default_rng(0)
@@ -486,3 +497,5 @@ def test_merge_across_refuses_what_it_cannot_merge(unchecked):
         merge_across(treeattn.AttentionState.identity((1,), 1), "kv", method="sum")
     with pytest.raises(TypeError, match="state: expected an AttentionState"):
         merge_across((1, 2, 3), "kv")
+    with pytest.raises(ValueError, match="axis_name: expected each axis once"):
+        merge_across(treeattn.AttentionState.identity((1,), 1), ("kv", "kv"), method="gather")

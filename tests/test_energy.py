@@ -381,6 +381,8 @@ def test_other_bad_input_is_named(unchecked):
         cumulant(-1, q, k, v)
     with pytest.raises(ValueError, match=r"^z: expected"):
         log_likelihood(zeta, np.ones(2), q, k, v)
+    with pytest.raises(TypeError, match=r"^zeta: expected an array, got list"):
+        log_likelihood([0.0], np.ones(1), q, k, v)
     with pytest.raises(ValueError, match=r"^q: expected a head_dim d of at least 1"):
         energy(zeta, q[:0], k[:, :0], v)
     with pytest.raises(ValueError, match=r"^scale: expected a finite number, got nan"):

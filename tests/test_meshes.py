@@ -338,6 +338,14 @@ def test_another_mesh_than_the_contexts_is_refused():
     with jax.set_mesh(other.mesh), pytest.raises(ValueError, match="expected the context's mesh"):
         treeattn.tree_decode(x, x, x, sharding=sharding)
 
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    turned = NamedSharding(Mesh(devices, ("b", "a")), P(None, ("b", "a")))
+    with (
+        jax.set_mesh(Mesh(devices, ("a", "b"))),
+        pytest.raises(ValueError, match="expected the context's mesh"),
+    ):
+        treeattn.tree_decode(x, x, x, sharding=turned)
+
     def inside(x):
         return treeattn.tree_decode(x, x, x, sharding=sharding)
 

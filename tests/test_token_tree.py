@@ -90,6 +90,7 @@ def test_the_documents_arrows():
         ([-1, 0, 3], ValueError, ["parents", "got 3 at (2,)"]),  # beyond the end
         ([[-1, 0], [-1, -2]], ValueError, ["parents", "got -2 at (1, 1)"]),
         (-1, ValueError, ["parents", "scalar"]),
+        (np.uint8([0, 0]), TypeError, ["parents", "signed", "uint8"]),
     ],
 )
 def test_bad_parents(function, module, parents, error, names):
@@ -108,3 +109,5 @@ def test_traced_parents_out_of_range_are_clipped():
     """To a root or the node before: no cycle, whatever was given."""
     parents = np.array([5, 5, -9, 2], np.int8)
     np.testing.assert_array_equal(depths_jit(parents), depths(np.array([-1, 0, -1, 2])))
+    with pytest.raises(TypeError, match="signed"):
+        depths_jit(parents.astype(np.uint8))

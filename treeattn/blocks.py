@@ -88,7 +88,7 @@ def _group_heads(inputs: Inputs) -> Inputs:
     scale = inputs.scale
     if inputs.factor is not None:
         scale = scale * inputs.factor.astype(dtype)
-    q = (q.astype(dtype) * scale).reshape(b, l, h_kv, h // h_kv, d)
+    q = finite(q.astype(dtype) * scale).reshape(b, l, h_kv, h // h_kv, d)
 
     def group(x):  # (b, h, l, n) -> (b, h_kv, group, l, n), or (b, 1, 1, l, n)
         heads = (1, 1) if x.shape[1] == 1 else (h_kv, h // h_kv)
@@ -154,7 +154,7 @@ def _attend_rows(inputs: Inputs, row) -> AttentionState:
         keys = read(inputs.k, first, size)
         s = products.stream_scores(streams, keys) if few else products.matrix_scores(shrunk, keys)
         s = _mask_and_clip(s * root * root, visible, bias)
-        m = products.row_max(s)
+        m = products.row_max(lax.stop_gradient(s))
         p = jnp.exp(s - finite(m)[..., None])
         hidden = _hidden_from_all(visible)
 
@@ -187,7 +187,8 @@ def _attend_rows(inputs: Inputs, row) -> AttentionState:
 def _attend_jvp(primals, tangents):
     """The derivative: that of a second pass over the blocks, relative to the final pivot.
 
-    The pivot is constant, so the blocks only add up: nothing has to be kept of each.
+    The pivot is constant, so the blocks only add up: nothing has to be kept of each. Where JAX
+    differentiates a scan twice, it forgets this rule, and differentiates the state as computed.
     """
     (inputs,) = primals
     (given,) = tangents
@@ -203,8 +204,11 @@ def _attend_jvp(primals, tangents):
     def sums(moving):
         return _sums(inputs.replace(**moving), state.max)
 
-    _, (d, n) = jax.jvp(sums, (moving,), (directions,))
-    n = jnp.where((state.max == -jnp.inf)[..., None], 0, n)  # what it does not see may be NaN
+    values, (d, n) = jax.jvp(sums, (moving,), (directions,))
+    empty = (state.max == -jnp.inf)[..., None]
+    if inputs.k.dtype == jnp.bfloat16:  # whose bits have no derivative in `read_block`
+        state = AttentionState(state.max, values[0], jnp.where(empty, 0, finite(values[1])))
+    n = jnp.where(empty, 0, n)  # what it does not see may be NaN
     return state, AttentionState(jnp.zeros_like(state.max), d, n)
 
 

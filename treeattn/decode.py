@@ -74,7 +74,8 @@ def tree_decode(
               i mod p. So a half-empty cache keeps all devices busy. mask and bias are in the order
               of the slots, too; kv_lengths counts keys.
     method:   how states meet, as in `merge_across`. By "all_to_all" the result is sharded along
-              heads and the keys' axes, with ⌈h/p⌉·p heads, those beyond h with output 0.
+              heads and the keys' axes. The h heads of each device along `heads` become ⌈h/p⌉·p,
+              those beyond h with output 0.
     The rest is as in `attend`. What is sent does not depend on kv_len: a state.
 
     Returns out (b, l, h, dv) in q's dtype; with return_lse also lse (b, l, h), the natural
@@ -153,7 +154,7 @@ def _decode(
     if method == "all_to_all":
         heads += layout.keys
     result = P(layout.batch or None, None, heads or None)
-    return on_devices(on_device, layout, (specs,), result)(inputs)
+    return on_devices(on_device, layout, inputs, specs, result)
 
 
 def ring_state(inputs: Inputs, layout: Layout, rank, implementation: Implementation):

@@ -152,7 +152,7 @@ def log_likelihood(
     >>> print(log_likelihood(jnp.zeros(1), jnp.array([2.0]), jnp.ones(4), k, v).round(4))
     -0.6931
     """
-    check_floating(z=z)
+    check_floating(zeta=zeta, z=z)
     _check_shape("z", z, zeta.shape, "zeta's shape")
     f = energy(zeta, q, k, v, mask=mask, scale=scale)
     dtype = jnp.promote_types(f.dtype, z.dtype)

@@ -50,7 +50,7 @@ def merge_across(
     JAX can tell that a result is the same on all devices for "allreduce" only. For the others call
     `shard_map` with check_vma=False where its `out_specs` say so.
 
-    Raises ValueError for another method, TypeError for what is no state.
+    Raises ValueError for another method or an axis named twice, TypeError for what is no state.
 
     >>> from jax.sharding import PartitionSpec as P
     >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -61,6 +61,8 @@ def merge_across(
     """
     check_method(method)
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"axis_name: expected each axis once, got {axes}")
     if callable(method):
         merged = method(state, axes)
         if not isinstance(merged, AttentionState):
@@ -89,7 +91,9 @@ def _allreduce(state: AttentionState, axis: str) -> AttentionState:
     """2025 Algorithm 3: the largest pivot, then the sums of d and n relative to it."""
     m = lax.pmax(lax.stop_gradient(state.max), axis)
     _, d, n = rescale(state, m)
-    return AttentionState(m, lax.psum(d, axis), lax.psum(n, axis))
+    d, n = lax.psum(d, axis), lax.psum(n, axis)
+    m = jnp.where(jnp.isnan(d), lax.stop_gradient(d), m)  # a CPU's maximum of NaN and −∞ is −∞
+    return AttentionState(m, d, n)
 
 
 def _butterfly(state: AttentionState, axis: str) -> AttentionState:

@@ -27,7 +27,7 @@ from treeattn.arguments import (
 )
 from treeattn.attend import Implementation, attend_inputs, check_implementation
 from treeattn.decode import ring_state
-from treeattn.shards import Layout, check_divides, layout_of, on_devices
+from treeattn.shards import Layout, check_divides, layout_of, on_devices, place
 from treeattn.state import finalize
 
 
@@ -101,18 +101,28 @@ def _prefill(inputs: Inputs, layout: Layout, method, implementation: Implementat
     b, l = inputs.q.shape[:2]
     n = inputs.k.shape[1]
     p = layout.shards
-    q, k, v = (pad_axis(x, 1, p * -(-x.shape[1] // p)) for x in (inputs.q, inputs.k, inputs.v))
+    padded = p * max(-(-n // p), 1)
+    q = pad_axis(inputs.q, 1, p * max(-(-l // p), 1))
+    k, v = pad_axis(inputs.k, 1, padded), pad_axis(inputs.v, 1, padded)
     # Padded keys come after all real queries, so causality hides them as well.
-    hidden = inputs.causal or k.shape[1] == n
+    hidden = inputs.causal or padded == n
     lengths = None if hidden else jnp.full(b, n, jnp.int32)
     inputs = inputs.replace(q=q, k=k, v=v, lengths=lengths)
     along = layout.spec(layout.keys)
     specs = inputs.replace(q=along, k=along, v=along, lengths=P(layout.batch or None), factor=P())
 
     def on_device(rank, inputs):
+        t = inputs.k.shape[1]
+        if padded > n:  # XLA:CPU may have left anything there, and 0 · NaN is NaN
+            real = (rank * t + jnp.arange(t) < n)[:, None, None]
+            k, v = (jnp.where(real, x, 0) for x in (inputs.k, inputs.v))
+            inputs = inputs.replace(k=k, v=v)
         return method(inputs, layout, rank, implementation)
 
-    return on_devices(on_device, layout, (specs,), along)(inputs)[:, :l]
+    out = on_devices(on_device, layout, inputs, specs, along)
+    if out.shape[1] == l:
+        return out
+    return place(out, layout.spec(), layout)[:, :l]  # devices cannot share l tokens evenly
 
 
 def _ring(inputs: Inputs, layout: Layout, rank, implementation: Implementation):

@@ -203,8 +203,10 @@ def local_lengths(inputs: Inputs, layout: Layout, rank):
     return jnp.clip(own, 0, t)
 
 
-def on_devices(body, layout: Layout, in_specs, out_specs):
-    """body(rank, *arguments) on every device, under `shard_map`; rank counts along the keys' axes.
+def on_devices(body, layout: Layout, inputs: Inputs, specs: Inputs, out_specs):
+    """body(rank, inputs) on every device, under `shard_map`; rank counts along the keys' axes.
+
+    specs, out_specs: how the inputs and the result lie
 
     All axes of the mesh are manual, so that nothing is left to XLA: what the specs do not shard is
     whole on every device. Within a `shard_map`, and within `jax.set_mesh`, the context's mesh is
@@ -212,32 +214,32 @@ def on_devices(body, layout: Layout, in_specs, out_specs):
     """
     mesh = layout.mesh
     context = jax.sharding.get_abstract_mesh()
-    if not context.empty and dict(context.shape) != dict(mesh.shape):
+    if not context.empty and tuple(context.shape.items()) != tuple(mesh.shape.items()):
         raise ValueError(f"sharding: expected the context's mesh {context.shape}, got {mesh.shape}")
 
-    def with_rank(*arguments):
+    def with_rank(inputs):
         rank = lax.axis_index(layout.keys) if layout.keys else jnp.int32(0)
-        return body(rank, *arguments)
+        return body(rank, inputs)
 
     mapped = jax.shard_map(
         with_rank,
         mesh=mesh if context.empty else None,
-        in_specs=in_specs,
+        in_specs=(specs,),
         out_specs=out_specs,
         axis_names=frozenset(mesh.axis_names) - manual_axes(),
         check_vma=False,  # of most merges JAX cannot tell that all devices have the same
     )
+    return mapped(place(inputs, specs, layout))
 
-    here = mesh if context.empty else context
 
-    def place(spec, tree):
-        lies = NamedSharding(here, spec)
-        return jax.tree.map(lambda x: jax.reshard(x, lies), tree)
-
-    if AxisType.Explicit not in here.axis_types:
-        return mapped
-    # Along Explicit axes what lies otherwise would be refused.
-    return lambda *arguments: mapped(*jax.tree.map(place, in_specs, arguments))
+def place(tree, specs, layout: Layout):
+    """`tree` as the specs say, along Explicit axes, where `shard_map` would refuse what lies
+    otherwise. Along Auto axes XLA places it."""
+    context = jax.sharding.get_abstract_mesh()
+    mesh = layout.mesh if context.empty else context
+    if AxisType.Explicit not in mesh.axis_types:
+        return tree
+    return jax.tree.map(lambda spec, x: jax.reshard(x, NamedSharding(mesh, spec)), specs, tree)
 
 
 def send_next(tree, axes: Axes):

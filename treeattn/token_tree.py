@@ -4,6 +4,7 @@ A beam is one way to write down a tree of candidate tokens (`treeattn.beam`), a 
 another. The mask and the depths are what a model needs to verify either in one pass.
 """
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int, Integer
 
@@ -18,8 +19,8 @@ def ancestor_mask(parents: Integer[Array, "*batch nodes"]) -> Bool[Array, "*batc
     The ancestors fewer than 2ᵏ⁺¹ steps up are those fewer than 2ᵏ steps up, together with
     the same of the node 2ᵏ steps up: ⌈log₂ L⌉ rounds.
 
-    Raises TypeError when parents is not an array of integers, ValueError when one is neither −1
-    nor an earlier node, so that there are no cycles (inside jit, they are clipped to that).
+    Raises TypeError when parents is not an array of signed integers, ValueError when one is neither
+    −1 nor an earlier node, so that there are no cycles (inside jit, they are clipped to that).
 
     >>> print(ancestor_mask([-1, 0, 0, 2]).astype(int)[3])  # node 3 below 2, node 2 below 0
     [1 0 1 1]
@@ -65,6 +66,8 @@ def _checked_parents(parents):
     """(numpy or jax.numpy, parents in int32), or the error that says what is wrong."""
     parents = as_array("parents", parents)
     check_integers(parents=parents)
+    if jnp.issubdtype(parents.dtype, jnp.unsignedinteger):
+        raise TypeError(f"parents: expected a signed dtype, for −1 at a root, got {parents.dtype}")
     if parents.ndim == 0:
         raise ValueError("parents: expected axes (..., L), got a scalar")
     expected = "−1 (a root) or an earlier node, so that there is no cycle"
