@@ -29,10 +29,6 @@ class Tokenizer:
     eos: str = ""
 
     def __post_init__(self):
-        for i in self.stop:
-            integer("eos_token_id", i, 0)
-        if self.start is not None:
-            integer("bos_token_id", self.start, 0)
         for name in ("bos", "eos"):
             text(f"{name}_token", getattr(self, name))
         if self.chat_template is not None:
