@@ -89,11 +89,12 @@ def check_method(method: Method) -> None:
 
 def _allreduce(state: AttentionState, axis: str) -> AttentionState:
     """2025 Algorithm 3: the largest pivot, then the sums of d and n relative to it."""
-    m = lax.pmax(lax.stop_gradient(state.max), axis)
+    m = lax.stop_gradient(state.max)
+    # As ∞, which no pivot is: a CPU's maximum of NaN and −∞ is −∞.
+    m = lax.pmax(jnp.where(jnp.isnan(m), jnp.inf, m), axis)
+    m = jnp.where(m == jnp.inf, jnp.nan, m)
     _, d, n = rescale(state, m)
-    d, n = lax.psum(d, axis), lax.psum(n, axis)
-    m = jnp.where(jnp.isnan(d), lax.stop_gradient(d), m)  # a CPU's maximum of NaN and −∞ is −∞
-    return AttentionState(m, d, n)
+    return AttentionState(m, lax.psum(d, axis), lax.psum(n, axis))
 
 
 def _butterfly(state: AttentionState, axis: str) -> AttentionState:
