@@ -385,6 +385,16 @@ def test_the_vocabularies_are_good_as_they_are(changed, kind):
     assert loads_or_says(changed(vocabulary(kind))) is None
 
 
+@pytest.mark.parametrize(("kind", "ids"), [(PAIRS, (None, set())), (SENTENCES, (1, {2}))])
+def test_where_a_file_does_not_say_how_texts_begin_and_end(changed, kind, ids):
+    """A vocabulary like Llama 2's has its numbers, as in llama.cpp."""
+    fields = vocabulary(kind, add_bos_token=True)
+    for name in ("bos", "eos", "eot"):
+        del fields[f"tokenizer.ggml.{name}_token_id"]
+    tokenizer = open_checkpoint(changed(fields)).tokenizer
+    assert (tokenizer.start, tokenizer.stop) == ids
+
+
 @pytest.mark.parametrize("name", VOCABULARY)
 def test_wrong_metadata_of_a_tokenizer_is_named(changed, name):
     kind = SENTENCES if name in (*SENTENCES, "add_space_prefix") else PAIRS

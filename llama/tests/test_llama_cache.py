@@ -261,6 +261,15 @@ def test_the_model_in_float64_agrees(one, dense):
     check(dense, wide)
 
 
+def test_float64_is_not_narrowed_in_silence(unchecked):
+    jax.config.update("jax_enable_x64", False)
+    try:
+        with pytest.raises(ValueError, match=r"dtype: float64 needs .*jax_enable_x64"):
+            Llama.load(SMALL, dtype="float64")
+    finally:
+        jax.config.update("jax_enable_x64", True)
+
+
 def test_token_rows_are_a_permutation():
     for p in (1, 3, 8):
         rows = caches.token_rows(np.arange(24), 24, p)
