@@ -65,7 +65,7 @@ OTHERS = {
 }
 # Tokens of code, comments and docstrings aside. They are limits, to be lowered when there is less.
 BUDGET = {
-    "treeattn": 20_300,
+    "treeattn": 20_400,
     "treeattn_llama": 20_300,
     "treeattn_conformance": 34_900,
     "figures": 21_000,

@@ -1,8 +1,11 @@
 """Devices to shard a cache over: simulated on a CPU, of one process or of many; and meshes."""
 
 import os
+import socket
 import sys
+import warnings
 from collections.abc import Sequence
+from ipaddress import ip_address
 from typing import Any
 
 import jax
@@ -104,29 +107,50 @@ def initialize(
     that would wait for the others; the others then find out within the heartbeat's time, or
     at the next collective, and end as well.
 
-    Raises RuntimeError when not all processes arrive in time. Exceptions then end as before.
+    If the coordinator or another process does not arrive in time, XLA ends this process some
+    five seconds after `initialization_timeout`: it prints "Terminating process … DEADLINE_EXCEEDED"
+    and exits. It raises no exception, so `try` cannot catch it. A coordinator whose port is in use
+    ends as well, on JAX 0.8.3 by a segmentation fault.
+
+    On CPUs the processes then talk through gloo, which listens at the address that this machine's
+    own name resolves to. Warns when other machines cannot reach that address.
 
     >>> initialize("10.0.0.1:9876", num_processes=4, process_id=0)  # doctest: +SKIP
     """
-    before = sys.excepthook
+    _warn_of_loopback(coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS"))
+    jax.distributed.initialize(
+        coordinator_address,
+        num_processes,
+        process_id,
+        heartbeat_timeout_seconds=heartbeat_timeout_seconds,
+        initialization_timeout=initialization_timeout,
+        **options,
+    )
     sys.excepthook = _end_at_once
-    try:
-        jax.distributed.initialize(
-            coordinator_address,
-            num_processes,
-            process_id,
-            heartbeat_timeout_seconds=heartbeat_timeout_seconds,
-            initialization_timeout=initialization_timeout,
-            **options,
+
+
+def _warn_of_loopback(coordinator_address: str | None) -> None:
+    """Warn when gloo will listen on loopback and the coordinator is not there."""
+    if coordinator_address is None or jax.config.jax_platforms != "cpu":
+        return
+    name = socket.gethostname()
+    coordinator = coordinator_address.rpartition(":")[0].strip("[]")
+    if _on_loopback(name) and not _on_loopback(coordinator):
+        warnings.warn(
+            f"initialize: this machine's name, {name!r}, resolves to a loopback address. gloo will "
+            "listen there, and processes on other machines will fail with 'Connection refused'. "
+            f"Let the name resolve to an address that they can reach, by a line such as "
+            f"'10.0.0.2 {name}' in /etc/hosts.",
+            stacklevel=3,
         )
-    except BaseException as error:
-        sys.excepthook = before
-        if not isinstance(error, jax.errors.JaxRuntimeError):
-            raise
-        raise RuntimeError(
-            f"initialize: process {process_id} of {num_processes} did not find the others at "
-            f"{coordinator_address} within {initialization_timeout} seconds"
-        ) from error
+
+
+def _on_loopback(host: str) -> bool:
+    try:
+        first = socket.getaddrinfo(host, None)[0]
+    except OSError:  # the name does not resolve
+        return False
+    return ip_address(first[4][0]).is_loopback
 
 
 def _end_at_once(kind, error, trace) -> None:
