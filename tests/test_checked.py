@@ -90,4 +90,4 @@ def test_the_package_is_checked():
     x = jnp.zeros((1, 2, 2, 4))
     with pytest.raises(jaxtyping.TypeCheckError):
         treeattn.attend(x[0], x, x)
-    assert sys.modules["treeattn.attend"].__spec__.loader.__class__ is checked.Loader
+    assert sys.modules["treeattn.local"].__spec__.loader.__class__ is checked.Loader

@@ -16,8 +16,8 @@ from oracles import dense_attention, dense_gradients, dense_weights
 
 import treeattn
 from treeattn import ring_decode, tree_decode
-from treeattn.arguments import gather_inputs
-from treeattn.merge import METHODS, merge_across
+from treeattn.across import METHODS, merge_across
+from treeattn.inputs import gather_inputs
 from treeattn.program import collectives, count_collectives, memory, sent_bytes, total_bytes
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 6
@@ -133,7 +133,7 @@ def test_a_striped_cache(name):
 
 def test_stripes_keep_all_devices_of_a_half_empty_cache_busy():
     """How many keys each of four devices attends to, of the first 6 in 16 slots."""
-    from treeattn.shards import layout_of, local_lengths
+    from treeattn.layout import layout_of, local_lengths
 
     x = np.ones((1, 4, 1, 2))
     for striped, counts in {False: [4, 2, 0, 0], True: [2, 2, 1, 1]}.items():

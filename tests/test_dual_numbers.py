@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treeattn import attention_from_energy, energy
-from treeattn.energy import log_sum_exp
+from treeattn.gradient import log_sum_exp
 
 # In symbols: a + bε is the matrix [[a, b], [0, a]].
 

@@ -18,7 +18,7 @@ from treeattn import (
     log_likelihood,
     memory,
 )
-from treeattn.energy import log_sum_exp
+from treeattn.gradient import log_sum_exp
 
 SHAPES = [(1, 1, 1), (7, 2, 6), (40, 8, 3)]  # (n, d, dv): one key; dv ≠ d both ways
 MASKS = ["all", "one", "random", "nothing"]

@@ -13,7 +13,7 @@ from oracles import dense_attention, dense_gradients
 
 import treeattn.flash as flash
 from treeattn import attend, finalize
-from treeattn.arguments import gather_inputs
+from treeattn.inputs import gather_inputs
 
 
 def draw(dtype="float16", l=3, n=40, d=16):

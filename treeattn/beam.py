@@ -29,15 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int, Integer, Shaped
 
-from treeattn.arguments import (
-    Array,
-    as_array,
-    bounded,
-    check_integers,
-    check_rank,
-    integer,
-    namespace,
-)
+from treeattn.checks import Array, as_array, bounded, check_integers, check_rank, integer, namespace
 
 
 class PackedBeam(NamedTuple):

@@ -17,7 +17,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from treeattn import products
-from treeattn.arguments import Inputs, pad_axis
+from treeattn.inputs import Inputs, pad_axis
 from treeattn.state import AttentionState, finite, merge
 
 SCORES = 1 << 20  # scores held at a time, about: more of them fall out of a CPU's caches

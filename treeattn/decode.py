@@ -2,11 +2,11 @@
 
 A call goes straight down:
 
-    gather_inputs, check_inputs   arguments.py   what is wrong is named
-    layout_of, deal               shards.py      the cache in shards, one for each device
-    attend_inputs                 attend.py      on every device: its shard becomes a state
-    merge_across                  merge.py       the states meet
-    finalize                      state.py       a state becomes the output
+    gather_inputs, check_inputs   inputs.py   what is wrong is named
+    layout_of, deal               layout.py   the cache in shards, one for each device
+    attend_inputs                 local.py    on every device: its shard becomes a state
+    merge_across                  across.py   the states meet
+    finalize                      state.py    a state becomes the output
 """
 
 import functools
@@ -17,8 +17,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
-from treeattn.arguments import (
-    Array,
+from treeattn.across import Method, check_method, merge_across
+from treeattn.checks import Array
+from treeattn.inputs import (
     Bias,
     Inputs,
     Keys,
@@ -30,9 +31,7 @@ from treeattn.arguments import (
     check_inputs,
     gather_inputs,
 )
-from treeattn.attend import Implementation, attend_inputs, check_implementation
-from treeattn.merge import Method, check_method, merge_across
-from treeattn.shards import (
+from treeattn.layout import (
     Layout,
     check_divides,
     deal,
@@ -41,6 +40,7 @@ from treeattn.shards import (
     on_devices,
     visit_shards,
 )
+from treeattn.local import Implementation, attend_inputs, check_implementation
 from treeattn.state import finalize, merge
 
 # Of as many heads as q has, but for the shares of "all_to_all", which are of equal size.

@@ -15,8 +15,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from treeattn.arguments import Inputs
 from treeattn.blocks import attend_blockwise
+from treeattn.inputs import Inputs
 from treeattn.state import AttentionState, finalize, from_output
 
 MAX_HEAD_DIM = 256

@@ -14,7 +14,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from treeattn.arguments import (
+from treeattn.decode import ring_state
+from treeattn.inputs import (
     Inputs,
     Keys,
     Output,
@@ -25,9 +26,8 @@ from treeattn.arguments import (
     gather_inputs,
     pad_axis,
 )
-from treeattn.attend import Implementation, attend_inputs, check_implementation
-from treeattn.decode import ring_state
-from treeattn.shards import Layout, check_divides, layout_of, on_devices, place
+from treeattn.layout import Layout, check_divides, layout_of, on_devices, place
+from treeattn.local import Implementation, attend_inputs, check_implementation
 from treeattn.state import finalize
 
 

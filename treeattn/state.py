@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float
 
-from treeattn.arguments import Array, as_array, check_floating, check_same_dtype, integer
+from treeattn.checks import Array, as_array, check_floating, check_same_dtype, integer
 
 
 class AttentionState(NamedTuple):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int, Integer
 
-from treeattn.arguments import Array, as_array, bounded, check_integers, namespace
+from treeattn.checks import Array, as_array, bounded, check_integers, namespace
 
 
 def ancestor_mask(parents: Integer[Array, "*batch nodes"]) -> Bool[Array, "*batch nodes nodes"]:

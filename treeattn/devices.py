@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from treeattn.arguments import integer
+from treeattn.checks import integer
 
 
 def simulate_devices(n: int) -> None:

@@ -16,8 +16,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from treeattn.arguments import Inputs, pad_axis
-from treeattn.merge import Axes
+from treeattn.across import Axes
+from treeattn.inputs import Inputs, pad_axis
 
 
 class Layout(NamedTuple):

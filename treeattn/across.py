@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float
 
-from treeattn.arguments import Array
+from treeattn.checks import Array
 from treeattn.state import AttentionState, check_state, merge, reduce_tree, rescale, where
 
 Axes = tuple[str, ...]  # of a mesh, by name

@@ -4,28 +4,13 @@ Values are looked at before a function is compiled; shapes and dtypes while it i
 once a shape.
 """
 
-import dataclasses
 import operator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Integer
 
 Array = jax.Array | np.ndarray
-Scale = float | int | Float[Array, ""] | None  # None: 1/√head_dim
-
-# The arguments of an attention, in all signatures: b rows, of l queries and n keys each; h query
-# heads, a multiple of the h_kv key heads. Query head i reads key head i // (h // h_kv). Of a mask
-# and a bias, an axis may be 1.
-Queries = Float[Array, "b l h d"]
-Keys = Float[Array, "b n h_kv d"]
-Values = Float[Array, "b n h_kv dv"]
-Mask = Bool[Array, "#b #h #l #n"]
-Bias = Float[Array, "#b #h #l #n"]
-Lengths = Integer[Array, " b"]
-Output = Float[Array, "b l h dv"]
 
 
 def namespace(*arrays: Array):
@@ -36,15 +21,6 @@ def namespace(*arrays: Array):
 def accumulation_dtype(*arrays: Array) -> jnp.dtype:
     """float64 when any of the arrays is; float32 otherwise. What is summed is summed in it."""
     return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
-
-
-def pad_axis(x: Array | None, axis: int, size: int) -> Array | None:
-    """`x` with zeros (or False) at the end of `axis`, up to `size`."""
-    if x is None or x.shape[axis] == size:
-        return x
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, size - x.shape[axis])
-    return jnp.pad(x, widths)
 
 
 def integer(name: str, x, least: int | None = None, most: int | None = None) -> int:
@@ -177,99 +153,3 @@ def check_broadcasts(name: str, x: Array, target: tuple[int, ...], layout: str) 
         raise ValueError(
             f"{name}: expected a shape that broadcasts to {layout} = {target}, got {x.shape}"
         )
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-    """The arguments of one attention. A pytree: its arrays are leaves, scale and causal static.
-
-    q:          (b, l, h, d); k (b, n, h_kv, d) and v (b, n, h_kv, dv), of one dtype
-    mask, bias: (b, h, l, n), an axis being 1 where all share an entry; or None
-    lengths:    (b,) int32 in 0 … n: only the first keys of a row count; or None
-    factor:     the part of the scale that came as a JAX array, (), so that its value is not
-                compiled in; None where all of it is in `scale`
-    scale:      the part that is a number: the scores are scale · factor · q·k
-    causal:     whether query i sees keys 0 … i only
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    mask: Any = None
-    bias: Any = None
-    lengths: Any = None
-    factor: Any = None
-    scale: float = dataclasses.field(default=1.0, metadata={"static": True})
-    causal: bool = dataclasses.field(default=False, metadata={"static": True})
-
-    def replace(self, **changes) -> "Inputs":
-        """The same with other fields."""
-        return dataclasses.replace(self, **changes)
-
-    @property
-    def dtype(self):
-        """That of scores and sums."""
-        return accumulation_dtype(self.q)
-
-
-def gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal=False) -> Inputs:
-    """The `Inputs`, after a look at what no trace can see: the values of lengths and scale.
-
-    `check_inputs` sees to the rest, where a function is traced.
-    """
-    q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
-    mask = None if mask is None else as_array("mask", mask)
-    bias = None if bias is None else as_array("bias", bias)
-    if kv_lengths is not None:
-        kv_lengths = as_array("kv_lengths", kv_lengths)
-        check_integers(kv_lengths=kv_lengths)
-        n = k.shape[1] if k.ndim > 1 else 0
-        kv_lengths = bounded("kv_lengths", kv_lengths, 0, n, f"0 to kv_len = {n} keys")
-    factor = None
-    if scale is None:
-        scale = q.shape[-1] ** -0.5 if q.ndim and q.shape[-1] else 1.0
-    else:
-        scale = check_scale(scale, 0, accumulation_dtype(q))
-        if isinstance(scale, jax.Array):  # traced or not: no program for each value
-            factor, scale = scale, 1.0
-    return Inputs(q, k, v, mask, bias, kv_lengths, factor, float(scale), bool(causal))
-
-
-def check_inputs(inputs: Inputs) -> None:
-    """Raise the TypeError or ValueError that `attend` documents, naming the argument."""
-    q, k, v = inputs.q, inputs.k, inputs.v
-    check_floating(q=q, k=k, v=v)
-    check_same_dtype(q=q, k=k, v=v)
-    check_rank(4, "(batch, length, heads, head_dim)", q=q, k=k, v=v)
-    b, l, h, d = q.shape
-    n, h_kv = k.shape[1:3]
-    if d == 0:
-        raise ValueError(f"q: expected a head_dim of at least 1, got shape {q.shape}")
-    if (k.shape[0], k.shape[3]) != (b, d):
-        raise ValueError(
-            f"k: expected (batch, kv_len, kv_heads, head_dim) with batch {b} and "
-            f"head_dim {d} as in q {q.shape}, got {k.shape}"
-        )
-    if v.shape[:3] != k.shape[:3]:
-        raise ValueError(
-            f"v: expected k's batch, kv_len and kv_heads, {k.shape[:3]}, got {v.shape}"
-        )
-    if h_kv == 0 or h % h_kv:
-        raise ValueError(
-            f"q: expected (batch, q_len, heads, head_dim), its heads a multiple of k's {h_kv}, "
-            f"got {q.shape}"
-        )
-    if inputs.causal and l != n:
-        raise ValueError(f"q: causal attention expects as many queries as keys, {n}, got {l}")
-    layout = "(batch, heads, q_len, kv_len)"
-    if inputs.mask is not None:
-        if inputs.mask.dtype != jnp.bool_:
-            raise TypeError(f"mask: expected booleans, got dtype {inputs.mask.dtype}")
-        check_broadcasts("mask", inputs.mask, (b, h, l, n), layout)
-    if inputs.bias is not None:
-        check_floating(bias=inputs.bias)
-        check_broadcasts("bias", inputs.bias, (b, h, l, n), layout)
-    if inputs.lengths is not None and inputs.lengths.shape != (b,):
-        came = inputs.lengths.shape
-        raise ValueError(f"kv_lengths: expected shape ({b},), one a row, got {came}")

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeattn import flash
-from treeattn.arguments import (
-    Array,
+from treeattn.blocks import attend_blockwise
+from treeattn.checks import Array
+from treeattn.inputs import (
     Bias,
     Inputs,
     Keys,
@@ -27,7 +28,6 @@ from treeattn.arguments import (
     check_inputs,
     gather_inputs,
 )
-from treeattn.blocks import attend_blockwise
 from treeattn.state import AttentionState, finalize, from_output
 
 # What computes it: a name, a function of one's own, or None for the best that can run.

@@ -21,9 +21,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
-from treeattn.arguments import (
+from treeattn.checks import (
     Array,
-    Scale,
     accumulation_dtype,
     as_array,
     check_floating,
@@ -32,6 +31,7 @@ from treeattn.arguments import (
     check_scale,
     integer,
 )
+from treeattn.inputs import Scale
 
 # The arguments of one query head: n keys, of head_dim d, and values of head_dim dv.
 Source = Float[Array, " dv"]
