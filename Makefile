@@ -9,7 +9,7 @@
 # make mutants      sixty mistakes, planted one at a time: do the tests see them? An hour
 # make test-latest  all unit tests with the newest releases of everything, in .venv-latest; with
 #                   JAX=0.11.2 that release of JAX, in .venv-latest-0.11.2
-# make lab          JupyterLab on the notebooks
+# make lab          JupyterLab in this folder, with notebook 00 open
 # make site         the notebooks as stored, API and more as pages under build/site, in .venv-site
 # make drafter      sample texts of the packaged model, and train the recurrent drafter on them
 # make gpu          on a machine with a CUDA JAX: are the kernels right, and how fast? No .venv:
@@ -102,8 +102,10 @@ test-latest: $(LATEST_STAMP)
 drafter: $(STAMP)
 	$(BIN)/python -m labs.drafter.train
 
+# The server's root is this folder, because notebooks link to pictures and pages outside of theirs.
+# Its configuration opens notebook 00, and lets the pages run their scripts.
 lab: $(STAMP)
-	$(BIN)/jupyter lab notebooks
+	JUPYTER_CONFIG_PATH=notebooks/.jupyter $(BIN)/jupyter lab
 
 site: $(SITE_STAMP)
 	$(SITE)/python site/build.py

@@ -32,6 +32,18 @@ FONTS = """MathJax.Hub.Config({"HTML-CSS": {
 }});
 MathJax.Ajax.loadComplete("[MathJax]/config/fonts.js");
 """
+# What JupyterLab shows folded, behind a question, a browser shows folded, too.
+FOLDED = """{% extends "lab/index.html.j2" %}
+{% block output_group %}
+{% if cell.metadata.get("jupyter", {}).get("outputs_hidden") %}
+<details>
+<summary class="jp-RenderedHTMLCommon"
+  style="margin-left: var(--jp-cell-prompt-width)">Output</summary>
+{{ super() }}
+</details>
+{% else %}{{ super() }}{% endif %}
+{% endblock output_group %}
+"""
 
 
 def execute(path: Path, progress: tqdm) -> nbformat.NotebookNode:
@@ -59,12 +71,12 @@ def exporter() -> HTMLExporter:
     """
     package = importlib.util.find_spec("jupyter_server_mathjax")
     if package is None:
-        return HTMLExporter()
+        return HTMLExporter(raw_template=FOLDED)
     (folder,) = package.submodule_search_locations
     shutil.copytree(Path(folder) / "static", BUILD / "mathjax", dirs_exist_ok=True)
     (BUILD / "mathjax" / "config" / "fonts.js").write_text(FONTS, encoding="utf-8")
     url = "mathjax/MathJax.js?config=TeX-AMS-MML_HTMLorMML-full,fonts"
-    return HTMLExporter(mathjax_url=url, require_js_url="")
+    return HTMLExporter(raw_template=FOLDED, mathjax_url=url, require_js_url="")
 
 
 def seen_from_build(text: str, folder: Path) -> str:

@@ -43,6 +43,10 @@ def article() -> str:
             continue
         parts.append(f"```python\n{source}\n```")
         printed = "".join(output.get("text", "") for output in cell.outputs)
-        if printed:
-            parts.append(f"```text\n{printed.rstrip()}\n```")
+        if not printed:
+            continue
+        printed = f"```text\n{printed.rstrip()}\n```"
+        if cell.metadata.get("jupyter", {}).get("outputs_hidden"):  # the answer to a question
+            printed = f"<details><summary>Output</summary>\n\n{printed}\n\n</details>"
+        parts.append(printed)
     return "\n\n".join(parts)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from statistics import median
 
+import nbformat
 import numpy as np
 import pytest
 
@@ -193,6 +194,35 @@ def test_it_ends_with_exercises_and_the_way_on(told):
         after = MAIN_ROAD[place + 1]
         around.append(f"[{title(after)}]({after.name}) →")
     assert last.rstrip().splitlines()[-1] == " · ".join(around)
+
+
+def test_each_prediction_has_a_hidden_output(notebook):
+    """Until the next prediction or section; and nothing else is hidden."""
+    _, content = notebook
+    predictions, answered, open_ = 0, set(), False
+    for cell in content["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "code":
+            hidden = cell["metadata"].get("jupyter", {}).get("outputs_hidden", False)
+            assert not hidden or (open_ and cell["outputs"]), source
+            answered |= {predictions} if hidden else set()
+            continue
+        open_ = open_ and not re.search(r"(?m)^##", source)
+        _, predict, asked = source.rpartition("**Predict")
+        if predict and "<details>" not in asked:  # or the answer is folded right there
+            predictions, open_ = predictions + 1, True
+    assert answered == set(range(1, predictions + 1))
+
+
+def test_hidden_outputs_are_folded_in_html(execute):
+    output = nbformat.v4.new_output("stream", text="as you thought")
+    hidden = {"jupyter": {"outputs_hidden": True}}
+    for metadata, folded in (({}, False), (hidden, True)):
+        cell = nbformat.v4.new_code_cell("1", metadata=metadata, outputs=[output])
+        notebook = nbformat.v4.new_notebook(cells=[cell])
+        html = execute.as_html(notebook, REPOSITORY, execute.exporter())
+        body = html[html.index("<body") :]
+        assert ("<details>" in body.partition("as you thought")[0]) == folded
 
 
 def test_the_running_example_is_the_same_everywhere():
