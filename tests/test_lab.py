@@ -112,11 +112,11 @@ def test_it_opens_on_the_first_notebook(lab):
 
 # The pictures of the notebook on the screen: how many, and which of them are broken.
 PICTURES = """(() => {
-  const all = [...document.querySelectorAll(".jp-Notebook img")];
+  const all = [...jupyterapp.shell.currentWidget.node.querySelectorAll("img")];
   const whole = (image) => image.complete && image.naturalWidth > 0;
   return { count: all.length, broken: all.filter((image) => !whole(image)).map((x) => x.src) };
 })()"""
-# Shift and Enter, as long as there is a cell that has not had it.
+# Every cell by itself; which of them failed, and which hide what they printed after all.
 RUN_ALL = """(async () => {
   const { commands, shell } = jupyterapp;
   const { content, sessionContext } = shell.currentWidget;
