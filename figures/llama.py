@@ -108,7 +108,8 @@ def head_over_shards(
     upper.set_xticks(range(len(ids)), ticks, rotation=90, fontsize=8)
     upper.set(xlim=(-0.8, len(ids) - 0.2), ylabel="attention weight")
     upper.set_title(
-        f"Layer {layer}, head {head}, after “… {' '.join(words[-4:])}”: most goes to “{words[top]}”"
+        f"Layer {layer}, head {head}, after “… {' '.join(words[-4:])}”: "
+        f"the largest weight, {weights[top]:.2f}, is on “{words[top]}”"
     )
     _emphasized(lower, shares, np.arange(p) == most)
     for r, share in enumerate(shares):
