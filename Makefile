@@ -10,7 +10,8 @@
 # make test-latest  all unit tests with the newest releases of everything, in .venv-latest; with
 #                   JAX=0.11.2 that release of JAX, in .venv-latest-0.11.2
 # make lab          JupyterLab in this folder, with notebook 00 open
-# make site         the notebooks as stored, API and more as pages under build/site, in .venv-site
+# make site         the notebooks as stored, API and more as pages under build/site, in .venv-site;
+#                   ADDRESS=https://…/ says where it will stand, for the sitemap and for cards
 # make drafter      sample texts of the packaged model, and train the recurrent drafter on them
 # make gpu          on a machine with a CUDA JAX: are the kernels right, and how fast? No .venv:
 #                   PYTHON=... says which Python has that JAX, RESULTS=... a folder for what it
@@ -108,7 +109,7 @@ lab: $(STAMP)
 	JUPYTER_CONFIG_PATH=notebooks/.jupyter $(BIN)/jupyter lab
 
 site: $(SITE_STAMP)
-	$(SITE)/python site/build.py
+	$(SITE)/python site/build.py $(if $(ADDRESS),--address '$(ADDRESS)')
 
 # For authors: store fresh outputs in the notebooks, redraw figures/, rewrite the steppers.
 refresh: $(STAMP)

@@ -19,6 +19,7 @@ import nbformat
 from accessibility import violations
 from article import article
 from faults import fault_links
+from found import write_for_finders
 from ledger import ledger_page
 from links import broken, fetched
 from llms import llms_text
@@ -157,16 +158,22 @@ def repair(page: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", default=REPOSITORY / "build" / "site")
-    site = parser.parse_args().folder
+    about = "where the site will stand, https://…/: for its sitemap, its canonical links and cards"
+    parser.add_argument("--address", default="", help=about)
+    site, address = parser.parse_args().folder, parser.parse_args().address
+    if address and not re.fullmatch(r"https?://[^?#]+/", address):
+        parser.error(f"--address: expected https://…/, got {address!r}")
     sources = site.with_name(f"{site.name}-sources")
     lay_out(sources)
     shutil.rmtree(site, ignore_errors=True)
     options = ["-W", "--keep-going", "-q", "-E", "-d", str(sources / ".doctrees"), "-c", str(HERE)]
+    options += ["-D", f"html_baseurl={address}", "-D", f"ogp_site_url={address}"]
     if status := build_main(["-b", "html", *options, str(sources), str(site)]):
         return status
     pages = sorted(site.rglob("*.html"))
     for page in pages:
         repair(page)
+    write_for_finders(pages, site, address)
     (site / "llms.txt").write_text(llms_text(), encoding="utf-8")
     shutil.copytree(MATHJAX, site / "_static" / "mathjax", ignore=LEFT_OUT)
     wrong = [f"broken link: {x}" for x in broken(pages)]

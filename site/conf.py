@@ -4,7 +4,7 @@ from docstrings import as_restructured_text, skip_field
 
 project = "treeattn"
 copyright = "the treeattn authors"
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinxext.opengraph"]
 source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
 exclude_patterns = ["treeattn", "tests", "examples", "figures", "site"]
 exclude_patterns += ["conformance/treeattn_conformance"]
@@ -44,6 +44,10 @@ mathjax2_config = {
 
 html_theme = "furo"  # light, dark, or as the reader's system is
 html_title = "treeattn"
+html_favicon = "static/favicon.svg"
+ogp_site_name = "treeattn"
+ogp_image = "_images/ring_and_tree.png"
+ogp_image_alt = "Left, shards of keys go round a ring; right, small states go up a tree."
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_js_files = ["frames.js"]

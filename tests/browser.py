@@ -51,11 +51,12 @@ class Browser:
         os.close(to_read)
         os.close(to_write)
         self.seconds, self.number, self.rest, self.session = seconds, 0, b"", None
-        self.errors: list[str] = []  # what the page's scripts threw, or asked the network for
+        # What scripts threw, what the console calls an error, what was asked of the network.
+        self.errors: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self.session = attached["sessionId"]
-        for domain in ("Page", "Runtime", "Network"):
+        for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params) -> dict:
@@ -168,6 +169,10 @@ class Browser:
         if event.get("method") == "Runtime.exceptionThrown":
             details = params["exceptionDetails"]
             self.errors.append(details.get("exception", details).get("description", str(details)))
+        elif event.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
+            self.errors.append(params["entry"]["text"])
+        elif event.get("method") == "Runtime.consoleAPICalled" and params["type"] == "error":
+            self.errors.append(str([x.get("value") for x in params["args"]]))
         elif event.get("method") == "Network.requestWillBeSent":
             url = params["request"]["url"]
             if not url.startswith(("file:", "data:", "about:")):

@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from browser import Browser, chromium
@@ -20,7 +21,7 @@ def site(monkeypatch):
     """The modules beside site/build.py can be imported."""
     monkeypatch.syspath_prepend(str(SITE))
     yield
-    for name in ("article", "docstrings", "faults", "ledger", "links", "llms"):
+    for name in ("article", "docstrings", "faults", "found", "ledger", "links", "llms"):
         sys.modules.pop(name, None)
 
 
@@ -37,6 +38,20 @@ def test_broken_links_and_what_needs_a_network_are_found(site, tmp_path):
     wanted = ["a%20b.html#there", "four.png", "three.html"]
     assert broken(pages) == [f"two.html: {link}" for link in wanted]
     assert fetched(pages) == ["two.html: https://cdn.invalid/x.js"]
+
+
+def test_the_site_is_found_and_a_lost_visitor_finds_back(site, tmp_path):
+    from found import write_for_finders
+
+    (tmp_path / "a").mkdir()
+    pages = [tmp_path / "index.html", tmp_path / "a" / "b&c.html"]
+    write_for_finders(pages, tmp_path, "")
+    assert {x.name for x in tmp_path.glob("*.*")} == {"404.html"}  # a sitemap needs an address
+    write_for_finders(pages, tmp_path, "https://x.invalid/docs/")
+    urls = ElementTree.parse(tmp_path / "sitemap.xml").getroot()
+    found = [url[0].text.removeprefix("https://x.invalid/docs/") for url in urls]
+    assert found == ["a/b&c.html", "index.html"]
+    assert '<base href="https://x.invalid/docs/">' in (tmp_path / "404.html").read_text("utf-8")
 
 
 def test_the_api_has_every_public_name_once():

@@ -105,7 +105,7 @@ function toFrame(from, out) {
 function drawPush() {
   const { zeta, z, weights, kind, from, out } = now, missing = !zeta;
   const outside = missing || Math.max(...zeta.map(Math.abs)) > 1.9;
-  const direction = missing ? out : zeta.map((x) => x / size(zeta));
+  const direction = missing ? out : zeta.map((x) => x / (size(zeta) || 1));
   const tip = outside ? toFrame(missing ? from : [0, 0], direction) : zeta;
   byId("arrow").setAttribute("d", missing ? "" : line(SOURCES, [[0, 0], tip]));
   byId("far").setAttribute("d", missing ? line(SOURCES, [from, tip]) : "");
