@@ -29,7 +29,7 @@ PACKAGE = Path(treeattn_conformance.__file__).parent
 
 def test_a_sink_is_a_key_whose_value_is_zero():
     (case,) = (case for case in attention_cases("float64") if case.name == "sinks")
-    q, k, v = case.arguments
+    q, k, v = case.arguments.values()
     s = np.einsum("blhd,bnhd->blhn", q, k) / 4
     s = np.concatenate([s, np.broadcast_to(case.options["sinks"][:, None], (*s.shape[:-1], 1))], -1)
     p = np.exp(s) / np.exp(s).sum(-1, keepdims=True)
@@ -50,7 +50,7 @@ def test_of_no_keys_at_all_the_answer_is_nothing():
 
 def test_expected_merges_are_weighted_means():
     for case in merge_cases("float64"):
-        (parts,) = case.arguments
+        parts = case.arguments["parts"]
         out, lse = (np.stack(x) for x in zip(*parts, strict=True))
         keys = np.isfinite(lse)
         pivot = lse[keys].mean() if keys.any() else 0
@@ -69,7 +69,7 @@ def test_vectors_are_the_same_every_time_and_exact_in_their_dtype(dtype):
     for cases in (merge_cases, attention_cases):
         for one, other in zip(cases(dtype), cases(dtype), strict=True):
             np.testing.assert_equal(one, other)
-    for x in attention_cases(dtype)[0].arguments:
+    for x in attention_cases(dtype)[0].arguments.values():
         assert x.dtype == ("float32" if dtype == "bfloat16" else dtype)
         np.testing.assert_array_equal(rounded(x, dtype), x)
 
@@ -109,7 +109,7 @@ def test_asked_from_a_shell(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(tmp_path))
     assert main(["merge", "asked_from_a_shell:merge", "--dtype", "float64"]) == 0
     assert main(["attention", "asked_from_a_shell:attend"]) == 0
-    assert main(["tree", "asked_from_a_shell:tree"]) == 0
+    assert main(["tree", "asked_from_a_shell:tree"]) == 1  # all are skipped
     assert "failed" not in capsys.readouterr().out
     assert main(["merge", "asked_from_a_shell:wrong"]) == 1
     assert (

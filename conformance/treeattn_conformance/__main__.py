@@ -1,4 +1,4 @@
-"""Ask a function of yours from a shell, and end with 1 where it fails.
+"""Ask a function of yours from a shell, and end with 1 unless it passes.
 
 python -m treeattn_conformance merge my_module:my_merge
 python -m treeattn_conformance attention my_package.my_module:my_kernel --dtype bfloat16
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = {} if chosen.check in OF_NO_DTYPE else {"dtype": chosen.dtype}
     report = CHECKS[chosen.check](function, **options)
     print(report)
-    return int(bool(report.names("failed")))
+    return int(not report)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,13 @@ def attention_cases(dtype: str = "float32") -> list[Case]:
     }
     largest = {"large scores": 6000.0, "rows far apart": 1000.0}
     return [
-        Case(name, tuple(arrays), options, *attend(*arrays, **options), largest.get(name, 0.0))
+        Case(
+            name,
+            dict(zip("qkv", arrays, strict=True)),
+            options,
+            *attend(*arrays, **options),
+            largest.get(name, 0.0),
+        )
         for name, (arrays, options) in asked.items()
     ]
 

@@ -1,5 +1,6 @@
-"""Calling somebody's function: with the options that it has, and its answer as NumPy arrays."""
+"""Calling somebody's function: on copies, with the options that it has, its answer as arrays."""
 
+import copy
 import inspect
 from collections.abc import Callable
 
@@ -26,3 +27,22 @@ def as_array(x) -> np.ndarray:
         if not advice:
             raise
         raise TypeError(f"NumPy cannot read this tensor: return x{advice[0]}") from error
+
+
+def on_copies(f: Callable, arguments: dict, options: dict, written: set[str]):
+    """f's answer on copies of what it is asked with; to `written` the names of those it changed."""
+    given = copy.deepcopy(arguments), copy.deepcopy(options)
+    answer = f(*given[0].values(), **given[1])
+    for before, after in zip((arguments, options), given, strict=True):
+        written |= {name for name in before if not same_bits(before[name], after[name])}
+    return answer
+
+
+def same_bits(x, y) -> bool:
+    """Whether two arrays, or lists and mappings of arrays, hold the same."""
+    if isinstance(x, dict):
+        return x.keys() == y.keys() and all(same_bits(x[name], y[name]) for name in x)
+    if isinstance(x, list | tuple):
+        return len(x) == len(y) and all(map(same_bits, x, y))
+    x, y = np.asarray(x), np.asarray(y)
+    return x.dtype == y.dtype and np.array_equal(x, y, equal_nan=x.dtype.kind == "f")

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .calling import as_array, takes
-from .report import Report, Result, asked
+from .calling import as_array, on_copies, takes
+from .report import Report, Result, asked, unwritten
 from .rounding import TOLERANCES
 
 SPECIAL = {"out in 16 bits": "sums in 16 bits"}  # where both explain, the first one is named
@@ -21,10 +21,10 @@ Pair = tuple[np.ndarray, np.ndarray]  # out (b, l, h, d) and lse (b, l, h)
 
 
 class Case(NamedTuple):
-    """One question: f(*arguments, **options) should be (out, lse), here in float64."""
+    """One question: f(*arguments.values(), **options) should be (out, lse), here in float64."""
 
     name: str
-    arguments: tuple
+    arguments: dict  # by name, in the order of the call
     options: dict
     out: np.ndarray
     lse: np.ndarray
@@ -63,7 +63,7 @@ class Questions:
         if (mistake, case) not in self._given:
             asked = self.cases[case]
             wrong = self.mistakes[mistake].wrong
-            self._given[mistake, case] = wrong(*asked.arguments, **asked.options)
+            self._given[mistake, case] = wrong(*asked.arguments.values(), **asked.options)
         return self._given[mistake, case]
 
 
@@ -82,8 +82,9 @@ def check(f: Callable, questions: Questions, dtype: str, tolerance: float | None
         raise TypeError(f"expected a function, got {f!r:.40}")
     results = []
     answers = []
+    written: set[str] = set()
     for place, case in enumerate(questions.cases):
-        result, answer = _ask(f, case)
+        result, answer = _ask(f, case, written)
         if answer is not None:
             tolerances = case.tolerances(dtype, tolerance)
             right = _agreement(case, answer, (case.out, case.lse), tolerances)
@@ -95,17 +96,18 @@ def check(f: Callable, questions: Questions, dtype: str, tolerance: float | None
     if len(answers) >= FEWEST and any(not x.right.all() for x in answers):
         for place, names in _named(answers, questions).items():
             results[place] = results[place]._replace(fingerprints=names)
+    if answers:
+        results.append(unwritten(written))
     return Report(tuple(results), questions.cures)
 
 
-def _ask(f: Callable, case: Case) -> tuple[Result, Pair | None]:
+def _ask(f: Callable, case: Case, written: set[str]) -> tuple[Result, Pair | None]:
     missing = [name for name in case.options if not takes(f, name)]
     if missing:
         return Result(case.name, "skipped", (), f"it has no option {missing[0]}"), None
-    arguments = [x.copy() if isinstance(x, np.ndarray) else list(x) for x in case.arguments]
 
     def ask() -> Pair:
-        out, lse = f(*arguments, **case.options)
+        out, lse = on_copies(f, case.arguments, case.options, written)
         return as_array(out).astype(np.float64), as_array(lse).astype(np.float64)
 
     return asked(case.name, ask)

@@ -64,7 +64,7 @@ def merge_cases(dtype: str = "float32") -> list[Case]:
     second[0] = first[0]  # in one row neither is the larger
     largest = {name: 1000.0 for name in asked if name.endswith("far apart")}
     return [
-        Case(name, (parts,), {}, *merge(parts), largest.get(name, 0.0))
+        Case(name, {"parts": parts}, {}, *merge(parts), largest.get(name, 0.0))
         for name, parts in asked.items()
     ]
 

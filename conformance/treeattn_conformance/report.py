@@ -1,7 +1,10 @@
 """What came of the questions: a result each, and the report that prints them."""
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+
+PLAIN = {"∞": "inf", "−": "-", "·": "*", "√": "sqrt ", "Σ": "sum ", "≤": "<=", "…": "..."}
 
 
 class Difference(NamedTuple):
@@ -27,14 +30,37 @@ def asked(case: str, ask: Callable[[], Any]) -> tuple[Result, Any]:
     try:
         return Result(case, "passed"), ask()
     except NotImplementedError as error:
-        return Result(case, "skipped", (), str(error)), None
+        return Result(case, "skipped", (), first_line(error)), None
     except Exception as error:
-        return Result(case, "failed", (), f"{type(error).__name__}: {error}"), None
+        return Result(case, "failed", (), f"{type(error).__name__}: {first_line(error)}"), None
+
+
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
+
+
+def unwritten(written: set[str]) -> Result:
+    """A line of its own: did the function leave its arguments as they were?"""
+    if not written:
+        return Result("arguments", "passed")
+    return Result("arguments", "failed", (), f"it writes into {', '.join(sorted(written))}")
+
+
+def printable(text: str) -> str:
+    """With signs that every terminal has; what else it has not is escaped."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    plain = text.translate(str.maketrans(PLAIN))
+    return plain.encode(encoding, "backslashreplace").decode(encoding)
 
 
 class Report(NamedTuple):
+    """A line for each question. True if something passed and nothing failed."""
+
     results: tuple[Result, ...]
     cures: Mapping[str, str]  # of fingerprints, or of cases whose bits differ
+
+    def __bool__(self) -> bool:
+        return bool(self.names("passed")) and not self.names("failed")
 
     def names(self, status: str) -> list[str]:
         """The cases that "passed", "failed" or were "skipped"."""
@@ -51,4 +77,4 @@ class Report(NamedTuple):
         ]
         known = self.fingerprints | {x.case for x in self.results if x.difference}
         cures = [f"{name}: {self.cures[name]}" for name in sorted(known)]
-        return "\n".join([*lines, *cures])
+        return printable("\n".join([*lines, *cures]))

@@ -55,12 +55,11 @@ def nan_of_no_keys(case: Case, answer: Pair):
 
 def uniform_mean(case: Case, answer: Pair):
     """The mean of all values, or of all shards' outs, at once or in turn, for 0."""
-    values = case.arguments[-1]
-    if len(case.arguments) == 1:  # a merge
-        outs = [np.asarray(out, np.float64) for out, _ in values]
+    if "parts" in case.arguments:  # a merge
+        outs = [np.asarray(out, np.float64) for out, _ in case.arguments["parts"]]
         means = [np.mean(outs, axis=0), functools.reduce(lambda a, b: (a + b) / 2, outs)]
     else:
-        mean = np.mean(np.asarray(values, np.float64), axis=1, keepdims=True)
+        mean = np.mean(np.asarray(case.arguments["v"], np.float64), axis=1, keepdims=True)
         means = [np.repeat(mean, case.out.shape[2] // mean.shape[2], axis=2)]
     alike = [np.isclose(answer[0], mean, rtol=0.01, atol=0.01).all(axis=-1) for mean in means]
     return np.isneginf(case.lse) & np.any(alike, axis=0), nowhere(case)
@@ -68,11 +67,11 @@ def uniform_mean(case: Case, answer: Pair):
 
 def stale(case: Case, answer: Pair):
     """NaN in a row of the batch whose keys or values hold one where nobody may look."""
-    if len(case.arguments) == 1:
+    if "parts" in case.arguments:
         return nowhere(case), nowhere(case)
     held = np.zeros(case.lse.shape[0], bool)
-    for x in case.arguments[1:]:
-        held |= np.isnan(x).any(axis=(1, 2, 3))
+    for name in "kv":
+        held |= np.isnan(case.arguments[name]).any(axis=(1, 2, 3))
     held = np.broadcast_to(held[:, None, None], case.lse.shape)
     return held & np.isnan(answer[0]).any(axis=-1), held & np.isnan(answer[1])
 
@@ -101,7 +100,7 @@ def rounded_sums(case: Case, answer: Pair):
     """More than one: an error that grows with the number of terms."""
     if not _in_16_bits(answer[0]):
         return nowhere(case), nowhere(case)
-    terms = len(case.arguments[0]) if len(case.arguments) == 1 else 8
+    terms = len(case.arguments.get("parts", range(8)))
     largest = np.abs(case.out[np.isfinite(case.out)]).max(initial=0)
     allowed = min(terms * 2**-8, 0.25) * largest
     return (np.abs(answer[0] - case.out) <= allowed).all(axis=-1), nowhere(case)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .report import Report, Result
+from .report import Report, Result, first_line
 from .token_trees import (
     TreeCase,
     accepted_paths,
@@ -174,7 +174,7 @@ def _judge(name: str, field: _Field, ask: Callable) -> Result:
         except KeyError as error:
             return Result(name, "skipped", (), f"the answer has no {error}")
         except Exception as error:
-            detail = f"{case.name}: {type(error).__name__}: {error}"
+            detail = f"{case.name}: {type(error).__name__}: {first_line(error)}"
             return Result(name, "failed", (), detail)
         asked = True
         likely = {

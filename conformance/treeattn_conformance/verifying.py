@@ -13,7 +13,7 @@ import numpy as np
 
 from .calling import takes
 from .outcomes import OwnChance, law
-from .report import Report, Result
+from .report import Report, Result, first_line
 from .steps import Settings
 from .wrong_steps import MORE_SPECIAL, VERIFIER_FINGERPRINTS, possible_faults
 
@@ -160,11 +160,11 @@ def _ask(step, case: VerifierCase, widths, suspects: set[str] | None) -> tuple:
     try:
         found = law(run)
     except NotImplementedError as error:
-        return Result(case.name, "skipped", (), str(error)), []
+        return Result(case.name, "skipped", (), first_line(error)), []
     except OwnChance as error:
         return Result(case.name, "failed", ("chance of its own",), str(error)), [settings]
     except Exception as error:
-        return Result(case.name, "failed", (), f"{type(error).__name__}: {error}"), []
+        return Result(case.name, "failed", (), f"{type(error).__name__}: {first_line(error)}"), []
     shapes = [settings.widths if takes(step, "widths") else widths]
     if shapes == [None]:
         shapes = _likely_shapes(drafts, max(map(len, found)) - 1)
