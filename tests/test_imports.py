@@ -68,7 +68,7 @@ OTHERS = {
 BUDGET = {
     "treeattn": 21_000,
     "treeattn_llama": 20_300,
-    "treeattn_conformance": 34_900,
+    "treeattn_conformance": 35_400,
     "figures": 21_000,
     "benchmarks": 7_800,
     "labs.acceptance": 4_900,

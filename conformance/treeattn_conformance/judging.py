@@ -96,7 +96,7 @@ def check(f: Callable, questions: Questions, dtype: str, tolerance: float | None
     if len(answers) >= FEWEST and any(not x.right.all() for x in answers):
         for place, names in _named(answers, questions).items():
             results[place] = results[place]._replace(fingerprints=names)
-    if answers:
+    if written:
         results.append(unwritten(written))
     return Report(tuple(results), questions.cures)
 

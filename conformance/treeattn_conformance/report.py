@@ -40,15 +40,18 @@ def first_line(error: Exception) -> str:
 
 
 def unwritten(written: set[str]) -> Result:
-    """A line of its own: did the function leave its arguments as they were?"""
-    if not written:
-        return Result("arguments", "passed")
+    """A line of its own for a function that did not leave its arguments as they were."""
     return Result("arguments", "failed", (), f"it writes into {', '.join(sorted(written))}")
 
 
 def printable(text: str) -> str:
-    """With signs that every terminal has; what else it has not is escaped."""
+    """The text, in plainer signs where the terminal has no others."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    try:
+        text.encode(encoding)
+        return text
+    except UnicodeEncodeError:
+        pass
     plain = text.translate(str.maketrans(PLAIN))
     return plain.encode(encoding, "backslashreplace").decode(encoding)
 
