@@ -104,7 +104,8 @@ drafter: $(STAMP)
 	$(BIN)/python -m labs.drafter.train
 
 # The server's root is this folder, because notebooks link to pictures and pages outside of theirs.
-# Its configuration opens notebook 00, and lets the pages run their scripts.
+# Its configuration opens notebook 00, lets the pages run their scripts, and shows no first line of
+# an output that waits for the reader's guess.
 lab: $(STAMP)
 	JUPYTER_CONFIG_PATH=notebooks/.jupyter $(BIN)/jupyter lab
 
