@@ -1,0 +1,61 @@
+"""Notebooks run as people run them: a cell again, and an earlier one after all that come later.
+
+Nothing may raise, and every cell prints each time what is stored.
+"""
+
+import copy
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+pytestmark = pytest.mark.slow
+
+REPOSITORY = Path(__file__).parent.parent
+FOLDERS = ("notebooks", "notebooks/deeper", "labs/*", "conformance")
+NOTEBOOKS = sorted(path for folder in FOLDERS for path in REPOSITORY.glob(f"{folder}/*.ipynb"))
+
+
+def text(outputs) -> str:
+    """What a cell printed and showed, as nbval compares it: without its pictures."""
+    shown = [output.get("text") or output.get("data", {}).get("text/plain") for output in outputs]
+    return "".join("" if x is None or x.startswith("<Figure") else x for x in shown)
+
+
+def tags(cell) -> list[str]:
+    return cell.metadata.get("tags", [])
+
+
+def faults(path: Path) -> list[str]:
+    """Each cell twice in a row; then all once more, from the last one up: so each of them meets
+    the names that later ones have bound."""
+    notebook = nbformat.read(path, as_version=4)
+    stored = [c for c in enumerate(notebook.cells) if c[1].cell_type == "code" and c[1].source]
+    twice = [("at once", *pair) for pair in stored for _ in range(2)]
+    order = [*twice, *(("after later ones", *pair) for pair in stored[::-1])]
+    notebook.cells = [copy.deepcopy(cell) for _, _, cell in order]
+    kernel = NotebookClient(
+        notebook,
+        timeout=600,
+        kernel_name="python3",
+        allow_errors=True,
+        coalesce_streams=True,
+        extra_arguments=["--log-level=ERROR"],
+        resources={"metadata": {"path": str(path.parent)}},
+    )
+    kernel.execute()
+    found = []
+    for (when, number, cell), ran in zip(order, notebook.cells, strict=True):
+        errors = [x for x in ran.outputs if x.output_type == "error"]
+        if errors and "raises-exception" not in tags(cell):
+            found.append(f"{when}, [{number}] {errors[0].ename}: {errors[0].evalue}")
+        elif "nbval-ignore-output" not in tags(cell) and text(ran.outputs) != text(cell.outputs):
+            found.append(f"{when}, [{number}] {text(ran.outputs)}\nstored: {text(cell.outputs)}")
+    return found
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_every_cell_runs_again(path):
+    found = faults(path)
+    assert not found, "\n".join(found)
