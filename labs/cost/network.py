@@ -35,9 +35,18 @@ CHANNELS = ("ring-allreduce", "tree-allreduce", "ring-gather", "ring-scatter")
 
 
 def simulate(
-    rounds: Iterable[Round], p: int, topology: Topology, *, pipelined: bool = True
+    rounds: Iterable[Round],
+    p: int,
+    topology: Topology,
+    *,
+    pipelined: bool = True,
+    rendezvous: bool = False,
 ) -> float:
     """Seconds until the last of the first p devices has all that it gets; all of them start at 0.
+
+    pipelined:  whether a device hands on the first bytes of a message before it has the last
+    rendezvous: whether a sender first waits for a word from the receiver that it is ready, and
+                goes on when its message has left, as gloo does over sockets
 
     Raises ValueError when the topology has fewer devices.
     """
@@ -56,6 +65,9 @@ def simulate(
             start = first[round_.source]
         else:
             start = last[round_.source]
+        if rendezvous:
+            ready = 0.0 if round_.at_once else last[round_.target]
+            start = np.maximum(start, ready + latency)
         np.maximum.at(start, message, free[link])
         end = start + seconds
         if not round_.at_once:
@@ -64,6 +76,8 @@ def simulate(
         np.maximum.at(free, link, busy_until[message])
         np.maximum.at(first, round_.target, start + latency)
         np.maximum.at(last, round_.target, end + latency)
+        if rendezvous:
+            np.maximum.at(last, round_.source, end)
     return float(last.max())
 
 

@@ -1,0 +1,155 @@
+"""All processes of the cluster: started, commanded, measured."""
+
+import multiprocessing
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import numpy as np
+
+from labs.cluster.network import Network
+from labs.cluster.rank import HEAD_DIM, KV_HEADS, random_array, serve
+
+PORT = 7777  # of the coordinator, in its own network
+
+
+class Failed(RuntimeError):
+    """A rank ended, or did not answer in time; with the end of what it printed."""
+
+
+class Cluster:
+    """nodes × per_node processes, in the network given, or all on this machine's loopback.
+
+    Ranks are forks of this process, because importing JAX takes longer than all else that a small
+    rank does.
+    data_limit: bytes of memory that each process may have; 0 for no limit
+    """
+
+    def __init__(
+        self, nodes: int, per_node: int, network: Network | None = None, data_limit: int = 0
+    ):
+        self.nodes, self.p, self.network = nodes, nodes * per_node, network
+        self.port = PORT if network else _free_port()
+        host = network.address(0) if network else "127.0.0.1"
+        options = {"p": self.p, "nodes": nodes, "coordinator": f"{host}:{self.port}"}
+        self.folder = tempfile.TemporaryDirectory()
+        self.processes, self.connections = [], []
+        context = multiprocessing.get_context("fork")
+        for rank in range(self.p):
+            ours, theirs = context.Pipe()
+            arguments = theirs, self._log(rank), network is not None, data_limit
+            process = context.Process(
+                target=serve, args=arguments, kwargs={**options, "rank": rank}, daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.connections.append(ours)
+        if network:
+            for rank, pid in enumerate(self.answers()):
+                network.join(rank, pid)
+                link = network.address(rank), network.intra, network.window
+                self.connections[rank].send(link)
+        self.answers()
+
+    def _log(self, rank: int) -> str:
+        return str(Path(self.folder.name, str(rank)))
+
+    def printed(self, rank: int) -> str:
+        """What a rank has printed, warnings and errors included."""
+        return Path(self._log(rank)).read_text(errors="replace")
+
+    def ask(self, command: str, within: float = 120.0, **arguments) -> list:
+        """Let all ranks do something; their answers, or Failed."""
+        for connection in self.connections:
+            connection.send((command, arguments))
+        return self.answers(within)
+
+    def answers(self, within: float = 120.0) -> list:
+        until = time.monotonic() + within
+        rank_of = {connection: rank for rank, connection in enumerate(self.connections)}
+        answers = {}
+        while len(answers) < self.p:
+            ready = wait(set(rank_of) - set(answers), max(0.0, until - time.monotonic()))
+            if not ready:
+                late = sorted(rank_of[x] for x in set(rank_of) - set(answers))
+                raise Failed(f"no answer from ranks {late} within {within:g} s")
+            for connection in ready:
+                try:
+                    answers[connection] = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    rank = rank_of[connection]
+                    raise Failed(f"rank {rank} ended: {self.printed(rank)[-1500:]}") from None
+        return [answers[connection] for connection in self.connections]
+
+    def prepare(self, keys: int, methods: list[str]) -> None:
+        """Shard `keys` keys over the ranks, and compile the methods' programs."""
+        self.keys = keys // self.p
+        self.said = self.ask("prepare", keys=self.keys, methods=methods)[0]
+
+    def decode(self, method: str, **options) -> tuple[float, list[dict]]:
+        """Seconds from the common start to the last rank's end; the ranks' answers."""
+        at = time.monotonic() + 0.05
+        answers = self.ask("decode", method=method, at=at, **options)
+        return max(x["end"] for x in answers) - at, answers
+
+    def measure(self, method: str, repeats: int = 3, expected=None) -> dict:
+        """A row: warm up, check the answers, then time, and count bytes of one decode."""
+        _, answers = self.decode(method, keep=expected is not None)
+        row = {"nodes": self.nodes, "p": self.p, "method": method, "keys": self.p * self.keys}
+        row |= self.said[method]
+        if expected is not None:
+            row["error"] = float(max(np.abs(x["output"] - expected).max() for x in answers))
+        before = self._counted()
+        times, cpu = [], []
+        for _ in range(repeats):
+            seconds, answers = self.decode(method)
+            times.append(seconds)
+            cpu.append(sum(x["cpu"] for x in answers))
+        row |= {"seconds": statistics.median(times), "least": min(times), "most": max(times)}
+        row |= {"cpu": statistics.median(cpu), "load": os.getloadavg()[0]}
+        for name, count in self._counted().items():
+            row.setdefault("sockets" if name.isdigit() else "wire", {})[name] = (
+                count - before[name]
+            ) / repeats
+        return row
+
+    def _counted(self) -> dict[str, int]:
+        """Bytes so far, on the links by their names, from the ranks' sockets by their numbers."""
+        if not self.network:
+            return {}
+        sockets = self.ask("sockets", port=self.port)
+        return {**self.network.sent(), **{str(rank): n for rank, n in enumerate(sockets)}}
+
+    def expected(self) -> np.ndarray:
+        """Dense attention in float64, a shard at a time; scores are small, so exp is safe."""
+        q = random_array(0, "q").reshape(KV_HEADS, -1, HEAD_DIM).astype(np.float64)
+        total, weighted = 0.0, 0.0
+        for rank in range(self.p):
+            k, v = (random_array(rank, x, self.keys)[0].astype(np.float64) for x in "kv")
+            weights = np.exp(np.einsum("hgd,nhd->hgn", q, k) / np.sqrt(HEAD_DIM))
+            total += weights.sum(axis=-1, keepdims=True)
+            weighted += np.einsum("hgn,nhd->hgd", weights, v)
+        return (weighted / total).reshape(1, 1, -1, HEAD_DIM)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.folder.cleanup()
+
+
+def say(text: str) -> None:
+    """Progress, beside the results."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]

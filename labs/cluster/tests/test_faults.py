@@ -1,0 +1,37 @@
+"""Whatever breaks, no rank hangs: the others end and say something, or go on."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from labs.cluster import network
+
+REPOSITORY = Path(__file__).parents[3]
+TABLE = REPOSITORY / "labs" / "cluster" / "results" / "faults.md"
+
+why_not = network.why_not()
+
+
+def lines(text: str) -> list[list[str]]:
+    """The cells of a table's lines, its head aside."""
+    table = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1:]]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(why_not), reason=why_not)
+def test_nothing_hangs():
+    """All faults, as in the stored table: who ends, ends within half a minute, with a reason."""
+    command = [sys.executable, "-m", "labs.cluster.tests.faults", "--print"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    stored = lines(TABLE.read_text(encoding="utf-8"))
+    found = lines(done.stdout)
+    assert [x[0] for x in found] == [x[0] for x in stored]
+    for what, after, printed in found:
+        assert (after == "all go on") == what.endswith("for 4 s"), (what, after)
+        if after != "all go on":
+            assert float(after.split()[-2]) < 30, (what, after)
+            assert printed != "nothing", what
