@@ -32,9 +32,7 @@ def main() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m labs.cluster", description=__doc__.split(":")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m labs.cluster")
     for name, default, kind, what in (
         ("nodes", 2, int, "groups of processes with fast links between them"),
         ("per-node", 4, int, "processes of each"),
@@ -80,15 +78,14 @@ def measure(args: argparse.Namespace) -> list[dict]:
 
 def _table(rows: list[dict]) -> str:
     """A line a row; no times of loopback, where bytes cost nothing, so that a ring looks fast."""
-    names = "method", "keys", "error", "messages", "bytes said", "on sockets", "on uplinks", "ms"
+    names = "method", "keys", "error", "messages", "bytes said", "on sockets", "up node 0", "ms"
     lines = []
     for row in rows:
         cells = [row["method"], f"{row['keys']:,}", f"{row['error']:.0e}"]
         cells += [f"{row['messages']:,}", f"{row['said']:,}"]
-        if "wire" in row:
-            uplinks = [bytes for name, bytes in row["wire"].items() if name.startswith("up")]
-            cells += [f"{min(row['sockets'].values()):,.0f}", f"{max(uplinks):,.0f}"]
-            cells += [f"{1e3 * row['seconds']:,.1f}"]
+        if row["bytes"]:
+            sockets, uplink = (row["bytes"][name] for name in ("s0", "up0"))
+            cells += [f"{sockets:,.0f}", f"{uplink:,.0f}", f"{1e3 * row['seconds']:,.1f}"]
         lines.append(cells)
     lines.insert(0, names[: len(lines[0])])
     return "\n".join(f"{name:14}" + "".join(f"{x:>12}" for x in cells) for name, *cells in lines)

@@ -92,39 +92,39 @@ class Cluster:
         self.keys = keys // self.p
         self.said = self.ask("prepare", keys=self.keys, methods=methods)[0]
 
-    def decode(self, method: str, **options) -> tuple[float, list[dict]]:
-        """Seconds from the common start to the last rank's end; the ranks' answers."""
+    def decode(self, method: str, within: float = 120.0) -> tuple:
+        """Seconds from the common start to the last rank's end; the ranks' outputs."""
         at = time.monotonic() + 0.05
-        answers = self.ask("decode", method=method, at=at, **options)
-        return max(x["end"] for x in answers) - at, answers
+        ends, outputs = zip(*self.ask("decode", within, method=method, at=at), strict=True)
+        return max(ends) - at, outputs
 
-    def measure(self, method: str, repeats: int = 3, expected=None) -> dict:
+    def measure(self, method: str, repeats: int, expected: np.ndarray) -> dict:
         """A row: warm up, check the answers, then time, and count bytes of one decode."""
-        _, answers = self.decode(method, keep=expected is not None)
-        row = {"nodes": self.nodes, "p": self.p, "method": method, "keys": self.p * self.keys}
-        row |= self.said[method]
-        if expected is not None:
-            row["error"] = float(max(np.abs(x["output"] - expected).max() for x in answers))
+        _, outputs = self.decode(method)
+        error = float(np.max(np.abs(np.array(outputs) - expected)))
         before = self._counted()
-        times, cpu = [], []
-        for _ in range(repeats):
-            seconds, answers = self.decode(method)
-            times.append(seconds)
-            cpu.append(sum(x["cpu"] for x in answers))
-        row |= {"seconds": statistics.median(times), "least": min(times), "most": max(times)}
-        row |= {"cpu": statistics.median(cpu), "load": os.getloadavg()[0]}
-        for name, count in self._counted().items():
-            row.setdefault("sockets" if name.isdigit() else "wire", {})[name] = (
-                count - before[name]
-            ) / repeats
-        return row
+        times = [self.decode(method)[0] for _ in range(repeats)]
+        counted = self._counted()
+        bytes_sent = {name: (n - before[name]) / repeats for name, n in counted.items()}
+        return {
+            "nodes": self.nodes,
+            "p": self.p,
+            "method": method,
+            "keys": self.p * self.keys,
+            "error": error,
+            "seconds": statistics.median(times),
+            "least": min(times),
+            "load": os.getloadavg()[0],
+            "bytes": bytes_sent,
+            **self.said[method],
+        }
 
     def _counted(self) -> dict[str, int]:
-        """Bytes so far, on the links by their names, from the ranks' sockets by their numbers."""
+        """Bytes so far, on the links by their names; from each rank's sockets, "s0", …"""
         if not self.network:
             return {}
         sockets = self.ask("sockets", port=self.port)
-        return {**self.network.sent(), **{str(rank): n for rank, n in enumerate(sockets)}}
+        return self.network.sent() | {f"s{rank}": n for rank, n in enumerate(sockets)}
 
     def expected(self) -> np.ndarray:
         """Dense attention in float64, a shard at a time; scores are small, so exp is safe."""

@@ -18,9 +18,9 @@ RUNS = (
     f"{SLOW_MOTION} {THREE} --keys 2048,8192,32768",
     f"{SLOW_MOTION} {ALL} --keys 1024 --per-node 2",
     f"{SLOW_MOTION} {ALL} --keys 2048 --nodes 4 --per-node 2",
-    f"--intra 400mbit --inter 50mbit --delay 5ms {ALL} --keys 1024",
-    f"--intra 200mbit --inter 200mbit --delay 0 {ALL} --keys 4096",
-    f"--intra 400mbit --inter 25mbit --delay 0 {THREE} --keys 4096",
+    f"--intra 400mbit --inter 50mbit --delay 10ms {ALL} --keys 1024",
+    "--intra 50mbit --inter 50mbit --delay 0 --method ring --keys 2048,4096",
+    "--intra 800mbit --inter 50mbit --delay 0 --method ring --keys 2048,4096",
 )
 
 
@@ -36,9 +36,7 @@ def main() -> None:
         subprocess.run(command, check=True)
         rows += json.loads(new.read_text())
     new.unlink()
-    lines = ",\n".join(map(json.dumps, rows))
-    measured = json.dumps(where_and_when())
-    FILE.write_text(f'{{"measured": {measured}, "rows": [\n{lines}\n]}}\n')
+    FILE.write_text(json.dumps({"measured": where_and_when(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ SYSTEM = {
     "ipv4/tcp_congestion_control": "reno",  # bbr would pace by its own estimate of the rate
     "ipv4/tcp_slow_start_after_idle": "0",
     "ipv4/tcp_no_metrics_save": "1",
-    "ipv4/tcp_early_retrans": "0",  # no probes of what only waits in a slow queue
 }
 PROBE = f"""ip link add name a mtu {MTU} type veth peer name b
 ip link add name c type bridge
@@ -111,8 +110,6 @@ def settle(address: str, rate: float, window: int) -> None:
     run("ip link set dev lo up")
     run(f"ip addr add {address}/16 dev eth0")
     run("ip link set dev eth0 up")
-    # Bytes that wait in a slow link's bucket for longer than 200 ms would be sent twice.
-    run(f"ip route replace 10.77.0.0/16 dev eth0 proto kernel src {address} rto_min 3s")
     limit("eth0", rate)
 
 
@@ -135,9 +132,9 @@ class Network:
     def __init__(self, nodes: int, per_node: int, intra: float, inter: float, delay: float):
         leave_network()
         self.per_node, self.intra = per_node, intra
-        # Round trip times rate, so that the window never limits the rate, and a short queue: gloo's
-        # few bytes before each message wait behind it.
-        self.window = QUEUE_BYTES // 2 + int(2 * delay * inter / 8)
+        # What half as much again as a round trip holds, so that the window does not limit the rate;
+        # and a short queue, because gloo's few bytes before each message wait in it.
+        self.window = QUEUE_BYTES // 2 + int(3 * delay * inter / 8)
         uplinks = [f"up{j}" for j in range(nodes)]
         command = [sys.executable, str(Path(__file__).with_name("switch.py")), str(delay), *uplinks]
         switch = subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=end_with_parent)

@@ -74,17 +74,14 @@ class Rank:
                 c.count * MESSAGES[c.kind](c.devices or self.p, len(c.shapes)) for c in found
             ),
             "collectives": [(c.kind, c.count, c.shapes, c.groups) for c in found],
-            "held": treeattn.memory(program).held_bytes,
         }
 
-    def decode(self, method: str, at: float, keep: bool = False) -> dict:
-        """Decode one token, from the moment `at` on the clock that all processes share."""
+    def decode(self, method: str, at: float) -> tuple[float, np.ndarray]:
+        """Decode one token, from `at` on the clock that all ranks share; (the end, the output)."""
         time.sleep(max(0.0, at - time.monotonic()))
-        cpu = time.process_time()
         out = jax.block_until_ready(self.programs[method](*self.arguments[method]))
         end = time.monotonic()
-        output = np.asarray(out.addressable_shards[0].data) if keep else None
-        return {"end": end, "cpu": time.process_time() - cpu, "output": output}
+        return end, np.asarray(out.addressable_shards[0].data)
 
     def sockets(self, port: int) -> int:
         """Bytes that this rank's sockets sent once; not those to the coordinator's port."""

@@ -67,7 +67,8 @@ def fault(name: str, within: float = 45.0) -> tuple[list[float], set[str]]:
 
 
 def table() -> str:
-    lines = [f"Measured {where_and_when()}, on 2 × 2 ranks, with a heartbeat of 10 s.", ""]
+    lines = ["# When something breaks", ""]
+    lines += [f"Measured {where_and_when()}, on 2 × 2 ranks, with a heartbeat of 10 s.", ""]
     lines += ["| what happens | the others end after | what they print |", "|---|---|---|"]
     for name in FAULTS:
         seconds, said = fault(name)
