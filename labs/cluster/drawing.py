@@ -23,7 +23,7 @@ def time_against_context(rows: list[dict], forecasts: list[float], fitted: list[
         ax.scatter(keys, seconds, c=fills, edgecolors=colour, zorder=3)
         if method == "ring":
             ax.plot(between, line / 8, color=GREY, ls="--", lw=1)
-            ax.text(1.1 * keys[-1], line[-1] / 8, "ring ÷ 8", color=GREY, va="center")
+            ax.text(1.1 * keys[-1], line[-1] / 8, "ring ÷ 8", color=GREY, va="top")
     ax.set(xscale="log", yscale="log", xlabel="keys of the whole context", ylabel="seconds")
     ax.set_xlim(right=3.2 * keys[-1])
     ax.set_xticks(keys, [f"{n:,}" for n in keys])
