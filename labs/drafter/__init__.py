@@ -1,1 +1,0 @@
-"""The recurrent drafter, and how it was made: `make drafter`."""
