@@ -58,7 +58,7 @@ def plain_text(model, prompt, tokens):
     return text
 
 
-MODEL = draw(1)
+MODEL = draw(6)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 35, 8]  # no multiple of the devices
 TEXT = plain_text(MODEL, PROMPT, 30)
 
@@ -71,7 +71,7 @@ def test_the_text_says_something():
 @pytest.mark.parametrize("p", [1, 5, 8])
 def test_the_prompt_over_devices(p):
     mesh = kv_mesh(jax.devices()[:p])
-    first, memory = begin(MODEL, jnp.array(PROMPT), slots=8 * p, mesh=mesh)
+    first, memory = begin(MODEL, jnp.array(PROMPT), slots=16 * p, mesh=mesh)
     said, states = by_hand(MODEL, PROMPT)
     assert first == said[-1] and memory.length == len(PROMPT)
     np.testing.assert_allclose(memory.states, states, atol=1e-12)

@@ -40,14 +40,19 @@ def inputs(length, dk=4, dv=3, seed=0, dtype=np.float64, gates=(0.02, 1.0), batc
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), given)
 
 
+def doubles(tree):
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
 def by_hand(q, updates, state):
     """Gated DeltaNet's formula as its authors write it, on Sᵀ: S (α (I − β k kᵀ)) + β v kᵀ."""
-    transposed, out = np.asarray(state, np.float64).T, []
+    q, updates, state = doubles((q, updates, state))
+    transposed, out = state.T, []
     for i in range(len(q)):
-        k, v, gate, erase, write = (np.asarray(x[i], np.float64) for x in updates)
+        k, v, gate, erase, write = (x[i] for x in updates)
         kept = np.eye(len(k)) - erase * k[:, None] * k[None]
         transposed = transposed @ (gate * kept) + write * v[:, None] * k[None]
-        out.append(transposed @ np.asarray(q[i], np.float64))
+        out.append(transposed @ q[i])
     return np.reshape(out, (len(q), len(transposed))), transposed.T
 
 
@@ -101,8 +106,10 @@ def loss(way, q, updates, state):
     return jnp.sum(jnp.sin(out)) + jnp.sum(after**2)
 
 
-@pytest.mark.parametrize("name", [name for name in WAYS if name != "steps"])
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, np.float64) for name in WAYS if name != "steps"] + [("8 devices", np.float32)],
+)
 def test_gradients(name, dtype):
     for seed in range(3):
         given = inputs(13, seed=seed, dtype=dtype)
@@ -110,7 +117,7 @@ def test_gradients(name, dtype):
             jax.jit(jax.grad(functools.partial(loss, way), argnums=(0, 1, 2)))(*given)
             for way in (WAYS[name], step_by_step)
         )
-        assert_near(found, expected, 10 * TOLERANCE[dtype])
+        assert_near(found, expected, TOLERANCE[dtype])
 
 
 def test_gradients_of_the_steps():
@@ -143,9 +150,9 @@ def test_special_cases():
 
 
 def test_a_long_text_whose_gates_multiply_to_zero():
-    given = inputs(1100, gates=(0.3, 0.5))
+    given = inputs(400, gates=(0.02, 0.2))
     assert np.prod(given[1].gate) == 0
-    assert_near(in_chunks(*given, size=1100), by_hand(*given), 1e-12)
+    assert_near(in_chunks(*given, size=400), by_hand(*given), 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +247,7 @@ def test_which_ways_to_merge_are_right():
 
 
 def test_composition_is_associative_with_an_identity_and_does_not_commute():
-    _, updates, _ = inputs(3)
+    _, updates, _ = inputs(3, gates=(0.8, 1.0))
     a, b, c = (map_of_token(*(x[i] for x in updates)) for i in range(3))
     assert_near(compose(compose(a, b), c), compose(a, compose(b, c)), 1e-14)
     assert_near(compose(identity(a), a), a, 0)
@@ -271,7 +278,7 @@ def in_one_solve(q, updates, state, mask):
 
 
 trees = st.lists(st.integers(-1, 10), min_size=12, max_size=12).map(
-    lambda drawn: [min(parent, i - 1) for i, parent in enumerate(drawn)]
+    lambda drawn: np.minimum(drawn, np.arange(12) - 1)
 )
 
 
@@ -279,9 +286,11 @@ trees = st.lists(st.integers(-1, 10), min_size=12, max_size=12).map(
 @given(parents=trees, seed=st.integers(0, 2**32 - 1), dtype=st.sampled_from(list(TOLERANCE)))
 def test_a_tree_is_its_nodes_one_after_another(parents, seed, dtype):
     q, updates, state = inputs(12, seed=seed, dtype=dtype)
-    found = in_one_solve(q, updates, state, ancestor_mask(parents))
+    mask = ancestor_mask(parents)
+    found = in_one_solve(q, updates, state, mask)
+    q, updates, state = doubles((q, updates, state))
     for node in range(12):
-        path = np.flatnonzero(ancestor_mask(parents)[node])
+        path = np.flatnonzero(mask[node])
         out, after = by_hand(q[path], Updates(*(x[path] for x in updates)), state)
         assert_near([found[0][node], found[1][node]], [out[-1], after], TOLERANCE[dtype])
 
@@ -289,7 +298,7 @@ def test_a_tree_is_its_nodes_one_after_another(parents, seed, dtype):
 @pytest.mark.parametrize("parents", [[-1, 0, 0, 2, 2, 1, -1], list(range(-1, 6))], ids=str)
 def test_gradients_through_a_tree(parents):
     given = inputs(7)
-    mask = ancestor_mask(parents)
+    mask = ancestor_mask(np.array(parents))
 
     def total(way, *given):
         out, states = way(*given)
@@ -302,7 +311,7 @@ def test_gradients_through_a_tree(parents):
             functools.partial(node_after_node, parents=parents),
         )
     )
-    assert_near(found, expected, 1e-11)
+    assert_near(found, expected, 1e-12)
 
 
 def test_a_batch_of_packed_beams_with_pads():
