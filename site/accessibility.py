@@ -24,12 +24,14 @@ WIDE = """[...(document.documentElement.scrollWidth > innerWidth ? ["the page"] 
     .filter((x) => x.scrollWidth > x.clientWidth + 1).map((x) => x.textContent.slice(0, 40))]"""
 PHONE = {"prefers_color_scheme": "light", "width": 390}
 DARK = {"prefers_color_scheme": "dark"}
-STEPPERS = ("energy_stepper.html", "merge_stepper.html", "prefix_tree_stepper.html")
-IN_THE_DARK = ("index.html", "api.html", *STEPPERS)
+VIEWS = {  # of the other pages, one
+    "api.html": (PHONE, DARK),
+    "index.html": (PHONE, DARK, PHONE | DARK, {"prefers_color_scheme": "light", "width": 1400}),
+}
 
 
 def violations(pages: Iterable[Path]) -> list[str] | None:
-    """What is seriously wrong with each page, on a phone; with some, in the dark, too.
+    """What is seriously wrong with each page, on a phone; with some, in the dark and wide, too.
 
     None where nothing can tell.
     """
@@ -41,7 +43,7 @@ def violations(pages: Iterable[Path]) -> list[str] | None:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         browser = Browser(Path(profile), seconds=120)
         for page in pages:
-            for view in (PHONE, DARK) if page.name in IN_THE_DARK else (PHONE,):
+            for view in VIEWS.get(page.name, (PHONE,)):
                 browser.open(page.resolve().as_uri(), prefers_reduced_motion="reduce", **view)
                 browser.run(SET)
                 browser.run(f"{axe};1")

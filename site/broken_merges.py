@@ -1,4 +1,4 @@
-"""Merges with a fault each, for the stepper's "break my merge"; steppers/faults.js has the same.
+"""Merges with a fault each, for the first page's "what breaks it"; page/faults.js has the same.
 
 A merge takes two pairs (out, lse) and returns one, in NumPy's float64, along a tree as along a
 chain. What the page says of a fault is what `check_merge` finds out about it.

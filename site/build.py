@@ -2,7 +2,7 @@
 
 The repository is laid out anew under build/, so that links which work in a checkout work here:
 pages of this folder at the top, all others and the notebooks where they are, with what Sphinx and
-MyST-NB need put in. The first page is notebook 00 with the steppers in their places. Warnings are
+MyST-NB need put in. The first page is one_page.html, which Sphinx does not touch. Warnings are
 errors; then every link within the site must lead somewhere, and axe, where it can run, must find
 nothing.
 """
@@ -17,9 +17,8 @@ from urllib.parse import unquote
 
 import nbformat
 from accessibility import violations
-from article import article
 from faults import fault_links
-from found import write_for_finders
+from found import first_page, write_for_finders
 from ledger import ledger_page
 from links import broken, fetched
 from llms import llms_text
@@ -54,8 +53,7 @@ def lay_out(folder: Path) -> None:
     for page in REPOSITORY.glob("*.md"):
         (folder / page.name).write_text(as_page(page), encoding="utf-8")
     for page in HERE.glob("*.md"):
-        text = as_page(page).replace("<!-- the one sitting -->", article())
-        (folder / page.name).write_text(text, encoding="utf-8")
+        (folder / page.name).write_text(as_page(page), encoding="utf-8")
     for top in FOLDERS:
         for file in sorted((REPOSITORY / top).rglob("*")):
             place = folder / file.relative_to(REPOSITORY)
@@ -91,14 +89,14 @@ def as_notebook(path: Path) -> nbformat.NotebookNode:
 
 
 def for_site(text: str, top: str) -> str:
-    """Markdown whose links to pages and steppers of this folder, and to faults, fit the site.
+    """Markdown whose links to pages of this folder, and to faults, fit the site.
 
     top: the way from the page to the site's first page, as "../"
     """
     text = fault_links(text, top)
     text = re.sub(r"!\[[^\]]*\]", lambda found: " ".join(found[0].split()), text)
-    link = r"\[([^\]]+)\]\((?:\.\./)*(?:site/)?(\w+_stepper\.html[^)]*)\)"
-    text = re.sub(link, rf'<a href="{top}\2">\1</a>', text)
+    link = r"\[([^\]]+)\]\((?:\.\./)*(?:site/)?one_page\.html([^)]*)\)"
+    text = re.sub(link, rf'<a href="{top}index.html\2">\1</a>', text)
     return re.sub(r"\]\(((?:\.\./)*)site/([\w/]+\.md)", r"](\1\2", text)
 
 
@@ -150,8 +148,6 @@ def repair(page: Path) -> None:
     for found, better in REPAIRS.items():
         text = text.replace(found, better)
     text = FIGURE.sub(r'<div class="figure" tabindex="0">\1</div>', text)
-    if page.name.endswith("_stepper.html"):  # in a checkout it lies beside notebooks/, here above
-        text = re.sub(r'href="\.\./([\w/]+)\.ipynb"', r'href="\1.html"', text)
     page.write_text(text, encoding="utf-8")
 
 
@@ -170,9 +166,10 @@ def main() -> int:
     options += ["-D", f"html_baseurl={address}", "-D", f"ogp_site_url={address}"]
     if status := build_main(["-b", "html", *options, str(sources), str(site)]):
         return status
-    pages = sorted(site.rglob("*.html"))
-    for page in pages:
+    for page in site.rglob("*.html"):
         repair(page)
+    first_page(HERE / "one_page.html", site, address)
+    pages = sorted(site.rglob("*.html"))
     write_for_finders(pages, site, address)
     (site / "llms.txt").write_text(llms_text(), encoding="utf-8")
     shutil.copytree(MATHJAX, site / "_static" / "mathjax", ignore=LEFT_OUT)

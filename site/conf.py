@@ -5,6 +5,7 @@ from docstrings import as_restructured_text, skip_field
 project = "treeattn"
 copyright = "the treeattn authors"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinxext.opengraph"]
+root_doc = "contents"  # index.html is a page of its own
 source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
 exclude_patterns = ["treeattn", "tests", "examples", "figures", "site"]
 exclude_patterns += ["conformance/treeattn_conformance"]
@@ -46,12 +47,10 @@ html_theme = "furo"  # light, dark, or as the reader's system is
 html_title = "treeattn"
 html_favicon = "static/favicon.svg"
 ogp_site_name = "treeattn"
-ogp_image = "_images/ring_and_tree.png"
-ogp_image_alt = "Left, shards of keys go round a ring; right, small states go up a tree."
+ogp_image = "_static/card.png"
+ogp_image_alt = "A row of devices: above, small states hop along a tree; below, shards of keys."
 html_static_path = ["static"]
 html_css_files = ["site.css"]
-html_js_files = ["frames.js"]
-html_extra_path = ["energy_stepper.html", "merge_stepper.html", "prefix_tree_stepper.html"]
 html_copy_source = False
 html_theme_options = {"top_of_page_buttons": []}
 

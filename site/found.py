@@ -1,8 +1,17 @@
-"""How the site is found: a sitemap, robots.txt, and a page for addresses that lead nowhere."""
+"""How the site is found: its first page, its card, a sitemap, and a page for lost visitors."""
 
+import re
+import shutil
+import sys
+import tempfile
 from collections.abc import Iterable
 from html import escape
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+from browser import Browser, chromium
+
+FIGURE = Path(__file__).parent.parent / "figures" / "ring_and_tree.png"
 
 LOST = """<!doctype html>
 <html lang="en">
@@ -24,6 +33,41 @@ body {{ font: 18px/1.5 system-ui, sans-serif; }}
 </main>
 </html>
 """
+
+
+def for_the_site(page: str) -> str:
+    """The one page's HTML, with links as from the top of the site instead of a checkout's site/."""
+
+    def target(link: re.Match) -> str:
+        place, row = link[1], link[2] or ""
+        if place == "README.md":
+            return 'href="contents.html"'
+        if place == "notebooks/10_ledger.ipynb":
+            return f'href="ledger.html{row}"'
+        return f'href="{re.sub(r"(ipynb|md)$", "html", place)}{row.lower()}"'
+
+    return re.sub(r'href="\.\./([\w./]+)(#[\w-]+)?"', target, page)
+
+
+def first_page(page: Path, site: Path, address: str) -> None:
+    """index.html, and its first frame as the picture of cards; a figure where no browser is."""
+    text = for_the_site(page.read_text(encoding="utf-8"))
+    card = f"{address}_static/card.png"
+    tags = [f'<meta property="og:image" content="{escape(card)}">']
+    if address:
+        tags.append(f'<meta property="og:url" content="{escape(address)}">')
+        tags.append(f'<link rel="canonical" href="{escape(address)}">')
+    text = text.replace("</head>", "\n".join([*tags, "</head>"]), 1)
+    (site / "index.html").write_text(text, encoding="utf-8")
+    if chromium() is None:
+        shutil.copy(FIGURE, site / "_static" / "card.png")
+        return
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        browser = Browser(Path(profile), seconds=120)
+        size = {"width": 1200, "height": 630}  # as cards are cut
+        browser.open(page.resolve().as_uri(), **size, prefers_reduced_motion="reduce")
+        browser.screenshot(site / "_static" / "card.png", **size)
+        browser.close()
 
 
 def sitemap(pages: Iterable[Path], site: Path, address: str) -> str:

@@ -60,7 +60,7 @@ def llms_text() -> str:
     """The file: what this is, its conventions, pages, notebooks, names, and faults with cures."""
     lines = ["# treeattn", "", f"> {IDEA}", "", *(f"- {fact}" for fact in FACTS)]
     lines += ["", "## Pages", "", *entries(sorted(REPOSITORY.glob("*.md")), REPOSITORY)]
-    lines += entries([x for x in sorted(HERE.glob("*.md")) if x.name != "index.md"], HERE)
+    lines += entries([x for x in sorted(HERE.glob("*.md")) if x.name != "contents.md"], HERE)
     lines += entries([REPOSITORY / "conformance" / "README.md"], REPOSITORY)
     lines += entries(sorted(REPOSITORY.glob("labs/*/README.md")), REPOSITORY)
     lines += ["- [The ledger](ledger.html)", "", "## Notebooks", ""]

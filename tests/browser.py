@@ -134,10 +134,11 @@ class Browser:
             self.call("Input.dispatchMouseEvent", type=kind, **about)
         self.call("Input.dispatchMouseEvent", **{**about, "type": "mouseReleased"})
 
-    def screenshot(self, path: Path) -> None:
-        """Of the whole page, as PNG."""
+    def screenshot(self, path: Path, width: int | None = None, height: int | None = None) -> None:
+        """Of the whole page, or of its top, as PNG."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        clip = {"x": 0, "y": 0, "scale": 1}
+        clip |= {"width": width or size["width"], "height": height or size["height"]}
         image = self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(image["data"]))
 

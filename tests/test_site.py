@@ -21,7 +21,7 @@ def site(monkeypatch):
     """The modules beside site/build.py can be imported."""
     monkeypatch.syspath_prepend(str(SITE))
     yield
-    for name in ("article", "docstrings", "faults", "found", "ledger", "links", "llms"):
+    for name in ("docstrings", "faults", "found", "ledger", "links", "llms"):
         sys.modules.pop(name, None)
 
 
@@ -129,44 +129,20 @@ def test_llms_txt_names_pages_that_are_there(site):
     assert {f"treeattn.{name}" for name in treeattn.__all__} <= set(re.findall(r"\[(\S+)\]", text))
 
 
-def test_the_first_page_is_the_one_sitting_with_its_steppers(site):
-    from article import LAST, NOTEBOOK, STEPPERS, article
+def test_the_one_page_is_the_first_page(site, tmp_path):
+    from found import for_the_site
+    from links import Page
 
-    text = article()
-    assert LAST in NOTEBOOK.read_text("utf-8") and LAST not in text
-    for name, _ in STEPPERS.values():
-        assert text.count(f'src="{name}_stepper.html?short"') == 1
-    for target in re.findall(r"\]\(([\w./]+)\)", text):
-        assert (SITE.parent / target).exists(), target
-    columns = [
-        len(x) for code in re.findall(r"(?s)```python\n(.*?)```", text) for x in code.split("\n")
-    ]
-    assert max(columns) <= 100
-
-
-@pytest.mark.slow
-def test_a_steppers_frame_is_as_high_as_its_page(tmp_path):
-    """The whole page's, and that of what the first page shows of it."""
-    if chromium() is None:
-        pytest.skip("there is no Chromium")
-    stepper = (SITE / "energy_stepper.html").as_uri()
-    script = (SITE / "static" / "frames.js").as_uri()
-    frames = [f'<iframe class="stepper" src="{stepper}{x}"></iframe>' for x in ("", "?short")]
-    style = "<style>iframe { box-sizing: border-box; width: 706px; border: 3px solid }</style>"
-    page = tmp_path / "page.html"
-    page.write_text(f'<!doctype html>{style}<script src="{script}"></script>{"".join(frames)}')
-    browser = Browser(tmp_path / "profile")
-    try:
-        browser.open(stepper, width=700)
-        alone = browser.run("document.body.offsetHeight")
-        browser.open(page.as_uri(), width=900)
-        browser.run("new Promise((done) => setTimeout(done, 1000))")
-        inside = "[...document.querySelectorAll('iframe')].map((frame) => frame.clientHeight)"
-        whole, short = browser.run(inside)
-        assert whole == pytest.approx(alone, abs=1) and 600 < short < whole / 2
-        assert browser.errors == []
-    finally:
-        browser.close()
+    stored = (SITE / "one_page.html").read_text("utf-8")
+    (tmp_path / "index.html").write_text(for_the_site(stored), encoding="utf-8")
+    before, after = Page(SITE / "one_page.html").links, Page(tmp_path / "index.html").links
+    assert len(after) == len(before) and not any(link.startswith("..") for link in after)
+    wanted = {
+        "contents.html",
+        "ledger.html#2024-C02",
+        "labs/cost/how_to_shard_a_cache.html#prefill",
+    }
+    assert wanted <= after
 
 
 def as_html(markdown: str) -> str:
