@@ -55,7 +55,7 @@ CORE = (
     "prefill",
     "beam",
     "token_tree",
-    "groups",
+    "hlo",
     "program",
     "__init__",
 )

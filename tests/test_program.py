@@ -343,3 +343,48 @@ def test_the_counted_bytes_are_the_arrays():
         )
         (found,) = collectives(jax.jit(f).lower(x))
         assert found.operand_bytes == np.prod((1, 24)) * x.dtype.itemsize
+
+
+RAGGED = """HloModule m
+ENTRY main {
+  input = f32[4] parameter(0)
+  output = f32[16] parameter(1)
+  sizes = s32[4] parameter(2)
+  ROOT r = f32[16] ragged-all-to-all(input, output, sizes, sizes, sizes, sizes), replica_groups={{0,1,2,3}}
+}
+"""  # noqa: E501
+
+
+def test_a_ragged_all_to_all_sends_its_input_only():
+    """Its other operands are the buffer for what arrives, and the offsets and sizes."""
+    (ragged,) = collectives(RAGGED)
+    assert ragged == Collective("ragged-all-to-all", 1, 16, ("f32[4]",), ((0, 1, 2, 3),))
+    assert ragged.sent_bytes == 12
+
+
+class Wrapper:
+    """A compiled program as another library hands it out, with methods that are JAX's."""
+
+    def __init__(self, compiled):
+        self.as_text, self.memory_analysis = compiled.as_text, compiled.memory_analysis
+
+
+def test_whatever_has_the_methods_is_read():
+    compiled = lowered(three_allreduces).compile()
+    wrapped = Wrapper(compiled)
+    assert collectives(wrapped) == collectives(compiled) != []
+    assert memory(wrapped) == memory(compiled)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_has_no_such_method_is_told_what_is_expected():
+    class Compiled:  # as Equinox's: JAX's is its attribute
+        compiled = None
+
+    for function, method in ((collectives, "as_text"), (memory, "memory_analysis")):
+        with pytest.raises(TypeError, match=rf"expected .*{method}\(\).*got Compiled.*\.compiled"):
+            function(Compiled())
+    silent = Wrapper(lowered(three_allreduces).compile())
+    silent.memory_analysis = lambda: None  # of platforms that do not tell
+    with pytest.raises(TypeError, match="compiled: expected"):
+        memory(silent)

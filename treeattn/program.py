@@ -1,25 +1,17 @@
 """What a program sends and holds, read from the program itself.
 
 `collectives` lists the collectives of a jitted function, as written (`jax.jit(f).lower(...)`) or
-as XLA compiled it (its `.compile()`): their kinds, how often each runs, with the trip counts of
-the loops around it, and the bytes that it takes from each device. `memory` gives what the
-compiled function holds on each device. Both are exact and repeat between processes, which times
-do not.
-
-`collectives` reads the program's text (HLO): a list of computations, each of them a list of
-instructions, which may call other computations:
-
-    %name = f32[2,16]{1,0} all-reduce(%operand), replica_groups={{0,1}}, to_apply=%region
+as XLA compiled it (its `.compile()`): the kind of each, how often it runs, including the trip
+counts of the loops around it, and its bytes on each device. `memory` gives the bytes that the
+compiled function holds on each device. Both are exact and the same in every process; times are not.
 """
 
-import math
-import re
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
-from treeattn.groups import groups
+from treeattn.hlo import Computation, Instruction, array_bytes, parse
 
 COLLECTIVE_KINDS = (
     "all-reduce",
@@ -35,42 +27,42 @@ COLLECTIVE_KINDS = (
 class Collective(NamedTuple):
     """One collective instruction of a program, as each device runs it.
 
-    kind:          one of `COLLECTIVE_KINDS`; the two halves of an asynchronous one are one
-    count:         how often it runs, with the trip counts of the loops around it
-    operand_bytes: what a device puts in, each time, all operands of a joined collective
-    shapes:        its operands, as in ("f32[1,16,128]", "f32[1,16]"); the largest first, since
+    kind:          one of `COLLECTIVE_KINDS`; an asynchronous collective counts once, at its start
+    count:         how often it runs, including the trip counts of the loops around it
+    operand_bytes: bytes of a device's operands in one run, all operands of a joined collective
+    shapes:        its operands, as in ("f32[1,16,128]", "f32[1,16]"), the largest first, because
                    the order in which XLA joins them means nothing
-    groups:        who takes part with whom, devices numbered in the order of the program's mesh;
-                   for a collective-permute, pairs (from, to); () when the program does not say,
-                   which means all
+    groups:        the devices that communicate with each other, numbered in the order of the
+                   program's mesh; pairs (from, to) for a collective-permute; () if the program
+                   does not name them, which means all devices
     """
 
     kind: str
-    count: int
+    count: int  # type: ignore[assignment]  # a tuple's method of this name gives way
     operand_bytes: int
     shapes: tuple[str, ...]
     groups: tuple[tuple[int, ...], ...] = ()
 
     @property
     def devices(self) -> int:
-        """How many take part in a group; for a collective-permute, pairs that send; 0: all."""
+        """Devices in a group, pairs of a collective-permute, or 0 if the program names none."""
         if self.kind == "collective-permute":
             return len(self.groups)
         return len(self.groups[0]) if self.groups else 0
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that one device puts in over all `count` runs."""
+        """Bytes of one device's operands over all `count` runs."""
         return self.count * self.operand_bytes
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that one device must send over all runs, in a network that adds up nothing itself.
+        """The least bytes that one device sends over all runs, if the network adds up nothing.
 
-        Of an Allreduce every device sends 2 (p − 1)/p of what it puts in, at least (2024 eq. 33,
-        2025 eq. 12), of a reduce-scatter and an all-to-all (p − 1)/p; what it gives to an
-        all-gather it sends to p − 1 others, along a ring or otherwise. Raises ValueError where
-        the program does not say how many take part.
+        A device sends at least 2 (p − 1)/p of its operand in an Allreduce (2024 eq. 33, 2025
+        eq. 12), and (p − 1)/p in a reduce-scatter or an all-to-all. An all-gather sends the
+        operand p − 1 times, along a ring or otherwise. Raises ValueError if the program does not
+        name the devices.
         """
         p = self.devices
         if p == 0:
@@ -95,86 +87,115 @@ class Memory(NamedTuple):
 
     @property
     def held_bytes(self) -> int:
-        """Arguments and temporaries: what the papers count (2024 eq. 29-30, 2025 eq. 8-9)."""
+        """Arguments and temporaries, as the papers count (2024 eq. 29-30, 2025 eq. 8-9)."""
         return self.argument_bytes + self.temporary_bytes
 
 
-def collectives(program: jax.stages.Lowered | jax.stages.Compiled | str) -> list[Collective]:
+@runtime_checkable
+class HasText(Protocol):
+    """`jax.stages.Lowered`, `jax.stages.Compiled`, and objects that have their method."""
+
+    def as_text(self) -> str | None: ...
+
+
+@runtime_checkable
+class HasMemory(Protocol):
+    """`jax.stages.Compiled`, and objects that have its method."""
+
+    def memory_analysis(self) -> Any: ...
+
+
+def collectives(program: HasText | str) -> list[Collective]:
     """The collectives of a program, in the order of its text.
 
-    program: what `jax.jit(f).lower(...)` returns, for the collectives that were written; what
-             its `.compile()` returns, for those that run, after XLA has joined, moved or
-             removed some; or HLO text
+    program: `jax.jit(f).lower(...)`, for the collectives as written; its `.compile()`, for the
+             collectives that run, after XLA has joined, moved or removed some; another object
+             whose `as_text()` gives HLO; or HLO text. Of Equinox's objects pass `.lowered` or
+             `.compiled`, which are JAX's
 
-    Of a conditional's branches, the one that puts in most counts. Raises TypeError for anything
-    else, and ValueError for a collective in a loop without a trip count: XLA notes it when it
-    compiles, where the program fixes it.
+    A conditional counts the branch with the most bytes. Raises TypeError for any other program,
+    and ValueError for a collective in a loop without a trip count: only XLA notes trip counts, when
+    it compiles a loop that runs a fixed number of times.
 
     >>> mesh = jax.sharding.Mesh(jax.devices()[:2], "kv")
     >>> spec = jax.sharding.PartitionSpec("kv")
     >>> body = lambda x: jax.lax.psum(x, "kv")
     >>> program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec))
-    >>> (found,) = collectives(program.lower(jax.numpy.ones(32, "float32")))
-    >>> print(found.kind, found.operand_bytes)
+    >>> (allreduce,) = collectives(program.lower(jax.numpy.ones(32, "float32")))
+    >>> print(allreduce.kind, allreduce.operand_bytes)
     all-reduce 64
     """
-    computations, entry = _parse(_text(program))
+    if isinstance(program, jax.stages.Lowered):
+        text = program.as_text(dialect="hlo")
+    else:
+        text = program if isinstance(program, str) else _call("program", program, "as_text")
+    computations, entry = parse(text)
     return _walk(entry, computations)
 
 
-def memory(compiled: jax.stages.Compiled) -> Memory:
-    """What a compiled function holds on each device, in bytes, by XLA's own account.
+def memory(compiled: HasMemory) -> Memory:
+    """The bytes that a compiled function holds on each device, as XLA counts them.
+
+    compiled: `jax.jit(f).lower(...).compile()`, or another object with its `memory_analysis()`
 
     >>> compiled = jax.jit(lambda x: x[:2]).lower(jax.numpy.ones(16, "float32")).compile()
     >>> held = memory(compiled)
     >>> print(held.argument_bytes, held.output_bytes)
     64 8
     """
-    if not isinstance(compiled, jax.stages.Compiled):
-        raise TypeError(
-            f"compiled: expected jax.jit(f).lower(...).compile(), got {type(compiled).__name__}"
-        )
-    stats = compiled.memory_analysis()
+    stats = _call("compiled", compiled, "memory_analysis")
     return Memory(
         stats.argument_size_in_bytes, stats.temp_size_in_bytes, stats.output_size_in_bytes
     )
 
 
-def count_collectives(found: Iterable[Collective]) -> int:
+def _call(name: str, program: Any, method: str) -> Any:
+    """`program.method()`. Raises TypeError if there is none, or if it gives None."""
+    analysis = getattr(program, method, lambda: None)()
+    if analysis is None:
+        raise TypeError(
+            f"{name}: expected jax.jit(f).lower(...).compile(), or an object whose {method}() "
+            f"returns what JAX's does, got {type(program).__name__} (pass the .lowered or "
+            ".compiled of Equinox's)"
+        )
+    return analysis
+
+
+def count_collectives(collectives: Iterable[Collective]) -> int:
     """How many collectives each device runs, loops included."""
-    return sum(c.count for c in found)
+    return sum(c.count for c in collectives)
 
 
-def total_bytes(found: Iterable[Collective]) -> int:
-    """Bytes that each device puts into the collectives, loops included."""
-    return sum(c.total_bytes for c in found)
+def total_bytes(collectives: Iterable[Collective]) -> int:
+    """Bytes of each device's operands, loops included."""
+    return sum(c.total_bytes for c in collectives)
 
 
-def sent_bytes(found: Iterable[Collective]) -> int:
-    """Bytes that each device must send in the collectives, loops included."""
-    return sum(c.sent_bytes for c in found)
+def sent_bytes(collectives: Iterable[Collective]) -> int:
+    """The least bytes that each device sends, loops included."""
+    return sum(c.sent_bytes for c in collectives)
 
 
-def collectives_table(found: Iterable[Collective]) -> str:
-    """The collectives as lines of text: how often each runs, and how many bytes that takes.
+def collectives_table(collectives: Iterable[Collective]) -> str:
+    """The collectives as lines of text: how often each runs, and its bytes over all runs.
 
-    Of all runs: what each device puts in, and what it must send at least.
+    "bytes put in" are those of a device's operands, "sent" the least that a device sends.
 
-    >>> everybody = (tuple(range(8)),)
-    >>> print(collectives_table([Collective("all-reduce", 3, 64, ("f32[16]",), everybody)]))
+    >>> all_eight = (tuple(range(8)),)
+    >>> print(collectives_table([Collective("all-reduce", 3, 64, ("f32[16]",), all_eight)]))
     collective  runs  bytes put in  sent  operands
     all-reduce     3           192   336  f32[16]
     all            3           192   336
     """
-    found = list(found)
-    if not found:
+    collectives = list(collectives)
+    if not collectives:
         return "no collectives"
     rows = [("collective", "runs", "bytes put in", "sent", "operands")]
-    for c in found:
+    for c in collectives:
         numbers = f"{c.count:,}", f"{c.total_bytes:,}", f"{c.sent_bytes:,}"
         rows.append((c.kind, *numbers, " ".join(c.shapes)))
-    numbers = f"{count_collectives(found):,}", f"{total_bytes(found):,}", f"{sent_bytes(found):,}"
-    return _columns([*rows, ("all", *numbers, "")])
+    totals = [total(collectives) for total in (count_collectives, total_bytes, sent_bytes)]
+    return _columns([*rows, ("all", *(f"{n:,}" for n in totals), "")])
 
 
 def _columns(rows: list[tuple[str, ...]]) -> str:
@@ -187,118 +208,42 @@ def _columns(rows: list[tuple[str, ...]]) -> str:
     return "\n".join(lines)
 
 
-def _text(program: jax.stages.Lowered | jax.stages.Compiled | str) -> str:
-    """The program's HLO."""
-    if isinstance(program, str):
-        return program
-    if isinstance(program, jax.stages.Compiled):
-        return program.as_text()
-    if isinstance(program, jax.stages.Lowered):
-        return program.as_text(dialect="hlo")
-    raise TypeError(
-        "program: expected jax.jit(f).lower(...), its .compile(), or HLO text, "
-        f"got {type(program).__name__}"
-    )
-
-
-class _Instruction(NamedTuple):
-    """One line of a computation."""
-
-    name: str
-    type: str
-    opcode: str
-    rest: str  # the operands, the closing parenthesis, the attributes
-
-    def called(self, *attributes: str) -> list[str]:
-        """The computations that the instruction calls under these attributes."""
-        found = re.findall(rf"\b(?:{'|'.join(attributes)})=(\{{[^}}]*\}}|[^,\s]+)", self.rest)
-        return [name for text in found for name in re.findall(r"[\w.\-]+", text)]
-
-
-# Instructions by name.
-_Computation = dict[str, _Instruction]
-# The first word before a parenthesis is the opcode: types have none, or none after a space.
-_LINE = re.compile(r"(?:ROOT )?%?([\w.\-]+) = (.*?) ?([a-z][\w\-]*)\((.*)")
-
-
-def _parse(text: str) -> tuple[dict[str, _Computation], str]:
-    """(computations by name, the entry's name). ValueError when there is no entry."""
-    computations = {}
-    entry = None
-    current = None
-    for line in text.splitlines():
-        if line.startswith("}"):
-            current = None
-        elif current is not None:
-            parts = _LINE.match(re.sub(r"/\*.*?\*/", "", line.strip()))
-            if parts is None:
-                raise ValueError(f"program: expected an instruction, got {line[:80]!r}")
-            current[parts[1]] = _Instruction(*parts.groups())
-        elif head := re.match(r"(ENTRY )?%?([\w.\-]+)( \(.*)? \{$", line):
-            current = computations[head[2]] = {}
-            entry = head[2] if head[1] else entry
-    if entry is None:
-        raise ValueError("program: expected HLO text with an ENTRY computation, found none")
-    return computations, entry
-
-
-def _walk(name: str, computations: dict[str, _Computation]) -> list[Collective]:
-    """The collectives of one run of the computation `name`, with those that it calls."""
-    inside = computations[name]
-    found = []
-    for instruction in inside.values():
+def _walk(name: str, computations: dict[str, Computation]) -> list[Collective]:
+    """The collectives of one run of the computation `name`, and of those that it calls."""
+    computation = computations[name]
+    listed = []
+    for instruction in computation.values():
         kind = instruction.opcode.removesuffix("-start")
         if instruction.opcode.endswith(("-update", "-done")):
-            continue  # counted where it starts
+            continue  # counted at its start
         if kind in COLLECTIVE_KINDS:
-            found.append(_collective(kind, instruction, inside))
+            listed.append(_collective(kind, instruction, computation))
         elif instruction.opcode == "while":
             parts = instruction.called("condition", "body")
             looped = [c for part in parts for c in _walk(part, computations)]
-            if looped:  # a loop that sends nothing may run as often as it likes
-                trips = _trip_count(instruction)
-                found += [c._replace(count=c.count * trips) for c in looped]
+            if looped:  # a loop without collectives needs no trip count
+                trips = instruction.trip_count()
+                listed += [c._replace(count=c.count * trips) for c in looped]
         elif instruction.opcode == "conditional":
             names = ("branch_computations", "true_computation", "false_computation")
             branches = [_walk(branch, computations) for branch in instruction.called(*names)]
-            found += max(branches, key=total_bytes)
+            listed += max(branches, key=total_bytes)
         else:
             for callee in instruction.called("calls", "to_apply", "called_computations"):
-                found += _walk(callee, computations)
-    return found
+                listed += _walk(callee, computations)
+    return listed
 
 
-def _trip_count(loop: _Instruction) -> int:
-    """How often a while loop runs, as XLA noted when it compiled it; else a ValueError."""
-    known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.rest)
-    if known is None:
-        raise ValueError(
-            f"program: it does not say how often the loop {loop.name} runs. Expected a compiled "
-            "program (jax.jit(f).lower(...).compile()), whose loops run a fixed number of times"
-        )
-    return int(known[1])
-
-
-def _collective(kind: str, instruction: _Instruction, inside: _Computation) -> Collective:
-    """The instruction, one of the computation `inside`, which has its operands' shapes."""
-    names = re.findall(r"[\w.\-]+", instruction.rest.partition(")")[0])
-    operands = [shape for name in names for shape in _shapes(inside[name].type)]
+def _collective(kind: str, instruction: Instruction, computation: Computation) -> Collective:
+    """The instruction of this computation, which has its operands' shapes."""
+    names = instruction.operands()
+    if kind == "ragged-all-to-all":  # the other operands are the output, offsets and sizes
+        names = names[:1]
+    operands = [array for name in names for array in computation[name].arrays()]
     return Collective(
         kind=kind,
         count=1,
-        operand_bytes=sum(map(_shape_bytes, operands)),
-        shapes=tuple(sorted(operands, key=_shape_bytes, reverse=True)),
-        groups=tuple(map(tuple, groups(instruction.rest))),
+        operand_bytes=sum(map(array_bytes, operands)),
+        shapes=tuple(sorted(operands, key=array_bytes, reverse=True)),
+        groups=tuple(map(tuple, instruction.groups())),
     )
-
-
-def _shapes(type_: str) -> list[str]:
-    """The arrays of a type, without layouts: "(f32[2]{0}, s32[])" -> ["f32[2]", "s32[]"]."""
-    return re.findall(r"\b[a-z]\w*\[[\d,]*\]", type_)
-
-
-def _shape_bytes(shape: str) -> int:
-    """The bytes of an array: "bf16[2,3]" -> 12."""
-    dtype, dims = shape[:-1].split("[")
-    bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
-    return math.ceil(math.prod(int(n) for n in dims.split(",") if n) * bits / 8)
