@@ -44,6 +44,7 @@ CORE = (
     "state",
     "inputs",
     "gradient",
+    "plain",
     "products",
     "blocks",
     "flash",

@@ -90,8 +90,9 @@ def check_method(method: Method) -> None:
 def _allreduce(state: AttentionState, axis: str) -> AttentionState:
     """2025 Algorithm 3: the largest pivot, then the sums of d and n relative to it."""
     m = lax.stop_gradient(state.max)
-    # As ∞, which no pivot is: a CPU's maximum of NaN and −∞ is −∞.
-    m = lax.pmax(jnp.where(jnp.isnan(m), jnp.inf, m), axis)
+    # On a CPU the maximum of NaN and −∞ is −∞, so a NaN travels as ∞, and ∞ as the largest number.
+    largest = jnp.finfo(m.dtype).max
+    m = lax.pmax(jnp.where(jnp.isnan(m), jnp.inf, jnp.minimum(m, largest)), axis)
     m = jnp.where(m == jnp.inf, jnp.nan, m)
     _, d, n = rescale(state, m)
     return AttentionState(m, lax.psum(d, axis), lax.psum(n, axis))

@@ -85,10 +85,7 @@ def _group_heads(inputs: Inputs) -> Inputs:
     b, l, h, d = q.shape
     h_kv = k.shape[2]
     dtype = inputs.dtype
-    scale = inputs.scale
-    if inputs.factor is not None:
-        scale = scale * inputs.factor.astype(dtype)
-    q = finite(q.astype(dtype) * scale).reshape(b, l, h_kv, h // h_kv, d)
+    q = finite(q.astype(dtype) * inputs.total_scale).reshape(b, l, h_kv, h // h_kv, d)
 
     def group(x):  # (b, h, l, n) -> (b, h_kv, group, l, n), or (b, 1, 1, l, n)
         heads = (1, 1) if x.shape[1] == 1 else (h_kv, h // h_kv)

@@ -5,6 +5,7 @@ once a shape.
 """
 
 import operator
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +50,8 @@ def as_array(name: str, x) -> Array:
 
     Raises a TypeError for a ragged list, for text and for another library's tensors.
     """
+    if isinstance(x, np.ndarray) and x.dtype.kind == "f" and x.dtype.itemsize > 8:
+        raise TypeError(f"{name}: expected at most 64 bits, got dtype {x.dtype}: use .astype")
     if isinstance(x, Array):
         return x
     if hasattr(x, "__dlpack__"):
@@ -126,6 +129,17 @@ def check_rank(rank: int, layout: str, **arrays: Array) -> None:
             raise ValueError(f"{name}: expected {rank} axes {layout}, got shape {x.shape}")
 
 
+def check_hashable(name: str, function) -> None:
+    """Raise a TypeError for a function that `jax.jit` cannot recognize by its hash."""
+    try:
+        hash(function)
+    except TypeError:
+        raise TypeError(
+            f"{name}: expected a function that can be hashed, got {type(function).__name__}: "
+            "if it is a dataclass, use @dataclass(frozen=True)"
+        ) from None
+
+
 def check_scale(scale, d: int, dtype) -> Array | float:
     """`scale` as a scalar array, 1/√d where it is None.
 
@@ -134,6 +148,8 @@ def check_scale(scale, d: int, dtype) -> Array | float:
     """
     if scale is None:
         return d**-0.5
+    if type(scale) is int and abs(scale) <= sys.float_info.max:  # NumPy has no int beyond 64 bits
+        scale = float(scale)
     scale = as_array("scale", scale)
     real = any(jnp.issubdtype(scale.dtype, kind) for kind in (jnp.floating, jnp.integer))
     if scale.shape != () or not real:

@@ -22,20 +22,20 @@ from treeattn.checks import (
     check_rank,
     check_same_dtype,
     check_scale,
+    namespace,
 )
 
 Scale = float | int | Float[Array, ""] | None  # None: 1/√head_dim
 
 # The arguments of an attention, in all signatures: b rows, of l queries and n keys each; h query
-# heads, a multiple of the h_kv key heads. Query head i reads key head i // (h // h_kv). Of a mask
-# and a bias, an axis may be 1.
+# heads, a multiple of the h_kv key heads. Query head i reads key head i // (h // h_kv).
 Queries = Float[Array, "b l h d"]
 Keys = Float[Array, "b n h_kv d"]
 Values = Float[Array, "b n h_kv dv"]
-Mask = Bool[Array, "#b #h #l #n"]
-Bias = Float[Array, "#b #h #l #n"]
-Lengths = Integer[Array, " b"]
-Output = Float[Array, "b l h dv"]
+Mask = Bool[Array, "..."]  # broadcasts to (b, h, l, n)
+Bias = Float[Array, "..."]
+Lengths = Integer[Array, " b"] | Integer[Array, ""] | int
+Output = Float[jax.Array, "b l h dv"]
 
 
 @jax.tree_util.register_dataclass
@@ -68,8 +68,13 @@ class Inputs:
 
     @property
     def dtype(self):
-        """That of scores and sums."""
+        """The dtype of scores and sums."""
         return accumulation_dtype(self.q)
+
+    @property
+    def total_scale(self):
+        """What q·k is multiplied by: `scale`, times the factor in the dtype of the scores."""
+        return self.scale if self.factor is None else self.scale * self.factor.astype(self.dtype)
 
 
 def gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal=False) -> Inputs:
@@ -78,21 +83,30 @@ def gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal=False) -> Input
     `check_inputs` sees to the rest, where a function is traced.
     """
     q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
-    mask = None if mask is None else as_array("mask", mask)
-    bias = None if bias is None else as_array("bias", bias)
+    mask = None if mask is None else _with_four_axes("mask", mask)
+    bias = None if bias is None else _with_four_axes("bias", bias)
     if kv_lengths is not None:
         kv_lengths = as_array("kv_lengths", kv_lengths)
         check_integers(kv_lengths=kv_lengths)
+        if kv_lengths.ndim == 0 and q.ndim:
+            kv_lengths = namespace(kv_lengths).broadcast_to(kv_lengths, q.shape[:1])
         n = k.shape[1] if k.ndim > 1 else 0
         kv_lengths = bounded("kv_lengths", kv_lengths, 0, n, f"0 to kv_len = {n} keys")
     factor = None
     if scale is None:
         scale = q.shape[-1] ** -0.5 if q.ndim and q.shape[-1] else 1.0
     else:
+        check_floating(q=q)
         scale = check_scale(scale, 0, accumulation_dtype(q))
         if isinstance(scale, jax.Array):  # traced or not: no program for each value
             factor, scale = scale, 1.0
     return Inputs(q, k, v, mask, bias, kv_lengths, factor, float(scale), bool(causal))
+
+
+def _with_four_axes(name: str, x) -> Array:
+    """A mask or bias with axes of 1 before its own, as NumPy broadcasts: (l, n) is (1, 1, l, n)."""
+    x = as_array(name, x)
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
 def check_inputs(inputs: Inputs) -> None:
@@ -120,11 +134,17 @@ def check_inputs(inputs: Inputs) -> None:
             f"got {q.shape}"
         )
     if inputs.causal and l != n:
-        raise ValueError(f"q: causal attention expects as many queries as keys, {n}, got {l}")
+        text = f"q: causal attention expects as many queries as keys, {n}, got {l}"
+        if l < n:
+            text += f"; for the last {l} tokens pass mask=jnp.tri({l}, {n}, {n - l}, dtype=bool)"
+        raise ValueError(text)
     layout = "(batch, heads, q_len, kv_len)"
     if inputs.mask is not None:
         if inputs.mask.dtype != jnp.bool_:
-            raise TypeError(f"mask: expected booleans, got dtype {inputs.mask.dtype}")
+            raise TypeError(
+                f"mask: expected booleans, got dtype {inputs.mask.dtype}: use .astype(bool), or "
+                "pass what is added to the scores as bias="
+            )
         check_broadcasts("mask", inputs.mask, (b, h, l, n), layout)
     if inputs.bias is not None:
         check_floating(bias=inputs.bias)

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeattn import flash
+from treeattn import flash, products
 from treeattn.blocks import attend_blockwise
-from treeattn.checks import Array
+from treeattn.checks import Array, check_hashable
 from treeattn.inputs import (
     Bias,
     Inputs,
@@ -28,11 +28,12 @@ from treeattn.inputs import (
     check_inputs,
     gather_inputs,
 )
+from treeattn.plain import attend_plain
 from treeattn.state import AttentionState, finalize, from_output
 
 # What computes it: a name, a function of one's own, or None for the best that can run.
 Implementation = str | Callable | None
-NAMES = (None, "blockwise", "flash")
+NAMES = (None, "plain", "blockwise", "flash")
 
 
 def attend(
@@ -85,8 +86,7 @@ def attend(
     (1, 1, 2) (1, 1, 2, 5) [3. 3.]
     """
     inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal)
-    check_implementation(implementation, q)
-    return _attend(inputs, implementation)
+    return _attend(inputs, choose_implementation(implementation, inputs))
 
 
 def attention(
@@ -111,8 +111,7 @@ def attention(
     [2.]
     """
     inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal)
-    check_implementation(implementation, q)
-    return _attention(inputs, implementation)
+    return _attention(inputs, choose_implementation(implementation, inputs))
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
@@ -128,8 +127,11 @@ def _attention(inputs: Inputs, implementation: Implementation):
 
 
 def check_implementation(implementation: Implementation, q) -> None:
-    """Raise a ValueError for what is neither a name nor a function, or cannot run where q lies."""
-    if not callable(implementation) and implementation not in NAMES:
+    """Raise ValueError unless it is a name or a function, and can run on q's device; TypeError for
+    a function that cannot be hashed, which `jax.jit` needs to recognize it."""
+    if callable(implementation):
+        check_hashable("implementation", implementation)
+    elif not isinstance(implementation, str | None) or implementation not in NAMES:
         raise ValueError(
             f"implementation: expected one of {NAMES}, or a function, got {implementation!r}"
         )
@@ -137,10 +139,35 @@ def check_implementation(implementation: Implementation, q) -> None:
         flash.check_device(q)
 
 
+def choose_implementation(implementation: Implementation, inputs: Inputs) -> Implementation:
+    """The implementation for arrays as a user passes them: "plain" where XLA may split them.
+
+    Inside a program the sharding of an array along Auto axes is unknown. Blocks of keys that are
+    sharded would be sent to every device, block by block; the sums of "plain" stay where they are.
+    Raises what `check_implementation` raises, and ValueError for keys that are sharded along
+    Explicit axes.
+    """
+    check_implementation(implementation, inputs.q)
+    if callable(implementation):
+        return implementation
+    spec = jax.typeof(inputs.k).sharding.spec
+    if len(spec) > 1 and spec[1] is not None:
+        raise ValueError(
+            f"k: its keys are sharded along {spec[1]!r}, got {spec}; call tree_decode or "
+            "ring_attention, or jax.reshard k"
+        )
+    if implementation is None and products.xla_may_split(inputs.q, inputs.k, inputs.v):
+        on_gpu = jax.default_backend() == "gpu"
+        return None if on_gpu and flash.is_best(inputs) else "plain"
+    return implementation
+
+
 def attend_inputs(inputs: Inputs, implementation: Implementation):
     """`attend` for checked inputs, inside a trace: a state, or whatever a function returns."""
     if callable(implementation):
         return _attend_by_function(inputs, implementation)
+    if implementation == "plain":
+        return attend_plain(inputs)
     if implementation == "flash":
         if (reason := flash.why_not(inputs)) is not None:
             raise ValueError(reason)
@@ -162,11 +189,8 @@ def _attend_by_function(inputs: Inputs, kernel: Callable):
     if 0 in (*inputs.q.shape, *inputs.v.shape):  # kernels expect something to do
         dv = inputs.v.shape[-1]
         return AttentionState.identity(inputs.q.shape[:3], dv, inputs.dtype)
-    scale = inputs.scale
-    if inputs.factor is not None:
-        scale = scale * inputs.factor.astype(inputs.dtype)
-    found = kernel(inputs.q, inputs.k, inputs.v, scale=scale, **options)
-    return _as_state(found, inputs, name_of(kernel))
+    result = kernel(inputs.q, inputs.k, inputs.v, scale=inputs.total_scale, **options)
+    return _as_state(result, inputs, name_of(kernel))
 
 
 def _as_state(found: Any, inputs: Inputs, name: str):

@@ -21,18 +21,22 @@ STREAMS = 8  # terms of a sum that is written out; XLA:CPU stops fusing at 16
 EXACT = lax.Precision.HIGHEST  # else XLA would round to TensorFloat-32 on a GPU
 
 
-def xla_may_split() -> bool:
-    """Whether XLA may deal the program over several devices by itself.
+def xla_may_split(*arrays) -> bool:
+    """Whether XLA may split a program with these arguments over several devices by itself.
 
-    It does where arguments are sharded, and knows sums and maxima of its own only. Inside a program
-    nobody can see how an array lies: only that there is but one device, or that each runs the
-    program by itself, as in `shard_map`.
+    The sharding of a traced array is unknown, except that each device runs the program by itself
+    inside `shard_map`, or that there is only one device.
     """
     context = jax.sharding.get_abstract_mesh()
     sizes = zip(context.axis_sizes, context.axis_types, strict=True)
     if not context.empty and all(n == 1 or kind == AxisType.Manual for n, kind in sizes):
         return False
-    return jax.device_count() > 1
+    if jax.device_count() == 1:
+        return False
+    traced = [isinstance(x, jax.core.Tracer) for x in arrays]
+    if not arrays or any(traced):
+        return True
+    return any([isinstance(x, jax.Array) and len(x.devices()) > 1 for x in arrays])
 
 
 def few_queries(q, n: int) -> bool:

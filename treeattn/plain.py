@@ -1,0 +1,71 @@
+"""Attention on one device, written plainly: scores, weights, and the state (m, d, n) of their sums.
+
+This is what everything else is tested against. blocks.py computes the same a block of keys at a
+time: with less memory and in less time, and where sums of products exceed the dtype's range. There
+is no loop over the keys here, so XLA can split this program over devices that share them; it then
+writes Algorithm 3 by itself: an Allreduce for the largest score, and one for each of the sums.
+
+Queries are (b, l, h, d), keys and values (b, n, h_kv, ·). Scores, masks and biases are
+(b, h_kv, group, l, n): query head i is number i % group of the `group` heads that read key head
+i // group.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+
+from treeattn.inputs import Inputs
+from treeattn.state import AttentionState, finite
+
+
+def attend_plain(inputs: Inputs) -> AttentionState:
+    """The state of the queries after all keys that they see: fields (b, l, h) and (b, l, h, dv)."""
+    b, l, h, d = inputs.q.shape
+    h_kv = inputs.k.shape[2]
+    q = finite(inputs.q.astype(inputs.dtype) * inputs.total_scale)
+    q = q.reshape(b, l, h_kv, h // h_kv, d)
+    k, v = inputs.k.astype(inputs.dtype), inputs.v.astype(inputs.dtype)
+    visible = visible_keys(inputs)
+    if visible is not None:
+        # An unused slot of a cache may hold anything, and 0 · NaN is NaN.
+        unused = jnp.moveaxis(~visible.any(axis=(2, 3)), 1, 2)[..., None]  # (b, n, h_kv, 1)
+        k, v = jnp.where(unused, 0, k), jnp.where(unused, 0, v)
+
+    s = finite(jnp.einsum("blkgd,bnkd->bkgln", q, k, precision="highest"))
+    if inputs.bias is not None:
+        s = finite(s + by_key_head(inputs.bias, h_kv).astype(s.dtype))
+    if visible is not None:
+        s = jnp.where(visible, s, -jnp.inf)
+    m = lax.stop_gradient(s.max(axis=-1, initial=-jnp.inf))
+    p = jnp.exp(s - finite(m)[..., None])
+    n = jnp.einsum("bkgln,bnkd->bkgld", p, v, precision="highest")
+    n = jnp.where((m == -jnp.inf)[..., None], 0, finite(n))
+
+    def by_query(x):  # (b, h_kv, group, l, ...) -> (b, l, h, ...)
+        return jnp.moveaxis(x, 3, 1).reshape(b, l, h, *x.shape[4:])
+
+    return AttentionState(by_query(m), by_query(p.sum(axis=-1)), by_query(n))
+
+
+def visible_keys(inputs: Inputs):
+    """Which keys each query sees, (b, h_kv, group, l, n), or 1 for an axis; None: all of them."""
+    l, n = inputs.q.shape[1], inputs.k.shape[1]
+    conditions = []
+    if inputs.mask is not None:
+        conditions.append(by_key_head(inputs.mask, inputs.k.shape[2]))
+    if inputs.bias is not None:
+        conditions.append(by_key_head(inputs.bias, inputs.k.shape[2]) != -jnp.inf)
+    if inputs.lengths is not None:
+        lengths = inputs.lengths[:, None, None, None, None]
+        conditions.append(jnp.arange(n)[None, None, None, None] < lengths)
+    if inputs.causal:
+        conditions.append(jnp.tri(l, n, dtype=bool)[None, None, None])
+    visible = None
+    for condition in conditions:
+        visible = condition if visible is None else visible & condition
+    return visible
+
+
+def by_key_head(x, h_kv: int):
+    """A mask or bias (b, h, l, n) as (b, h_kv, group, l, n), or (b, 1, 1, l, n) if heads share."""
+    heads = (1, 1) if x.shape[1] == 1 else (h_kv, x.shape[1] // h_kv)
+    return x.reshape(len(x), *heads, *x.shape[2:])
