@@ -51,6 +51,8 @@ CORE = (
     "local",
     "devices",
     "across",
+    "ring",
+    "stripes",
     "layout",
     "decode",
     "prefill",

@@ -5,10 +5,13 @@ order of reading:
 
     state       (m, d, n): merge, finalize; chains, trees and scans of states
     gradient    attention is the gradient of a log-sum-exp, the energy
-    local       one device: queries and keys in, a state out (blocks, products, flash)
+    plain       attention of one device, in the open: scores, and a state of their sums
+    local       which implementation computes it: plain, or the same fast (blocks, products, flash)
     devices     simulated and real; meshes
-    layout      how a cache lies on a mesh
+    stripes     which device has which key of a cache
+    layout      how a cache is sharded over a mesh
     across      every device's state in, the state of all keys out: merge_across
+    ring        the other way: every shard visits every device
     decode      one query and a sharded cache: tree_decode, ring_decode
     prefill     texts whose queries are sharded, too: ring, Ulysses
     beam        candidates of tokens, packed as a prefix tree and unpacked
@@ -35,6 +38,7 @@ from treeattn.gradient import (
 from treeattn.local import attend, attention
 from treeattn.prefill import ring_attention, ulysses_attention
 from treeattn.program import collectives, collectives_table, memory
+from treeattn.ring import visit_shards
 from treeattn.state import (
     AttentionState,
     finalize,
@@ -44,6 +48,7 @@ from treeattn.state import (
     reduce_tree,
     scan_states,
 )
+from treeattn.stripes import shard_lengths, striped_position, striped_slot
 from treeattn.token_tree import ancestor_mask, depths
 
 __version__ = "0.1.0"
@@ -77,10 +82,14 @@ __all__ = [
     "ring_attention",
     "ring_decode",
     "scan_states",
+    "shard_lengths",
     "simulate_devices",
+    "striped_position",
+    "striped_slot",
     "tree_decode",
     "ulysses_attention",
     "unpack",
+    "visit_shards",
 ]
 
 
@@ -91,3 +100,8 @@ if not TYPE_CHECKING:  # which would take every name to be there
         near = difflib.get_close_matches(name, __all__, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise AttributeError(f"module 'treeattn' has no attribute {name!r}{hint}")
+
+
+def __dir__() -> list[str]:
+    """The public names, for completion: not the modules that they come from."""
+    return [*__all__, "__version__"]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float
 
-from treeattn.checks import Array
+from treeattn.checks import Array, check_hashable
 from treeattn.state import AttentionState, check_state, merge, reduce_tree, rescale, where
 
 Axes = tuple[str, ...]  # of a mesh, by name
@@ -82,8 +82,10 @@ def merge_across(
 
 
 def check_method(method: Method) -> None:
-    """Raise a ValueError for what is neither a function nor one of `METHODS`."""
-    if not callable(method) and method not in METHODS:
+    """Raise ValueError unless it is a function or one of `METHODS`, TypeError if it has no hash."""
+    if callable(method):
+        check_hashable("method", method)
+    elif method not in METHODS:
         raise ValueError(f"method: expected one of {METHODS}, or a function, got {method!r}")
 
 

@@ -10,6 +10,7 @@ A call goes straight down:
 """
 
 import functools
+from typing import Literal, TypedDict, Unpack, overload
 
 import jax
 from jax import lax
@@ -18,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
 from treeattn.across import Method, check_method, merge_across
-from treeattn.checks import Array
 from treeattn.inputs import (
     Bias,
     Inputs,
@@ -38,14 +38,48 @@ from treeattn.layout import (
     layout_of,
     local_lengths,
     on_devices,
-    visit_shards,
+    onto_mesh,
 )
 from treeattn.local import Implementation, attend_inputs, check_implementation
+from treeattn.ring import visit_shards
 from treeattn.state import finalize, merge
 
-# Of as many heads as q has, but for the shares of "all_to_all", which are of equal size.
-Output = Float[Array, "b l heads dv"]
-OutputAndLse = tuple[Output, Float[Array, "b l heads"]]
+# `heads` is q's, or for "all_to_all" the next multiple of the number of devices.
+Output = Float[jax.Array, "b l heads dv"]
+OutputAndLse = tuple[Output, Float[jax.Array, "b l heads"]]
+
+
+class RingOptions(TypedDict, total=False):
+    """The options of `ring_decode`, without return_lse, which decides what is returned."""
+
+    sharding: NamedSharding | None
+    striped: bool
+    kv_lengths: Lengths | None
+    mask: Mask | None
+    bias: Bias | None
+    scale: Scale
+    implementation: Implementation
+
+
+class TreeOptions(RingOptions, total=False):
+    """Those of `tree_decode`."""
+
+    method: Method
+
+
+@overload
+def tree_decode(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[TreeOptions],
+) -> Output: ...
+@overload
+def tree_decode(
+    q: Queries, k: Keys, v: Values, *, return_lse: Literal[True], **options: Unpack[TreeOptions]
+) -> OutputAndLse: ...
 
 
 def tree_decode(
@@ -94,8 +128,23 @@ def tree_decode(
     inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale)
     check_implementation(implementation, q)
     layout = layout_of(inputs, sharding, striped)
-    out, lse = _decode(inputs, layout, method, implementation)
+    out, lse = _decode(onto_mesh(inputs, layout), layout, method, implementation)
     return (out, lse) if return_lse else out
+
+
+@overload
+def ring_decode(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[RingOptions],
+) -> Output: ...
+@overload
+def ring_decode(
+    q: Queries, k: Keys, v: Values, *, return_lse: Literal[True], **options: Unpack[RingOptions]
+) -> OutputAndLse: ...
 
 
 def ring_decode(
@@ -127,7 +176,7 @@ def ring_decode(
     inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale)
     check_implementation(implementation, q)
     layout = layout_of(inputs, sharding, striped)
-    out, lse = _decode(inputs, layout, None, implementation)
+    out, lse = _decode(onto_mesh(inputs, layout), layout, None, implementation)
     return (out, lse) if return_lse else out
 
 
@@ -158,10 +207,10 @@ def _decode(
 
 
 def ring_state(inputs: Inputs, layout: Layout, rank, implementation: Implementation):
-    """The state of a device's queries after every shard has come by, in step i that of rank − i.
+    """The state of a device's queries after they have seen every shard.
 
-    Causal queries are of the places of the device's own keys: shards after them are skipped.
-    Devices with the same queries agree up to rounding.
+    If causal, a device's queries have the positions of its own keys, so it skips the shards of the
+    devices after it. Devices with the same queries agree up to rounding.
     """
 
     def state_of(shard, owner, causal=False):
@@ -173,8 +222,9 @@ def ring_state(inputs: Inputs, layout: Layout, rank, implementation: Implementat
     def visit(state, shard, owner):
         if not inputs.causal:
             return merge(state, state_of(shard, owner))
-        seen = owner < rank
-        return lax.cond(seen, lambda: merge(state, state_of(shard, owner)), lambda: state)
+        earlier = owner < rank
+        return lax.cond(earlier, lambda: merge(state, state_of(shard, owner)), lambda: state)
 
     shard = inputs.k, inputs.v, inputs.mask, inputs.bias
-    return visit_shards(visit, state_of(shard, rank, inputs.causal), shard, layout, rank)
+    own = state_of(shard, rank, inputs.causal)
+    return visit_shards(visit, own, shard, layout.keys) if layout.keys else own

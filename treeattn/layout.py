@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from treeattn.across import Axes
 from treeattn.inputs import Inputs, pad_axis
+from treeattn.stripes import shard_lengths
 
 
 class Layout(NamedTuple):
@@ -104,27 +104,43 @@ def manual_axes() -> frozenset[str]:
 
 
 def _check_lies(name: str, x, wanted: NamedSharding) -> None:
-    """Raise a ValueError for an array that would have to be moved between devices first.
+    """Raise a ValueError for an array that is sharded in another way than `wanted`.
 
-    NumPy's arrays, those on one device, and copies on all are dealt out without such a move.
+    NumPy's arrays, those on one device, and copies on all devices need no move between shards.
     """
     if isinstance(x, jax.core.Tracer):
         found = jax.typeof(x).sharding
-        visible = AxisType.Explicit in found.mesh.axis_types
-        if not visible or not any(found.spec):
+        if not any(found.spec):
             return
-        lies = _entries(found.spec) == _entries(wanted.spec)
+        matches = _entries(found.spec) == _entries(_explicit(wanted.spec, found.mesh))
     elif isinstance(x, jax.Array) and not x.is_fully_replicated and x.ndim == 4:
         found = x.sharding
         concrete = isinstance(wanted.mesh, Mesh)
-        lies = not concrete or found.is_equivalent_to(wanted, x.ndim)
+        matches = not concrete or found.is_equivalent_to(wanted, x.ndim)
     else:
         return
-    if not lies:
+    if not matches:
+        texts = [str(getattr(s, "spec", s)) for s in (found, wanted)]
+        if texts[0] == texts[1]:  # other devices, another order of them, or another memory
+            texts = [f"{s} on devices {_device_ids(s)}" for s in (found, wanted)]
         raise ValueError(
-            f"sharding: {name} lies as {getattr(found, 'spec', found)}, and the call says "
-            f"{wanted.spec}, which would move it; jax.device_put it, or pass how it lies"
+            f"sharding: expected {name} sharded as {texts[1]}, got {texts[0]}; pass its own "
+            "sharding, or jax.device_put it first"
         )
+
+
+def _device_ids(sharding: NamedSharding) -> list[int]:
+    """The numbers of a mesh's devices in order; none where the mesh is abstract."""
+    if isinstance(sharding.mesh, AbstractMesh):
+        return []
+    return [device.id for device in sharding.mesh.devices.flat]
+
+
+def _explicit(spec: P, mesh: AbstractMesh | Mesh) -> P:
+    """`spec` with the mesh's Explicit axes only: a traced array's type shows no other."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    entries = [[x for x in axes if kinds[x] == AxisType.Explicit] for axes in _entries(spec)]
+    return P(*(tuple(axes) or None for axes in entries))
 
 
 def _entries(spec: P) -> list[Axes]:
@@ -133,6 +149,32 @@ def _entries(spec: P) -> list[Axes]:
     while entries and not entries[-1]:
         entries.pop()
     return entries
+
+
+def onto_mesh(inputs: Inputs, layout: Layout) -> Inputs:
+    """The inputs, with arrays that are committed to one device put on the mesh's devices.
+
+    `jax.jit` refuses arguments that are committed to different devices. Keys and values are sharded
+    where the devices can share them evenly; everything else becomes copies on all devices.
+    """
+    if isinstance(layout.mesh, AbstractMesh):
+        return inputs
+    devices = set(layout.mesh.devices.flat)
+
+    def put(x, spec: P):
+        committed = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed
+        if not committed or len(x.devices()) > 1 or x.devices() == devices:
+            return x
+        sharding = NamedSharding(layout.mesh, spec)
+        try:
+            sharding.shard_shape(x.shape)
+        except ValueError:  # the devices cannot share it evenly
+            sharding = NamedSharding(layout.mesh, P())
+        return jax.device_put(x, sharding)
+
+    specs = jax.tree.map(lambda _: P(), inputs)
+    of_keys = layout.spec(layout.keys)
+    return jax.tree.map(put, inputs, specs.replace(k=of_keys, v=of_keys))
 
 
 def check_divides(inputs: Inputs, layout: Layout) -> None:
@@ -195,12 +237,8 @@ def local_lengths(inputs: Inputs, layout: Layout, rank):
     """How many keys of each row device `rank` holds, (b,), by the lengths, which count all."""
     if inputs.lengths is None:
         return None
-    t = inputs.k.shape[1]  # of this device
-    if layout.striped:
-        own = (inputs.lengths - rank + layout.shards - 1) // layout.shards
-    else:
-        own = inputs.lengths - rank * t
-    return jnp.clip(own, 0, t)
+    kv_len = layout.shards * inputs.k.shape[1]  # k is the device's own shard
+    return shard_lengths(inputs.lengths, rank, kv_len, layout.shards, striped=layout.striped)
 
 
 def on_devices(body, layout: Layout, inputs: Inputs, specs: Inputs, out_specs):
@@ -229,7 +267,15 @@ def on_devices(body, layout: Layout, inputs: Inputs, specs: Inputs, out_specs):
         axis_names=frozenset(mesh.axis_names) - manual_axes(),
         check_vma=False,  # of most merges JAX cannot tell that all devices have the same
     )
-    return mapped(place(inputs, specs, layout))
+    try:
+        return mapped(place(inputs, specs, layout))
+    except ValueError as error:
+        if "to be a subset of mesh.axis_names" not in str(error):
+            raise
+        raise ValueError(
+            "sharding: jax.vmap runs along an Explicit axis of the mesh; name that axis for the "
+            "rows in P(batch, keys, heads), and call without vmap"
+        ) from error
 
 
 def place(tree, specs, layout: Layout):
@@ -239,40 +285,8 @@ def place(tree, specs, layout: Layout):
     mesh = layout.mesh if context.empty else context
     if AxisType.Explicit not in mesh.axis_types:
         return tree
-    return jax.tree.map(lambda spec, x: jax.reshard(x, NamedSharding(mesh, spec)), specs, tree)
 
+    def reshard(spec, x):
+        return jax.reshard(x, NamedSharding(mesh, _explicit(spec, mesh)))
 
-def send_next(tree, axes: Axes):
-    """Everybody's `tree` goes to the next device around the ring, in the order of `axis_index`.
-
-    `ppermute` numbers devices in the mesh's order of axes, whatever the order of their names
-    (JAX 0.8.3; later ones refuse names in another order): its pairs are translated.
-    """
-    order = [name for name in jax.sharding.get_abstract_mesh().axis_names if name in axes]
-    sizes = [lax.axis_size(name) for name in axes]
-    ranks = np.arange(math.prod(sizes)).reshape(sizes)  # as axis_index(axes) counts them …
-    at = np.argsort(ranks.transpose([axes.index(name) for name in order]), axis=None)
-    to_next = list(zip(at.tolist(), np.roll(at, -1).tolist(), strict=True))  # … and ppermute
-    return jax.tree.map(lambda x: lax.ppermute(x, tuple(order), to_next), tree)
-
-
-def visit_shards(visit, state, shard, layout: Layout, rank):
-    """The state after visit(state, shard, owner) of every other device's shard.
-
-    state: that of the device's own shard; shard: a pytree of arrays that goes around the ring in
-    p − 1 steps. The barrier holds the next step's message back: it depends on no state, and XLA
-    would send, and hold, all shards first.
-    """
-    p = layout.shards
-    if p == 1:
-        return state
-
-    def step(carry, i):
-        state, shard = carry
-        arrived = send_next(shard, layout.keys)
-        state = visit(state, arrived, (rank - i) % p)
-        return lax.optimization_barrier((state, arrived)), None
-
-    counts = jnp.arange(1, p, dtype=jnp.int32)  # as lengths are, with x64, too
-    (state, _), _ = lax.scan(step, (state, shard), counts)
-    return state
+    return jax.tree.map(reshard, specs, tree)

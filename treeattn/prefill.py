@@ -7,12 +7,14 @@ for shards of the heads.
 
 import functools
 import math
+from typing import Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Float
 
 from treeattn.decode import ring_state
 from treeattn.inputs import (
@@ -26,9 +28,35 @@ from treeattn.inputs import (
     gather_inputs,
     pad_axis,
 )
-from treeattn.layout import Layout, check_divides, layout_of, on_devices, place
+from treeattn.layout import Layout, check_divides, layout_of, on_devices, onto_mesh, place
 from treeattn.local import Implementation, attend_inputs, check_implementation
 from treeattn.state import finalize
+
+OutputAndLse = tuple[Output, Float[jax.Array, "b l h"]]
+
+
+class PrefillOptions(TypedDict, total=False):
+    """The options of `ring_attention`, without return_lse, which decides what is returned."""
+
+    sharding: NamedSharding | None
+    causal: bool
+    scale: Scale
+    implementation: Implementation
+
+
+@overload
+def ring_attention(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[PrefillOptions],
+) -> Output: ...
+@overload
+def ring_attention(
+    q: Queries, k: Keys, v: Values, *, return_lse: Literal[True], **options: Unpack[PrefillOptions]
+) -> OutputAndLse: ...
 
 
 def ring_attention(
@@ -40,7 +68,8 @@ def ring_attention(
     causal: bool = True,
     scale: Scale = None,
     implementation: Implementation = None,
-) -> Output:
+    return_lse: bool = False,
+) -> Output | OutputAndLse:
     """Ring Attention with the queries sharded like the keys: prefill (Liu et al. 2023).
 
     Every device keeps its queries and sees all shards of the keys pass. With `causal`, query i
@@ -49,7 +78,8 @@ def ring_attention(
     sharding: how q, k, v and the result lie, as in `tree_decode`: P(batch, sequence, heads). The
               lengths need not divide by the devices. The rest is as in `attend`.
 
-    Returns out (b, l, h, dv) in q's dtype. Raises what `tree_decode` raises, and ValueError for
+    Returns out (b, l, h, dv) in q's dtype; with return_lse also lse (b, l, h), sharded in the same
+    way. Raises what `tree_decode` raises, and ValueError for
     causal attention of other numbers of queries than keys.
 
     >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -59,7 +89,9 @@ def ring_attention(
     """
     inputs = gather_inputs(q, k, v, None, None, None, scale, causal)
     check_implementation(implementation, q)
-    return _prefill(inputs, layout_of(inputs, sharding), _ring, implementation)
+    layout = layout_of(inputs, sharding)
+    out, lse = _prefill(onto_mesh(inputs, layout), layout, _ring, implementation)
+    return (out, lse) if return_lse else out
 
 
 def ulysses_attention(
@@ -86,15 +118,16 @@ def ulysses_attention(
     """
     inputs = gather_inputs(q, k, v, None, None, None, scale, causal)
     check_implementation(implementation, q)
-    return _prefill(inputs, layout_of(inputs, sharding), _ulysses, implementation)
+    layout = layout_of(inputs, sharding)
+    return _prefill(onto_mesh(inputs, layout), layout, _ulysses, implementation)[0]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _prefill(inputs: Inputs, layout: Layout, method, implementation: Implementation):
-    """`out` (b, l, h, dv): queries and keys dealt along their lengths, and what each device does.
+    """What `method` returns for the whole text, a tuple of out and perhaps lse.
 
     method: (inputs, layout, rank, implementation), with shards of the queries (b, ⌈l/p⌉, h, d) and
-            of the keys (b, t, …), to a shard of `out`
+            of the keys (b, t, …), to shards of its results
     """
     check_inputs(inputs)
     check_divides(inputs, layout)
@@ -119,16 +152,17 @@ def _prefill(inputs: Inputs, layout: Layout, method, implementation: Implementat
             inputs = inputs.replace(k=k, v=v)
         return method(inputs, layout, rank, implementation)
 
-    out = on_devices(on_device, layout, inputs, specs, along)
-    if out.shape[1] == l:
-        return out
-    return place(out, layout.spec(), layout)[:, :l]  # devices cannot share l tokens evenly
+    result = on_devices(on_device, layout, inputs, specs, along)
+    if q.shape[1] == l:
+        return result
+    # The devices cannot share l tokens evenly.
+    return tuple(place(x, layout.spec(), layout)[:, :l] for x in result)
 
 
 def _ring(inputs: Inputs, layout: Layout, rank, implementation: Implementation):
     """The keys visit the queries."""
-    out, _ = finalize(ring_state(inputs, layout, rank, implementation))
-    return out.astype(inputs.q.dtype)
+    out, lse = finalize(ring_state(inputs, layout, rank, implementation))
+    return out.astype(inputs.q.dtype), lse
 
 
 def _ulysses(inputs: Inputs, layout: Layout, rank, implementation: Implementation):
@@ -137,15 +171,14 @@ def _ulysses(inputs: Inputs, layout: Layout, rank, implementation: Implementatio
     h, h_kv = inputs.q.shape[2], inputs.k.shape[2]
     if h % p:
         raise ValueError(f"q: expected heads that {p} devices can share evenly, got {h}")
-    if p == 1:
-        return finalize(attend_inputs(inputs, implementation))[0].astype(inputs.q.dtype)
-    exchange = functools.partial(lax.all_to_all, axis_name=layout.keys, tiled=True)
 
-    def by_heads(x):
-        return exchange(x, split_axis=2, concat_axis=1)
+    def exchange(x, split_axis: int, concat_axis: int):
+        if p == 1:
+            return x
+        return lax.all_to_all(x, layout.keys, split_axis, concat_axis, tiled=True)
 
     repeats = p // math.gcd(p, h_kv)
     k, v = (jnp.repeat(x, repeats, axis=2) for x in (inputs.k, inputs.v))
-    whole_text = inputs.replace(q=by_heads(inputs.q), k=by_heads(k), v=by_heads(v))
-    out, _ = finalize(attend_inputs(whole_text, implementation))
-    return exchange(out.astype(inputs.q.dtype), split_axis=1, concat_axis=2)
+    q, k, v = (exchange(x, 2, 1) for x in (inputs.q, k, v))
+    out, _ = finalize(attend_inputs(inputs.replace(q=q, k=k, v=v), implementation))
+    return (exchange(out.astype(inputs.q.dtype), 1, 2),)
