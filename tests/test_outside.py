@@ -181,8 +181,6 @@ KINDS = AxisType.Auto, AxisType.Explicit
 
 
 @pytest.mark.parametrize("kinds", [*itertools.product(KINDS, repeat=2)])
-    "kinds", [*itertools.product([AxisType.Auto, AxisType.Explicit], repeat=2)]
-)
 def test_meshes_of_both_kinds_of_axes(kinds):
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     sharding = NamedSharding(Mesh(devices, ("data", "kv"), axis_types=kinds), P("data", "kv"))
