@@ -480,7 +480,7 @@ def inputs(**changes):
         (ValueError, "kv_lengths: expected", inputs(), {"kv_lengths": jnp.ones(2, int)}),
         (ValueError, "kv_lengths: expected 0 to kv_len", inputs(), {"kv_lengths": np.array([7])}),
         (TypeError, "sharding: expected a NamedSharding", inputs(), {"sharding": "kv"}),
-        (ValueError, "sharding: nobody can see", inputs(), {"sharding": None}),
+        (ValueError, "sharding: k's sharding is unknown", inputs(), {"sharding": None}),
         (ValueError, "cannot share 6 slots", inputs(), {"striped": True}),
     ],
 )

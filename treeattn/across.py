@@ -1,8 +1,8 @@
 """Merging across a mesh: every device's state in, the state of all their keys out.
 
-Only states travel, whose size does not depend on the length of the context. (2024 §5.2,
-Algorithm 3; 2025 §5.2, Algorithm 3.) A state travels as one array, and so as one message: a message
-costs its start before it costs its bytes.
+Only states are sent, and their size does not depend on the length of the context. (2024 §5.2,
+Algorithm 3; 2025 §5.2, Algorithm 3.) All methods but "allreduce" send a state as one array, in one
+message: these messages are small, so latency dominates.
 """
 
 from collections.abc import Callable
@@ -25,32 +25,33 @@ def merge_across(
 ) -> AttentionState:
     """Inside `shard_map`: the merge of all devices' states along one axis, or several.
 
-    state: each device's own AttentionState, fields (..., h) and (..., h, dv), of the same shape on
-           all. Several axes are outermost first.
+    state:     each device's own AttentionState, fields (..., h) and (..., h, dv), of the same shape
+               on all devices
+    axis_name: an axis of the mesh, or several, outermost first
+    method:    how the states meet. The first four give every device the merged state:
 
-    On every device, all of it, in the same shape:
+        "allreduce":    2025 Algorithm 3: one Allreduce for the pivot, two for the sums. The
+                        network's library chooses the route: NCCL a tree or a ring, a TPU a ring
+                        over its torus, gloo (CPUs) a ring of 2 (p − 1) rounds for each.
+        "butterfly":    recursive doubling: in each of log₂ p rounds a device swaps its state with
+                        a partner and merges; two more rounds if p is not a power of two. All
+                        devices get the same bits. The fewest rounds where latency counts, as
+                        between processes on CPUs.
+        "gather":       every device gets all states and merges them as a tree.
+        "hierarchical": within a node (the last axis) an all-to-all gives each device a share of
+                        the heads, a gather across nodes merges equal shares, and a gather within
+                        the node completes them.
+        "all_to_all":   each device gets all states of its share of the heads, ⌈h/p⌉ of them, and
+                        keeps their merge. The last share is padded with states of no keys.
 
-    method: "allreduce":    2025 Algorithm 3: one Allreduce for the pivot, two for the sums.
-            "butterfly":    recursive doubling. Each of log₂ p rounds swaps one packed state with
-                            a partner and merges; two rounds more when p is no power of two.
-                            Every device gets the same bits.
-            "gather":       everybody gets all states, and merges them as a tree by itself.
-            "hierarchical": within a node (the last axis) an all-to-all leaves each device a share
-                            of the heads, a gather across the nodes merges equal shares, and one
-                            within the node completes them.
+               Or a function (state, axes) that returns the merged AttentionState. It gets the
+               state that the implementation returned, of whatever kind.
 
-    On each device, its share of the heads, ⌈h/p⌉ of them, the last padded with the state of no
-    keys:
+    JAX knows only of "allreduce" that its result is the same on all devices. For the other methods
+    call `shard_map` with check_vma=False if its `out_specs` replicate the result.
 
-            "all_to_all":   each device gets everybody's states of its share, and merges them.
-
-    Or a function (state, axes) that returns the merged AttentionState. Its `state` is whatever the
-    implementation returned.
-
-    JAX can tell that a result is the same on all devices for "allreduce" only. For the others call
-    `shard_map` with check_vma=False where its `out_specs` say so.
-
-    Raises ValueError for another method or an axis named twice, TypeError for what is no state.
+    Raises ValueError if the method is unknown or an axis is named twice, TypeError if the state is
+    not an AttentionState.
 
     >>> from jax.sharding import PartitionSpec as P
     >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -76,7 +77,7 @@ def merge_across(
         return _all_to_all(state, axes)
     if method == "hierarchical":
         return _hierarchical(state, axes)
-    for axis in reversed(axes):  # a tree of trees: the innermost axis first
+    for axis in reversed(axes):  # the innermost axis first: a tree of trees
         state = WHOLE[method](state, axis)
     return state
 
@@ -92,7 +93,7 @@ def check_method(method: Method) -> None:
 def _allreduce(state: AttentionState, axis: str) -> AttentionState:
     """2025 Algorithm 3: the largest pivot, then the sums of d and n relative to it."""
     m = lax.stop_gradient(state.max)
-    # On a CPU the maximum of NaN and −∞ is −∞, so a NaN travels as ∞, and ∞ as the largest number.
+    # On a CPU, pmax of NaN and −∞ is −∞: send NaN as ∞, and ∞ as the largest number.
     largest = jnp.finfo(m.dtype).max
     m = lax.pmax(jnp.where(jnp.isnan(m), jnp.inf, jnp.minimum(m, largest)), axis)
     m = jnp.where(m == jnp.inf, jnp.nan, m)
@@ -103,15 +104,15 @@ def _allreduce(state: AttentionState, axis: str) -> AttentionState:
 def _butterfly(state: AttentionState, axis: str) -> AttentionState:
     """Recursive doubling: in round i device r swaps its state with device r XOR 2ⁱ, and merges.
 
-    Of 6 devices 4 are a butterfly of 2 rounds; before it, devices 4 and 5 hand theirs to 0 and 1,
-    and get the result after it.
+    Of 6 devices, 0 … 3 are a butterfly of 2 rounds. Before it, devices 4 and 5 send their states to
+    0 and 1; after it, they receive the result.
     """
     p = lax.axis_size(axis)
     rank = lax.axis_index(axis)
     core = 1 << (p.bit_length() - 1)  # the largest power of two that p holds
     extra = p - core
 
-    def send(state, pairs):  # what arrives; no keys where nothing does
+    def send(state, pairs):  # the state that arrives: zeros on a device that receives nothing
         return _move(lambda x: lax.ppermute(x, axis, pairs), state)
 
     if extra:
@@ -119,7 +120,7 @@ def _butterfly(state: AttentionState, axis: str) -> AttentionState:
         state = where(rank < extra, merge(state, arrived), state)
     bit = 1
     while bit < core:
-        # The partner's merge(arrived, state) has the same bits: merge is commutative to the bit.
+        # The partner computes merge(arrived, state): the same bits, because merge commutes.
         state = merge(state, send(state, [(i, i ^ bit) for i in range(core)]))
         bit *= 2
     if extra:
@@ -133,7 +134,7 @@ def _gather(state: AttentionState, axis: str) -> AttentionState:
 
 
 def _all_to_all(state: AttentionState, axes: Axes) -> AttentionState:
-    """Each device gets everybody's states of its share, (p, ..., ⌈h/p⌉, ·), and merges them.
+    """Each device gets all devices' states of its share, (p, ..., ⌈h/p⌉, ·), and merges them.
 
     Fields (..., h) and (..., h, dv) in, (..., ⌈h/p⌉) and (..., ⌈h/p⌉, dv) out.
     """
@@ -148,8 +149,8 @@ def _all_to_all(state: AttentionState, axes: Axes) -> AttentionState:
 def _hierarchical(state: AttentionState, axes: Axes) -> AttentionState:
     """Shares of the heads within a node (the last axis), merged with other nodes' equal shares.
 
-    Between n nodes a gather sends n − 1 shares from each device in one message; an Allreduce sends
-    2 (n − 1)/n of one in two, the pivot's first. For states of a few rows the message counts more.
+    Between n nodes, a gather sends n − 1 shares from each device in one step. An Allreduce sends
+    2 (n − 1)/n of a share, but in two steps, the pivot's first. For small states steps cost more.
     """
     h = state.max.shape[-1]
     heads = state.max.ndim - 1
@@ -158,7 +159,7 @@ def _hierarchical(state: AttentionState, axes: Axes) -> AttentionState:
         share = _gather(share, axis)
 
     def complete(x):
-        if h == 0:  # XLA gathers no arrays of no elements
+        if h == 0:  # XLA cannot gather empty arrays
             return x
         padded = lax.all_gather(x, axes[-1], axis=heads, tiled=True)
         return lax.slice_in_dim(padded, 0, h, axis=heads)
@@ -167,7 +168,7 @@ def _hierarchical(state: AttentionState, axes: Axes) -> AttentionState:
 
 
 def _pad_heads(state: AttentionState, p: int) -> AttentionState:
-    """The state with heads that saw no keys at its end, so that p devices share them evenly."""
+    """The state with empty heads added at its end, so that p devices can share the heads evenly."""
     added = -state.max.shape[-1] % p
     if not added:
         return state
@@ -178,7 +179,7 @@ def _pad_heads(state: AttentionState, p: int) -> AttentionState:
 
 
 def _move(collective: Callable, state: AttentionState) -> AttentionState:
-    """The state that arrives, when `collective` moves one array (..., h, dv + 2) of all fields."""
+    """The state that arrives when `collective` sends all fields as one array (..., h, dv + 2)."""
     m, d, n = state
     joined: Float[Array, "... fields"] = jnp.concatenate([n, d[..., None], m[..., None]], axis=-1)
     arrived = collective(joined)

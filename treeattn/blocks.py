@@ -1,12 +1,12 @@
-"""Attention in plain JAX, a block of keys at a time.
+"""The attention of plain.py, a block of keys at a time: the same values in bounded memory.
 
-A block's scores become a state, and the states of the blocks merge (the iteration of 2024
-eq. 2–4, 2025 eq. 1–3, a block at a time, as in FlashAttention). Keys and values are read once,
-where they lie; what is held besides them does not grow with their number.
+The scores of a block become a state, and the states of the blocks merge (the iteration of 2024
+eq. 2–4, 2025 eq. 1–3, a block at a time, as in FlashAttention). Keys and values are read once, in
+the layout that they have; temporary memory does not grow with their number.
 
 Inside, queries are (b, h_kv, group, l, d), grouped by the key head that they read, and already
 scaled; scores (b, h_kv, group, l, size); mask and bias (b, h_kv, group, l, n), or 1 for an axis
-that shares them. Keys and values stay as they came, (b, n, h_kv, ·).
+that shares its entries. Keys and values keep their layout, (b, n, h_kv, ·).
 """
 
 import functools
@@ -20,8 +20,8 @@ from treeattn import products
 from treeattn.inputs import Inputs, pad_axis
 from treeattn.state import AttentionState, finite, merge
 
-SCORES = 1 << 20  # scores held at a time, about: more of them fall out of a CPU's caches
-CAUSAL_BLOCK = 128  # queries under one mask, at most: half of the scores under it are hidden
+SCORES = 1 << 20  # at most about so many scores at a time: more do not fit a CPU's caches
+CAUSAL_BLOCK = 128  # at most so many queries under one mask, which hides half of their scores
 
 
 def attend_blockwise(inputs: Inputs) -> AttentionState:
@@ -40,22 +40,21 @@ def attend_blockwise(inputs: Inputs) -> AttentionState:
 
 
 def _attend_causal(inputs: Inputs) -> AttentionState:
-    """The state of queries that each see the keys up to their own, without mask and lengths.
+    """The state of causal queries, without mask and lengths.
 
     The text is halved until its parts are short: 1,000 tokens become 8 parts of 125. Each part
-    sees itself under a mask. On the way back up, the second of two neighbours sees all of the
-    first, and the states merge: a tree over the text, which computes few of the scores that
-    causality hides.
+    attends to itself under a mask. On the way back up, the second of two neighbours attends to all
+    of the first, and its states merge. This tree over the text computes few hidden scores.
     """
     b, length = inputs.q.shape[:2]
     parts = 1
     while parts * CAUSAL_BLOCK < length:
         parts *= 2
     size = -(-length // parts)
-    # Padded keys come last: nobody sees them.
+    # Padded keys come last, so no real query sees them.
     q, k, v = (pad_axis(x, 1, parts * size) for x in (inputs.q, inputs.k, inputs.v))
 
-    def split(tree, rows):  # rows of a text as more, or fewer, of `size` tokens
+    def split(tree, rows):  # the same tokens as `rows` rows of `size` tokens
         return jax.tree.map(lambda x: x.reshape(rows, size, *x.shape[2:]), tree)
 
     def half(tree, which):  # the first (0) or the second (1) half of each row
@@ -77,7 +76,7 @@ def _attend_causal(inputs: Inputs) -> AttentionState:
 
 
 def _group_heads(inputs: Inputs) -> Inputs:
-    """The inputs as the loop reads them: queries scaled and in the accumulation dtype.
+    """The inputs in the layout of the loop, with queries scaled and in the accumulation dtype.
 
     Queries (b, h_kv, group, l, d), mask and bias (b, h_kv, group, l, n), with group = h // h_kv.
     """
@@ -113,8 +112,8 @@ def _ungroup_heads(x):
 def _attend(inputs: Inputs) -> AttentionState:
     """The state of the queries: fields (b, h_kv, group, l) and (b, h_kv, group, l, dv)."""
     b = inputs.q.shape[0]
-    # On a CPU one after another, so that a row of 10 keys does not read the blocks of one of
-    # 10,000. A GPU has room for all rows at once.
+    # On a CPU the rows go one after another, so that a row of 10 keys does not read as many blocks
+    # as a row of 10,000. On a GPU all rows go at once, to keep it busy.
     if inputs.lengths is None or b == 1 or jax.default_backend() != "cpu":
         return _attend_rows(inputs, 0)
 
@@ -132,9 +131,9 @@ def _attend(inputs: Inputs) -> AttentionState:
 
 
 def _attend_rows(inputs: Inputs, row) -> AttentionState:
-    """The state of the queries, whose keys and values begin with row `row` of k and v.
+    """The state of the queries. Their keys and values begin with row `row` of k and v.
 
-    So a single row of queries, (1, h_kv, group, l, d), reads its keys where they lie.
+    So a single row of queries, (1, h_kv, group, l, d), reads its keys in place.
     """
     q = inputs.q
     n = inputs.k.shape[1]
@@ -164,16 +163,16 @@ def _attend_rows(inputs: Inputs, row) -> AttentionState:
             denominator, numerator = products.stream_sums(p, parts)
         else:
             denominator, numerator = products.matrix_sums(p, values(0, size))
-        m = jnp.where(jnp.isnan(denominator), denominator, m)  # the maximum may pass over a NaN
-        # Values that others see may be NaN, and a query that sees none has 0 of each.
+        m = jnp.where(jnp.isnan(denominator), denominator, m)  # row_max may ignore a NaN
+        # A query that sees no key has weights of 0, but 0 times another query's NaN is NaN.
         numerator = jnp.where((m == -jnp.inf)[..., None], 0, finite(numerator))
         return AttentionState(m, denominator, numerator)
 
     def add_block(state, start):
         return merge(state, state_of_block(start))
 
-    # With lengths one block is a loop, too: outside of it XLA would make parts of the query for
-    # every score, which took 1.5 to 1.7 times as long (512 of 1,024 keys, 9 heads of 64 on 3).
+    # With lengths, keep the loop even for one block: without it XLA slices the query anew for every
+    # score, which took 1.5 to 1.7 times as long (512 of 1,024 keys, 9 heads of 64 on 3).
     if size == n and inputs.lengths is None:
         return state_of_block(jnp.int32(0))
     nothing = AttentionState.identity(q.shape[:-1], inputs.v.shape[-1], q.dtype)
@@ -182,10 +181,10 @@ def _attend_rows(inputs: Inputs, row) -> AttentionState:
 
 @functools.partial(_attend.defjvp, symbolic_zeros=True)
 def _attend_jvp(primals, tangents):
-    """The derivative: that of a second pass over the blocks, relative to the final pivot.
+    """The derivative of a second pass over the blocks, relative to the final pivot.
 
-    The pivot is constant, so the blocks only add up: nothing has to be kept of each. Where JAX
-    differentiates a scan twice, it forgets this rule, and differentiates the state as computed.
+    The pivot is constant, so the blocks only add up, and no block's scores have to be kept. If JAX
+    differentiates a scan twice, it ignores this rule and differentiates the state as computed.
     """
     (inputs,) = primals
     (given,) = tangents
@@ -203,14 +202,14 @@ def _attend_jvp(primals, tangents):
 
     values, (d, n) = jax.jvp(sums, (moving,), (directions,))
     empty = (state.max == -jnp.inf)[..., None]
-    if inputs.k.dtype == jnp.bfloat16:  # whose bits have no derivative in `read_block`
+    if inputs.k.dtype == jnp.bfloat16:  # read_block reads bits, which have no derivative
         state = AttentionState(state.max, values[0], jnp.where(empty, 0, finite(values[1])))
-    n = jnp.where(empty, 0, n)  # what it does not see may be NaN
+    n = jnp.where(empty, 0, n)  # a hidden value may be NaN
     return state, AttentionState(jnp.zeros_like(state.max), d, n)
 
 
 def _sums(inputs: Inputs, m):
-    """(Σ exp(s − m), Σ exp(s − m) v), m constant: what a state holds, made to be differentiated.
+    """(Σ exp(s − m), Σ exp(s − m) v) with m constant: the sums of a state, to be differentiated.
 
     m and the first are (b, h_kv, group, l), the second (b, h_kv, group, l, dv).
     """
@@ -219,8 +218,8 @@ def _sums(inputs: Inputs, m):
     size = block_size(inputs)
     m = lax.stop_gradient(finite(m))[..., None]
     shrunk, root = products.shrink(q)
-    # Handed to the loop as blocks: each then gets its gradient in its place, where slices of
-    # one array would add up arrays of its size.
+    # The loop gets an array of blocks, and so an array of their gradients. The gradient of slices
+    # would be a sum of arrays of the cache's size.
     blocks = {"k": _split_blocks(inputs.k, 1, size), "v": _split_blocks(inputs.v, 1, size)}
     if bias is not None and bias.shape[-1] == n:
         blocks["bias"] = _split_blocks(bias, -1, size)
@@ -249,12 +248,12 @@ def _sums(inputs: Inputs, m):
 
 
 def _varying_as(inputs: Inputs, tree):
-    """`tree`, typed as differing between the devices along every axis that the inputs differ along.
+    """`tree` with the varying type of all inputs together, for loops inside `shard_map`.
 
-    Inside `shard_map` a loop's carry must have the type that its body gives it. And what differs
-    less is cast before the loop: inside a branch the cast's transpose, an Allreduce, would leave
-    devices waiting for those that skip the block. A sum over no elements of an array is 0 and has
-    its type; XLA drops the addition. As an integer, it has no gradient.
+    A loop's carry must vary over the same mesh axes before and after its body. Arrays are cast
+    before the loop, because the cast's transpose is an Allreduce: inside a branch, devices would
+    wait for those that skip the block. Adding an empty sum changes the varying type, not the value;
+    XLA removes it. As an integer it has no gradient.
     """
     arrays = (inputs.q, inputs.k, inputs.v, inputs.mask, inputs.bias, inputs.lengths)
     zero = sum(jnp.sum(x[None][:0].astype(jnp.int32)) for x in arrays if x is not None)
@@ -264,9 +263,10 @@ def _varying_as(inputs: Inputs, tree):
 def block_size(inputs: Inputs) -> int:
     """Keys a block, for queries (b, h_kv, group, l, d) and n keys.
 
-    At most BLOCK, at most n, and nearly equal: 1,500 keys are two blocks of 750. With lengths, 513
-    keys or more are two at least: of a cache that is half full, half is read. For streams it is a
-    multiple of STREAMS. On a GPU, where each block is some kernels, 16 times as many.
+    At most BLOCK and at most n, and nearly equal: 1,500 keys are two blocks of 750. With lengths,
+    513 keys or more are at least two blocks, so that half of a half-full cache is read. For streams
+    the size is a multiple of STREAMS. On a GPU, where each block launches kernels, it is 16 times
+    as large.
     """
     q = inputs.q
     n = inputs.k.shape[1]
@@ -284,19 +284,17 @@ def block_size(inputs: Inputs) -> int:
 
 
 def _over_blocks(add_block, nothing, size: int, inputs: Inputs, *blocks):
-    """add_block(…add_block(nothing, 0, *blocks[0])…), for the blocks that any row sees.
+    """The state after add_block(state, start, *block) for each block that any row sees.
 
-    add_block(state, start, *block) takes a block's first key, and what `blocks`, pytrees of arrays
-    with a first axis of blocks, have for it.
+    start is the block's first key; blocks are pytrees of arrays, whose first axis is the blocks.
     """
     n = inputs.k.shape[1]
     longest = n if inputs.lengths is None else _longest(inputs.lengths)
 
     @jax.checkpoint
     def visit(state, block):
-        # The branch keeps blocks past the longest row from being read. It also keeps XLA:CPU
-        # from moving the widening of half-precision keys out of the loop, which would write a
-        # float32 copy of the whole cache.
+        # The branch skips blocks past the longest row. It also stops XLA:CPU from hoisting the cast
+        # of half-precision keys out of the loop, which would write a float32 copy of the cache.
         start, *arrays = block
         more = start < lax.optimization_barrier(jnp.asarray(longest, jnp.int32))
         return lax.cond(more, add_block, lambda state, *_: state, state, start, *arrays), None
@@ -307,10 +305,10 @@ def _over_blocks(add_block, nothing, size: int, inputs: Inputs, *blocks):
 
 @jax.custom_batching.custom_vmap
 def _longest(lengths):
-    """The largest of all lengths (b,), those of the rows that `jax.vmap` adds, too: a scalar.
+    """The largest of all lengths (b,), and under `jax.vmap` of the whole batch: a scalar.
 
-    So a batch skips the blocks that none of its rows sees. With a length for each, JAX would turn
-    the branches into a selection from both, whose derivative it cannot transpose.
+    So a batch skips the blocks that none of its rows sees. With a scalar for each row, `vmap` would
+    turn the branch into a select of both sides, whose derivative JAX cannot transpose.
     """
     return jnp.max(lengths, initial=0)
 
@@ -335,11 +333,11 @@ def _split_blocks(x, axis: int, size: int):
 
 
 def _visibility(inputs: Inputs, start, size: int):
-    """(first, visible, bias): the block's first key, who sees which of its keys, its bias.
+    """(first, visible, bias): the block's first key, which keys each query sees, and their bias.
 
-    `visible` is None where everybody sees everything. The last block starts early enough to be
-    whole, and hides what was seen before: of 10 keys in blocks of 4, the last is 6 … 9, of which 6
-    and 7 are hidden.
+    `visible` is None if every query sees every key. The last block starts early enough to be whole,
+    and hides the keys of the block before: of 10 keys in blocks of 4, the last block is 6 … 9, and
+    hides 6 and 7.
     """
     n = inputs.k.shape[1]
     first = jnp.minimum(start, n - size)
@@ -356,11 +354,11 @@ def _visibility(inputs: Inputs, start, size: int):
     if inputs.bias is None:
         return first, visible, None
     bias = cut(inputs.bias)
-    return first, _and(visible, bias != -jnp.inf), bias  # nothing else hides, a NaN neither
+    return first, _and(visible, bias != -jnp.inf), bias  # a NaN does not hide
 
 
 def _and(visible, more):
-    """What is visible by both."""
+    """Both conditions, of which the first may be None."""
     return more if visible is None else visible & more
 
 
@@ -374,9 +372,9 @@ def _mask_and_clip(s, visible, bias):
 
 
 def _hidden_from_all(visible):
-    """Whether no query that reads a key sees it: (b, size, h_kv, 1), as keys and values lie.
+    """Which keys no query of their head sees: (b, size, h_kv, 1), in the keys' layout.
 
-    An axis is 1 where all share its entries; None where everybody sees everything.
+    An axis is 1 if all share its entries; None if every query sees every key.
     """
     if visible is None:
         return None
@@ -385,9 +383,9 @@ def _hidden_from_all(visible):
 
 
 def _zero_hidden(x, hidden, first: int = 0):
-    """Keys or values (b, count, h_kv, ·) of a block, from its key `first` on; 0 where hidden.
+    """Keys or values (b, count, h_kv, ·) of a block, from its key `first` on, 0 where hidden.
 
-    There a cache may hold anything, and 0 · NaN would be NaN.
+    A cache may hold anything there, and 0 · NaN is NaN.
     """
     if hidden is None:
         return x

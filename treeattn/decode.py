@@ -3,7 +3,7 @@
 A call goes straight down:
 
     gather_inputs, check_inputs   inputs.py   what is wrong is named
-    layout_of, deal               layout.py   the cache in shards, one for each device
+    layout_of, deal               layout.py   the cache in shards, one on each device
     attend_inputs                 local.py    on every device: its shard becomes a state
     merge_across                  across.py   the states meet
     finalize                      state.py    a state becomes the output
@@ -99,25 +99,27 @@ def tree_decode(
 ) -> Output | OutputAndLse:
     """Attention of q over a sharded cache, by a tree of states (2024 and 2025, Algorithm 3).
 
-    sharding: how k and v lie, NamedSharding(mesh, P(batch, keys, heads)); each entry is None, an
-              axis, or a tuple of axes, outermost first. q and the result lie as P(batch, None,
-              heads): nothing crosses these axes, and axes that are not named hold copies. None: as
-              k lies, which `jax.jit` hides along Auto axes. NumPy's arrays, and those on one
-              device, are dealt out; kv_len need not divide by the devices, and may be smaller.
-    striped:  key i is in slot (i mod p)·t + i div p of kv_len = p·t slots, which is on device
-              i mod p. So a half-empty cache keeps all devices busy. mask and bias are in the order
-              of the slots, too; kv_lengths counts keys.
+    sharding: the sharding of k and v, NamedSharding(mesh, P(batch, keys, heads)). Each entry is
+              None, an axis, or a tuple of axes, outermost first. q and the result are sharded as
+              P(batch, None, heads), so nothing is sent along these axes. Axes without a name here
+              hold copies. None means k's own sharding, which `jax.jit` hides along Auto axes.
+              NumPy's arrays, and arrays on one device, are sharded first. kv_len need not be a
+              multiple of the number of devices, and may be smaller.
+    striped:  key i is in slot `striped_slot(i, kv_len, p)`, on device i mod p, so a half-empty
+              cache keeps all devices busy. mask and bias are in the order of the slots;
+              kv_lengths counts keys.
     method:   how states meet, as in `merge_across`. By "all_to_all" the result is sharded along
-              heads and the keys' axes. The h heads of each device along `heads` become ⌈h/p⌉·p,
-              those beyond h with output 0.
-    The rest is as in `attend`. What is sent does not depend on kv_len: a state.
+              the axes of heads and keys, and the h heads of each device along `heads` become
+              ⌈h/p⌉·p; those beyond h have output 0.
+    Everything else is as in `attend`. Devices send states, whose size does not depend on kv_len.
 
     Returns out (b, l, h, dv) in q's dtype; with return_lse also lse (b, l, h), the natural
     logarithm of the sum of exponentials, in float32 or wider.
 
-    Raises ValueError where nobody can see how k lies, where k or v lies otherwise on the mesh, for
-    rows, heads or stripes that the devices cannot share evenly, another method, another mesh than
-    that of `jax.set_mesh`, and whatever `attend` refuses; TypeError for what is no NamedSharding.
+    Raises ValueError if k's sharding cannot be inferred (jit with Auto axes), k or v is sharded in
+    another way, the devices cannot share rows, heads or stripes evenly, the method is unknown, the
+    mesh is not that of `jax.set_mesh`, or `attend` would; TypeError if the sharding is not a
+    NamedSharding. Under your own `shard_map` call `attend` and `merge_across` instead.
 
     >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> q, k, v = (jax.numpy.ones((1, n, 2, 4)) for n in (1, 8, 8))
@@ -163,10 +165,10 @@ def ring_decode(
 ) -> Output | OutputAndLse:
     """Ring Attention for decoding: every shard of the cache visits every device.
 
-    (Liu et al. 2023; 2024 §6.3.) Arguments, result and errors as `tree_decode`. In each of p − 1
-    steps a device sends the shard it holds to its neighbour, and attends to it meanwhile:
-    2·b·t·d_kv·(p − 1) elements from each device (2024 eq. 31–32 counts p steps; the last would
-    bring the shards home).
+    (Liu et al. 2023; 2024 §6.3.) Arguments, result and errors are those of `tree_decode`. In each
+    of p − 1 steps a device sends the shard that it holds to its neighbour, and attends to it
+    meanwhile: 2·b·t·d_kv·(p − 1) elements from each device. 2024 eq. 31–32 counts p steps, of which
+    the last would bring the shards home.
 
     >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> q, k, v = (jax.numpy.ones((1, n, 2, 4)) for n in (1, 8, 8))
@@ -184,7 +186,7 @@ def ring_decode(
 def _decode(
     inputs: Inputs, layout: Layout, method: Method | None, implementation: Implementation
 ) -> OutputAndLse:
-    """(out, lse), (b, l, h, dv) and (b, l, h); by a ring where `method` is None."""
+    """(out, lse), (b, l, h, dv) and (b, l, h); by a ring if `method` is None."""
     check_inputs(inputs)
     check_divides(inputs, layout)
 

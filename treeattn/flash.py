@@ -1,10 +1,10 @@
 """flash-attn-jax's CUDA kernel (FlashAttention-2) behind the interface of `attend`.
 
-The kernel returns (out, lse), which is a state (`from_output`). It knows neither masks nor
-lengths; its variable-length form gives each row its number of keys. The derivative is that of
-the blockwise form: the kernel's own knows no gradient of lse, which a merge needs.
+The kernel returns (out, lse), which is a state (`from_output`). It has no masks and no lengths; its
+variable-length form gives each row its number of keys. The derivative is that of blocks.py, because
+the kernel's own ignores the gradient of lse, which a merge needs.
 
-Nothing here was run on a GPU: the kernel is lowered for CUDA in the tests, and no more.
+This file was never run on a GPU; the tests lower the kernel for CUDA.
 """
 
 import ctypes
@@ -20,14 +20,14 @@ from treeattn.inputs import Inputs
 from treeattn.state import AttentionState, finalize, from_output
 
 MAX_HEAD_DIM = 256
-LONG_TEXT = 128  # queries from which the kernel is taken unasked; for fewer it was not compared
+LONG_TEXT = 128  # more queries than this use the kernel by default; fewer were never measured
 
 
 @functools.cache
 def load():
     """The modules (flash_fwd, varlen_fwd) of flash-attn-jax.
 
-    Raises ImportError, saying what to install, when it or the CUDA runtime is missing.
+    Raises ImportError, with what to install, if it or the CUDA runtime is missing.
     """
     try:
         _load_cuda_runtime()
@@ -41,7 +41,7 @@ def load():
 
 
 def _load_cuda_runtime() -> None:
-    """Make libcudart.so.12 known before the kernel's library asks for it by name."""
+    """Load libcudart.so.12 before the kernel's library looks for it by name."""
     spec = importlib.util.find_spec("nvidia.cuda_runtime")
     for folder in spec.submodule_search_locations if spec else ():
         for path in Path(folder).glob("lib/libcudart.so.12*"):
@@ -50,7 +50,7 @@ def _load_cuda_runtime() -> None:
 
 
 def check_device(q) -> None:
-    """Raise a ValueError where `q` lies on another kind of device; a traced one lies nowhere."""
+    """Raise ValueError if `q` is on a device that is not CUDA's; a traced q is on none yet."""
     if isinstance(q, jax.core.Tracer):
         return
     devices = q.devices() if isinstance(q, jax.Array) else jax.local_devices()[:1]
@@ -62,7 +62,7 @@ def check_device(q) -> None:
 
 
 def why_not(inputs: Inputs) -> str | None:
-    """Why the kernel cannot take these arguments, naming the argument; None if it can."""
+    """Why the kernel cannot compute this, naming the argument; None if it can."""
     q, v = inputs.q, inputs.v
     if q.dtype not in (jnp.float16, jnp.bfloat16):
         return f"q: the flash kernel takes float16 or bfloat16, got {q.dtype}"
@@ -81,7 +81,7 @@ def why_not(inputs: Inputs) -> str | None:
 
 
 def is_best(inputs: Inputs) -> bool:
-    """Whether a program for CUDA should take the kernel unasked: a long text, where it can run."""
+    """Whether to use the kernel by default: for a long text, if it can run."""
     if inputs.q.shape[1] <= LONG_TEXT or importlib.util.find_spec("flash_attn_jax") is None:
         return False
     return why_not(inputs) is None
@@ -89,10 +89,10 @@ def is_best(inputs: Inputs) -> bool:
 
 @jax.custom_vjp
 def flash_attend(inputs: Inputs) -> AttentionState:
-    """The state by the CUDA kernel, of inputs that `why_not` has nothing against.
+    """The state by the CUDA kernel, for inputs without a reason in `why_not`.
 
-    The kernel knows its scale when it is compiled. A factor, which comes later, multiplies the
-    queries, and is rounded with them.
+    The kernel's scale is compiled in. A dynamic factor multiplies the queries instead, and is
+    rounded with them.
     """
     if inputs.k.shape[1] == 0:
         return attend_blockwise(inputs)
@@ -108,10 +108,10 @@ def flash_attend(inputs: Inputs) -> AttentionState:
 
 
 def _variable_lengths(q, k, v, lengths, options):
-    """(out, lse) of rows with lengths of their own, as one packed sequence.
+    """(out, lse) of rows of different lengths, as one packed sequence.
 
-    Each row is two segments: its keys, which its queries see, and its padding, which no query
-    sees. The cumulative queries are 0, l, l, 2l, 2l, …, the keys 0, len₀, n, n + len₁, 2n, …
+    Each row is two segments: its keys with its queries, and its padding without queries. The
+    cumulative queries are 0, l, l, 2l, 2l, …, the cumulative keys 0, len₀, n, n + len₁, 2n, …
     """
     b, l = q.shape[:2]
     n = k.shape[1]

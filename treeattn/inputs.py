@@ -1,7 +1,7 @@
 """The arguments of one attention, gathered and checked.
 
-Values are looked at before a function is compiled; shapes and dtypes while it is traced, which is
-once a shape.
+Values are checked before a function is compiled; shapes and dtypes while it is traced, once for
+each shape.
 """
 
 import dataclasses
@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Bool, Float, Integer
 
 from treeattn.checks import (
@@ -34,21 +35,21 @@ Keys = Float[Array, "b n h_kv d"]
 Values = Float[Array, "b n h_kv dv"]
 Mask = Bool[Array, "..."]  # broadcasts to (b, h, l, n)
 Bias = Float[Array, "..."]
-Lengths = Integer[Array, " b"] | Integer[Array, ""] | int
+Lengths = Integer[Array, " b"] | Integer[Array, ""] | int | np.integer
 Output = Float[jax.Array, "b l h dv"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arguments of one attention. A pytree: its arrays are leaves, scale and causal static.
+    """The arguments of one attention, as a pytree: arrays are leaves; scale and causal are static.
 
     q:          (b, l, h, d); k (b, n, h_kv, d) and v (b, n, h_kv, dv), of one dtype
-    mask, bias: (b, h, l, n), an axis being 1 where all share an entry; or None
-    lengths:    (b,) int32 in 0 … n: only the first keys of a row count; or None
-    factor:     the part of the scale that came as a JAX array, (), so that its value is not
-                compiled in; None where all of it is in `scale`
-    scale:      the part that is a number: the scores are scale · factor · q·k
+    mask, bias: (b, h, l, n), or 1 for an axis that shares its entries; or None
+    lengths:    (b,) int32, how many keys of each row count, 0 … n; or None
+    factor:     a scale that is a JAX array, (): kept out of the static scale, so a new value does
+                not compile a new program; or None
+    scale:      a number; scores are scale · factor · q·k
     causal:     whether query i sees keys 0 … i only
     """
 
@@ -78,9 +79,9 @@ class Inputs:
 
 
 def gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal=False) -> Inputs:
-    """The `Inputs`, after a look at what no trace can see: the values of lengths and scale.
+    """The `Inputs`. Values of lengths and scale are checked here, because a trace cannot see them.
 
-    `check_inputs` sees to the rest, where a function is traced.
+    `check_inputs` checks shapes and dtypes while the function is traced.
     """
     q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
     mask = None if mask is None else _with_four_axes("mask", mask)
@@ -98,7 +99,7 @@ def gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal=False) -> Input
     else:
         check_floating(q=q)
         scale = check_scale(scale, 0, accumulation_dtype(q))
-        if isinstance(scale, jax.Array):  # traced or not: no program for each value
+        if isinstance(scale, jax.Array):
             factor, scale = scale, 1.0
     return Inputs(q, k, v, mask, bias, kv_lengths, factor, float(scale), bool(causal))
 
@@ -150,8 +151,8 @@ def check_inputs(inputs: Inputs) -> None:
         check_floating(bias=inputs.bias)
         check_broadcasts("bias", inputs.bias, (b, h, l, n), layout)
     if inputs.lengths is not None and inputs.lengths.shape != (b,):
-        came = inputs.lengths.shape
-        raise ValueError(f"kv_lengths: expected shape ({b},), one a row, got {came}")
+        shape = inputs.lengths.shape
+        raise ValueError(f"kv_lengths: expected shape ({b},), one for each row, got {shape}")
 
 
 def pad_axis(x: Array | None, axis: int, size: int) -> Array | None:

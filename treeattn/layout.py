@@ -1,8 +1,7 @@
-"""How the arrays of one attention lie on a mesh, and what runs on each of its devices.
+"""How the arrays of one attention are sharded over a mesh, and what runs on each of its devices.
 
-Keys and values lie as a NamedSharding(mesh, P(batch, keys, heads)) says: shard r holds the slots
-r·t … (r+1)·t − 1 with t = ⌈n/p⌉ (the papers' t = N/p). Contiguous shards keep key i in slot i,
-striped ones in slot (i mod p)·t + i div p, so that a cache that grows fills all devices evenly.
+NamedSharding(mesh, P(batch, keys, heads)) says how keys and values are sharded: shard r holds the
+slots r·t … (r+1)·t − 1 with t = ⌈n/p⌉ (the papers' t = N/p). stripes.py says which key is where.
 """
 
 import functools
@@ -21,9 +20,9 @@ from treeattn.stripes import shard_lengths
 
 
 class Layout(NamedTuple):
-    """Along which axes of a mesh the rows, the keys and the heads lie; and whether in stripes.
+    """The axes of a mesh that shard rows, keys and heads; and whether the keys are striped.
 
-    Nothing crosses the axes of rows and heads. Axes that are not named hold copies.
+    Nothing is sent along the axes of rows and heads. Axes without a name here hold copies.
     """
 
     mesh: Mesh | AbstractMesh
@@ -38,16 +37,16 @@ class Layout(NamedTuple):
         return math.prod(self.mesh.shape[name] for name in self.keys)
 
     def spec(self, length: Axes = ()) -> P:
-        """Of an array (batch, length, heads, …), whose length lies along the given axes."""
+        """The spec of an array (batch, length, heads, …) whose length is sharded along `length`."""
         return P(self.batch or None, length or None, self.heads or None)
 
 
 def layout_of(inputs: Inputs, sharding: NamedSharding | None, striped: bool = False) -> Layout:
-    """The layout that a caller names, or that the keys have, where that can be seen.
+    """The layout that the caller names, or else that of the keys.
 
-    Raises TypeError for what is no NamedSharding; ValueError where nobody can see how the keys lie,
-    for a spec that does not fit keys, for keys and values that lie otherwise on several devices,
-    and for axes that an enclosing `shard_map` has split already.
+    Raises TypeError if `sharding` is not a NamedSharding; ValueError if the keys' sharding is
+    unknown, the spec does not fit keys, keys or values are sharded in another way, or an enclosing
+    `shard_map` has split the axes already.
     """
     if sharding is None:
         sharding = _sharding_of(inputs.k)
@@ -56,7 +55,7 @@ def layout_of(inputs: Inputs, sharding: NamedSharding | None, striped: bool = Fa
         raise TypeError(f"sharding: expected a NamedSharding or None, got {came}")
     manual = manual_axes()
     layout = _layout(sharding, bool(striped), manual)
-    if manual:  # along these axes an array here is a device's own
+    if manual:  # arrays here are local to a device along these axes
         sharding = NamedSharding(layout.mesh, layout.spec(layout.keys))
     _check_lies("k", inputs.k, sharding)
     _check_lies("v", inputs.v, sharding)
@@ -64,25 +63,25 @@ def layout_of(inputs: Inputs, sharding: NamedSharding | None, striped: bool = Fa
 
 
 def _sharding_of(k) -> NamedSharding:
-    """How the keys lie: those of a concrete array, or of a traced one along Explicit axes."""
-    found = None
+    """The sharding of the keys: of a concrete array, or of a traced one along Explicit axes."""
+    sharding = None
     if isinstance(k, jax.core.Tracer):
-        found = jax.typeof(k).sharding
-        if any(t == AxisType.Auto for t in found.mesh.axis_types):
-            found = None  # XLA will decide
+        sharding = jax.typeof(k).sharding
+        if any(kind == AxisType.Auto for kind in sharding.mesh.axis_types):
+            sharding = None  # XLA decides later
     elif isinstance(k, jax.Array):
-        found = k.sharding
-    if not isinstance(found, NamedSharding) or found.mesh.empty:
+        sharding = k.sharding
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         raise ValueError(
-            "sharding: nobody can see here how k lies on the devices; pass how it does, as in "
+            "sharding: k's sharding is unknown here; pass it, as in "
             "sharding=NamedSharding(mesh, P(None, 'kv'))"
         )
-    return found
+    return sharding
 
 
 @functools.lru_cache(maxsize=256)
 def _layout(sharding: NamedSharding, striped: bool, manual: frozenset[str]) -> Layout:
-    """The layout of a checked sharding; what an enclosing `shard_map` has split is split."""
+    """The layout of a checked sharding, without axes that an enclosing `shard_map` has split."""
     if P.UNCONSTRAINED in sharding.spec:
         raise ValueError(f"sharding: expected names of axes or None, got {sharding.spec}")
     entries = _entries(sharding.spec)
@@ -144,7 +143,7 @@ def _explicit(spec: P, mesh: AbstractMesh | Mesh) -> P:
 
 
 def _entries(spec: P) -> list[Axes]:
-    """The axes that a spec names, without what stands for none at its end."""
+    """The axes of each entry of a spec, without empty entries at its end."""
     entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
     while entries and not entries[-1]:
         entries.pop()
@@ -178,7 +177,7 @@ def onto_mesh(inputs: Inputs, layout: Layout) -> Inputs:
 
 
 def check_divides(inputs: Inputs, layout: Layout) -> None:
-    """Raise a ValueError where devices cannot share the rows, heads or stripes evenly."""
+    """Raise ValueError if the devices cannot share the rows, heads or stripes evenly."""
     wholes = {
         "rows": (layout.batch, inputs.q.shape[0]),
         "key heads": (layout.heads, inputs.k.shape[2]),
@@ -193,20 +192,20 @@ def check_divides(inputs: Inputs, layout: Layout) -> None:
 
 
 def deal(inputs: Inputs, layout: Layout) -> tuple[Inputs, Inputs]:
-    """(inputs, specs) with the keys padded to whole shards, and where each array lies.
+    """(inputs, specs): the keys padded to whole shards, and the spec of each array.
 
-    Queries, and lengths, which count the keys of all shards, are whole on every device along the
-    keys' axes. 10 keys (b, 10, …) over 4 devices become (b, 12, …), 3 a device, with lengths of 10.
+    10 keys (b, 10, …) over 4 devices become (b, 12, …), 3 on each device, with lengths of 10.
+    Queries are replicated along the keys' axes. So are lengths, which count the keys of all shards.
     """
     n = inputs.k.shape[1]
     p = layout.shards
-    padded = p * max(-(-n // p), 1)  # a shard of no keys has one that does not count
+    padded = p * max(-(-n // p), 1)  # at least one slot a shard, which lengths then hide
     lengths = inputs.lengths
-    # With a single key, an entry for it holds for all shards: the others have no keys.
+    # If n is 1, a mask of size 1 looks as if all keys shared it; lengths hide the padding instead.
     if lengths is None and (padded != n or n == 1):
         lengths = jnp.full(inputs.k.shape[0], n, jnp.int32)
 
-    def spread(x):  # a mask or bias: along the keys, unless all keys share one entry
+    def spread(x):  # a mask or bias is sharded along the keys, unless all keys share one entry
         if x is None:
             return x, P()
         batch = layout.batch if x.shape[0] > 1 else ()
@@ -234,7 +233,7 @@ def deal(inputs: Inputs, layout: Layout) -> tuple[Inputs, Inputs]:
 
 
 def local_lengths(inputs: Inputs, layout: Layout, rank):
-    """How many keys of each row device `rank` holds, (b,), by the lengths, which count all."""
+    """How many keys of each row device `rank` holds, (b,); `inputs.lengths` count those of all."""
     if inputs.lengths is None:
         return None
     kv_len = layout.shards * inputs.k.shape[1]  # k is the device's own shard
@@ -244,11 +243,11 @@ def local_lengths(inputs: Inputs, layout: Layout, rank):
 def on_devices(body, layout: Layout, inputs: Inputs, specs: Inputs, out_specs):
     """body(rank, inputs) on every device, under `shard_map`; rank counts along the keys' axes.
 
-    specs, out_specs: how the inputs and the result lie
+    specs, out_specs: the specs of the inputs and of the result
 
-    All axes of the mesh are manual, so that nothing is left to XLA: what the specs do not shard is
-    whole on every device. Within a `shard_map`, and within `jax.set_mesh`, the context's mesh is
-    taken, and what is manual there stays so. Raises ValueError for another mesh than the context's.
+    All axes of the mesh are manual, so XLA decides nothing: arrays are replicated along axes that
+    their specs do not name. Inside a `shard_map` or `jax.set_mesh` the context's mesh is used, and
+    its manual axes stay manual. Raises ValueError if the context has another mesh.
     """
     mesh = layout.mesh
     context = jax.sharding.get_abstract_mesh()
@@ -279,8 +278,10 @@ def on_devices(body, layout: Layout, inputs: Inputs, specs: Inputs, out_specs):
 
 
 def place(tree, specs, layout: Layout):
-    """`tree` as the specs say, along Explicit axes, where `shard_map` would refuse what lies
-    otherwise. Along Auto axes XLA places it."""
+    """`tree` resharded to `specs` along Explicit axes; along Auto axes XLA does that.
+
+    `shard_map` refuses arrays with another sharding along Explicit axes.
+    """
     context = jax.sharding.get_abstract_mesh()
     mesh = layout.mesh if context.empty else context
     if AxisType.Explicit not in mesh.axis_types:

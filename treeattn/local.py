@@ -31,7 +31,7 @@ from treeattn.inputs import (
 from treeattn.plain import attend_plain
 from treeattn.state import AttentionState, finalize, from_output
 
-# What computes it: a name, a function of one's own, or None for the best that can run.
+# A name, a user's function, or None for the fastest that can run.
 Implementation = str | Callable | None
 NAMES = (None, "plain", "blockwise", "flash")
 
@@ -52,33 +52,43 @@ def attend(
 
     q:          (b, l, h, d), floating-point; k (b, n, h_kv, d) and v (b, n, h_kv, dv) of the
                 same dtype. h must be a multiple of h_kv.
-    mask:       True where a query may see a key; broadcasts to (b, h, l, n).
-    bias:       added to the scaled scores; broadcasts to (b, h, l, n). −∞ hides the key.
-    kv_lengths: (b,) only the first so many keys of each row count, 0 … n; clipped to that where
-                they are traced.
-    causal:     query i sees keys 0 … i, of as many keys as queries.
+    mask:       True where a query may see a key; broadcasts to (b, h, l, n) as in NumPy.
+    bias:       added to the scaled scores; broadcasts in the same way. −∞ hides the key.
+    kv_lengths: (b,), or one number: how many keys of each row count, 0 … n. Traced lengths are
+                clipped to that.
+    causal:     query i sees keys 0 … i; there must be as many keys as queries.
     scale:      multiplies q·k; 1/√d when None. A number is compiled in, a JAX array's value is not.
-    implementation: "blockwise" is plain JAX and takes everything; "flash" is flash-attn-jax's CUDA
-                kernel, for float16 and bfloat16 without mask and bias; None takes flash on a CUDA
-                device where it can run, and blockwise elsewhere. Or a function of yours,
+    implementation: "plain" holds all scores, and XLA can split it over devices; "blockwise" is the
+                same in bounded memory, and faster; "flash" is flash-attn-jax's CUDA kernel, for
+                float16 and bfloat16 without mask and bias. None is flash on a CUDA device where it
+                can run, plain where XLA may split the arrays, and blockwise everywhere else. Or
+                pass a function,
 
                     kernel(q, k, v, *, scale, mask=None, bias=None, kv_lengths=None, causal=False)
 
-                which returns (out, lse) as `from_output` reads them, an AttentionState, or a state
-                of its own, which the `method` of `tree_decode` then has to merge. It is given what
-                has been checked, and of the options those that the call has (kv_lengths, too, where
-                devices cannot share the keys evenly); for these it needs parameters. It is compiled
-                into the program, and differentiated as it stands.
+                that returns (out, lse) as `from_output` reads them, an AttentionState, or a state
+                of its own kind, which the `method` of `tree_decode` then has to merge. It gets
+                checked arrays, and the options that the call has, so it needs parameters for these
+                (and for kv_lengths if devices cannot share the keys evenly). It is compiled into
+                the program and differentiated as it is. It stays in memory as long as the process,
+                and a new lambda is compiled anew.
 
-    The state is in float32, or float64 when an input is. A score above the dtype's range counts as
-    the largest finite one, and sums saturate. A query that sees no key has the state (−∞, 0, 0),
-    and zero gradients. Keys and values that no query of their row and head sees may be NaN or ∞; a
-    NaN in one that some of them see may reach the others, too (0 · NaN). (2024 eq. 2–4, 2025
-    eq. 1–3, a block of keys at a time.)
+    Sharded arrays: inside jit, on several devices, None sends no more than
+    `jax.nn.dot_product_attention` does. For a cache that is sharded along its keys call
+    `tree_decode`, which also keeps temporary memory bounded; for a sharded text `ring_attention`.
+    Pass "blockwise" if nothing is sharded, or only the batch or heads, and all scores are too many
+    to hold.
 
-    Raises TypeError for dtypes that are not floating-point or differ, ValueError for shapes that do
-    not fit, lengths out of range, a scale that is not finite, and "flash" where it cannot run; both
-    for a function that returns something else, TypeError for one without the option's parameter.
+    The state is in float32, or float64 if an input is. A score above the dtype's range counts as
+    the largest finite number, and sums saturate ("plain" gives NaN if products of both signs
+    overflow). A query that sees no key has the state (−∞, 0, 0) and zero gradients. Keys and values
+    that no query of their row and head sees may be NaN or ∞. A NaN that one query sees may reach
+    other queries of the head, because 0 · NaN is NaN. (2024 eq. 2–4, 2025 eq. 1–3.)
+
+    Raises TypeError if dtypes are not floating-point or differ; ValueError if shapes do not fit,
+    lengths are out of range, the scale is not finite, keys are sharded along an Explicit axis, or
+    "flash" cannot run; and both if a function returns something else, or cannot be hashed. Lengths
+    outside of jit are looked at, which waits until they are computed.
 
     >>> q, k, v = jnp.ones((1, 1, 2, 4)), jnp.ones((1, 3, 1, 4)), jnp.ones((1, 3, 1, 5))
     >>> state = attend(q, k, v)
@@ -163,7 +173,7 @@ def choose_implementation(implementation: Implementation, inputs: Inputs) -> Imp
 
 
 def attend_inputs(inputs: Inputs, implementation: Implementation):
-    """`attend` for checked inputs, inside a trace: a state, or whatever a function returns."""
+    """`attend` for checked inputs, inside a trace: a state, or a user's state of another kind."""
     if callable(implementation):
         return _attend_by_function(inputs, implementation)
     if implementation == "plain":
@@ -173,61 +183,61 @@ def attend_inputs(inputs: Inputs, implementation: Implementation):
             raise ValueError(reason)
         return flash.flash_attend(inputs)
     if implementation is None and jax.default_backend() == "gpu" and flash.is_best(inputs):
-        # Only the program's compiler knows whether it is one for the GPU or for the host's CPU.
+        # The platform is known only when the program is lowered.
         return jax.lax.platform_dependent(inputs, cuda=flash.flash_attend, default=attend_blockwise)
     return attend_blockwise(inputs)
 
 
 def _attend_by_function(inputs: Inputs, kernel: Callable):
-    """The state by a user's kernel, which is given the options that this call has.
+    """The state by a user's kernel, which gets the options that this call has.
 
-    Raises what `_as_state` raises; an option that the kernel lacks is Python's own TypeError.
+    Raises what `_as_state` raises, and Python's own TypeError if the kernel lacks an option.
     """
     options = {"mask": inputs.mask, "bias": inputs.bias, "kv_lengths": inputs.lengths}
     options = {name: x for name, x in options.items() if x is not None}
     options |= {"causal": True} if inputs.causal else {}
-    if 0 in (*inputs.q.shape, *inputs.v.shape):  # kernels expect something to do
+    if 0 in (*inputs.q.shape, *inputs.v.shape):  # most kernels fail on empty arrays
         dv = inputs.v.shape[-1]
         return AttentionState.identity(inputs.q.shape[:3], dv, inputs.dtype)
     result = kernel(inputs.q, inputs.k, inputs.v, scale=inputs.total_scale, **options)
     return _as_state(result, inputs, name_of(kernel))
 
 
-def _as_state(found: Any, inputs: Inputs, name: str):
-    """What a function returned: (out, lse) as a state, a state as it should be, its own untouched.
+def _as_state(result: Any, inputs: Inputs, name: str):
+    """A kernel's result: (out, lse) as a state; a state, checked; its own kind of state, untouched.
 
-    Raises TypeError for what is no state of any kind, and for sums narrower than they are kept in;
-    ValueError for other shapes. Both name `implementation`.
+    Raises TypeError if it is none of these or its sums have a narrower dtype than the
+    accumulation's, ValueError if its shapes do not fit. Both name `implementation`.
     """
     shape = inputs.q.shape[:3]
     with_values = (*shape, inputs.v.shape[-1])
     dtype = inputs.dtype
-    if isinstance(found, AttentionState):
-        for field, x in found._asdict().items():
+    if isinstance(result, AttentionState):
+        for field, x in result._asdict().items():
             _check_part(name, field, x, with_values if field == "numerator" else shape, dtype)
-        return AttentionState(*(jnp.asarray(x).astype(dtype) for x in found))
-    if type(found) in (tuple, list) and len(found) == 2:
-        out, lse = found
-        _check_part(name, "out", out, with_values, None)  # rounded once, as a result is
+        return AttentionState(*(jnp.asarray(x).astype(dtype) for x in result))
+    if type(result) in (tuple, list) and len(result) == 2:
+        out, lse = result
+        _check_part(name, "out", out, with_values, None)  # any float dtype: it is cast only once
         _check_part(name, "lse", lse, shape, dtype)
         return from_output(jnp.asarray(out).astype(dtype), jnp.asarray(lse).astype(dtype))
-    if found is None or type(found) in (tuple, list) or isinstance(found, Array | np.generic):
+    if result is None or type(result) in (tuple, list) or isinstance(result, Array | np.generic):
         raise TypeError(
             f"implementation: expected {name} to return (out, lse), an AttentionState or a state "
-            f"of its own, got {type(found).__name__}"
+            f"of its own, got {type(result).__name__}"
         )
-    return found
+    return result
 
 
 def _check_part(name: str, part: str, x: Any, shape: tuple[int, ...], dtype) -> None:
-    """Raise the error that says what `part` of a function's result should have been.
+    """Raise an error unless `part` of a kernel's result has this shape, and at least this dtype.
 
-    dtype: that it must have, or a wider one; None for any floating-point dtype
+    dtype: None for any floating-point dtype
     """
     if not isinstance(x, Array | np.generic) or not jnp.issubdtype(x.dtype, jnp.floating):
-        came = getattr(x, "dtype", type(x).__name__)
+        kind = getattr(x, "dtype", type(x).__name__)
         raise TypeError(
-            f"implementation: expected {name}'s {part} to be a floating-point array, got {came}"
+            f"implementation: expected {name}'s {part} to be a floating-point array, got {kind}"
         )
     if dtype is not None and jnp.promote_types(x.dtype, dtype) != x.dtype:
         raise TypeError(

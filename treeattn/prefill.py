@@ -1,7 +1,7 @@
-"""Prefill with the sequence sharded: the queries of a whole prompt, dealt out like its keys.
+"""Prefill with the sequence sharded: the queries of a whole prompt are sharded as its keys are.
 
-Tree decoding has few queries, which every device can hold; a prompt has as many queries as keys.
-`ring_attention` lets the keys visit the queries, `ulysses_attention` trades shards of the sequence
+Decoding has few queries, which every device can hold; a prompt has as many queries as keys. In
+`ring_attention` the keys visit the queries, `ulysses_attention` exchanges shards of the sequence
 for shards of the heads.
 """
 
@@ -72,15 +72,16 @@ def ring_attention(
 ) -> Output | OutputAndLse:
     """Ring Attention with the queries sharded like the keys: prefill (Liu et al. 2023).
 
-    Every device keeps its queries and sees all shards of the keys pass. With `causal`, query i
-    sees keys 0 … i, and a device skips the shards that lie after its queries.
+    Every device keeps its queries, and all shards of the keys visit it. With `causal`, query i sees
+    keys 0 … i, and a device skips the shards after its own.
 
-    sharding: how q, k, v and the result lie, as in `tree_decode`: P(batch, sequence, heads). The
-              lengths need not divide by the devices. The rest is as in `attend`.
+    sharding: the sharding of q, k, v and the result, P(batch, sequence, heads). The lengths need
+              not be multiples of the number of devices.
+    Everything else is as in `attend`.
 
     Returns out (b, l, h, dv) in q's dtype; with return_lse also lse (b, l, h), sharded in the same
-    way. Raises what `tree_decode` raises, and ValueError for
-    causal attention of other numbers of queries than keys.
+    way. Raises what `tree_decode` raises, and ValueError if causal attention has more or fewer
+    queries than keys.
 
     >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> x = jnp.ones((1, 8, 2, 4))
@@ -107,9 +108,9 @@ def ulysses_attention(
     """Prefill by two all-to-alls: shards of the sequence become shards of the heads, and back.
 
     Each device attends over the whole sequence for h / p heads (Jacobs et al. 2023, DeepSpeed
-    Ulysses). When p does not divide the key heads, they are repeated just as often as needed.
-    Arguments and result as in `ring_attention`; h is the number of heads of one device along the
-    heads' axes. Raises ValueError when p does not divide it, and as `ring_attention` does.
+    Ulysses). If p does not divide the key heads, they are repeated as often as needed. Arguments
+    and result are those of `ring_attention`; h counts the heads of one device along the heads'
+    axes. Raises ValueError if p does not divide h, and what `ring_attention` raises.
 
     >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> x = jnp.ones((1, 8, 2, 4))
@@ -137,7 +138,7 @@ def _prefill(inputs: Inputs, layout: Layout, method, implementation: Implementat
     padded = p * max(-(-n // p), 1)
     q = pad_axis(inputs.q, 1, p * max(-(-l // p), 1))
     k, v = pad_axis(inputs.k, 1, padded), pad_axis(inputs.v, 1, padded)
-    # Padded keys come after all real queries, so causality hides them as well.
+    # Padded keys come after all real queries, so causality hides them.
     hidden = inputs.causal or padded == n
     lengths = None if hidden else jnp.full(b, n, jnp.int32)
     inputs = inputs.replace(q=q, k=k, v=v, lengths=lengths)
@@ -146,7 +147,7 @@ def _prefill(inputs: Inputs, layout: Layout, method, implementation: Implementat
 
     def on_device(rank, inputs):
         t = inputs.k.shape[1]
-        if padded > n:  # XLA:CPU may have left anything there, and 0 · NaN is NaN
+        if padded > n:  # XLA:CPU may leave the padding unwritten, and 0 · NaN is NaN
             real = (rank * t + jnp.arange(t) < n)[:, None, None]
             k, v = (jnp.where(real, x, 0) for x in (inputs.k, inputs.v))
             inputs = inputs.replace(k=k, v=v)

@@ -1,12 +1,12 @@
 """The scores of a block of keys, and the sums of its values: what XLA:CPU computes fast.
 
-A decoding step does so little arithmetic that memory sets its pace, if XLA lets it. Written plainly
-as products and sums, the same loop over blocks takes 2.4 times as long for 16 heads of 128, 7.7
-times with 4 key heads, and 2.5 times for 9 heads of 64 on 3 (16,384 and 8,192 keys in float32, one
-query, two cores). What XLA needs is said where it is done; benchmarks/local_attention.py measures
-it. Few queries take sums over streams, many queries, and GPUs, take matrix products.
+A decoding step does little arithmetic, so it can be as fast as memory. Written as plain products and
+sums, the same loop over blocks takes 2.4 times as long for 16 heads of 128, 7.7 times with 4 key
+heads, and 2.5 times for 9 heads of 64 on 3 (16,384 and 8,192 keys in float32, one query, two
+cores). Comments below say what XLA needs; benchmarks/local_attention.py measures it. Few queries use
+sums over streams; many queries, and GPUs, use matrix products.
 
-Here queries are (b, h_kv, group, l, d), keys and values (b, size, h_kv, ·), scores and weights
+Queries are (b, h_kv, group, l, d), keys and values (b, size, h_kv, ·), scores and weights
 (b, h_kv, group, l, size), as in treeattn/blocks.py.
 """
 
@@ -16,9 +16,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
-BLOCK = 1024  # keys read at a time, at most
-STREAMS = 8  # terms of a sum that is written out; XLA:CPU stops fusing at 16
-EXACT = lax.Precision.HIGHEST  # else XLA would round to TensorFloat-32 on a GPU
+BLOCK = 1024  # at most so many keys at a time
+STREAMS = 8  # terms of a sum in one expression; XLA:CPU stops fusing at 16
+EXACT = lax.Precision.HIGHEST  # by default XLA rounds to TensorFloat-32 on a GPU
 
 
 def xla_may_split(*arrays) -> bool:
@@ -40,9 +40,9 @@ def xla_may_split(*arrays) -> bool:
 
 
 def few_queries(q, n: int) -> bool:
-    """Whether sums over streams serve these queries, of n keys, better than matrix products.
+    """Whether sums over streams are faster than matrix products, for these queries and n keys.
 
-    Measured: up to d / 16 of them a key head do, 8 of head_dim 128, and from 512 keys on.
+    They are up to d / 16 queries for each key head (8 for a head_dim of 128), from 512 keys on.
     """
     _, _, group, l, d = q.shape
     if jax.default_backend() != "cpu":
@@ -53,10 +53,10 @@ def few_queries(q, n: int) -> bool:
 def read_block(x, first, size: int, *, row, rows: int, dtype):
     """(rows, size, h_kv, ·) of keys or values (b, n, h_kv, ·), in the accumulation dtype.
 
-    Of rows row … row + rows − 1 those of the keys first … first + size − 1.
+    The rows are row … row + rows − 1, the keys first … first + size − 1.
     """
     as_bits = x.dtype == jnp.bfloat16
-    if as_bits:  # XLA:CPU slices no bfloat16: it would widen all of x, and slice that
+    if as_bits:  # XLA:CPU cannot slice bfloat16: it would cast all of x to float32 first
         x = lax.bitcast_convert_type(x, jnp.uint16)
     start = [jnp.asarray(i, jnp.int32) for i in (row, first, 0, 0)]
     x = lax.dynamic_slice(x, start, (rows, size, *x.shape[2:]))
@@ -66,9 +66,9 @@ def read_block(x, first, size: int, *, row, rows: int, dtype):
 
 
 def row_max(s):
-    """max over the last axis: (…, size) -> (…). It may pass over a NaN, which the sums still get.
+    """max over the last axis: (…, size) -> (…). It may ignore a NaN; the sums do not.
 
-    jnp.max hands a NaN on, and is not vectorized for it. A reduction of our own is.
+    jnp.max propagates NaN, and is not vectorized because of it. This reduction is.
     """
     if xla_may_split():
         return jnp.max(s, axis=-1)
@@ -77,11 +77,10 @@ def row_max(s):
 
 
 def shrink(q):
-    """(q / f², f): f a power of two for each query, so that no partial sum of q·k overflows.
+    """(q / f², f) with a power of two f for each query, so that no partial sum of q·k overflows.
 
-    q is (…, d), f (…, 1). |q·k| ≤ d · max|q| · max|k|: with f² ≥ d · max|q|, the scores of q / f²
-    stay below max|k|, which is in range. They are multiplied by f twice, after which the largest
-    may be clipped.
+    q is (…, d), f (…, 1). |q·k| ≤ d · max|q| · max|k|, so with f² ≥ d · max|q| the scores of q / f²
+    stay below max|k|, which is in range. The caller multiplies them by f twice, and clips.
     """
     largest = row_max(jnp.abs(lax.stop_gradient(q)))[..., None]
     exponent = jnp.ceil(jnp.maximum(jnp.log2(largest) + jnp.log2(q.shape[-1]), 0) / 2)
@@ -89,13 +88,13 @@ def shrink(q):
     one = jnp.ones_like(largest)
     root = jnp.ldexp(one, exponent)
     inverse = jnp.ldexp(one, -exponent)
-    return q * inverse * inverse, root  # XLA would make q / f / f a division by f², which overflows
+    return q * inverse * inverse, root  # XLA turns q / f / f into q / f², and f² overflows
 
 
 def matrix_scores(q, k):
     """q·k of all queries and keys, (b, h_kv, group, l, size), as a matrix product."""
     if q.shape[2] * q.shape[3] < q.shape[4]:
-        # XLA:CPU transposes the second factor: let that be the smaller one.
+        # XLA:CPU transposes the second factor, so the smaller one comes second.
         s = lax.dot_general(k, q, (((3,), (4,)), ((0, 2), (0, 1))), EXACT)
         return jnp.moveaxis(s, 2, -1)
     return jnp.einsum("bkgld,bnkd->bkgln", q, k, precision=EXACT)
@@ -104,7 +103,7 @@ def matrix_scores(q, k):
 def matrix_sums(p, v):
     """(Σ p, Σ p v), with p at most 1: (b, h_kv, group, l) and (b, h_kv, group, l, dv).
 
-    Values divided by a power of two no less than their number keep the sum in range.
+    Values are divided by a power of two, at least their number, to keep the sum in range.
     """
     terms = 1 << (p.shape[-1] - 1).bit_length()
     ones = jnp.ones(p.shape[-1], p.dtype)
@@ -113,17 +112,17 @@ def matrix_sums(p, v):
     return total, weighted
 
 
-# Few queries: XLA would transpose the keys for a matrix product, and write out the products of
-# a sum over more than 32 terms before adding them. These sums become one loop over the keys each,
-# vectorized, on all cores.
+# Few queries: for a matrix product XLA would transpose the keys, and for a sum over more than 32
+# terms it would write the products to memory before adding them. Each of the sums below compiles to
+# one loop over the keys, vectorized, on all cores.
 
 
 def _sum(x, axis: int):
-    """The sum over an axis, in the loop that computes x.
+    """The sum over an axis, fused with the loop that computes x.
 
-    From 0.10 on, XLA:CPU hands plain sums to a library, and writes out for it what they add, which
-    takes three times as long. It does not recognize a sum whose every step is rounded to the
-    precision that it has anyway. Nor does its partitioner.
+    From JAX 0.10 on, XLA:CPU calls a library for plain sums, and writes the summands to memory for
+    it, which takes three times as long. It does not recognize a sum with rounding to the precision
+    that it has anyway. XLA's partitioner does not either, so arrays that it may split get jnp.sum.
     """
     if xla_may_split():
         return jnp.sum(x, axis=axis)
@@ -136,9 +135,9 @@ def _sum(x, axis: int):
 
 
 def stream_queries(q):
-    """`q` for `stream_scores`: (start, part), a part (b, 1, h_kv, group, l, width).
+    """`q` for `stream_scores`: pairs (start, part), each part (b, 1, h_kv, group, l, width).
 
-    To be made before the loop over blocks: inside, XLA makes the parts anew for every score.
+    Call it before the loop over blocks: inside, XLA would slice q anew for every score.
     """
     starts, width = _terms(q.shape[-1])
     parts = []
@@ -159,13 +158,13 @@ def stream_scores(parts, k):
 
 
 def _terms(d: int) -> tuple[range | tuple[int, ...], int]:
-    """(starts, width) of the slices of q and k whose products are added before they are summed.
+    """(starts, width) of the slices of q and k whose products are added before the sum over width.
 
     For d = 128: 0, 16, 32, … 112, each of 16.
     """
     if 24 < d <= 64:
-        # LLVM unrolls sums of up to 64 products and then no longer vectorizes them. Three slices
-        # that overlap make 72.
+        # LLVM unrolls sums of up to 64 products, and then does not vectorize them. Three slices that
+        # overlap have 72 products.
         return (0, (d - 24) // 2, d - 24), 24
     terms = max(t for t in range(1, STREAMS + 1) if d % (8 * t) == 0)
     return range(0, d, d // terms), d // terms
@@ -176,9 +175,8 @@ def stream_sums(p, streams):
 
     streams: the block's values in STREAMS runs of neighbouring keys, (b, size / STREAMS, h_kv, dv)
 
-    Weights divided by BLOCK, at least their number, keep the sum in range. Runs, and not every
-    eighth key: where slices share an index, XLA reloads it for every element, and does not
-    vectorize.
+    Weights are divided by BLOCK, at least their number, to keep the sum in range. The runs are
+    contiguous, because XLA does not vectorize strided slices.
     """
     total = jnp.sum(p, axis=-1)
     weights = jnp.moveaxis(p / BLOCK, -1, 1)[..., None]

@@ -13,7 +13,7 @@ from treeattn.across import Axes
 
 
 def visit_shards(visit: Callable, state: Any, shard: Any, axis_name: str | Axes) -> Any:
-    """Inside `shard_map`: visit(state, shard, owner) for every other device's shard, one by one.
+    """Inside `shard_map`: the state after visit(state, shard, owner) of every other device's shard.
 
     The shards go around the ring of the devices along an axis, or several, outermost first, in
     p − 1 steps: this is the loop of Ring Attention. In step i each device sends the shard that it
