@@ -1,10 +1,10 @@
 """The scores of a block of keys, and the sums of its values: what XLA:CPU computes fast.
 
-A decoding step does little arithmetic, so it can be as fast as memory. Written as plain products and
-sums, the same loop over blocks takes 2.4 times as long for 16 heads of 128, 7.7 times with 4 key
-heads, and 2.5 times for 9 heads of 64 on 3 (16,384 and 8,192 keys in float32, one query, two
-cores). Comments below say what XLA needs; benchmarks/local_attention.py measures it. Few queries use
-sums over streams; many queries, and GPUs, use matrix products.
+A decoding step does little arithmetic, so it can be as fast as memory. Written as plain products
+and sums, the same loop over blocks takes 2.4 times as long for 16 heads of 128, 7.7 times with 4
+key heads, and 2.5 times for 9 heads of 64 on 3 (16,384 and 8,192 keys in float32, one query, two
+cores). Comments below say what XLA needs; benchmarks/local_attention.py measures it. Few queries
+use sums over streams; many queries, and GPUs, use matrix products.
 
 Queries are (b, h_kv, group, l, d), keys and values (b, size, h_kv, ·), scores and weights
 (b, h_kv, group, l, size), as in treeattn/blocks.py.
@@ -163,8 +163,8 @@ def _terms(d: int) -> tuple[range | tuple[int, ...], int]:
     For d = 128: 0, 16, 32, … 112, each of 16.
     """
     if 24 < d <= 64:
-        # LLVM unrolls sums of up to 64 products, and then does not vectorize them. Three slices that
-        # overlap have 72 products.
+        # LLVM unrolls sums of up to 64 products, and then does not vectorize them. Three slices
+        # that overlap have 72 products.
         return (0, (d - 24) // 2, d - 24), 24
     terms = max(t for t in range(1, STREAMS + 1) if d % (8 * t) == 0)
     return range(0, d, d // terms), d // terms
