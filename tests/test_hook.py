@@ -122,7 +122,7 @@ def test_what_cannot_be_asked_of_a_function_is_refused_by_name():
     with pytest.raises(TypeError, match=r"argument 'kv_lengths'"):  # 40 keys on 3 devices
         tree_decode(q, k, v, implementation=without_options, sharding=over(3))
     with pytest.raises(ValueError, match=r"implementation: expected one of .*, or a function"):
-        attend(q, k, v, implementation="plain")
+        attend(q, k, v, implementation="cudnn")
     narrow = jax.jit(functools.partial(attend, implementation=without_options))
     with pytest.raises(TypeError, match=r"without_options's lse in float64 or wider, got float32"):
         narrow(*draw(dtype=np.float64))

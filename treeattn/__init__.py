@@ -8,8 +8,7 @@ order of reading:
     plain       attention of one device, in the open: scores, and a state of their sums
     local       which implementation computes it: plain, or the same fast (blocks, products, flash)
     devices     simulated and real; meshes
-    stripes     which device has which key of a cache
-    layout      how a cache is sharded over a mesh
+    layout      how a cache is sharded over a mesh, in stripes or not
     across      every device's state in, the state of all keys out: merge_across
     ring        the other way: every shard visits every device
     decode      one query and a sharded cache: tree_decode, ring_decode
@@ -35,6 +34,7 @@ from treeattn.gradient import (
     energy,
     log_likelihood,
 )
+from treeattn.layout import shard_lengths, striped_position, striped_slot
 from treeattn.local import attend, attention
 from treeattn.prefill import ring_attention, ulysses_attention
 from treeattn.program import collectives, collectives_table, memory
@@ -48,7 +48,6 @@ from treeattn.state import (
     reduce_tree,
     scan_states,
 )
-from treeattn.stripes import shard_lengths, striped_position, striped_slot
 from treeattn.token_tree import ancestor_mask, depths
 
 __version__ = "0.1.0"

@@ -18,6 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from treeattn import products
 from treeattn.inputs import Inputs, pad_axis
+from treeattn.plain import by_key_head
 from treeattn.state import AttentionState, finite, merge
 
 SCORES = 1 << 20  # at most about so many scores at a time: more do not fit a CPU's caches
@@ -86,16 +87,12 @@ def _group_heads(inputs: Inputs) -> Inputs:
     dtype = inputs.dtype
     q = finite(q.astype(dtype) * inputs.total_scale).reshape(b, l, h_kv, h // h_kv, d)
 
-    def group(x):  # (b, h, l, n) -> (b, h_kv, group, l, n), or (b, 1, 1, l, n)
-        heads = (1, 1) if x.shape[1] == 1 else (h_kv, h // h_kv)
-        return x.reshape(len(x), *heads, *x.shape[2:])
-
     return inputs.replace(
         q=q.transpose(0, 2, 3, 1, 4),
         k=k,
         v=v,
-        mask=None if inputs.mask is None else group(inputs.mask),
-        bias=None if bias is None else group(bias).astype(dtype),
+        mask=None if inputs.mask is None else by_key_head(inputs.mask, h_kv),
+        bias=None if bias is None else by_key_head(bias, h_kv).astype(dtype),
         factor=None,
         scale=1.0,
     )

@@ -1,7 +1,9 @@
 """How the arrays of one attention are sharded over a mesh, and what runs on each of its devices.
 
 NamedSharding(mesh, P(batch, keys, heads)) says how keys and values are sharded: shard r holds the
-slots r·t … (r+1)·t − 1 with t = ⌈n/p⌉ (the papers' t = N/p). stripes.py says which key is where.
+slots r·t … (r+1)·t − 1 with t = ⌈n/p⌉ (the papers' t = N/p). Key i of a contiguous cache is in slot
+i, so a half-full cache keeps half of the devices busy. Key i of a striped cache is in slot
+(i mod p)·t + i div p: neighbouring keys are on neighbouring devices, and all are busy.
 """
 
 import functools
@@ -13,10 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
 
 from treeattn.across import Axes
+from treeattn.checks import Array, as_array, check_integers, integer
 from treeattn.inputs import Inputs, pad_axis
-from treeattn.stripes import shard_lengths
 
 
 class Layout(NamedTuple):
@@ -154,15 +157,14 @@ def onto_mesh(inputs: Inputs, layout: Layout) -> Inputs:
     """The inputs, with arrays that are committed to one device put on the mesh's devices.
 
     `jax.jit` refuses arguments that are committed to different devices. Keys and values are sharded
-    where the devices can share them evenly; everything else becomes copies on all devices.
+    if the devices can share them evenly; everything else becomes copies on all devices.
     """
-    if isinstance(layout.mesh, AbstractMesh):
+    held = [_on_one_device(x) for x in jax.tree.leaves(inputs)]
+    if isinstance(layout.mesh, AbstractMesh) or not any(held):
         return inputs
-    devices = set(layout.mesh.devices.flat)
 
     def put(x, spec: P):
-        committed = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed
-        if not committed or len(x.devices()) > 1 or x.devices() == devices:
+        if not _on_one_device(x):
             return x
         sharding = NamedSharding(layout.mesh, spec)
         try:
@@ -174,6 +176,13 @@ def onto_mesh(inputs: Inputs, layout: Layout) -> Inputs:
     specs = jax.tree.map(lambda _: P(), inputs)
     of_keys = layout.spec(layout.keys)
     return jax.tree.map(put, inputs, specs.replace(k=of_keys, v=of_keys))
+
+
+def _on_one_device(x) -> bool:
+    """Whether a concrete array is committed to one device."""
+    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
+        return False
+    return x.committed and len(x.devices()) == 1
 
 
 def check_divides(inputs: Inputs, layout: Layout) -> None:
@@ -291,3 +300,59 @@ def place(tree, specs, layout: Layout):
         return jax.reshard(x, NamedSharding(mesh, _explicit(spec, mesh)))
 
     return jax.tree.map(reshard, specs, tree)
+
+
+def striped_slot(position: ArrayLike, kv_len: int, devices: int) -> Array:
+    """The slot of the key at `position` 0 … kv_len − 1 of its text, in a striped cache.
+
+    Elementwise, for integers of any shape. Raises ValueError if the devices cannot share kv_len
+    slots evenly, TypeError for positions that are not integers.
+
+    >>> print(striped_slot([0, 1, 2, 3, 4], kv_len=8, devices=4))
+    [0 2 4 6 1]
+    """
+    position, size = _check_slots("position", position, kv_len, devices)
+    return position % devices * size + position // devices
+
+
+def striped_position(slot: ArrayLike, kv_len: int, devices: int) -> Array:
+    """The position in its text of the key in `slot`, the inverse of `striped_slot`.
+
+    A mask or a bias by positions (a window, ALiBi) is given to `tree_decode` in the order of the
+    slots: for slots 0 … kv_len − 1 this says which position each of them is. Raises as
+    `striped_slot` does.
+
+    >>> print(striped_position([0, 1, 2, 3], kv_len=8, devices=4))
+    [0 4 1 5]
+    """
+    slot, size = _check_slots("slot", slot, kv_len, devices)
+    return slot % size * devices + slot // size
+
+
+def shard_lengths(
+    lengths: ArrayLike, rank: Array | int, kv_len: int, devices: int, *, striped: bool = False
+) -> Array:
+    """How many keys device `rank` has of rows that have `lengths` keys in all, 0 … kv_len / p.
+
+    Its keys are in the first slots of its shard, so these are the `kv_lengths` of `attend` on that
+    device. rank is `jax.lax.axis_index` inside `shard_map`. Raises as `striped_slot` does.
+
+    >>> print([int(shard_lengths(5, rank, kv_len=8, devices=4)) for rank in range(4)])
+    [2, 2, 1, 0]
+    >>> print([int(shard_lengths(5, rank, kv_len=8, devices=4, striped=True)) for rank in range(4)])
+    [2, 1, 1, 1]
+    """
+    lengths, size = _check_slots("lengths", lengths, kv_len, devices)
+    own = (lengths - rank + devices - 1) // devices if striped else lengths - rank * size
+    return jnp.clip(own, 0, size)
+
+
+def _check_slots(name: str, x: ArrayLike, kv_len: int, devices: int) -> tuple[Array, int]:
+    """(x as an array of integers, slots of each device)."""
+    x = as_array(name, x)
+    check_integers(**{name: x})
+    devices = integer("devices", devices, 1)
+    kv_len = integer("kv_len", kv_len, 0)
+    if kv_len % devices:
+        raise ValueError(f"kv_len: expected a multiple of {devices} devices, got {kv_len}")
+    return x, kv_len // devices
