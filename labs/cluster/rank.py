@@ -95,12 +95,11 @@ class Rank:
         return total
 
 
-def serve(connection: Connection, log: str, networked: bool, data_limit: int, **options) -> None:
+def serve(connection: Connection, log: int, networked: bool, data_limit: int, **options) -> None:
     """A rank's life: into its network, to the others, and then one command after the other."""
     network.end_with_parent()
-    printed = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(printed, 1)
-    os.dup2(printed, 2)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     if data_limit:
         resource.setrlimit(resource.RLIMIT_DATA, (data_limit, data_limit))
     if networked:
