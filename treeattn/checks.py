@@ -20,8 +20,12 @@ def namespace(*arrays: Array):
 
 
 def accumulation_dtype(*arrays: Array) -> jnp.dtype:
-    """float64 when any of the arrays is; float32 otherwise. What is summed is summed in it."""
-    return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+    """The dtype of sums over these arrays: float64 if any of them is, else float32.
+
+    `jnp.promote_types` would refuse float16 where jax_numpy_dtype_promotion is "strict".
+    """
+    double = any(x.dtype == jnp.float64 for x in arrays)
+    return jnp.result_type(jnp.float64 if double else jnp.float32)
 
 
 def integer(name: str, x, least: int | None = None, most: int | None = None) -> int:

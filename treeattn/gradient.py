@@ -155,7 +155,7 @@ def log_likelihood(
     check_floating(zeta=zeta, z=z)
     _check_shape("z", z, zeta.shape, "zeta's shape")
     f = energy(zeta, q, k, v, mask=mask, scale=scale)
-    dtype = jnp.promote_types(f.dtype, z.dtype)
+    dtype = accumulation_dtype(f, z)
     return jnp.dot(z.astype(dtype), zeta.astype(dtype), precision="highest") - f
 
 

@@ -23,7 +23,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float
 
-from treeattn.checks import Array, as_array, check_floating, check_same_dtype, integer
+from treeattn.checks import (
+    Array,
+    accumulation_dtype,
+    as_array,
+    check_floating,
+    check_same_dtype,
+    integer,
+)
 
 
 class AttentionState(NamedTuple):
@@ -105,8 +112,9 @@ def _merge(a: AttentionState, b: AttentionState) -> AttentionState:
         raise ValueError(
             f"b: expected a's numerator shape {a.numerator.shape}, got {b.numerator.shape}"
         )
-    dtype = jnp.promote_types(a.max.dtype, b.max.dtype)
-    a, b = (jax.tree.map(lambda x: x.astype(dtype), state) for state in (a, b))
+    if a.max.dtype != b.max.dtype:
+        dtype = accumulation_dtype(a.max, b.max)  # the wider one; of two halves, float32
+        a, b = (jax.tree.map(lambda x: x.astype(dtype), state) for state in (a, b))
     m = jnp.maximum(a.max, b.max)
     a_is_higher = a.max >= b.max
     high = where(a_is_higher, a, b)
@@ -153,7 +161,7 @@ def _finalize(state: AttentionState):
     d = jnp.where(empty, 1, finite(d))
     # Not n / d: some compilers make a product with 1 / d of it, and others do not.
     out = finite(n) * finite(1 / d)[..., None]
-    lse_dtype = jnp.promote_types(m.dtype, jnp.float32)
+    lse_dtype = accumulation_dtype(m)
     lse = m.astype(lse_dtype) + jnp.log(d.astype(lse_dtype))
     return jnp.where(empty[..., None], 0, out), jnp.where(empty, -jnp.inf, lse)
 
@@ -180,7 +188,7 @@ def _from_output(out, lse) -> AttentionState:
         raise ValueError(
             f"lse: expected out's shape without its last axis, {out.shape[:-1]}, got {lse.shape}"
         )
-    dtype = jnp.promote_types(jnp.result_type(out, lse), jnp.float32)
+    dtype = accumulation_dtype(out, lse)
     out = out.astype(dtype)
     is_nan = (lse == jnp.inf) & jnp.any(jnp.isnan(out), axis=-1)
     empty = jnp.isinf(lse) & ~is_nan
@@ -210,8 +218,12 @@ def reduce_chain(states: AttentionState, axis: int = 0) -> AttentionState:
     first = rescale(first, first.max)
     if len(states.max) == 1:  # under jax.disable_jit, a scan of nothing would be an error
         return first
-    merged, _ = jax.lax.scan(lambda a, b: (merge(a, b), None), first, _slice(states, 1))
-    return merged
+    return jax.lax.scan(_merge_next, first, _slice(states, 1))[0]
+
+
+def _merge_next(merged: AttentionState, state: AttentionState) -> tuple[AttentionState, None]:
+    """A step of `reduce_chain`, which JAX would compile anew for a lambda made at each call."""
+    return merge(merged, state), None
 
 
 def reduce_tree(states: AttentionState, axis: int = 0, *, arity: int = 2) -> AttentionState:
