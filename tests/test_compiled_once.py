@@ -27,10 +27,14 @@ OTHERS = {
 
 
 @functools.cache
-def across(mesh):
-    """`merge_across` of the states of a mesh's devices, as one program."""
-    body = functools.partial(ta.merge_across, axis_name="kv")
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("kv"), out_specs=P(), check_vma=False))
+def on_devices(mesh, name, *arguments):
+    """A function of the states of a mesh's devices, as one program."""
+    body = functools.partial(getattr(ta, name), *arguments, axis_name="kv")
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("kv"), out_specs=P("kv")))
+
+
+def add(total, shard, _):
+    return jax.tree.map(jnp.add, total, shard)
 
 
 def calls(dtype, seed=0) -> dict:
@@ -43,7 +47,7 @@ def calls(dtype, seed=0) -> dict:
 
     q, k, v = array(2, 1, 4, 8), array(2, 8, 2, 8), array(2, 8, 2, 8)
     text = tuple(array(2, 8, 2, 8) for _ in range(3))
-    lengths = jnp.array([3, 8])
+    lengths = jnp.array([3, 8], jnp.int32)
     options = {"kv_lengths": lengths, "bias": array(1, 4, 1, 8)}
     over = {"sharding": NamedSharding(mesh, P(None, "kv"))}
     one = array(8), array(5, 8), array(5, 3)  # one query head: q, k, v
@@ -52,6 +56,7 @@ def calls(dtype, seed=0) -> dict:
     a, b = (jax.tree.map(lambda x, i=i: x[i], states) for i in range(2))
     beam = jnp.asarray(np.random.default_rng(seed).permutation(12).reshape(1, 3, 4))
     packed = ta.pack(beam)
+    rank = jnp.int32(seed)
     parents = jnp.array([-1, 0, 0, 2])
     two = ta.AttentionState(*(x[:2] for x in states))
     return {
@@ -67,7 +72,7 @@ def calls(dtype, seed=0) -> dict:
         "from_output": lambda: ta.from_output(v[0], v[0, ..., 0]),
         "log_likelihood": lambda: ta.log_likelihood(source, source, *one),
         "merge": lambda: ta.merge(a, b),
-        "merge_across": lambda: across(mesh)(two),
+        "merge_across": lambda: on_devices(mesh, "merge_across")(two),
         "pack": lambda: ta.pack(beam),
         "packed_token_indices": lambda: ta.packed_token_indices(beam),
         "prefix_encoding": lambda: ta.prefix_encoding(beam),
@@ -76,9 +81,13 @@ def calls(dtype, seed=0) -> dict:
         "ring_attention": lambda: ta.ring_attention(*text, **over),
         "ring_decode": lambda: ta.ring_decode(q, k, v, kv_lengths=lengths, **over),
         "scan_states": lambda: ta.scan_states(states),
+        "shard_lengths": lambda: ta.shard_lengths(lengths, rank, 8, 2, striped=True),
+        "striped_position": lambda: ta.striped_position(lengths, 16, 2),
+        "striped_slot": lambda: ta.striped_slot(lengths, 16, 2),
         "tree_decode": lambda: ta.tree_decode(q, k, v, **options, **over),
         "ulysses_attention": lambda: ta.ulysses_attention(*text, **over),
         "unpack": lambda: ta.unpack(packed.packed_beam, packed.unpack_map),
+        "visit_shards": lambda: on_devices(mesh, "visit_shards", add)(two, two),
     }
 
 
