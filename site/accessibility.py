@@ -47,7 +47,9 @@ def violations(pages: Iterable[Path]) -> list[str] | None:
                 browser.open(page.resolve().as_uri(), prefers_reduced_motion="reduce", **view)
                 browser.run(SET)
                 browser.run(f"{axe};1")
-                wrong = [x for x in browser.run(RUN) if x.startswith(("serious", "critical"))]
+                ours = page.name == "index.html"  # Sphinx and Furo make the others
+                found_here = browser.run(RUN)
+                wrong = [x for x in found_here if ours or x.startswith(("serious", "critical"))]
                 wrong += [f"wider than {view}: {x}" for x in browser.run(WIDE)]
                 found += [f"{page.name}: {x}" for x in wrong]
         browser.close()

@@ -145,9 +145,9 @@ function makeKnobs() {
 /** The settings of the address, #section?a=1&b=2, and a way to write them there. */
 function readAddress() {
   const wanted = new URLSearchParams(location.hash.split("?")[1] ?? "");
-  for (const [name, { values }] of Object.entries(KNOBS)) {
-    const found = values.find((value) => String(value) === wanted.get(name));
-    if (found !== undefined) now[name] = found;
+  for (const [name, { values, free }] of Object.entries(KNOBS)) {
+    const text = wanted.get(name), found = free && text ? Number(text) : values.find((value) => String(value) === text);
+    if (found !== undefined && !Number.isNaN(found)) now[name] = found;
   }
   return wanted;
 }

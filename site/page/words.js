@@ -12,6 +12,7 @@ const move = (element, place) => element.setAttribute("transform", `translate(${
 // The push, and where the reader holds the cross; null: where the push puts it.
 for (const [name, way] of [["right", "to the right"], ["up", "upwards"]]) {
   knob(name, range(81).map((i) => (i - 40) / 20), 0, `the push, ${way}`, (x) => number(x, 2));
+  KNOBS[name].free = true; // what is dragged lies between its values, too
 }
 let cross = null;
 
