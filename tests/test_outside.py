@@ -36,7 +36,9 @@ def size(tree) -> int:
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize(("dtype", "batch"), [("float32", 1), ("bfloat16", 2)])
+@pytest.mark.parametrize(
+    ("dtype", "batch"), [("float32", 1), pytest.param("bfloat16", 2, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("causal", [None, False, True], ids=["decode", "text", "causal text"])
 def test_attention_sends_no_more_than_jaxs_own(dtype, batch, causal, gradients, optimized):
     """By XLA's partitioner, which nobody tells how the arrays are sharded before it compiles."""
@@ -180,7 +182,13 @@ def draw(b=2, l=1, n=8, h=2, d=4):
 KINDS = AxisType.Auto, AxisType.Explicit
 
 
-@pytest.mark.parametrize("kinds", [*itertools.product(KINDS, repeat=2)])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        pytest.param(kinds, marks=pytest.mark.slow if kinds[0] == kinds[1] else ())
+        for kinds in itertools.product(KINDS, repeat=2)
+    ],
+)
 def test_meshes_of_both_kinds_of_axes(kinds):
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     sharding = NamedSharding(Mesh(devices, ("data", "kv"), axis_types=kinds), P("data", "kv"))
