@@ -1,39 +1,20 @@
-"""Links to the mistakes that the conformance suite names: each has a row in its README."""
+"""Links to mistakes that the conformance suite names: each has a row in conformance/names.md."""
 
 import re
 
-from treeattn_conformance import CURES
-
-# What the ids of a check's mistakes begin with; pages and notebooks link to them.
-KINDS = {
-    "merge": "fault",
-    "attention": "fault",
-    "scan": "scan",
-    "tree": "tree",
-    "packed_loss": "loss",
-    "verifier": "verifier",
-    "invariance": "axis",
-}
-
-
-def anchor(kind: str, fault: str) -> str:
-    """The id of a mistake's row: ("fault", "log base 2") is fault-log-base-2."""
-    words = fault.lower().replace("+inf", "plus inf")
-    return f"{kind}-{re.sub(r'[^a-z0-9]+', '-', words).strip('-')}"
+from treeattn_conformance import CURES, anchor
 
 
 def fault_links(text: str, top: str) -> str:
     """Markdown whose links to these rows are HTML: Sphinx knows the anchors of headings only."""
-    kinds = "|".join(sorted(set(KINDS.values())))
-    link = rf"\[([^\]]+)\]\([./]*conformance/README\.md#((?:{kinds})-[\w-]+)\)"
-    return re.sub(link, rf'<a href="{top}conformance/README.html#\2">\1</a>', text)
+    link = rf"\[([^\]]+)\]\([./]*conformance/names\.md#((?:{'|'.join(CURES)})-[\w-]+)\)"
+    return re.sub(link, rf'<a href="{top}conformance/names.html#\2">\1</a>', text)
 
 
-def by_kind() -> dict[str, tuple[str, dict[str, str]]]:
-    """{"fault": ("check_merge and check_attention", {mistake: cure}), …}"""
-    found: dict[str, tuple[str, dict[str, str]]] = {}
-    for check, cures in CURES.items():
-        before, known = found.get(KINDS[check], ("", {}))
-        checks = f"{before} and check_{check}" if before else f"check_{check}"
-        found[KINDS[check]] = checks, known | cures
-    return found
+def anchors() -> dict[str, tuple[str, str]]:
+    """{the id of a mistake's row: (its name, its cure)}"""
+    return {
+        anchor(check, name): (name, cure)
+        for check, cures in CURES.items()
+        for name, cure in cures.items()
+    }

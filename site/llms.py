@@ -9,7 +9,7 @@ import json
 import re
 from pathlib import Path
 
-from faults import anchor, by_kind
+from faults import anchors
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent
@@ -67,10 +67,8 @@ def llms_text() -> str:
     for pattern in NOTEBOOKS:
         lines += entries(sorted(REPOSITORY.glob(pattern)), REPOSITORY)
     lines += ["", "## API", "", *names()]
-    for kind, (checks, cures) in by_kind().items():
-        lines += ["", f"## Faults that are named by {checks}", ""]
-        lines += [
-            f"- [{x}](conformance/README.html#{anchor(kind, x)}): {cure}"
-            for x, cure in cures.items()
-        ]
+    lines += ["", "## Mistakes that treeattn_conformance names", ""]
+    lines += [
+        f"- [{x}](conformance/names.html#{id}): {cure}" for id, (x, cure) in anchors().items()
+    ]
     return "\n".join(lines) + "\n"

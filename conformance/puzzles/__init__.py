@@ -6,7 +6,6 @@ picture of the answer, with the name of the mistake. A notebook shows it by endi
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,7 +15,6 @@ from treeattn_conformance import (
     Report,
     check_merge,
     check_packed_loss,
-    check_scan,
     check_tree,
     check_verifier,
     law,
@@ -26,6 +24,7 @@ from treeattn_conformance import merge as reference_merge
 
 from .marking import marked
 from .parts import bars, depth_first, draw_tree, ends, grid, square
+from .scans import Joined, check_scan, join
 
 
 def _shards(*lses) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -93,17 +92,6 @@ def identity(attempt):
     panels = _levers(with_yours, parts, masses, with_mass_of_nothing)
     caption = "Three keys at 0, five at 8 and a shard without keys, on a lever."
     return check_merge(with_yours), 8.4, panels, caption
-
-
-class Joined(NamedTuple):
-    """A state that says of which elements it is, in order, and after how many rounds."""
-
-    keys: tuple[int, ...]
-    rounds: int = 0
-
-
-def join(a: Joined, b: Joined) -> Joined:
-    return Joined(a.keys + b.keys, max(a.rounds, b.rounds) + 1)
 
 
 @marked

@@ -69,7 +69,7 @@ MERGES = {
         lambda parts: merge_at_once([(np.nan_to_num(o), s) for o, s in parts]),
         {"NaN lost"},
     ),
-    "the first shard twice": (lambda parts: merge_at_once([*parts, parts[0]]), set()),
+    "the first shard twice": (lambda parts: merge_at_once([*parts, parts[0]]), {"counted twice"}),
 }
 
 
@@ -120,7 +120,7 @@ KERNELS = {
         {"scale"},
     ),
     "a key beyond the length": (with_lengths(lambda x: x + 1), {"keys beyond the length"}),
-    "a key short of the length": (with_lengths(lambda x: np.maximum(x - 1, 0)), set()),
+    "a key short of the length": (with_lengths(lambda x: np.maximum(x - 1, 0)), {"keys left out"}),
     "lengths in blocks of 4": (with_lengths(lambda x: -(-x // 4) * 4), {"keys beyond the length"}),
     "the last keys count": (
         before_the_mask(
@@ -130,8 +130,8 @@ KERNELS = {
         set(),
     ),
     "a window of 4": (with_seen("key_positions > query_positions[:, None] - 4"), set()),
-    "denominator not rescaled": (not_rescaled("d"), set()),
-    "numerator not rescaled": (not_rescaled("n"), set()),
+    "denominator not rescaled": (not_rescaled("d"), {"stale pivot"}),
+    "numerator not rescaled": (not_rescaled("n"), {"stale pivot"}),
     "sinks of key heads": (
         lambda q, k, v, *, sinks=None: kernel(
             q, k, v, sinks=None if sinks is None else np.resize(sinks[: k.shape[2]], q.shape[2])

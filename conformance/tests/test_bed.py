@@ -9,9 +9,10 @@ import pytest
 import right_ones
 
 from treeattn_conformance import check_attention, check_merge, check_tree
-from treeattn_conformance.attention import attention_cases
-from treeattn_conformance.judging import Questions, check
-from treeattn_conformance.merging import merge_cases
+from treeattn_conformance.attention import attention_questions
+from treeattn_conformance.judge import judge
+from treeattn_conformance.merging import merge_questions
+from treeattn_conformance.pairs import pairs
 
 CHECKS = {
     "merge": check_merge,
@@ -40,14 +41,14 @@ def in_turn(merge_two):
     return merge
 
 
-def without_names(cases):
+def without_names(questions):
     """A check that says what fails, and does not look for the mistake."""
-    return lambda f: check(f, Questions(cases, (), {}), "float32", None)
+    return lambda f: judge(f, questions, pairs((), {}, "float32", None))
 
 
 ASK = CHECKS | {
-    "merge": without_names(merge_cases()),
-    "attention": without_names(attention_cases()),
+    "merge": without_names(merge_questions()),
+    "attention": without_names(attention_questions()),
 }
 ALIVE = {
     "merge_at_once": 7,

@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 
-from treeattn_conformance import CURES, check_scan
-from treeattn_conformance.scans import Joined
+from puzzles.scans import SCAN_FINGERPRINTS, Joined, check_scan
 
 
 def passes(report):
@@ -68,11 +67,11 @@ def divide_and_conquer(merge, states):
 def test_a_planted_mistake_of_a_scan_has_its_own_fingerprint(name, wrong):
     report = check_scan(wrong)
     assert report.fingerprints == {name}, str(report)
-    assert CURES["scan"][name] in str(report)
+    assert SCAN_FINGERPRINTS[name] in str(report)
 
 
 def test_every_fingerprint_is_planted():
-    assert {name for name, _ in WRONG_SCANS} == set(CURES["scan"])
+    assert {name for name, _ in WRONG_SCANS} == set(SCAN_FINGERPRINTS)
 
 
 def test_answers_of_another_kind_say_so():

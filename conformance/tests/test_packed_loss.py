@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from treeattn_conformance import check_packed_loss, separate_rows
-from treeattn_conformance.packed_loss import row_cases
+from treeattn_conformance.packed_loss import row_questions
 from treeattn_conformance.packing_mistakes import PACKING_FINGERPRINTS
 
 NODES = 64  # all are filled up to so many, and to as many log-probabilities: one program
@@ -61,12 +61,13 @@ def loss_of_row(parameters, tokens, weights):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_expected_answers_are_those_of_autodiff(reduction):
     """The gradients by hand, against JAX's of each row alone."""
-    for case in row_cases("float64"):
-        loss, gradients = separate_rows(*case[1:4], reduction=reduction)
-        weights = mean_weights(case.weights, reduction)
+    for question in row_questions("float64"):
+        parameters, rows, weights = question.arguments.values()
+        loss, gradients = separate_rows(*question.arguments.values(), reduction=reduction)
+        weights = mean_weights(weights, reduction)
         each = [
-            loss_of_row(case.parameters, filled(row), filled(w))
-            for row, w in zip(case.rows, weights, strict=True)
+            loss_of_row(parameters, filled(row), filled(w))
+            for row, w in zip(rows, weights, strict=True)
         ]
         expected = jax.tree.map(lambda *x: sum(x), *each)
         np.testing.assert_allclose(loss, expected[0], atol=1e-12)
@@ -317,8 +318,10 @@ def test_answers_that_cannot_be_compared():
     def refuse():
         raise NotImplementedError("no trees")
 
-    zeros = {name: np.zeros(x.shape) for name, x in row_cases()[0].parameters.items()}
-    assert asked(refuse) == ("one row", "skipped", (), "no trees", None)
+    zeros = {
+        name: np.zeros(x.shape) for name, x in row_questions()[0].arguments["parameters"].items()
+    }
+    assert asked(refuse) == ("one row", "skipped", (), "no trees")
     assert "no gradients of ['head']" in asked(lambda: (0, dict(list(zeros.items())[:-1]))).detail
     assert "of head of shape ()" in asked(lambda: (0, zeros | {"head": 1.0})).detail
     none = asked(lambda: (0.0, dict.fromkeys(zeros)))  # as PyTorch says of what nothing depends on
@@ -329,18 +332,35 @@ def test_answers_that_cannot_be_compared():
         check_packed_loss(refuse, dtype="bfloat16")
 
 
-def test_the_cases_have_what_they_are_for():
-    cases = {case.name: case for case in row_cases()}
-    assert cases["the same a step later"].older is cases["a group of answers"].parameters
-    rows = [tuple(row) for row in cases["equal rows"].rows]
+def test_the_questions_have_what_they_are_for():
+    asked = {x.name: x.arguments for x in row_questions()}
+    again = asked["the same a step later"]
+    assert again["rows"] == asked["a group of answers"]["rows"]
+    assert not np.array_equal(
+        again["parameters"]["head"], asked["a group of answers"]["parameters"]["head"]
+    )
+    rows = [tuple(row) for row in asked["equal rows"]["rows"]]
     assert sorted(rows.count(row) for row in set(rows)) == [1, 1, 3]
-    within = cases["rows that begin others"].rows
+    within = asked["rows that begin others"]["rows"]
     assert sum(len(a) > len(b) and a[: len(b)] == b for a in within for b in within) == 2
-    for case in cases.values():
-        shares = len(pack_rows(case.rows)[0]) < sum(map(len, case.rows))
-        assert shares == (case.name not in ("one row", "nothing shared")), case.name
-        for one, other in zip(case.weights, row_cases()[0].weights, strict=False):
-            assert one.dtype == other.dtype == np.float32
+    for name, arguments in asked.items():
+        shares = len(pack_rows(arguments["rows"])[0]) < sum(map(len, arguments["rows"]))
+        assert shares == (name not in ("one row", "nothing shared")), name
+        assert {w.dtype.name for w in arguments["weights"]} == {"float32"}
+
+
+def test_which_row_counts_how_often_is_said():
+    def half(parameters, rows, weights):
+        weights = [w / 2 if r == 1 else w for r, w in enumerate(weights)]
+        return separate_rows(parameters, rows, weights)
+
+    report = check_packed_loss(half, dtype="float64")
+    assert report.names("passed") == ["one row"] and not report.fingerprints, str(report)
+    assert "nothing shared           failed   row 1 counts 0.5 times" in str(report)
+    twice = check_packed_loss(
+        lambda p, r, w: separate_rows(p, r, [2 * x for x in w]), dtype="float64"
+    )
+    assert str(twice).count("all counts 2 times") == 9, str(twice)
 
 
 def test_in_pytorch():

@@ -1,13 +1,14 @@
 """What a user's own tests rely on: copies of arguments, a report's truth, and how it prints."""
 
 import io
+import json
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from treeattn_conformance import attend, check_attention, check_merge, merge
+from treeattn_conformance import attend, check_attention, check_merge, folded, merge
 from treeattn_conformance.__main__ import main
 
 
@@ -65,8 +66,9 @@ def test_a_skipped_line_is_one_line():
 
     report = check_merge(dispatcher)
     lines = str(report).splitlines()
-    assert len(lines) == len(report.results), str(report)
-    assert all("Could not run 'op' on this backend." in line for line in lines)
+    assert len(lines) == len(report.results) + 1, str(report)
+    assert all("Could not run 'op' on this backend." in line for line in lines[:-1])
+    assert "no success" in lines[-1]
 
 
 def test_a_failed_line_is_one_line():
@@ -120,3 +122,136 @@ def test_from_a_shell_in_ascii(tmp_path):
         timeout=60,
     )
     assert done.returncode == 1 and b"finite lse for no keys" in done.stdout, done.stderr
+
+
+def stale_kernel(q, k, v, *, kv_lengths=None):
+    out, lse = attend(q, k, v, kv_lengths=kv_lengths)
+    return out + 0 * np.einsum("bnhd->b", v)[:, None, None, None], lse
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_failure_that_is_known_is_expected():
+    reason = "callers never leave NaN behind"
+    report = check_attention(stale_kernel, expect={"stale NaN": reason})
+    assert report and report.names("expected") == ["stale NaN"], str(report)
+    assert f"stale NaN                expected {reason}: stale NaN" in str(report)
+    assert not check_attention(stale_kernel)
+    assert not check_attention(stale_kernel, expect=["mean(V) for no keys"])
+    report = check_merge(merge, expect="two shards")
+    assert report and "two shards               passed   expected to fail" in str(report)
+    with pytest.raises(ValueError, match=r"expect has .*'stele NaN'"):
+        check_attention(stale_kernel, expect=["stele NaN"])
+
+
+def test_failures_that_a_mistake_explains_can_be_expected_by_its_name():
+    def zero(parts):
+        out, lse = merge(parts)
+        return out, np.where(np.isneginf(lse), 0, lse)
+
+    report = check_merge(zero, expect={"no keys as lse 0": "written so on purpose"})
+    assert report and report.names("expected") and not report.names("failed"), str(report)
+
+
+def test_only_some_questions():
+    report = check_merge(merge, only=["two shards", "ragged"])
+    assert report.names("passed") == ["two shards", "ragged"] and len(report.results) == 2
+    with pytest.raises(ValueError, match=r"only has .*'three shards'"):
+        check_merge(merge, only=["three shards"])
+
+
+def test_raise_for_failures():
+    check_merge(merge).raise_for_failures()
+    with pytest.raises(AssertionError, match=r"two shards +failed"):
+        check_merge(lambda parts: (2 * merge(parts)[0], merge(parts)[1])).raise_for_failures()
+
+
+def test_out_alone_is_judged_by_out():
+    def alone(*arguments, **options):
+        return attend(*arguments, **options)[0]
+
+    def tiled(q, k, v):
+        groups = q.shape[2] // k.shape[2]
+        return alone(q, np.tile(k, (1, 1, groups, 1)), np.tile(v, (1, 1, groups, 1)))
+
+    assert check_attention(alone), str(check_attention(alone))
+    report = check_attention(tiled)
+    assert report.fingerprints == {"heads tiled"}, str(report)
+    report = check_attention(lambda q, k, v: (*attend(q, k, v), None))
+    assert "3 arrays came, expected (out, lse), or out alone" in str(report)
+
+
+def test_a_merge_of_two_is_asked_folded():
+    def flat(out, lse, other_out, other_lse):
+        return merge([(out, lse), (other_out, other_lse)])
+
+    def of_pairs(a, b):
+        return merge([a, b])
+
+    for two in (flat, of_pairs):
+        with pytest.raises(TypeError, match=r"check_merge\(folded\(merge\)\)"):
+            check_merge(two)
+        report = check_merge(folded(two))
+        assert report, str(report)
+
+
+def test_json_from_a_shell(capsys):
+    place = "treeattn_conformance:attend"
+    assert main(["attention", place, "--json", "--only", "plain", "--only", "mask"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["passed"] and [x["question"] for x in said["questions"]] == ["plain", "mask"]
+    for wrong, message in (
+        (["attention", place, "--reduction", "sum"], "has no option reduction"),
+        (["attention", place, "--only", "no such"], "only has"),
+        ([], "a check and a function are needed"),
+    ):
+        with pytest.raises(SystemExit):
+            main(wrong)
+        assert message in capsys.readouterr().err
+
+
+def test_faults_of_size_are_seen():
+    """Blocks of 64 or 128, buffers of 64 or 8, a byte for a length: right for 40 keys."""
+
+    def lengths_as_bytes(q, k, v, *, kv_lengths=None):
+        return attend(
+            q, k, v, kv_lengths=None if kv_lengths is None else kv_lengths.astype("uint8")
+        )
+
+    def not_rescaled(q, k, v):
+        m, d, n = -np.inf, 0, 0
+        for i in range(0, k.shape[1], 64):
+            out, lse = attend(q, k[:, i : i + 64], v[:, i : i + 64])
+            m, old = np.maximum(m, lse), m
+            w = np.exp(lse - m)
+            d, n = d * np.exp(old - m) + w, n + w[..., None] * out
+        return n / d[..., None], m + np.log(d)
+
+    def cut(axis, most):
+        def kernel(q, k, v):
+            out, lse = attend(q, k, v)
+            out, lse = out.copy(), lse.copy()
+            out[(slice(None),) * axis + (slice(most, None),)] = 0
+            return out, lse
+
+        return kernel
+
+    def first_columns(q, k, v):
+        scale = q.shape[-1] ** -0.5
+        return attend(q[..., :64], k[..., :64], v, scale=scale)
+
+    faults = {
+        "the second split is lost": lambda q, k, v: attend(q, k[:, :256], v[:, :256]),
+        "the last partial block": lambda q, k, v: attend(
+            q, *(x[:, : max(k.shape[1] // 64 * 64, k.shape[1] % 64)] for x in (k, v))
+        ),
+        "not rescaled": not_rescaled,
+        "queries beyond 64": cut(1, 64),
+        "heads beyond 8": cut(2, 8),
+        "columns beyond 64": cut(3, 64),
+        "d beyond 64": first_columns,
+        "lengths as bytes": lengths_as_bytes,
+    }
+    for name, fault in faults.items():
+        report = check_attention(fault)
+        assert report.names("failed"), name
+        assert report.fingerprints == set(), f"{name}: {report}"

@@ -2,38 +2,38 @@
 
 python -m treeattn_conformance merge my_module:my_merge
 python -m treeattn_conformance attention my_package.my_module:my_kernel --dtype bfloat16
-python -m treeattn_conformance invariance my_module:my_kernel
-python -m treeattn_conformance packed_loss my_module:my_loss
+python -m treeattn_conformance gradients my_module:my_backward --expect "stale NaN"
+python -m treeattn_conformance packed_loss my_module:my_loss --json
 python -m treeattn_conformance tree my_module:build_my_tree
-python -m treeattn_conformance verifier my_module:my_step
-python -m treeattn_conformance scan my_module:my_scan
+python -m treeattn_conformance verifier my_module:my_step --only chain --only siblings
+python -m treeattn_conformance --names
 """
 
 import argparse
 import importlib
+import json
 import sys
 from collections.abc import Callable, Sequence
 
-from . import __version__
+from . import CURES, __version__, anchor
 from .attention import check_attention
-from .invariance import check_invariance
+from .calling import takes
+from .gradients import check_gradients
 from .merging import check_merge
 from .packed_loss import check_packed_loss
+from .report import printable
 from .rounding import TOLERANCES
-from .scans import check_scan
 from .trees import check_tree
 from .verifying import check_verifier
 
 CHECKS = {
     "merge": check_merge,
     "attention": check_attention,
-    "invariance": check_invariance,
-    "packed_loss": check_packed_loss,
+    "gradients": check_gradients,
     "tree": check_tree,
+    "packed_loss": check_packed_loss,
     "verifier": check_verifier,
-    "scan": check_scan,
 }
-OF_NO_DTYPE = ("tree", "verifier", "scan")
 
 
 def named(place: str) -> Callable:
@@ -44,30 +44,59 @@ def named(place: str) -> Callable:
     return getattr(importlib.import_module(module), function)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def names_page() -> str:
+    """Every mistake that has a name, with its cure, in Markdown."""
+    lines = ["# Mistakes that have a name", ""]
+    lines += ["This page is what `python -m treeattn_conformance --names` prints."]
+    for check, cures in CURES.items():
+        lines += ["", f"## check_{check}", "", "| it says | what helps |", "|---|---|"]
+        lines += [f'| <a id="{anchor(check, x)}"></a>{x} | {cures[x]} |' for x in cures]
+    return "\n".join(lines)
+
+
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m treeattn_conformance",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("check", choices=CHECKS, help="what your function does")
-    add("function", help="where it is, as module:function")
-    add(
-        "--dtype",
-        choices=TOLERANCES,
-        default="float32",
-        help="of the arrays that it gets, where a check has several (default: float32)",
-    )
+    add("check", nargs="?", choices=CHECKS, help="what your function does")
+    add("function", nargs="?", help="where it is, as module:function")
+    add("--dtype", choices=TOLERANCES, help="of the arrays that it gets (default: float32)")
+    add("--tolerance", type=float, help="how far a number may be off")
+    add("--reduction", help="of a packed loss: sum, tokens or rows")
+    add("--only", action="append", metavar="QUESTION", help="ask this question, and no others")
+    add("--expect", action="append", metavar="NAME", help="a question or mistake known to fail")
+    add("--json", action="store_true", help="print the report as JSON")
+    add("--names", action="store_true", help="print all mistakes that have a name, with cures")
     add("--version", action="version", version=f"treeattn_conformance {__version__}")
-    chosen = parser.parse_args(arguments)
+    return parser
+
+
+def main(command_line: Sequence[str] | None = None) -> int:
+    parser = arguments()
+    given = vars(parser.parse_args(command_line))
+    if given["names"]:
+        print(printable(names_page()))
+        return 0
+    if not given["function"]:
+        parser.error("a check and a function are needed, or --names")
+    check = CHECKS[given["check"]]
+    chosen = ("dtype", "tolerance", "reduction", "only", "expect")
+    options = {name: given[name] for name in chosen if given[name] is not None}
+    for name in options:
+        if not takes(check, name):
+            parser.error(f"check_{given['check']} has no option {name}")
     try:
-        function = named(chosen.function)
+        function = named(given["function"])
     except (ValueError, ImportError, AttributeError) as error:
         parser.error(str(error))
-    options = {} if chosen.check in OF_NO_DTYPE else {"dtype": chosen.dtype}
-    report = CHECKS[chosen.check](function, **options)
-    print(report)
+    try:
+        report = check(function, **options)
+    except (ValueError, TypeError) as error:
+        parser.error(str(error))
+    print(json.dumps(report.as_dict(), indent=1) if given["json"] else report)
     return int(not report)
 
 

@@ -5,22 +5,30 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .judging import Case, Questions, check
+from .judge import Question, judge
 from .kernel_mistakes import KERNEL_CURES, kernel_mistakes
+from .pairs import pairs
 from .reference import attend
 from .report import Report
 from .rounding import rounded
 
 
-def attention_cases(dtype: str = "float32") -> list[Case]:
-    """The questions to a kernel: attention with d = 16, over 40 keys."""
+def attention_questions(dtype: str = "float32") -> list[Question]:
+    """The questions to a kernel: with d = 16 and 40 keys, and at the sizes of production."""
     rng = np.random.default_rng(1)
 
-    def qkv(b=2, l=3, h=4, h_kv=4, n=40, size=1.0):
-        q = rng.normal(size=(b, l, h, 16))
-        k = rng.normal(size=(b, n, h_kv, 16))
-        v = 0.5 + rng.normal(size=(b, n, h_kv, 16))
+    def qkv(b=2, l=3, h=4, h_kv=4, n=40, size=1.0, d=16, d_v=16):
+        q = rng.normal(size=(b, l, h, d))
+        k = rng.normal(size=(b, n, h_kv, d))
+        v = 0.5 + rng.normal(size=(b, n, h_kv, d_v))
         return [rounded(x, dtype) for x in (q * size, k, v)]
+
+    def rising():
+        """Scores that rise from block to block, so that every block has the largest so far."""
+        q, k, v = qkv(b=2, l=2, h=2, h_kv=2, n=549)
+        q[..., 0] = 4
+        k[..., 0] = np.linspace(-20, 20, 549)[:, None]
+        return [rounded(x, dtype) for x in (q, k, v)]
 
     def rows_apart():
         """One row's scores lie near 0, and those of the others far above and far below."""
@@ -58,35 +66,61 @@ def attention_cases(dtype: str = "float32") -> list[Case]:
         "stripes of four keys": (qkv(l=7), stripes),
         "sinks": (qkv(), {"sinks": np.array([0.0, 2.0, 4.0, 5.0])}),
         "large sinks": (qkv(h_kv=2), {"sinks": np.array([-1000.0, 0.0, 100.0, 1000.0])}),
-        "causal prompt": (qkv(l=40), {"query_positions": at[:40], "key_positions": at[:40]}),
-        "causal chunk": (qkv(l=24), {"query_positions": at[13:37], "key_positions": at[:40]}),
+        "causal prompt": (qkv(1, 40, 2, 2), {"query_positions": at[:40], "key_positions": at[:40]}),
+        "causal chunk": (
+            qkv(1, 24, 2, 2),
+            {"query_positions": at[13:37], "key_positions": at[:40]},
+        ),
     }
-    largest = {"large scores": 6000.0, "rows far apart": 1000.0}
+    long = np.arange(300)
+    of_size = {
+        "549 keys, d = 128": (qkv(1, 2, 4, 2, n=549, d=128, d_v=128), {}),
+        "32 heads, 133 queries": (qkv(1, 133, 32, 8, n=70, d=64, d_v=64), {}),
+        "d = 192, values of 128": (qkv(1, 2, 2, 2, n=130, d=192, d_v=128), {}),
+        "scores that rise": (rising(), {}),
+        "lengths beyond 255": (qkv(n=549), {"kv_lengths": np.array([300, 513])}),
+        "a mask of 300 keys": (
+            qkv(1, 70, 2, 2, n=300),
+            {"mask": rng.random((1, 1, 70, 300)) < 0.5},
+        ),
+        "a causal prompt of 300": (
+            qkv(1, 300, 1, 1, n=300),
+            {"query_positions": long, "key_positions": long},
+        ),
+    }
+    largest = {"large scores": 6000.0, "rows far apart": 1000.0, "scores that rise": 80.0}
     return [
-        Case(
+        Question(
             name,
             dict(zip("qkv", arrays, strict=True)),
             options,
-            *attend(*arrays, **options),
-            largest.get(name, 0.0),
+            attend(*arrays, **options),
+            largest=largest.get(name, 0.0),
+            names=name not in of_size,
         )
-        for name, (arrays, options) in asked.items()
+        for name, (arrays, options) in (asked | of_size).items()
     ]
 
 
-def check_attention(kernel: Callable, *, dtype: str = "float32", tolerance=None) -> Report:
+def check_attention(
+    kernel: Callable, *, dtype: str = "float32", tolerance=None, only=None, expect=()
+) -> Report:
     """Ask kernel(q, k, v, **options) -> (out, lse) what it makes of queries, keys and values.
+
+    A kernel that returns out alone is judged by its out alone.
 
     Options are asked of a kernel that has them: scale, a number, 1/√d where it is left out;
     mask (b, 1, l, n), True where a query may see a key; kv_lengths (b,), so many keys count, and
     what lies beyond may be NaN; query_positions (l,) and key_positions (n,), a query sees the keys
     up to its own position; sinks (h,), the score of one more key, whose value is 0.
 
-    dtype, tolerance: as in `check_merge`. What raises NotImplementedError is "skipped".
+    dtype, tolerance, only, expect: as in `check_merge`. What raises NotImplementedError is skipped.
     """
-    return check(kernel, _questions(dtype), dtype, tolerance)
+    questions, mistakes = _questions(dtype)
+    subject = pairs(mistakes, KERNEL_CURES, dtype, tolerance)
+    return judge(kernel, questions, subject, only=only, expect=expect)
 
 
 @functools.cache
-def _questions(dtype: str) -> Questions:
-    return Questions(attention_cases(dtype), kernel_mistakes(), KERNEL_CURES)
+def _questions(dtype: str) -> tuple:
+    return attention_questions(dtype), tuple(kernel_mistakes())

@@ -1,4 +1,8 @@
-"""Mistakes that are known of kernels of attention, each as a kernel that makes it."""
+"""Mistakes that are known of kernels of attention, each as a kernel that makes it.
+
+A kernel merges its keys, of which each is a shard: its mistakes are those of its scores, here, and
+those of its merge, which `merge_mistakes` has.
+"""
 
 import functools
 import itertools
@@ -6,11 +10,14 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from .judging import Mistake
-from .key_mistakes import Wrongs, attend_to_scores, of_keys, of_masks, of_sinks
-from .merge_mistakes import MERGE_CURES, reshaped, turned_if_square
-from .reference import attend, merge, scores
+from . import merge_mistakes as merges
+from .judge import Mistake
+from .key_mistakes import of_keys, of_masks, of_sinks, shared_sinks
+from .merge_forms import merged
+from .merge_mistakes import MERGE_CURES, Wrongs
+from .reference import attend, scores, softmax
 from .signs import NO_KEYS, SIGNS, SIXTEEN_BITS
+from .solving import Family
 
 SHARED = (  # with merges
     "log base 2",
@@ -20,6 +27,10 @@ SHARED = (  # with merges
     "not divided",
     "exp overflows",
     "pivot of other rows",
+    "pivot is not the maximum",
+    "stale pivot",
+    "counted twice",
+    "epsilon in the sum",
 )
 KERNEL_CURES = (
     NO_KEYS
@@ -62,163 +73,95 @@ KERNEL_CURES = (
 def kernel_mistakes() -> Iterator[Mistake]:
     """Known mistakes; several for one that has several forms."""
     yield from SIGNS
-    for family in (_of_lse, _of_sums, _of_scores, _of_heads, of_keys, of_masks, of_sinks):
+    for family in (of_scores, of_heads, of_lse, of_sums, of_keys, of_masks, of_sinks, of_the_merge):
         for name, wrong in family():
             yield Mistake(name, wrong)
-
-
-def _after(change: Callable) -> Callable:
-    """change(out, lse, maximum) -> (out, lse) of a right kernel's; the maximum is of the scores."""
-
-    def wrong(q, k, v, *, sinks=None, **options):
-        out, lse = attend(q, k, v, sinks=sinks, **options)
-        m = scores(q, k, **options).max(axis=-1)
-        m = m if sinks is None else np.maximum(m, sinks)
-        return change(out, lse, m)
-
-    return wrong
-
-
-def _of_lse() -> Wrongs:
-    yield "log base 2", _after(lambda out, lse, m: (out, lse / np.log(2)))
-    yield "log base 10", _after(lambda out, lse, m: (out, lse / np.log(10)))
-    yield "axes of lse", _after(lambda out, lse, m: (out, lse.swapaxes(1, 2)))
-    yield "axes of lse", _after(lambda out, lse, m: (out, reshaped(lse)))
-    yield "axes of lse", _after(lambda out, lse, m: (out, turned_if_square(lse)))
-    yield "lse is the maximum", _after(lambda out, lse, m: (out, m))
-    yield (
-        "lse without its maximum",
-        _after(lambda out, lse, m: (out, np.where(np.isneginf(m), m, lse - m))),
-    )
-
-    def of_unscaled(q, k, v, **options):
-        return attend(q, k, v, **options)[0], attend(q, k, v, **options | {"scale": 1})[1]
-
-    def times_scale(q, k, v, *, power, **options):
-        out, lse = attend(q, k, v, **options)
-        return out, lse * options.get("scale", q.shape[-1] ** -0.5) ** power
-
-    yield "lse of other scores", of_unscaled
-    for power in (-2, -1, 1, 2):
-        yield "lse of other scores", functools.partial(times_scale, power=power)
-    for factor in (np.log(2), np.log(2) ** 2, 1 / np.log(2) ** 2):
-        yield (
-            "lse of other scores",
-            lambda *qkv, c=factor, **options: (
-                attend(*qkv, **options)[0],
-                c * attend(*qkv, **options)[1],
-            ),
-        )
-
-
-def _of_sums() -> Wrongs:
-    def without_division(out, lse, m, *, pivot):
-        weight = np.exp(lse - (m if pivot else 0))
-        return out * np.where(np.isneginf(lse), 0, weight)[..., None], lse
-
-    def one_more(out, lse, m, *, one, guarded, in_out, in_lse):
-        pivot = np.where(np.isneginf(m), 0, m)
-        d = np.exp(lse - pivot)
-        total = d + one(pivot)
-        wrong = pivot + np.log(total)
-        wrong = wrong if guarded else np.where(np.isneginf(m), m, wrong)
-        return out * (d / total)[..., None] if in_out else out, wrong if in_lse else lse
-
-    for pivot in (True, False):
-        yield "not divided", _after(functools.partial(without_division, pivot=pivot))
-    ones = (np.ones_like, lambda m: np.exp(-m), lambda m: np.exp(np.float32(-m)))
-    for one, guarded in itertools.product(ones, (True, False)):
-        for in_out, in_lse in ((True, True), (True, False), (False, True)):
-            options = {"one": one, "guarded": guarded, "in_out": in_out, "in_lse": in_lse}
-            yield "one more in the sum", _after(functools.partial(one_more, **options))
-
-    def with_pivot(q, k, v, *, sinks=None, pivot, dtype, guarded, apart, **options):
-        """As textbooks have it, in this dtype and relative to another number.
-
-        apart: sinks are merged after it, and rightly
-        """
-        if apart and sinks is not None:
-            wrong = with_pivot(
-                q, k, v, pivot=pivot, dtype=dtype, guarded=guarded, apart=True, **options
-            )
-            return merge([wrong, (0 * wrong[0], np.broadcast_to(sinks, wrong[1].shape))])
-        s = scores(q, k, **options)
-        if sinks is not None:  # one more key
-            s = np.concatenate([s, np.broadcast_to(sinks[:, None], (*s.shape[:-1], 1))], axis=-1)
-        m = np.broadcast_to(pivot(s), s.shape[:-1])
-        m = np.where(np.isneginf(m), 0, m)
-        w = np.exp((s - m[..., None]).astype(dtype))
-        d = w.sum(axis=-1)
-        v = np.repeat(np.nan_to_num(v).astype(dtype), q.shape[2] // v.shape[2], axis=2)
-        n = np.einsum("blhn,bnhd->blhd", w[..., : v.shape[1]], v)
-        return n / (np.where(d == 0, 1, d) if guarded else d)[..., None], m + np.log(d)
-
-    def over(axes):
-        return lambda s: s.max(axis=axes, keepdims=True)[..., 0]
-
-    pivots = [("exp overflows", lambda s: np.zeros(1))]
-    pivots += [
-        ("pivot of other rows", over(axes))
-        for axes in ((0, 1, 2, 3), (0, 3), (1, 3), (2, 3), (1, 2, 3), (0, 1, 3), (0, 2, 3))
-    ]
-    for name, pivot in pivots:
-        flags = itertools.product(("float16", "float32", "float64"), (True, False), (True, False))
-        for dtype, guarded, apart in flags:
-            options = {"pivot": pivot, "dtype": dtype, "guarded": guarded, "apart": apart}
-            yield name, functools.partial(with_pivot, **options)
-
-    def of_all_keys(q, k, v, *, sinks=None, in_out, in_lse, **options):
-        """Sums relative to the maximum of the seen keys, and another maximum added again."""
-        out, lse = attend(q, k, v, sinks=sinks, **options)
-        seen = scores(q, k, **options).max(axis=-1)
-        rise = np.fmax.reduce(scores(q, k, scale=options.get("scale")), axis=-1) - seen
-        rise = np.where(np.isneginf(seen), 0, rise)
-        smaller = out * np.exp(-rise)[..., None]
-        return smaller if in_out else out, lse + rise if in_lse else lse
-
-    for in_out, in_lse in ((True, True), (True, False), (False, True)):
-        yield "maximum of other keys", functools.partial(of_all_keys, in_out=in_out, in_lse=in_lse)
-
-
-def _of_scores() -> Wrongs:
-    def scaled(q, k, v, *, rule, **options):
-        return attend(q, k, v, **options | {"scale": rule(options.get("scale"), q.shape[-1])})
-
     for rule in (
-        lambda given, d: 1,
-        lambda given, d: 1 / d,
-        lambda given, d: given if given else 1,
-        lambda given, d: given if given else 1 / d,
-        lambda given, d: d**-0.5,
-        lambda given, d: (given or d**-0.5) ** 2,
-        lambda given, d: (given or 1) * d**-0.5,
-        lambda given, d: (given or d**-0.5) * np.log2(np.e),
-        lambda given, d: (given or d**-0.5) * np.log(2),
-        lambda given, d: 0.5,
-        lambda given, d: 64**-0.5,
-        lambda given, d: 128**-0.5,
+        lambda given, d, c: (given or d**-0.5) * c,
+        lambda given, d, c: given or c,
+        lambda given, d, c: c,
+        lambda given, d, c: (given or 1) * c,
+    ):
+        yield Family("scale", functools.partial(scaled, rule=rule), 1e-4, 1e4)
+    yield Family("a cap on scores", capped, 0.5, 5000.0)
+    yield Family("sinks once a shard", shared_sinks, 1.5, 5000.0, whole=True)
+    for name, wrong in merges.epsilons():
+        yield Family(name, of_shards(wrong, 1), 1e-20, 0.1)
+
+
+# What a kernel has in common with a merge
+
+
+def of_shards(wrong: Callable, block: int, apart: bool = False) -> Callable:
+    """A kernel that merges blocks of so many keys with a wrong merge.
+
+    apart: sinks are merged after it, and rightly; else they are one more shard
+    """
+
+    def kernel(q, k, v, *, sinks=None, number=None, **options):
+        s = np.moveaxis(scores(q, k, **options), -1, 0)
+        values = np.repeat(np.asarray(v, np.float64), q.shape[2] // k.shape[2], axis=2)
+        values = np.broadcast_to(values.swapaxes(0, 1)[:, :, None], (*s.shape, v.shape[-1]))
+        if block > 1:
+            blocks = [slice(i, i + block) for i in range(0, len(s), block)]
+            parts = [merged(values[x], s[x]) for x in blocks]
+            values, s = map(np.stack, zip(*parts, strict=True))
+        sink = None
+        if sinks is not None:
+            sink = np.zeros((1, *values.shape[1:])), np.broadcast_to(sinks, (1, *s.shape[1:]))
+        if sink is not None and not apart:
+            values, s = map(np.concatenate, zip((values, s), sink, strict=True))
+        found = wrong(values, s) if number is None else wrong(values, s, number=number)
+        if sink is None or not apart:
+            return found
+        both = zip(found, (x[0] for x in sink), strict=True)
+        return merged(*map(np.stack, both))
+
+    return kernel
+
+
+def of_the_merge() -> Wrongs:
+    for name, wrong in merges.of_pivots():
+        for apart in (False, True):
+            yield name, of_shards(wrong, 1, apart)
+    for family in (merges.of_divisions, merges.of_logs, merges.of_turned_lse):
+        for name, wrong in family():
+            yield name, of_shards(wrong, 1)
+    for block in (1, 4, 8, 16, 32):
+        for name, wrong in merges.in_blocks():
+            yield name, of_shards(wrong, block)
+
+
+# Scores, heads, and what becomes of lse
+
+
+def scaled(q, k, v, *, rule, number=None, **options):
+    options["scale"] = rule(options.get("scale"), q.shape[-1], number)
+    return attend(q, k, v, **options)
+
+
+def capped(q, k, v, *, number, sinks=None, **options):
+    s = scores(q, k, **options)
+    return softmax(np.where(np.isneginf(s), s, number * np.tanh(s / number)), v, sinks)
+
+
+def of_scores() -> Wrongs:
+    for rule in (
+        lambda given, d, _: d**-0.5,
+        lambda given, d, _: (given or d**-0.5) ** 2,
+        lambda given, d, _: (given or 1) * d**-0.5,
     ):
         yield "scale", functools.partial(scaled, rule=rule)
 
-    def capped(q, k, v, *, cap, sinks=None, **options):
-        s = scores(q, k, **options)
-        return attend_to_scores(cap * np.tanh(s / cap), ~np.isneginf(s), v, sinks)
 
-    for cap in (5, 10, 15, 20, 25, 30, 50, 100):
-        yield "a cap on scores", functools.partial(capped, cap=float(cap))
-
-
-def _of_heads() -> Wrongs:
+def of_heads() -> Wrongs:
     def tiled(q, k, v, **options):
         groups = q.shape[2] // k.shape[2]
         return attend(q, *(np.concatenate([x] * groups, axis=2) for x in (k, v)), **options)
 
-    def first(q, k, v, **options):
+    def first(q, k, v, *, of_queries=False, **options):
+        q = np.repeat(q[:, :, :1], q.shape[2], axis=2) if of_queries else q
         return attend(q, k[:, :, :1], v[:, :, :1], **options)
-
-    def first_of_all(q, k, v, **options):
-        first_queries = np.repeat(q[:, :, :1], q.shape[2], axis=2)
-        return first(first_queries, k, v, **options)
 
     def regrouped(q, k, v, *, order, in_out, in_lse, **options):
         out, lse = attend(q, k, v, **options)
@@ -229,12 +172,61 @@ def _of_heads() -> Wrongs:
         return heads.reshape(groups, -1).T.ravel() if len(heads) % groups == 0 else heads
 
     yield "heads tiled", tiled
-    yield "first head for all", first
-    yield "first head for all", first_of_all
+    for of_queries in (False, True):
+        yield "first head for all", functools.partial(first, of_queries=of_queries)
     orders = [functools.partial(np.roll, shift=by) for by in (-3, -2, -1, 1, 2, 3)]
     orders += [functools.partial(in_groups, groups=groups) for groups in (2, 3)]
     orders += [lambda heads: heads[::-1]]
-    for order in orders:
-        for in_out, in_lse in ((True, True), (True, False), (False, True)):
-            options = {"order": order, "in_out": in_out, "in_lse": in_lse}
-            yield "heads regrouped", functools.partial(regrouped, **options)
+    both = ((True, True), (True, False), (False, True))
+    for order, (in_out, in_lse) in itertools.product(orders, both):
+        options = {"order": order, "in_out": in_out, "in_lse": in_lse}
+        yield "heads regrouped", functools.partial(regrouped, **options)
+
+
+def of_lse() -> Wrongs:
+    def times(q, k, v, *, factor, **options):
+        out, lse = attend(q, k, v, **options)
+        return out, lse * factor(options.get("scale", q.shape[-1] ** -0.5))
+
+    def of_unscaled(q, k, v, **options):
+        return attend(q, k, v, **options)[0], attend(q, k, v, **options | {"scale": 1})[1]
+
+    yield "log base 10", functools.partial(times, factor=lambda scale: 1 / np.log(10))
+    yield "lse of other scores", of_unscaled
+    for power in (-2, -1, 1, 2):
+        yield "lse of other scores", functools.partial(times, factor=lambda x, p=power: x**p)
+    for c in (np.log(2), np.log(2) ** 2, 1 / np.log(2) ** 2):
+        yield "lse of other scores", functools.partial(times, factor=lambda scale, c=c: c)
+
+
+def of_sums() -> Wrongs:
+    def maximum(q, k, *, sinks=None, **options):
+        m = scores(q, k, **options).max(axis=-1)
+        return m if sinks is None else np.maximum(m, sinks)
+
+    def one_more(q, k, v, *, one, guarded, in_out, in_lse, **options):
+        out, lse = attend(q, k, v, **options)
+        m = maximum(q, k, **options)
+        pivot = np.where(np.isneginf(m), 0, m)
+        d = np.exp(lse - pivot)
+        total = d + one(pivot)
+        wrong = pivot + np.log(total)
+        wrong = wrong if guarded else np.where(np.isneginf(m), m, wrong)
+        return out * (d / total)[..., None] if in_out else out, wrong if in_lse else lse
+
+    def of_all_keys(q, k, v, *, sinks=None, in_out, in_lse, **options):
+        """Sums relative to the maximum of the seen keys, and another maximum added again."""
+        out, lse = attend(q, k, v, sinks=sinks, **options)
+        seen = scores(q, k, **options).max(axis=-1)
+        rise = np.fmax.reduce(scores(q, k, scale=options.get("scale")), axis=-1) - seen
+        rise = np.where(np.isneginf(seen), 0, rise)
+        smaller = out * np.exp(-rise)[..., None]
+        return smaller if in_out else out, lse + rise if in_lse else lse
+
+    ones = (np.ones_like, lambda m: np.exp(-m), lambda m: np.exp(np.float32(-m)))
+    both = ((True, True), (True, False), (False, True))
+    for in_out, in_lse in both:
+        for one, guarded in itertools.product(ones, (True, False)):
+            options = {"one": one, "guarded": guarded, "in_out": in_out, "in_lse": in_lse}
+            yield "one more in the sum", functools.partial(one_more, **options)
+        yield "maximum of other keys", functools.partial(of_all_keys, in_out=in_out, in_lse=in_lse)

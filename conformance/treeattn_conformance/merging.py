@@ -1,25 +1,27 @@
 """Merges of (out, lse): the questions to them."""
 
 import functools
+import inspect
 from collections.abc import Callable
 
 import numpy as np
 
-from .judging import Case, Questions, check
+from .judge import Question, judge
 from .merge_mistakes import MERGE_CURES, merge_mistakes
+from .pairs import pairs
 from .reference import merge
 from .report import Report
 from .rounding import rounded
 
 
-def merge_cases(dtype: str = "float32") -> list[Case]:
+def merge_questions(dtype: str = "float32") -> list[Question]:
     """The questions to a merge; `out` in `dtype`, lse in float32 (float64 if `dtype` is)."""
     rng = np.random.default_rng(0)
     lse_dtype = "float64" if dtype == "float64" else "float32"
 
-    def shards(p, shape=(2, 3, 4), mean=8.0, empty=(), below=-np.inf, stale=0.0):
+    def shards(p, shape=(2, 3, 4), mean=8.0, empty=(), below=-np.inf, stale=0.0, d=4):
         """p pairs (out, lse); no keys in the shards `empty`, and wherever lse is below `below`."""
-        outs = 1 + rng.normal(size=(p, *shape, 4)) / 2
+        outs = 1 + rng.normal(size=(p, *shape, d)) / 2
         lses = (mean + rng.normal(0, 2, (p, *shape))).astype(lse_dtype)
         is_empty = np.isin(np.arange(p), empty)[:, None, None, None]
         none = is_empty | (lses < below)
@@ -62,26 +64,76 @@ def merge_cases(dtype: str = "float32") -> list[Case]:
     asked["a NaN that counts"][1][0][0, 0, 0] = np.nan  # of keys that are seen
     (_, first), (_, second) = asked["two shards"]
     second[0] = first[0]  # in one row neither is the larger
-    largest = {name: 1000.0 for name in asked if name.endswith("far apart")}
+    of_size = {
+        "32 heads of 128": shards(3, (1, 5, 32), d=128),
+        "133 queries": shards(2, (2, 133, 3), d=8),
+        "d = 192, 9 rows": shards(2, (9, 2, 2), d=192),
+        "300 shards": shards(300, (1, 1, 2)),
+    }
     return [
-        Case(name, {"parts": parts}, {}, *merge(parts), largest.get(name, 0.0))
-        for name, parts in asked.items()
+        Question(
+            name,
+            {"parts": parts},
+            {},
+            merge(parts),
+            largest=1000.0 if name.endswith("far apart") else 0.0,
+            names=name not in of_size,
+        )
+        for name, parts in (asked | of_size).items()
     ]
 
 
-def check_merge(merge: Callable, *, dtype: str = "float32", tolerance=None) -> Report:
+def check_merge(
+    merge: Callable, *, dtype: str = "float32", tolerance=None, only=None, expect=()
+) -> Report:
     """Ask merge([(out, lse), …]) -> (out, lse) what it makes of shards.
+
+    A merge of two is asked as `check_merge(folded(merge))`.
 
     dtype: of the outs: "float64", "float32", "float16", or "bfloat16", whose numbers come in
            float32 arrays, to be converted without loss.
     tolerance: of out, absolute and relative; 1e-10, 2e-5, 3e-3 or 1.6e-2 when None. That of lse
            is 2e-5 (1e-10 in float64): it is a float32 number whatever the dtype of out.
+    only:  the names of the questions to ask; None for all.
+    expect: names of questions, or of mistakes, whose failures are known; a mapping gives a reason
+           for each. They are reported as "expected", and do not make the report false.
 
-    A function that raises NotImplementedError is not asked that case: "skipped".
+    A question is skipped if the function raises NotImplementedError. A function that writes into
+    its arguments, which are copies, fails "arguments". Raises ValueError for an unknown name.
     """
-    return check(merge, _questions(dtype), dtype, tolerance)
+    if callable(merge) and _needs(merge) in (2, 4):
+        raise TypeError("this merge takes two pairs: ask check_merge(folded(merge))")
+    questions, mistakes = _questions(dtype)
+    subject = pairs(mistakes, MERGE_CURES, dtype, tolerance)
+    return judge(merge, questions, subject, only=only, expect=expect)
 
 
 @functools.cache
-def _questions(dtype: str) -> Questions:
-    return Questions(merge_cases(dtype), merge_mistakes(), MERGE_CURES)
+def _questions(dtype: str) -> tuple:
+    return merge_questions(dtype), tuple(merge_mistakes())
+
+
+def _needs(f: Callable) -> int:
+    """How many arguments f cannot be called without, as far as Python can tell."""
+    try:
+        parameters = inspect.signature(f).parameters.values()
+    except (TypeError, ValueError):
+        return 0
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(x.kind in kinds and x.default is inspect.Parameter.empty for x in parameters)
+
+
+def folded(merge_two: Callable) -> Callable:
+    """The merge of a list, from left to right, by a merge of two.
+
+    merge_two: of (out, lse, other_out, other_lse), or of ((out, lse), (other_out, other_lse))
+    """
+    flat = _needs(merge_two) == 4
+
+    def merge_all(parts):
+        found = tuple(parts[0])
+        for other in parts[1:]:
+            found = merge_two(*found, *other) if flat else merge_two(found, tuple(other))
+        return found
+
+    return merge_all

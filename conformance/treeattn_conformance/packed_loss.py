@@ -1,30 +1,17 @@
 """Has the loss of rows packed into a prefix tree the value, and the gradients, of separate rows?"""
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 
+from .judge import Mistake, Question, Subject, judge
 from .packing import REDUCTIONS, Packing, reduced, right_pass, weighted
 from .packing_mistakes import PACKING_FINGERPRINTS, wrong_passes
-from .report import Report, Result, asked
+from .report import Report
 from .tiny_model import VOCABULARY, loss_and_gradients, random_parameters
 
 LOSS_TOLERANCES = {"float64": 1e-10, "float32": 2e-5}
-
-
-class RowCase(NamedTuple):
-    """One question: f(parameters, rows, weights) should be what `separate_rows` gives.
-
-    parameters: arrays by name; rows: lists of token ids; weights: an array (length,) for each row
-    older:      the parameters of the question before, where it had the same rows
-    """
-
-    name: str
-    parameters: dict[str, np.ndarray]
-    rows: list[list[int]]
-    weights: list[np.ndarray]
-    older: dict[str, np.ndarray] | None = None
 
 
 def separate_rows(parameters, rows, weights, *, reduction: str = "sum") -> tuple[float, dict]:
@@ -37,18 +24,23 @@ def separate_rows(parameters, rows, weights, *, reduction: str = "sum") -> tuple
         a = softmax(x·query (x·key)ᵀ / √6), each token seeing itself and those before
         P = softmax((x + a (x·value) · output) · headᵀ)                   (length, 11)
     """
+    each = of_each_row(parameters, rows, weights, reduction)
+    total = {name: sum(row[name] for row in each) for name in each[0]}
+    return float(total.pop("loss")), total
+
+
+def of_each_row(parameters, rows, weights, reduction: str) -> list[dict[str, np.ndarray]]:
+    """Of each row the loss, as "loss", and the gradients by parameter."""
     parameters = {name: np.asarray(x, np.float64) for name, x in parameters.items()}
-    loss = 0.0
-    gradients = {name: np.zeros_like(x) for name, x in parameters.items()}
+    each = []
     for row, w in zip(rows, reduced(weights, reduction), strict=True):
         chain = Packing(np.array(row), np.arange(-1, len(row) - 1), [list(range(len(row)))])
-        of_row, slopes = loss_and_gradients(parameters, right_pass(chain, weighted(chain, [w])))
-        loss += of_row
-        gradients = {name: x + slopes[name] for name, x in gradients.items()}
-    return loss, gradients
+        loss, slopes = loss_and_gradients(parameters, right_pass(chain, weighted(chain, [w])))
+        each.append({"loss": np.asarray(loss), **slopes})
+    return each
 
 
-def row_cases(dtype: str = "float32") -> list[RowCase]:
+def row_questions(dtype: str = "float32", reduction: str = "sum") -> list[Question]:
     """The questions to a packed loss: up to eight rows of up to a dozen tokens."""
     rng = np.random.default_rng(2)
 
@@ -88,18 +80,24 @@ def row_cases(dtype: str = "float32") -> list[RowCase]:
         "rows that begin others": with_weights(within, 5),
         "two prompts": with_weights(two_prompts),
     }
-    cases = []
+    questions = []
     for seed, (name, (rows, weights)) in enumerate(asked.items()):
         parameters = {x: array.astype(dtype) for x, array in random_parameters(seed).items()}
-        older = cases[-1].parameters if cases and rows is cases[-1].rows else None
-        cases.append(RowCase(name, parameters, rows, weights, older))
-    return cases
+        arguments = {"parameters": parameters, "rows": rows, "weights": weights}
+        questions.append(Question(name, arguments, {}, of_each_row(*arguments.values(), reduction)))
+    return questions
 
 
 def check_packed_loss(
-    f: Callable, *, reduction: str = "sum", dtype: str = "float32", tolerance: float | None = None
+    f: Callable,
+    *,
+    reduction: str = "sum",
+    dtype: str = "float32",
+    tolerance: float | None = None,
+    only=None,
+    expect=(),
 ) -> Report:
-    """Ask f(parameters, rows, weights) -> (loss, gradients by parameter) all `row_cases`.
+    """Ask f(parameters, rows, weights) -> (loss, gradients by parameter) all `row_questions`.
 
     parameters: NumPy arrays by name, those of `separate_rows`, which says what model it is
     rows:       lists of token ids, which share prefixes in every way
@@ -113,50 +111,82 @@ def check_packed_loss(
     tolerance: of the loss and of each gradient, in parts of the largest magnitude that it has, or
                of 1 where that is less; 1e-10 and 2e-5 when None
 
-    It is called twice with the rows of "a group of answers", with other parameters. A mistake is
-    named if it explains every answer. What raises NotImplementedError is not asked. Raises
-    ValueError for another reduction or dtype.
+    only, expect: as in `check_merge`
+
+    It is called twice with the rows of "a group of answers", with other parameters. What raises
+    NotImplementedError is skipped. Raises ValueError for another reduction or dtype.
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}, expected one of {list(REDUCTIONS)}")
     if dtype not in LOSS_TOLERANCES:
         raise ValueError(f"dtype is {dtype!r}, expected one of {list(LOSS_TOLERANCES)}")
-    tolerance = tolerance or LOSS_TOLERANCES[dtype]
-    results = []
-    answers = []  # (place in results, case, answer) of those that can be compared
-    for case in row_cases(dtype):
-        result, answer = _ask(f, case, reduction, tolerance)
-        if answer is not None:
-            answers.append((len(results), case, answer))
-        results.append(result)
-    if any(results[place].status == "failed" for place, _, _ in answers):
-        names = _names(answers, reduction, tolerance)
-        for place, _, _ in answers:
-            if results[place].status == "failed":
-                results[place] = results[place]._replace(fingerprints=names)
-    return Report(tuple(results), PACKING_FINGERPRINTS)
+    questions, mistakes = _questions(dtype, reduction)
+    allowed = tolerance or LOSS_TOLERANCES[dtype]
+
+    def same(question: Question, answer: dict, other) -> np.ndarray:
+        other = _sum(other) if other is question.right else other
+        return np.array([all(_distance(x, other[name]) <= allowed for name, x in answer.items())])
+
+    def describe(question: Question, answer: dict, right: np.ndarray) -> str:
+        """How often all counts, or a row, if that is what is wrong; else what is off."""
+        each = [np.concatenate([x.ravel() for x in row.values()]) for row in question.right]
+        got = np.concatenate([answer[name].ravel() for name in question.right[0]])
+        for columns in (np.sum(each, axis=0)[:, None], np.stack(each, axis=1)):
+            times, _, rank, _ = np.linalg.lstsq(columns, got, rcond=1e-9)
+            if rank == len(times) and _distance(columns @ times, got) <= allowed:
+                who = ["all"] if len(times) == 1 else [f"row {r}" for r in range(len(times))]
+                off = [(w, x) for w, x in zip(who, times, strict=True) if abs(x - 1) > 1e-3]
+                return ", ".join(f"{w} counts {x:.3g} times" for w, x in off)
+        off = {name: _distance(answer[name], x) for name, x in _sum(question.right).items()}
+        said = ", ".join(f"{x:.1e} ({name})" for name, x in off.items() if not x <= allowed)
+        return f"off by {said}"
+
+    subject = Subject(_read, same, describe, mistakes, PACKING_FINGERPRINTS)
+    return judge(f, questions, subject, only=only, expect=expect)
 
 
-def _ask(f, case: RowCase, reduction: str, tolerance: float):
-    """(what came of it, the answer, or None where it cannot be compared)."""
-    parameters = {name: x.copy() for name, x in case.parameters.items()}
-    rows = [list(row) for row in case.rows]
-    weights = [w.copy() for w in case.weights]
-    result, answer = asked(
-        case.name, lambda: _as_arrays(*f(parameters, rows, weights), case.parameters)
-    )
-    if answer is None:
-        return result, None
-    expected = _joined(*separate_rows(*case[1:4], reduction=reduction))
-    off = {name: _distance(answer[name], x) for name, x in expected.items()}
-    if all(x <= tolerance for x in off.values()):
-        return result, answer
-    said = ", ".join(f"{x:.1e} ({name})" for name, x in off.items() if not x <= tolerance)
-    return Result(case.name, "failed", (), f"off by {said}"), answer
+class Form(Mistake):
+    """A mistake whose function takes the question itself."""
+
+    def gives(self, question: Question) -> dict:
+        return self.wrong(question)
 
 
-def _as_arrays(loss, gradients, parameters) -> dict[str, np.ndarray]:
+@functools.cache
+def _questions(dtype: str, reduction: str) -> tuple:
+    questions = row_questions(dtype, reduction)
+    first: dict[str, dict] = {}  # of the same rows the first parameters, which later ones are kept
+    older: dict[str, dict | None] = {}
+    for x in questions:
+        rows = str(x.arguments["rows"])
+        older[x.name] = first.get(rows)
+        first.setdefault(rows, x.arguments["parameters"])
+    passes = {
+        x.name: list(wrong_passes(x.arguments["rows"], x.arguments["weights"], reduction))
+        for x in questions
+    }
+
+    def gives(question: Question, number: int) -> dict:
+        parameters = {
+            k: np.asarray(x, np.float64) for k, x in question.arguments["parameters"].items()
+        }
+        _, wrong = passes[question.name][number]
+        loss, slopes = loss_and_gradients(parameters, wrong, older[question.name])
+        return {"loss": np.asarray(loss), **slopes}
+
+    names = [name for name, _ in passes[questions[0].name]]
+    mistakes = [Form(name, functools.partial(gives, number=i)) for i, name in enumerate(names)]
+    return questions, mistakes
+
+
+def _sum(each: list[dict]) -> dict[str, np.ndarray]:
+    return {name: sum(row[name] for row in each) for name in each[0]}
+
+
+def _read(question: Question, came) -> dict[str, np.ndarray]:
     """The answer in float64, or a ValueError that says what is missing, or of which shape."""
+    loss, gradients = came
+    parameters = question.arguments["parameters"]
     missing = sorted(set(parameters) - set(gradients))
     if missing:
         raise ValueError(f"no gradients of {missing}")
@@ -169,28 +199,6 @@ def _as_arrays(loss, gradients, parameters) -> dict[str, np.ndarray]:
     return found
 
 
-def _joined(loss, gradients) -> dict[str, np.ndarray]:
-    return {"loss": np.asarray(loss), **gradients}
-
-
 def _distance(x: np.ndarray, expected: np.ndarray) -> float:
     """The largest difference, in parts of the largest magnitude, or of 1."""
     return float(np.abs(x - expected).max() / max(np.abs(expected).max(), 1))
-
-
-def _names(answers, reduction: str, tolerance: float) -> tuple[str, ...]:
-    """The mistakes that would have given every answer."""
-    explained = [_explained(case, answer, reduction, tolerance) for _, case, answer in answers]
-    everywhere = set.intersection(*(set(found) for found in explained))
-    return tuple(dict.fromkeys(name for name, _ in sorted(everywhere)))
-
-
-def _explained(case: RowCase, answer, reduction: str, tolerance: float) -> set[tuple[str, int]]:
-    """(fingerprint, number) of the wrong passes that give this answer."""
-    parameters = {name: np.asarray(x, np.float64) for name, x in case.parameters.items()}
-    found = set()
-    for number, (name, wrong) in enumerate(wrong_passes(case.rows, case.weights, reduction)):
-        would_be = _joined(*loss_and_gradients(parameters, wrong, case.older))
-        if all(_distance(answer[x], y) <= tolerance for x, y in would_be.items()):
-            found.add((name, number))
-    return found

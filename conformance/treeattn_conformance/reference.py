@@ -3,13 +3,16 @@
 import numpy as np
 
 
-def attend(q, k, v, **options) -> tuple[np.ndarray, np.ndarray]:
+def attend(q, k, v, *, sinks=None, **options) -> tuple[np.ndarray, np.ndarray]:
     """(out, lse) of q (b, l, h, d) over k and v (b, n, h_kv, d); options as of `scores`, and sinks.
 
     sinks (h,): the score of one more key for every query, whose value is 0
     """
-    sinks = options.pop("sinks", None)
-    s = scores(q, k, **options)
+    return softmax(scores(q, k, **options), v, sinks)
+
+
+def softmax(s, v, sinks=None) -> tuple[np.ndarray, np.ndarray]:
+    """(out, lse) of given scores (b, l, h, n), which are −∞ where a key is not seen."""
     seen = ~np.isneginf(s)
     v = np.asarray(v, np.float64)
     v = np.repeat(v, s.shape[2] // v.shape[2], axis=2)
@@ -58,10 +61,15 @@ def merge(parts) -> tuple[np.ndarray, np.ndarray]:
     out = np.stack([np.asarray(part[0], np.float64) for part in parts])
     lse = np.stack([np.asarray(part[1], np.float64) for part in parts])
     lse = np.where(np.isposinf(lse), -np.inf, lse)
+    return weighed(np.where(np.isneginf(lse)[..., None], 0, out), lse)
+
+
+def weighed(out, lse) -> tuple[np.ndarray, np.ndarray]:
+    """The merge of stacked outs (p, …, d) and lses (p, …), whose outs of no keys are 0."""
     m = lse.max(axis=0)
     pivot = np.where(np.isneginf(m), 0, m)
     w = np.exp(lse - pivot)
     d = w.sum(axis=0)
-    sums = (np.where(np.isneginf(lse)[..., None], 0, out) * w[..., None]).sum(axis=0)
+    sums = (out * w[..., None]).sum(axis=0)
     with np.errstate(divide="ignore"):
         return sums / np.where(d == 0, 1, d)[..., None], pivot + np.log(d)

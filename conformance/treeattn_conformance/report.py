@@ -1,47 +1,100 @@
 """What came of the questions: a result each, and the report that prints them."""
 
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 PLAIN = {"∞": "inf", "−": "-", "·": "*", "√": "sqrt ", "Σ": "sum ", "≤": "<=", "…": "..."}
 
 
-class Difference(NamedTuple):
-    """How the bits of a function's answers differ from one another, along one axis."""
-
-    compared: int  # pairs of answers that should have the same bits
-    differing: int  # pairs that have not
-    share: float  # of the elements that differ, in the pair with the most
-    largest: float  # absolute difference of any pair; NaN where one is no number, or the other
-    first: str  # the first pair that differs, and its first element that does
-
-
 class Result(NamedTuple):
     case: str
-    status: str  # "passed", "failed" or "skipped"
-    fingerprints: tuple[str, ...] = ()
+    status: str  # "passed", "failed", "expected" (a failure that is known) or "skipped"
+    fingerprints: tuple[str, ...] = ()  # names of the mistakes that it shows
     detail: str = ""
-    difference: Difference | None = None
 
 
-def asked(case: str, ask: Callable[[], Any]) -> tuple[Result, Any]:
-    """(the result so far, the answer to be judged): None where there is no answer."""
-    try:
-        return Result(case, "passed"), ask()
-    except NotImplementedError as error:
-        return Result(case, "skipped", (), first_line(error)), None
-    except Exception as error:
-        return Result(case, "failed", (), f"{type(error).__name__}: {first_line(error)}"), None
+class Report(NamedTuple):
+    """A line for each question. True if something passed and nothing failed."""
+
+    results: tuple[Result, ...]
+    cures: Mapping[str, str]  # of all mistakes that have a name
+
+    def __bool__(self) -> bool:
+        return bool(self.names("passed")) and not self.names("failed")
+
+    def names(self, status: str) -> list[str]:
+        """The questions that "passed", "failed", are "expected" to fail, or were "skipped"."""
+        return [result.case for result in self.results if result.status == status]
+
+    @property
+    def fingerprints(self) -> set[str]:
+        """The names of all mistakes that were found, those that are expected included."""
+        return {name for result in self.results for name in result.fingerprints}
+
+    def raise_for_failures(self) -> None:
+        """Raise AssertionError with the whole report unless it is true."""
+        if not self:
+            raise AssertionError(f"\n{self}")
+
+    def as_dict(self) -> dict:
+        """For JSON."""
+        lines = [
+            {
+                "question": x.case,
+                "status": x.status,
+                "names": list(x.fingerprints),
+                "says": x.detail,
+            }
+            for x in self.results
+        ]
+        return {"passed": bool(self), "questions": lines, "cures": self._known()}
+
+    def _known(self) -> dict[str, str]:
+        return {name: self.cures[name] for name in sorted(self.fingerprints)}
+
+    def __str__(self) -> str:
+        lines = []
+        for x in self.results:
+            names = ", ".join(x.fingerprints)
+            said = names if x.status == "failed" and names else x.detail
+            lines.append(f"{x.case:24} {x.status:8} {said}".rstrip())
+        if not self and not self.names("failed"):
+            lines.append("no success: every question was skipped, or is expected to fail")
+        lines += [f"{name}: {cure}" for name, cure in self._known().items()]
+        return printable("\n".join(lines))
+
+    __repr__ = __str__
+
+
+def expected(
+    results: Sequence[Result], expect: Mapping[str, str] | Iterable[str], cures: Mapping[str, str]
+) -> tuple[Result, ...]:
+    """The results, with failures that are known, as questions or as mistakes, as "expected".
+
+    ValueError where `expect` has a name that is neither.
+    """
+    expect = {expect: ""} if isinstance(expect, str) else expect
+    reasons = dict(expect) if isinstance(expect, Mapping) else dict.fromkeys(expect, "")
+    unknown = set(reasons) - {x.case for x in results} - set(cures)
+    if unknown:
+        raise ValueError(f"expect has {sorted(unknown)}, expected questions or mistakes")
+    changed = []
+    for x in results:
+        reason = reasons.get(x.case)
+        if reason is None and x.fingerprints and set(x.fingerprints) <= set(reasons):
+            reason = "; ".join(filter(None, (reasons[name] for name in x.fingerprints)))
+        if x.status == "failed" and reason is not None:
+            what = ", ".join(x.fingerprints) or x.detail
+            x = x._replace(status="expected", detail=f"{reason}: {what}" if reason else what)
+        elif x.status == "passed" and x.case in reasons:
+            x = x._replace(detail="expected to fail: take it out of expect")
+        changed.append(x)
+    return tuple(changed)
 
 
 def first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), "")
-
-
-def unwritten(written: set[str]) -> Result:
-    """A line of its own for a function that did not leave its arguments as they were."""
-    return Result("arguments", "failed", (), f"it writes into {', '.join(sorted(written))}")
 
 
 def printable(text: str) -> str:
@@ -54,30 +107,3 @@ def printable(text: str) -> str:
         pass
     plain = text.translate(str.maketrans(PLAIN))
     return plain.encode(encoding, "backslashreplace").decode(encoding)
-
-
-class Report(NamedTuple):
-    """A line for each question. True if something passed and nothing failed."""
-
-    results: tuple[Result, ...]
-    cures: Mapping[str, str]  # of fingerprints, or of cases whose bits differ
-
-    def __bool__(self) -> bool:
-        return bool(self.names("passed")) and not self.names("failed")
-
-    def names(self, status: str) -> list[str]:
-        """The cases that "passed", "failed" or were "skipped"."""
-        return [result.case for result in self.results if result.status == status]
-
-    @property
-    def fingerprints(self) -> set[str]:
-        return {name for result in self.results for name in result.fingerprints}
-
-    def __str__(self) -> str:
-        lines = [
-            f"{x.case:24} {x.status:8} {', '.join(x.fingerprints) or x.detail}".rstrip()
-            for x in self.results
-        ]
-        known = self.fingerprints | {x.case for x in self.results if x.difference}
-        cures = [f"{name}: {self.cures[name]}" for name in sorted(known)]
-        return printable("\n".join([*lines, *cures]))

@@ -1,13 +1,14 @@
 """Mistakes that are seen in the numbers themselves, whatever program made them.
 
-A sign says where an answer's out, and where its lse, may be explained by its mistake.
+A sign is a function of a question, out and lse, and says where out, and where lse, shows it.
 """
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 
-from .judging import Case, Mistake, Pair
+from .judge import Asked, Mistake, Question
 from .rounding import bfloat16
 
 NO_KEYS = {
@@ -29,57 +30,68 @@ SIXTEEN_BITS = {
 }
 
 
-def nowhere(case: Case) -> np.ndarray:
-    return np.zeros(case.lse.shape, bool)
+class Sign(Mistake):
+    def explains(self, asked: Asked, same: Callable) -> np.ndarray:
+        out, lse = asked.answer
+        lse = asked.question.right[1] if lse is None else lse
+        if (out.shape, lse.shape) != tuple(x.shape for x in asked.question.right):
+            return asked.right
+        return np.stack(self.wrong(asked.question, out, lse)) | asked.right
 
 
-def infinite_lse(case: Case, answer: Pair):
+def nowhere(question: Question) -> np.ndarray:
+    return np.zeros(question.right[1].shape, bool)
+
+
+def without_keys(question: Question) -> np.ndarray:
+    return np.isneginf(question.right[1])
+
+
+def infinite_lse(question, out, lse):
     """+∞ for −∞."""
-    return nowhere(case), np.isneginf(case.lse) & np.isposinf(answer[1])
+    return nowhere(question), without_keys(question) & np.isposinf(lse)
 
 
-def finite_lse(case: Case, answer: Pair):
+def finite_lse(question, out, lse):
     """A very negative number for −∞."""
-    none = np.isneginf(case.lse)
-    return nowhere(case), none & np.isfinite(answer[1]) & (answer[1] < -80)
+    return nowhere(question), without_keys(question) & np.isfinite(lse) & (lse < -80)
 
 
-def lse_of_zero(case: Case, answer: Pair):
-    return nowhere(case), np.isneginf(case.lse) & (answer[1] == 0)
+def lse_of_zero(question, out, lse):
+    return nowhere(question), without_keys(question) & (lse == 0)
 
 
-def nan_of_no_keys(case: Case, answer: Pair):
-    none = np.isneginf(case.lse)
-    return none & np.isnan(answer[0]).any(axis=-1), none & np.isnan(answer[1])
+def nan_of_no_keys(question, out, lse):
+    none = without_keys(question)
+    return none & np.isnan(out).any(axis=-1), none & np.isnan(lse)
 
 
-def uniform_mean(case: Case, answer: Pair):
+def uniform_mean(question, out, lse):
     """The mean of all values, or of all shards' outs, at once or in turn, for 0."""
-    if "parts" in case.arguments:  # a merge
-        outs = [np.asarray(out, np.float64) for out, _ in case.arguments["parts"]]
+    if "parts" in question.arguments:
+        outs = [np.asarray(x, np.float64) for x, _ in question.arguments["parts"]]
         means = [np.mean(outs, axis=0), functools.reduce(lambda a, b: (a + b) / 2, outs)]
     else:
-        mean = np.mean(np.asarray(case.arguments["v"], np.float64), axis=1, keepdims=True)
-        means = [np.repeat(mean, case.out.shape[2] // mean.shape[2], axis=2)]
-    alike = [np.isclose(answer[0], mean, rtol=0.01, atol=0.01).all(axis=-1) for mean in means]
-    return np.isneginf(case.lse) & np.any(alike, axis=0), nowhere(case)
+        values = np.asarray(question.arguments["v"], np.float64)
+        mean = np.mean(values, axis=1, keepdims=True)
+        means = [np.repeat(mean, out.shape[2] // mean.shape[2], axis=2)]
+    alike = [np.isclose(out, mean, rtol=0.01, atol=0.01).all(axis=-1) for mean in means]
+    return without_keys(question) & np.any(alike, axis=0), nowhere(question)
 
 
-def stale(case: Case, answer: Pair):
-    """NaN in a row of the batch whose keys or values hold one where nobody may look."""
-    if "parts" in case.arguments:
-        return nowhere(case), nowhere(case)
-    held = np.zeros(case.lse.shape[0], bool)
-    for name in "kv":
-        held |= np.isnan(case.arguments[name]).any(axis=(1, 2, 3))
-    held = np.broadcast_to(held[:, None, None], case.lse.shape)
-    return held & np.isnan(answer[0]).any(axis=-1), held & np.isnan(answer[1])
+def stale(question, out, lse):
+    """NaN in a row of the batch whose keys or values hold one where no query may look."""
+    if "parts" in question.arguments:
+        return nowhere(question), nowhere(question)
+    k, v = (question.arguments[name] for name in "kv")
+    held = (np.isnan(k).any(axis=(1, 2, 3)) | np.isnan(v).any(axis=(1, 2, 3)))[:, None, None]
+    return held & np.isnan(out).any(axis=-1), held & np.isnan(lse)
 
 
-def lost_nan(case: Case, answer: Pair):
+def lost_nan(question, out, lse):
     """A number where keys are seen whose values are NaN."""
-    seen = np.isnan(case.out).any(axis=-1)
-    return seen & np.isfinite(answer[0]).all(axis=-1), seen & ~np.isnan(answer[1])
+    seen = np.isnan(question.right[0]).any(axis=-1)
+    return seen & np.isfinite(out).all(axis=-1), seen & ~np.isnan(lse)
 
 
 def _in_16_bits(x: np.ndarray) -> bool:
@@ -88,50 +100,50 @@ def _in_16_bits(x: np.ndarray) -> bool:
     return np.array_equal(x, bfloat16(x)) or np.array_equal(x, x.astype(np.float16))
 
 
-def rounded_out(case: Case, answer: Pair):
+def rounded_out(question, out, lse):
     """One rounding: an error of the last of eight bits."""
-    if not _in_16_bits(answer[0]):
-        return nowhere(case), nowhere(case)
-    near = np.abs(answer[0] - case.out) <= np.abs(case.out) / 2**8 + 1e-7
-    return near.all(axis=-1), nowhere(case)
+    right = question.right[0]
+    near = np.abs(out - right) <= np.abs(right) / 2**8 + 1e-7
+    return near.all(axis=-1) & _in_16_bits(out), nowhere(question)
 
 
-def rounded_sums(case: Case, answer: Pair):
+def rounded_sums(question, out, lse):
     """More than one: an error that grows with the number of terms."""
-    if not _in_16_bits(answer[0]):
-        return nowhere(case), nowhere(case)
-    terms = len(case.arguments.get("parts", range(8)))
-    largest = np.abs(case.out[np.isfinite(case.out)]).max(initial=0)
-    allowed = min(terms * 2**-8, 0.25) * largest
-    return (np.abs(answer[0] - case.out) <= allowed).all(axis=-1), nowhere(case)
+    right = question.right[0]
+    terms = len(question.arguments.get("parts", range(8)))
+    largest = np.abs(right[np.isfinite(right)]).max(initial=0)
+    near = np.abs(out - right) <= min(terms * 2**-8, 0.25) * largest
+    return near.all(axis=-1) & _in_16_bits(out), nowhere(question)
 
 
 def lse_in(dtype: str):
     """One rounding of lse, and nothing else."""
 
-    def sign(case: Case, answer: Pair):
-        narrow = bfloat16(case.lse) if dtype == "bfloat16" else case.lse.astype(np.float16)
-        finite = np.isfinite(case.lse)
-        bits = 8 if dtype == "bfloat16" else 11
-        near = np.abs(answer[1] - narrow) <= np.abs(case.lse) / 2**bits
-        held = bfloat16(answer[1]) if dtype == "bfloat16" else answer[1].astype(np.float16)
-        if not np.array_equal(held[finite], answer[1][finite]):
-            return nowhere(case), nowhere(case)
-        return nowhere(case), finite & near
+    def narrow(x):
+        return bfloat16(x) if dtype == "bfloat16" else x.astype(np.float16)
+
+    def sign(question, out, lse):
+        right = question.right[1]
+        finite = np.isfinite(right)
+        near = np.abs(lse - narrow(right)) <= np.abs(right) / 2 ** (
+            8 if dtype == "bfloat16" else 11
+        )
+        held = np.array_equal(narrow(lse)[finite], lse[finite])
+        return nowhere(question), finite & near & held
 
     return sign
 
 
 SIGNS = (
-    Mistake("lse +inf for no keys", sign=infinite_lse),
-    Mistake("finite lse for no keys", sign=finite_lse),
-    Mistake("no keys as lse 0", sign=lse_of_zero),
-    Mistake("NaN for no keys", sign=nan_of_no_keys),
-    Mistake("mean(V) for no keys", sign=uniform_mean),
-    Mistake("stale NaN", sign=stale),
-    Mistake("NaN lost", sign=lost_nan),
-    Mistake("out in 16 bits", sign=rounded_out),
-    Mistake("sums in 16 bits", sign=rounded_sums),
-    Mistake("lse in bfloat16", sign=lse_in("bfloat16")),
-    Mistake("lse in float16", sign=lse_in("float16")),
+    Sign("lse +inf for no keys", infinite_lse),
+    Sign("finite lse for no keys", finite_lse),
+    Sign("no keys as lse 0", lse_of_zero),
+    Sign("NaN for no keys", nan_of_no_keys),
+    Sign("mean(V) for no keys", uniform_mean),
+    Sign("stale NaN", stale),
+    Sign("NaN lost", lost_nan),
+    Sign("out in 16 bits", rounded_out),
+    Sign("sums in 16 bits", rounded_sums),
+    Sign("lse in bfloat16", lse_in("bfloat16")),
+    Sign("lse in float16", lse_in("float16")),
 )

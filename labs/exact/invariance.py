@@ -5,15 +5,48 @@ portions the keys come. Sums of floating-point numbers depend on their order, an
 chosen by the shapes of a call.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from .axes import AXES, OPTIONS, QUESTIONS, Call, Question, Settings
-from .bits import aligned, compare, summary
-from .calling import takes
-from .report import Report, Result
-from .rounding import TOLERANCES
+from .axes import AXES, DTYPES, OPTIONS, QUESTIONS, Call, Question, Settings
+from .bits import Difference, aligned, compare, summary
+
+
+class Result(NamedTuple):
+    axis: str
+    status: str  # "passed", "failed" or "skipped"
+    detail: str = ""
+    difference: Difference | None = None
+
+
+class Report(NamedTuple):
+    """A line for each axis. True if something passed and nothing failed."""
+
+    results: tuple[Result, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.names("passed")) and not self.names("failed")
+
+    def names(self, status: str) -> list[str]:
+        """The axes that "passed", "failed" or were "skipped"."""
+        return [result.axis for result in self.results if result.status == status]
+
+    def __str__(self) -> str:
+        lines = [f"{x.axis:24} {x.status:8} {x.detail}".rstrip() for x in self.results]
+        return "\n".join([*lines, *(f"{x}: {AXES[x]}" for x in self.names("failed"))])
+
+
+def takes(f: Callable, option: str) -> bool:
+    """Whether f has an argument of this name, or takes any."""
+    try:
+        parameters = inspect.signature(f).parameters
+    except (TypeError, ValueError):  # some functions that are not written in Python
+        return False
+    kinds = {parameter.kind for parameter in parameters.values()}
+    return option in parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def check_invariance(
@@ -35,7 +68,7 @@ def check_invariance(
              all keys. A mapping {number of devices: such a function} is asked for "devices"; the
              other axes are asked of its first.
     axes:    only these of `AXES`, and "repeats"; None for all.
-    dtype:   of the arguments, as in `check_merge`.
+    dtype:   of the arguments, one of `DTYPES`; bfloat16 comes as float32 arrays.
     heads:   (h, h_kv). head_dim: d. keys: every n. batches: every b. queries: every l.
     devices: numbers of them, for a function with that option.
 
@@ -64,20 +97,20 @@ def check_invariance(
         if axes is not None and axis not in ("repeats", *axes):
             continue
         if results and results[0].status == "failed":
-            results.append(Result(axis, "skipped", (), "nothing can be said of it"))
+            results.append(Result(axis, "skipped", "nothing can be said of it"))
         elif option and not by_mapping and not takes(first, option):
-            results.append(Result(axis, "skipped", (), f"it has no option {option}"))
+            results.append(Result(axis, "skipped", f"it has no option {option}"))
         else:
             results.append(_ask(f, axis, questions(settings)))
-    return Report(tuple(results), AXES)
+    return Report(tuple(results))
 
 
 def _check_arguments(f, axes, dtype: str, keys: Sequence[int]) -> None:
     unknown = set(axes or ()) - set(AXES)
     if unknown:
         raise ValueError(f"axes has {sorted(unknown)}, expected some of {list(AXES)}")
-    if dtype not in TOLERANCES:
-        raise ValueError(f"dtype is {dtype!r}, expected one of {list(TOLERANCES)}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}, expected one of {list(DTYPES)}")
     if not keys or min(keys) < 34:  # 33 of them may be in flight
         raise ValueError(f"keys is {keys}, expected numbers of at least 34")
     if isinstance(f, Mapping) and not f:
@@ -101,9 +134,9 @@ def _ask(f, axis: str, questions: Iterator[Question]) -> Result:
             continue
         except Exception as error:
             detail = f"{question.pair}: {type(error).__name__}: {error}"
-            return Result(axis, "failed", (), detail)
+            return Result(axis, "failed", detail)
         if axis == "repeats" and not any(_says_something(x) for x in answer):
-            return Result(axis, "failed", (), "its answer has no two different numbers")
+            return Result(axis, "failed", "its answer has no two different numbers")
         got = [x[question.part] for x in other]
         expected = [x[question.expected_part] for x in answer]
         expected = [_spread(x, y) for x, y in zip(expected, got, strict=False)]
@@ -114,15 +147,15 @@ def _ask(f, axis: str, questions: Iterator[Question]) -> Result:
 
 def _judged(axis: str, comparisons, not_asked: list[str]) -> Result:
     if not comparisons:
-        return Result(axis, "skipped", (), next(iter(not_asked), "there is nothing to ask"))
+        return Result(axis, "skipped", next(iter(not_asked), "there is nothing to ask"))
     found = summary(comparisons)
     if found is None:
-        return Result(axis, "passed", (), f"{len(comparisons)} pairs of answers")
+        return Result(axis, "passed", f"{len(comparisons)} pairs of answers")
     detail = (
         f"{found.differing} of {found.compared} pairs, up to {100 * found.share:.2g} % of the"
         f" elements, by up to {found.largest:.1e}; {found.first}"
     )
-    return Result(axis, "failed", (), detail, found)
+    return Result(axis, "failed", detail, found)
 
 
 def _answer(f, call: Call) -> list[np.ndarray]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .rounding import rounded
+from treeattn_conformance import bfloat16
 
 # What a function's bits may depend on, and what its author can do.
 AXES = {
@@ -43,6 +43,7 @@ OPTIONS = {
     "devices": "devices",
     "in flight": "in_flight",
 }
+DTYPES = ("float64", "float32", "float16", "bfloat16")
 MOST = 70_000  # keys of all rows of a call
 
 
@@ -82,9 +83,10 @@ class Settings(NamedTuple):
         h, h_kv = self.heads
         drawn = np.float64 if self.dtype == "float64" else np.float32
         shapes = (b, l, h, self.head_dim), (b, n, h_kv, self.head_dim), (b, n, h_kv, self.head_dim)
-        return Call(
-            *(rounded(rng.standard_normal(shape, dtype=drawn), self.dtype) for shape in shapes)
-        )
+        return Call(*(self.rounded(rng.standard_normal(shape, dtype=drawn)) for shape in shapes))
+
+    def rounded(self, x: np.ndarray) -> np.ndarray:
+        return bfloat16(x) if self.dtype == "bfloat16" else x.astype(self.dtype)
 
     def steps(self) -> Iterator[tuple[int, int, list[int]]]:
         """(keys, queries, batches): a step of decoding and one of eight tokens, in turn."""

@@ -5,7 +5,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .report import Difference
+
+class Difference(NamedTuple):
+    """How the bits of a function's answers differ from one another, along one axis."""
+
+    compared: int  # pairs of answers that should have the same bits
+    differing: int  # pairs that have not
+    share: float  # of the elements that differ, in the pair with the most
+    largest: float  # absolute difference of any pair; NaN where one is no number, or the other
+    first: str  # the first pair that differs, and its first element that does
 
 
 class Comparison(NamedTuple):

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from treeattn_conformance import attend, check_invariance
-from treeattn_conformance.__main__ import CHECKS, main
-from treeattn_conformance.axes import AXES
-from treeattn_conformance.bits import bits, compare
+from labs.exact.axes import AXES
+from labs.exact.bits import bits, compare
+from labs.exact.invariance import check_invariance
+from treeattn_conformance import attend
 
 SMALL = {
     "heads": (2, 1),
@@ -433,11 +433,3 @@ def test_arguments_have_their_dtype(dtype):
 def test_what_cannot_be_asked(wrong, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         check_invariance(**{"f": exact, **wrong})
-
-
-def test_asked_from_a_shell(capsys, monkeypatch):
-    asked = functools.partial(check_invariance, **SMALL)
-    monkeypatch.setitem(CHECKS, "invariance", asked)
-    assert main(["invariance", "test_invariance:exact"]) == 0
-    assert main(["invariance", "test_invariance:in_given_order"]) == 1
-    assert "order                    failed   6 of 6 pairs, up to" in capsys.readouterr().out

@@ -1,0 +1,255 @@
+"""Are the gradients of an attention right, over shards or at once? If not, whose mistake is it?
+
+Forward can be right where backward is wrong. The loss falls all the same, and the model learns
+nonsense.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from .calling import as_array
+from .judge import Mistake, Question, Subject, judge
+from .pairs import numbers, size_of
+from .reference import scores, softmax
+from .report import Report
+from .rounding import TOLERANCES, rounded
+
+GRADIENT_CURES = {
+    "lse without a gradient": "dS = P · (dout·v − Σ dout·out + dlse), with the merged out: a merge "
+    "weighs by lse, which has a gradient, too",
+    "dlse with the wrong sign": "dS = P · (dout·v − Σ dout·out + dlse): dlse is added",
+    "no normalization": "dS = P · (dout·v − Σ dout·out + dlse): Σ dout·out is missing",
+    "lse in base 2": "P = exp(s − lse) wants the natural lse; scores that were multiplied by "
+    "log2(e) have that factor in their gradient",
+    "a shard's own lse": "P = exp(s − lse) wants the merged lse, and Σ dout·out the merged out",
+    "keys of the first round": "differentiate by the keys that have arrived, not by those saved",
+    "grouped heads not added": "a key head's gradient is the sum over its query heads",
+    "grouped heads averaged": "a key head's gradient is the sum over its query heads, no mean",
+    "one device too far": "dk and dv end at their keys' owner: one round more, or one less",
+    "gradients of one shard": "dq adds up over all shards of the keys",
+    "averaged over shards": "gradients add up over the shards: a sum, no mean",
+    "scale left out": "the derivative of scale · q·k by q is scale · k, and by k scale · q",
+    "hidden keys in the backward": "backward hides the keys that forward hides: P is 0 there",
+}
+
+
+class Slip(NamedTuple):
+    """What a backward pass gets wrong; as it stands, nothing."""
+
+    shards: int = 1  # parts of the keys
+    rows: int = 1  # parts of the queries, each on the device of the same part of the keys
+    own: tuple[str, ...] = ()  # "lse", "out": a shard's own in place of the merged one
+    without: tuple[str, ...] = ()  # "out", "hiding", and "dq" or "dk" without scale
+    dlse: float = 1.0  # its factor
+    base: float = 1.0  # lse's factor
+    ds: float = 1.0  # the factor of all scores' gradients
+    heads: str = "sum"  # over the query heads of a key head: "sum", "mean", "first" or "last"
+    saved: str = ""  # whose keys a round uses: its own, the "first" ones, or the device's "own"
+    to: int = 0  # how many devices too far dk and dv end
+    dq: str = "sum"  # over shards: "sum", "mean", "first" or "last"
+    dkv: float = 1.0  # the factor of dk and dv
+
+
+RIGHT = Slip()
+
+
+def backward(
+    q, k, v, dout, *, dlse=None, scale=None, causal=False, kv_lengths=None, slip: Slip = RIGHT
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(dq, dk, dv) of Σ dout·out + Σ dlse·lse, in float64.
+
+    The score of a seen key has the gradient dS = P · (dout·v − Σ dout·out + dlse).
+    """
+    group = q.shape[2] // k.shape[2]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    options = {"scale": scale, "kv_lengths": kv_lengths}
+    if causal:
+        options |= {
+            "query_positions": np.arange(q.shape[1]),
+            "key_positions": np.arange(k.shape[1]),
+        }
+    s = scores(q, k, **options)
+    hidden = np.isneginf(s)
+    q, dout = (np.asarray(x, np.float64) for x in (q, dout))
+    dlse = np.zeros(q.shape[:3]) if dlse is None else np.asarray(dlse, np.float64)
+    read = ~hidden.all(axis=(1, 2))[..., None, None]  # what no query sees may be NaN
+    k, v = (np.repeat(np.where(read, x, 0).astype(np.float64), group, axis=2) for x in (k, v))
+    out, lse = softmax(s, v)
+    every = [
+        np.array_split(np.arange(x.shape[1]), n) for x, n in ((q, slip.rows), (k, slip.shards))
+    ]
+    dq = np.zeros((slip.shards, *q.shape))
+    dk, dv = np.zeros_like(k), np.zeros_like(v)
+    for r, row in enumerate(every[0]):
+        for i, at in enumerate(every[1]):
+            used = every[1][{"first": 0, "own": r}.get(slip.saved, i)][: len(at)]
+            at = at[: len(used)]
+            s_here = np.einsum("blhd,bnhd->blhn", q[:, row], k[:, used]) * scale
+            if "hiding" not in slip.without:
+                s_here = np.where(hidden[:, row][..., at], -np.inf, s_here)
+            own_out, own_lse = softmax(s_here, v[:, used])
+            lse_here = own_lse if "lse" in slip.own else lse[:, row]
+            out_here = own_out if "out" in slip.own else out[:, row]
+            pivot = np.where(np.isneginf(lse_here), 0, lse_here * slip.base)
+            p = np.exp(s_here - pivot[..., None])
+            dp = np.einsum("blhd,bnhd->blhn", dout[:, row], v[:, used])
+            normal = 0 if "out" in slip.without else (dout[:, row] * out_here).sum(axis=-1)
+            ds = slip.ds * p * (dp - (normal - slip.dlse * dlse[:, row])[..., None])
+            of_q, of_k = (1 if name in slip.without else scale for name in ("dq", "dk"))
+            to = every[1][(i + slip.to) % slip.shards][: len(at)]
+            ds_to, p_to = ds[..., : len(to)], p[..., : len(to)]
+            dq[i][:, row] += of_q * np.einsum("blhn,bnhd->blhd", ds, k[:, used])
+            dk[:, to] += of_k * slip.dkv * np.einsum("blhn,blhd->bnhd", ds_to, q[:, row])
+            dv[:, to] += slip.dkv * np.einsum("blhn,blhd->bnhd", p_to, dout[:, row])
+    ways = {"sum": np.sum, "mean": np.mean, "first": _first, "last": _last}
+    heads = (x.reshape(*x.shape[:2], -1, group, x.shape[-1]) for x in (dk, dv))
+    return ways[slip.dq](dq, axis=0), *(ways[slip.heads](x, axis=3) for x in heads)
+
+
+def _first(x, axis):
+    return np.take(x, 0, axis=axis)
+
+
+def _last(x, axis):
+    return np.take(x, -1, axis=axis)
+
+
+def slips() -> Iterator[tuple[str, Slip]]:
+    """Known mistakes; several for one that has several forms, or needs several shards."""
+    ln2 = np.log(2)
+    yield "lse without a gradient", Slip(dlse=0)
+    yield "dlse with the wrong sign", Slip(dlse=-1)
+    yield "no normalization", Slip(without=("out",))
+    for base, ds in ((1 / ln2, 1), (ln2, 1), (1, ln2), (1, 1 / ln2)):
+        yield "lse in base 2", Slip(base=base, ds=ds)
+    for heads in ("first", "last"):
+        yield "grouped heads not added", Slip(heads=heads)
+    yield "grouped heads averaged", Slip(heads="mean")
+    for without in (("dq",), ("dk",), ("dq", "dk")):
+        yield "scale left out", Slip(without=without)
+    yield "hidden keys in the backward", Slip(without=("hiding",))
+    for shards in range(2, 9):
+        for dlse in (0, 1):
+            yield "lse without a gradient", Slip(shards, own=("out",), dlse=dlse)
+            yield "a shard's own lse", Slip(shards, own=("lse",), dlse=dlse)
+            yield "a shard's own lse", Slip(shards, own=("lse", "out"), dlse=dlse)
+        yield "keys of the first round", Slip(shards, saved="first")
+        yield "keys of the first round", Slip(shards, rows=shards, saved="own")
+        for to in (-1, 1):
+            yield "one device too far", Slip(shards, to=to)
+        for dq in ("first", "last"):
+            yield "gradients of one shard", Slip(shards, dq=dq)
+        for dq, dkv in (("mean", 1), ("sum", 1 / shards), ("mean", 1 / shards)):
+            yield "averaged over shards", Slip(shards, dq=dq, dkv=dkv)
+
+
+def gradient_questions(dtype: str = "float32") -> list[Question]:
+    rng = np.random.default_rng(3)
+
+    def qkv(b=2, l=5, h=4, h_kv=4, n=16, d=8, d_v=8, size=1.0):
+        shapes = (b, l, h, d), (b, n, h_kv, d), (b, n, h_kv, d_v), (b, l, h, d_v)
+        q, k, v, dout = (rng.normal(size=shape) for shape in shapes)
+        return [rounded(x, dtype) for x in (size * q, k, 0.5 + v, dout)]
+
+    stale = qkv()
+    for keys_or_values in stale[1:3]:
+        keys_or_values[1, 7:] = np.nan
+    dlse = rounded(rng.normal(size=(2, 5, 4)), dtype)
+    asked = {
+        "as many queries as keys": (qkv(l=16), {}),
+        "a few queries": (qkv(), {}),
+        "one query": (qkv(b=3, l=1), {}),
+        "keys in odd number": (qkv(n=17), {}),
+        "grouped heads": (qkv(h=6, h_kv=2), {}),
+        "other width of values": (qkv(d_v=12), {}),
+        "large scores": (qkv(size=20.0), {}),
+        "a loss with lse": (qkv(), {"dlse": dlse}),
+        "scale": (qkv(), {"scale": 0.5}),
+        "causal": (qkv(l=16), {"causal": True}),
+        "lengths": (qkv(), {"kv_lengths": np.array([11, 3])}),
+        "a row without keys": (qkv(), {"kv_lengths": np.array([16, 0])}),
+        "stale NaN": (stale, {"kv_lengths": np.array([16, 7])}),
+    }
+    of_size = {
+        "549 keys, d = 128": (qkv(1, 2, 4, 2, n=549, d=128, d_v=128), {}),
+        "32 heads, 133 queries": (qkv(1, 133, 32, 8, n=70, d=16, d_v=16), {}),
+        "a causal prompt of 300": (qkv(1, 300, 1, 1, n=300, d=64, d_v=64), {"causal": True}),
+        "lengths beyond 255": (qkv(n=549), {"kv_lengths": np.array([300, 513])}),
+    }
+    return [
+        Question(
+            name,
+            dict(zip(("q", "k", "v", "dout"), arrays, strict=True)),
+            options,
+            backward(*arrays, **options),
+            names=name not in of_size,
+        )
+        for name, (arrays, options) in (asked | of_size).items()
+    ]
+
+
+def check_gradients(
+    f: Callable, *, dtype: str = "float32", tolerance=None, only=None, expect=()
+) -> Report:
+    """Ask f(q, k, v, dout) -> (dq, dk, dv) for the gradients of Σ dout·out of its attention.
+
+    q (b, l, h, d), k (b, n, h_kv, d), v (b, n, h_kv, d_v), dout (b, l, h, d_v).
+
+    Options are asked of an f that has them: dlse (b, l, h), of a loss Σ dout·out + Σ dlse·lse;
+    scale, a number; causal, True: query i sees key j for j ≤ i; kv_lengths (b,), so many keys
+    count, and what lies beyond may be NaN and has gradients of 0.
+
+    tolerance: of each gradient, in parts of the largest of its head; 5e-10, 1e-4, 1.5e-2 or 8e-2
+    by the dtype when None. dtype, only, expect: as in `check_merge`.
+    """
+    questions, mistakes = _questions(dtype)
+    allowed = tolerance or 5 * TOLERANCES[dtype]
+
+    def same(question: Question, answer, other) -> np.ndarray:
+        """(3,): whether dq, dk and dv are the same."""
+        pairs = zip(answer, other, strict=True)
+        return np.array([not _off(x, y, allowed).any() for x, y in pairs])
+
+    def describe(question: Question, answer, right: np.ndarray) -> str:
+        named = zip(("dq", "dk", "dv"), answer, question.right, right, strict=True)
+        return "; ".join(_describe(n, x, y, allowed) for n, x, y, is_right in named if not is_right)
+
+    subject = Subject(read_gradients, same, describe, mistakes, GRADIENT_CURES)
+    return judge(f, questions, subject, only=only, expect=expect)
+
+
+@functools.cache
+def _questions(dtype: str) -> tuple:
+    mistakes = [Mistake(name, functools.partial(backward, slip=slip)) for name, slip in slips()]
+    return gradient_questions(dtype), tuple(mistakes)
+
+
+def read_gradients(question: Question, came) -> list[np.ndarray]:
+    if not isinstance(came, tuple | list) or len(came) != 3:
+        raise ValueError("expected three arrays, (dq, dk, dv)")
+    found = []
+    for name, x, right in zip(("dq", "dk", "dv"), came, question.right, strict=True):
+        x = np.zeros(right.shape) if x is None else as_array(x).astype(np.float64)
+        if x.shape != right.shape:
+            raise ValueError(f"{name} has the shape {x.shape}, expected {right.shape}")
+        found.append(x)
+    return found
+
+
+def _off(x: np.ndarray, y: np.ndarray, tolerance: float) -> np.ndarray:
+    """Where x is not y, in parts of the largest number of each row's head."""
+    largest = np.abs(y).max(axis=(1, 3), keepdims=True)
+    return ~(np.abs(x - y) <= tolerance * np.maximum(largest, 1e-3 * largest.max()))
+
+
+def _describe(name: str, x: np.ndarray, y: np.ndarray, tolerance: float) -> str:
+    off = _off(x, y, tolerance).any(axis=-1)
+    said = f"{name} {size_of(x[off], y[off])}"
+    for axis, what in enumerate(("row", "query" if name == "dq" else "key", "head")):
+        places = np.flatnonzero(off.any(axis=tuple(i for i in range(3) if i != axis)))
+        if len(places) < off.shape[axis]:
+            return f"{said}, in {numbers(what, places, off.shape[axis])}"
+    return said

@@ -1,0 +1,201 @@
+"""One judge for all checks: ask, compare with what is right, and look for the mistake.
+
+A mistake is known by the answers that it gives. It is named if it gives every number of every
+answer, the right ones and the wrong ones; or if a few mistakes do so together, each number by one
+of them. Otherwise no name is given, and the report says what is off, where, and by how much. Names
+need three answers: fewer say too little.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .calling import on_copies, takes
+from .report import Report, Result, expected, first_line
+
+FEWEST = 3  # answers that a name needs
+
+
+class Question(NamedTuple):
+    """f(*arguments.values(), **options) should be `right`."""
+
+    name: str
+    arguments: dict  # by name, in the order of the call
+    options: dict
+    right: Any
+    largest: float = 0.0  # of the numbers that are subtracted from each other, in float32
+    names: bool = True  # False: it is judged, and wrong answers to it are not searched for a name
+
+
+class Asked(NamedTuple):
+    """A question with its answer, and which numbers of the answer are right."""
+
+    question: Question
+    answer: Any
+    right: np.ndarray
+
+
+class Mistake:
+    """A known mistake, as a function that makes it."""
+
+    def __init__(self, name: str, wrong: Callable):
+        self.name = name
+        self.wrong = wrong
+        self._given: dict[str, Any] = {}
+
+    def fit(self, asked: Sequence[Asked]) -> "Mistake | None":
+        """Itself; a family of mistakes finds the member that may have given these answers."""
+        return self
+
+    def explains(self, asked: Asked, same: Callable) -> np.ndarray:
+        """Which numbers of the answer it gives."""
+        question = asked.question
+        if question.name not in self._given:
+            self._given[question.name] = self.gives(question)
+        return same(question, asked.answer, self._given[question.name])
+
+    def gives(self, question: Question) -> Any:
+        return self.wrong(*question.arguments.values(), **question.options)
+
+
+class Subject(NamedTuple):
+    """What is asked about: how its answers are read and compared, and its known mistakes."""
+
+    read: Callable[[Question, Any], Any]  # what f returned, as an answer; raises ValueError
+    same: Callable[[Question, Any, Any], np.ndarray]  # where two answers are the same
+    describe: Callable[[Question, Any, np.ndarray], str]  # what is off, where `right` is False
+    mistakes: Sequence[Mistake]
+    cures: Mapping[str, str]
+    together: int = 1  # so many mistakes may explain an answer together
+    narrower: Mapping[str, str] = {}  # where both explain, the first is named and not the second
+
+
+@np.errstate(all="ignore")
+def judge(
+    f: Callable,
+    questions: Sequence[Question],
+    subject: Subject,
+    *,
+    only: Iterable[str] | None = None,
+    expect: Mapping[str, str] | Iterable[str] = (),
+) -> Report:
+    """Ask f all questions, or `only` some, and look for the mistakes that give all its answers."""
+    if not callable(f):
+        raise TypeError(f"expected a function, got {f!r:.40}")
+    results: list[Result] = []
+    answers: dict[int, Asked] = {}
+    written: set[str] = set()
+    for question in chosen(questions, only):
+        result, answer = _ask(f, question, subject, written)
+        if answer is not None:
+            right = subject.same(question, answer, question.right)
+            answers[len(results)] = Asked(question, answer, right)
+            if not right.all():
+                detail = subject.describe(question, answer, right)
+                result = Result(question.name, "failed", (), detail)
+        results.append(result)
+    searched = {place: x for place, x in answers.items() if x.question.names}
+    if len(searched) >= FEWEST and not all(x.right.all() for x in searched.values()):
+        for place, names in zip(searched, named(list(searched.values()), subject), strict=True):
+            results[place] = results[place]._replace(fingerprints=names)
+    if written:
+        detail = f"it writes into {', '.join(sorted(written))}"
+        results.append(Result("arguments", "failed", (), detail))
+    return Report(expected(results, expect, subject.cures), subject.cures)
+
+
+def chosen(questions: Sequence[Question], only: Iterable[str] | None) -> Sequence[Question]:
+    if only is None:
+        return questions
+    only = {only} if isinstance(only, str) else set(only)
+    names = [question.name for question in questions]
+    if unknown := only - set(names):
+        raise ValueError(f"only has {sorted(unknown)}, expected some of {names}")
+    return [question for question in questions if question.name in only]
+
+
+def _ask(f, question: Question, subject: Subject, written: set[str]) -> tuple[Result, Any]:
+    """(the result so far, the answer to be judged): None where there is no answer."""
+    name = question.name
+    missing = [option for option in question.options if not takes(f, option)]
+    if missing:
+        return Result(name, "skipped", (), f"it has no option {missing[0]}"), None
+    try:
+        came = on_copies(f, question.arguments, question.options, written)
+        return Result(name, "passed"), subject.read(question, came)
+    except NotImplementedError as error:
+        return Result(name, "skipped", (), first_line(error)), None
+    except Exception as error:
+        mistake = (error.mistake,) if hasattr(error, "mistake") else ()
+        detail = f"{type(error).__name__}: {first_line(error)}"
+        return Result(name, "failed", mistake, detail), None
+
+
+# Which mistakes explain everything?
+
+
+def named(answers: Sequence[Asked], subject: Subject) -> list[tuple[str, ...]]:
+    """Of each answer the mistakes that it shows: none, unless all that is wrong is explained."""
+    nothing = [()] * len(answers)
+    possible = _possible(answers, subject)
+    if not possible:
+        return nothing
+    wrong = np.concatenate([~x.right.ravel() for x in answers])
+    names: dict[bytes, set[str]] = {}  # of mistakes, by what they explain of what is wrong
+    for name, masks in possible:
+        explained = np.concatenate([masks[place].ravel() for place in range(len(answers))])
+        names.setdefault((explained & wrong).tobytes(), set()).add(name)
+    for alike in names.values():
+        alike -= {subject.narrower[name] for name in alike if name in subject.narrower}
+    sets = smallest_sets([np.frombuffer(x, bool) for x in names], wrong, subject.together)
+    ends = np.cumsum([x.right.size for x in answers])
+    shown = []
+    for x, end in zip(answers, ends, strict=True):
+        part = slice(end - x.right.size, end)
+        masks = [mask for chosen in sets for mask in chosen if mask[part].any()]
+        shown.append(tuple(sorted(set().union(*(names[mask.tobytes()] for mask in masks)))))
+    return shown
+
+
+def _possible(answers: Sequence[Asked], subject: Subject) -> list[tuple[str, dict]]:
+    """(name, which numbers it gives of each answer, by place) of the mistakes that give all that
+    is right, and something of what is wrong. Nothing, where a wrong number is none of theirs."""
+    fitted = [mistake.fit(answers) for mistake in subject.mistakes]
+    left: list[tuple[Mistake, dict]] = [(mistake, {}) for mistake in fitted if mistake]
+    wrong = [place for place, x in enumerate(answers) if not x.right.all()]
+    right = [place for place, x in enumerate(answers) if x.right.all()]
+    for place in wrong + right:
+        x = answers[place]
+        if place in right:
+            left = [
+                (m, masks)
+                for m, masks in left
+                if any(masks[i][~answers[i].right].any() for i in wrong)
+            ]
+        for mistake, masks in left:
+            masks[place] = mistake.explains(x, subject.same)
+        needed = np.ones_like(x.right) if subject.together == 1 else x.right
+        left = [(m, masks) for m, masks in left if masks[place][needed].all()]
+        if not left or not np.any([masks[place] for _, masks in left], axis=0).all():
+            return []
+    return [(mistake.name, masks) for mistake, masks in left]
+
+
+def smallest_sets(explained: list[np.ndarray], wrong: np.ndarray, most: int) -> list[tuple]:
+    """As few of them as possible, up to `most`, that together are all that is wrong."""
+    if not explained:
+        return []
+    how_many = np.sum(explained, axis=0)
+
+    def sets(chosen: tuple, left: np.ndarray, size: int):
+        if not left.any():
+            yield chosen
+        elif size:
+            hardest = np.where(left, how_many, len(explained) + 1).argmin()
+            for x in explained:
+                if x[hardest]:
+                    yield from sets((*chosen, x), left & ~x, size - 1)
+
+    found = (list(sets((), wrong, size)) for size in range(1, most + 1))
+    return next((x for x in found if x), [])

@@ -1,0 +1,146 @@
+"""Pairs (out, lse): how they are read, when two are the same, and what is off, where, by how much.
+
+out is (b, l, h, d), lse (b, l, h), a natural logarithm; lse is None of a function that returns out
+alone, which is then judged by its out.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from .calling import as_array
+from .judge import Mistake, Question, Subject
+from .rounding import TOLERANCES
+
+Pair = tuple[np.ndarray, np.ndarray | None]
+
+
+def pairs(
+    mistakes: Sequence[Mistake], cures: Mapping[str, str], dtype: str, tolerance: float | None
+) -> Subject:
+    """Answers that are to be right within the rounding of `dtype`, or a tolerance for out.
+
+    lse is a float32 number whatever the dtype of out, or float64 with it.
+    """
+    eps = np.finfo("float64" if dtype == "float64" else "float32").eps
+    allowed = (tolerance or TOLERANCES[dtype], 1e-10 if dtype == "float64" else 2e-5)
+
+    def same(question: Question, answer: Pair, other: Pair) -> np.ndarray:
+        """(2, b, l, h): where out, and where lse, is the same number; all False where shapes
+        differ. Rows that are no numbers in both are the same, however each says so."""
+        rows = np.zeros((2, *question.right[1].shape), bool)
+        if answer[1] is None:
+            other = other[0], question.right[1]
+            answer = answer[0], question.right[1]
+        if [x.shape for x in answer] != [x.shape for x in other]:
+            return rows
+        rounding = 2 * question.largest * eps
+        close = [_close(x, y, t, rounding) for x, y, t in zip(answer, other, allowed, strict=True)]
+        if [x.shape for x in answer] != [x.shape for x in question.right]:
+            return rows | all(x.all() for x in close)
+        rows = np.stack([close[0].all(axis=-1), close[1]])
+        broken = _broken(question, answer) & _broken(question, other)
+        return rows | broken if answer[1] is not question.right[1] else rows | [broken, rows[1]]
+
+    return Subject(
+        read_pair,
+        same,
+        describe,
+        mistakes,
+        cures,
+        together=4,
+        narrower={"out in 16 bits": "sums in 16 bits"},
+    )
+
+
+def read_pair(question: Question, came) -> Pair:
+    if not isinstance(came, tuple | list):
+        return as_array(came).astype(np.float64), None
+    if len(came) != 2:
+        raise ValueError(f"{len(came)} arrays came, expected (out, lse), or out alone")
+    out, lse = (as_array(x).astype(np.float64) for x in came)
+    return out, lse
+
+
+def _close(x: np.ndarray, y: np.ndarray, tolerance: float, rounding: float) -> np.ndarray:
+    """Where numbers differ by no more than the tolerance, absolute and relative; NaN is NaN."""
+    near = np.abs(x - y) <= rounding + tolerance * (1 + np.abs(y))
+    return (near & np.isfinite(y)) | (x == y) | (np.isnan(x) & np.isnan(y))
+
+
+def _broken(question: Question, pair: Pair) -> np.ndarray:
+    """(b, l, h): rows that are NaN, or that are infinite although they have keys."""
+    out, lse = pair
+    keys = np.isfinite(question.right[1])
+    infinite = keys & (np.isinf(out).any(axis=-1) | np.isposinf(lse))
+    return np.isnan(out).any(axis=-1) | np.isnan(lse) | infinite
+
+
+# What is off, where, and by how much
+
+
+def describe(question: Question, answer: Pair, right: np.ndarray) -> str:
+    """In words: which of out and lse, in which rows, how far off, and in which way."""
+    judged = [x for x in answer if x is not None]
+    shapes = [x.shape for x in judged]
+    expected = [x.shape for x in question.right[: len(judged)]]
+    if shapes != expected:
+        return f"shapes {shapes}, expected {expected}"
+    said = []
+    for name, x, y, wrong in zip(("out", "lse"), judged, question.right, ~right, strict=False):
+        if wrong.any():
+            columns = _columns(x, y) if name == "out" else ""
+            said.append(f"{name} {size_of(x[wrong], y[wrong])}{columns}{_place(wrong, question)}")
+    return "; ".join(said)
+
+
+def size_of(x: np.ndarray, expected: np.ndarray) -> str:
+    if np.isnan(expected).any():
+        return f"is {x[np.isnan(expected)].flat[0]:.4g} for NaN"
+    if np.isnan(x).any():
+        return "is NaN"
+    if (np.isinf(x) & (x != expected)).any():
+        return f"is {'−' if (x == -np.inf).any() else '+'}∞"
+    if not np.isfinite(expected).all():
+        return f"is {x[~np.isfinite(expected)].flat[0]:.4g} for −∞"
+    off = x - expected
+    size = np.abs(off).max()
+    if np.ptp(off) < 1e-3 * size:
+        return f"is {off.flat[0]:+.4g} off, everywhere the same"
+    ratio = (x * expected).sum() / max((expected**2).sum(), 1e-300)
+    if np.abs(x - ratio * expected).max() < 1e-3 * size:
+        return f"is {ratio:.4g} times what it should be"
+    return f"is off by up to {size:.1e}"
+
+
+def _columns(out: np.ndarray, expected: np.ndarray) -> str:
+    """Which of the last axis, where the others are exact to a part in a thousand of the error."""
+    off = np.abs(out - expected)
+    if not np.isfinite(off).all():
+        return ""
+    wrong = off.max(axis=(0, 1, 2)) > 1e-3 * off.max()
+    return "" if wrong.all() else f", in {numbers('column', np.flatnonzero(wrong), len(wrong))}"
+
+
+def _place(wrong: np.ndarray, question: Question) -> str:
+    """In which rows of the batch, queries or heads, where not in all; with or without keys."""
+    if wrong.all():
+        return ""
+    if np.array_equal(wrong, np.isneginf(question.right[1])):
+        return ", just where there are no keys"
+    for axis, name in enumerate(("row", "query", "head")):
+        others = tuple(i for i in range(3) if i != axis)
+        places = np.flatnonzero(wrong.any(axis=others))
+        if len(places) < wrong.shape[axis]:
+            return f", in {numbers(name, places, wrong.shape[axis])}"
+    first = tuple(np.argwhere(wrong)[0].tolist())
+    return f", in {wrong.sum()} of {wrong.size} rows, first at {list(first)}"
+
+
+def numbers(name: str, places: np.ndarray, of: int) -> str:
+    """ "queries 1, 4–7 of 9"; only the first few ranges where there are many."""
+    ranges = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+    said = [f"{x[0]}" if len(x) == 1 else f"{x[0]}-{x[-1]}" for x in ranges]
+    said = said if len(said) < 6 else [*said[:4], "…"]
+    plural = {"query": "queries"}.get(name, f"{name}s") if len(places) > 1 else name
+    return f"{plural} {', '.join(said)} of {of}"
