@@ -28,10 +28,10 @@ OURS = [
 
 
 def of_jax(attention):
+    @functools.partial(jax.jit, static_argnames="causal")
     def f(q, k, v, dout, dlse=None, **options):
-        (out, lse), pull = jax.vjp(lambda *qkv: attention(*qkv, **options), q, k, v)
-        dlse = jnp.zeros_like(lse) if dlse is None else dlse.astype(lse.dtype)
-        return pull((dout.astype(out.dtype), dlse))
+        (_, lse), pull = jax.vjp(lambda *qkv: attention(*qkv, **options), q, k, v)
+        return pull((dout, jnp.zeros_like(lse) if dlse is None else dlse))
 
     return f
 
@@ -190,7 +190,7 @@ def heads_not_added(q, k, v, dout):
     return dq, dk[:, :, ::groups], dv[:, :, ::groups]
 
 
-BUGS = ["as many queries as keys", "one query", "a few queries", "grouped heads", "a loss with lse"]
+BUGS = ["as many queries as keys", "one query", "grouped heads", "a loss with lse"]
 PUBLIC = [
     ("lse without a gradient", of_jax(stopped_merge)),
     ("lse without a gradient", of_jax(lse_detached)),
@@ -211,7 +211,8 @@ def test_each_mistake_is_named_as_itself():
     seen = set()
     for name, slip in slips():
         if name not in seen or slip.shards == 4:
-            report = check_gradients(functools.partial(backward, slip=slip))
+            small = [x.name for x in gradient_questions() if x.names]
+            report = check_gradients(functools.partial(backward, slip=slip), only=small)
             assert report.fingerprints == {name}, f"{slip}: {report}"
             seen.add(name)
     assert seen == set(CURES["gradients"])

@@ -10,7 +10,7 @@ from treeattn_conformance import check_verifier, law, run_step
 from treeattn_conformance.__main__ import main
 from treeattn_conformance.outcomes import OwnChance, outcomes
 from treeattn_conformance.steps import Settings
-from treeattn_conformance.wrong_steps import VERIFIER_FINGERPRINTS, WRONG_STEPS
+from treeattn_conformance.wrong_steps import VERIFIER_CURES, WRONG_STEPS
 
 # ---------------------------------------------------------------- every way that chance can fall
 
@@ -84,7 +84,7 @@ def test_what_cannot_be_enumerated_says_so():
 def test_the_right_step_passes_everything():
     report = check_verifier(run_step)
     assert not report.names("failed") and not report.names("skipped"), str(report)
-    assert len(report.names("passed")) == 16
+    assert len(report.names("passed")) == 17
 
 
 # ---------------------------------------------------------------- what fails, and how it is named
@@ -165,7 +165,7 @@ PLANTED = (
 def test_a_strangers_fault_is_named(fault):
     report = check_verifier(strangers_step(fault))
     assert report.fingerprints == {fault}, str(report)
-    assert VERIFIER_FINGERPRINTS[fault] in str(report)
+    assert VERIFIER_CURES[fault] in str(report)
 
 
 def test_a_stranger_without_faults_passes():

@@ -39,9 +39,9 @@ from .reference import attend, merge
 from .report import Report, Result
 from .rounding import bfloat16
 from .steps import run_step
-from .trees import TREE_FINGERPRINTS, check_tree
+from .trees import TREE_CURES, check_tree
 from .verifying import check_verifier
-from .wrong_steps import VERIFIER_FINGERPRINTS
+from .wrong_steps import VERIFIER_CURES
 
 __version__ = "0.1.0"
 
@@ -50,9 +50,9 @@ CURES = {
     "merge": MERGE_CURES,
     "attention": KERNEL_CURES,
     "gradients": GRADIENT_CURES,
-    "tree": TREE_FINGERPRINTS,
+    "tree": TREE_CURES,
     "packed_loss": PACKING_FINGERPRINTS,
-    "verifier": VERIFIER_FINGERPRINTS,
+    "verifier": VERIFIER_CURES,
 }
 
 

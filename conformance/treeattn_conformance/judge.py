@@ -2,8 +2,7 @@
 
 A mistake is known by the answers that it gives. It is named if it gives every number of every
 answer, the right ones and the wrong ones; or if a few mistakes do so together, each number by one
-of them. Otherwise no name is given, and the report says what is off, where, and by how much. Names
-need three answers: fewer say too little.
+of them. Otherwise no name is given, and the report says what is off, where, and by how much.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,8 +12,6 @@ import numpy as np
 
 from .calling import on_copies, takes
 from .report import Report, Result, expected, first_line
-
-FEWEST = 3  # answers that a name needs
 
 
 class Question(NamedTuple):
@@ -69,6 +66,7 @@ class Subject(NamedTuple):
     cures: Mapping[str, str]
     together: int = 1  # so many mistakes may explain an answer together
     narrower: Mapping[str, str] = {}  # where both explain, the first is named and not the second
+    fewest: int = 3  # answers that a name needs
 
 
 @np.errstate(all="ignore")
@@ -96,7 +94,7 @@ def judge(
                 result = Result(question.name, "failed", (), detail)
         results.append(result)
     searched = {place: x for place, x in answers.items() if x.question.names}
-    if len(searched) >= FEWEST and not all(x.right.all() for x in searched.values()):
+    if len(searched) >= subject.fewest and not all(x.right.all() for x in searched.values()):
         for place, names in zip(searched, named(list(searched.values()), subject), strict=True):
             results[place] = results[place]._replace(fingerprints=names)
     if written:

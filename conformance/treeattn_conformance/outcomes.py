@@ -17,6 +17,8 @@ ROUNDED = 1e-6  # how far from 1 probabilities may add up: those of float32 do n
 class OwnChance(Exception):
     """The same answers led to other questions: there is chance that did not come from rng."""
 
+    mistake = "chance of its own"
+
 
 class Answers:
     """The answers of one run: those that were prescribed, then the first possible ones."""

@@ -1,24 +1,10 @@
-"""Trees of candidate tokens: what is right, the questions, and what known mistakes give.
+"""Trees of candidate tokens: what is right, and the batches that are asked about.
 
 A tree is the index of each node's parent, which comes before it, and −1 at a root. Everything here
 is plain loops over nodes: it is what a builder in any framework is compared with.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
 import numpy as np
-
-
-class TreeCase(NamedTuple):
-    """One batch of trees, after texts of these lengths."""
-
-    name: str
-    parents: np.ndarray  # (b, n) int
-    lengths: np.ndarray  # (b,) int
-
-
-# What is right
 
 
 def tree_depths(parents: np.ndarray) -> np.ndarray:
@@ -69,11 +55,8 @@ def kept_path(cache, lengths, accepted) -> list[np.ndarray]:
     return rows
 
 
-# The questions
-
-
-def tree_cases() -> list[TreeCase]:
-    """Batches of trees, the same at every call."""
+def tree_batches() -> list[tuple[str, np.ndarray, np.ndarray]]:
+    """(name, parents (b, n), lengths (b,)) of batches of trees, the same at every call."""
     rng = np.random.default_rng(0)
 
     def random_trees(b: int, n: int) -> np.ndarray:
@@ -108,7 +91,7 @@ def tree_cases() -> list[TreeCase]:
         b = int(rng.integers(1, 5))
         n = int(rng.integers(2, 17))
         cases[f"random trees {number}"] = (random_trees(b, n), rng.integers(0, 20, b))
-    return [TreeCase(name, x, np.array(lengths)) for name, (x, lengths) in cases.items()]
+    return [(name, x, np.array(lengths)) for name, (x, lengths) in cases.items()]
 
 
 def _renumbered(parent: np.ndarray, order) -> np.ndarray:
@@ -118,13 +101,13 @@ def _renumbered(parent: np.ndarray, order) -> np.ndarray:
     return np.array([-1 if parent[i] < 0 else new[parent[i]] for i in order])
 
 
-def accepted_paths(case: TreeCase) -> np.ndarray:
+def accepted_paths(parents: np.ndarray) -> np.ndarray:
     """A path of each row from a root down, −1 after its last node: (b, most) int.
 
     Row r's ends at the node that is r-th to last.
     """
     paths = []
-    for r, parent in enumerate(case.parents):
+    for r, parent in enumerate(parents):
         node = len(parent) - 1 - r % len(parent)
         path = []
         while node >= 0:
@@ -135,89 +118,8 @@ def accepted_paths(case: TreeCase) -> np.ndarray:
     return np.array([path + [-1] * (most - len(path)) for path in paths])
 
 
-def cache_with_tree(case: TreeCase) -> np.ndarray:
+def cache_with_tree(parents: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """A cache (b, room, 2) float32: each row's prefix, its nodes after it, and free room."""
-    room = case.lengths.max() + case.parents.shape[1] + 3
+    room = lengths.max() + parents.shape[1] + 3
     rng = np.random.default_rng(1)
-    return rng.normal(size=(len(case.lengths), room, 2)).astype(np.float32)
-
-
-# What known mistakes give
-
-
-def wrong_masks(case: TreeCase) -> Iterator[tuple[str, np.ndarray]]:
-    mask = tree_mask(case.parents)
-    n = mask.shape[-1]
-    index = np.arange(n)
-    depths = tree_depths(case.parents)
-    itself = np.eye(n, dtype=bool)
-    first = np.broadcast_to(mask[:1], mask.shape)
-    root = mask.copy()
-    root[:, 0] = True
-    yield "one row's tree for all", first
-    yield "causal mask", np.broadcast_to(index <= index[:, None], mask.shape)
-    yield "whole levels seen", (depths[:, None, :] < depths[..., None]) | itself
-    yield "whole levels seen", depths[:, None, :] <= depths[..., None]
-    yield "only the parent seen", (index == case.parents[..., None]) | itself
-    yield "a node does not see itself", mask & ~itself
-    yield "mask transposed", mask.swapaxes(1, 2)
-    yield "True means hidden", ~mask
-    yield "root sees drafts", root
-
-
-def wrong_positions(case: TreeCase) -> Iterator[tuple[str, np.ndarray]]:
-    depths = tree_depths(case.parents)
-    lengths = case.lengths[:, None]
-    yield "one row's tree for all", lengths + depths[:1]
-    yield "positions by index", lengths + np.arange(depths.shape[1])
-    yield "positions without the prefix", depths
-    yield "one prefix length for all", case.lengths[0] + depths
-    yield "one prefix length for all", case.lengths.max() + depths
-    yield "positions off by one", lengths + depths + 1
-    yield "positions off by one", lengths + depths - 1
-
-
-def wrong_walks(case: TreeCase) -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray]]]:
-    next_token, next_sibling = tree_walk(case.parents)
-    b, n = case.parents.shape
-    depths = tree_depths(case.parents)
-    levels = np.full_like(next_sibling, -1)
-    last = np.full_like(next_token, -1)
-    for r, i in np.ndindex(b, n):
-        later = np.flatnonzero(depths[r, i + 1 :] == depths[r, i])
-        levels[r, i] = i + 1 + later[0] if len(later) else -1
-        children = np.flatnonzero(case.parents[r] == i)
-        last[r, i] = children[-1] if len(children) else -1
-    by_index = np.append(np.arange(1, n), -1)
-    yield (
-        "one row's tree for all",
-        tuple(np.repeat(x[:1], b, 0) for x in (next_token, next_sibling)),
-    )
-    yield "next sibling by level", (next_token, levels)
-    yield "only first children", (next_token, np.full_like(next_sibling, -1))
-    yield "next token by index", (np.broadcast_to(by_index, (b, n)), next_sibling)
-    yield "last child first", (last, next_sibling)
-    yield "0 for none", (np.maximum(next_token, 0), np.maximum(next_sibling, 0))
-
-
-def wrong_commits(case: TreeCase) -> Iterator[tuple[str, list[np.ndarray]]]:
-    cache = cache_with_tree(case)
-    paths = accepted_paths(case)
-    counts = (paths >= 0).sum(1)
-    b, most = paths.shape
-    dense = np.where(paths >= 0, np.arange(most), -1)
-    yield "path kept as a dense prefix", kept_path(cache, case.lengths, dense)
-    for r in (0, -1):
-        one = np.repeat(paths[r][None], b, 0)
-        yield "one row's path for all", kept_path(cache, case.lengths, one)
-    right = kept_path(cache, case.lengths, paths)
-    for count in (most, counts[0], counts.min()):
-        # Behind a path that is shorter lies what the cache held there.
-        ends = (case.lengths + count).tolist()
-        rows = zip(cache, right, ends, strict=True)
-        yield "one row's count for all", [_with_length(*row) for row in rows]
-    yield "root not kept", kept_path(cache, case.lengths, paths[:, 1:])
-
-
-def _with_length(row: np.ndarray, kept: np.ndarray, length: int) -> np.ndarray:
-    return np.concatenate([kept[:length], row[len(kept) : length]])
+    return rng.normal(size=(len(lengths), room, 2)).astype(np.float32)

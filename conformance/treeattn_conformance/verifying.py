@@ -12,174 +12,181 @@ from typing import NamedTuple
 import numpy as np
 
 from .calling import takes
-from .outcomes import OwnChance, law
-from .report import Report, Result, first_line
+from .judge import Asked, Mistake, Question, Subject, judge
+from .outcomes import law
+from .report import Report
 from .steps import Settings
-from .wrong_steps import MORE_SPECIAL, VERIFIER_FINGERPRINTS, possible_faults
+from .wrong_steps import VERIFIER_CURES, WRONG_STEPS, fixed_drafts
 
 Tokens = tuple[int, ...]
 TOLERANCE = 1e-6  # of probabilities: what is computed in float32 passes
 OPTIONS = ("widths", "replacement", "temperature", "top_k", "top_p")
 
 
-class Model:
+class Model(NamedTuple):
     """A made-up model: `kind` of log-probabilities after any tokens, the same ones every time."""
 
-    def __init__(self, seed: int, kind: str, vocabulary: int):
-        self.seed = seed
-        self.kind = kind
-        self.vocabulary = vocabulary
-        self._known: dict[Tokens, np.ndarray] = {}
+    seed: int
+    kind: str
+    vocabulary: int
 
     def __call__(self, path) -> np.ndarray:
         """(vocabulary,) float64; −∞ where a token never follows."""
-        path = tuple(int(token) for token in path)
-        if path not in self._known:
-            self._known[path] = self._logits(path)
-        return self._known[path].copy()
-
-    def _logits(self, path: Tokens) -> np.ndarray:
-        random = np.random.default_rng([self.seed, *(token + 1 for token in path)])
-        p = random.dirichlet(np.full(self.vocabulary, 1.5)) + 0.02
-        if self.kind == "without the first":
-            p[0] = 0
-        if self.kind == "without the last":
-            p[-1] = 0
-        if self.kind == "sure":
-            p = np.eye(self.vocabulary)[random.integers(self.vocabulary)]
-        with np.errstate(divide="ignore"):
-            return np.log(p / p.sum())
+        return _logits(self, tuple(int(token) for token in path)).copy()
 
 
-class VerifierCase(NamedTuple):
-    """One question: with these models and options, is the step lossless?"""
+@functools.cache
+def _logits(model: Model, path: Tokens) -> np.ndarray:
+    random = np.random.default_rng([model.seed, *(token + 1 for token in path)])
+    p = random.dirichlet(np.full(model.vocabulary, 1.5)) + 0.02
+    if model.kind == "without the first":
+        p[0] = 0
+    if model.kind == "without the last":
+        p[-1] = 0
+    if model.kind == "sure":
+        p = np.eye(model.vocabulary)[random.integers(model.vocabulary)]
+    with np.errstate(divide="ignore"):
+        return np.log(p / p.sum())
 
-    name: str
-    target: Model
-    draft: Model
-    options: dict
-    needs: tuple[str, ...] = ()  # options that the step must have for it
+
+class Answer(NamedTuple):
+    """What a step gave: the law of its tokens, and with which widths it may have drafted."""
+
+    law: dict[Tokens, float]
+    shapes: tuple[Tokens, ...]
 
 
-def verifier_cases() -> list[VerifierCase]:
-    """The questions, the same ones at every call."""
+def verifier_questions() -> list[Question]:
+    """The questions, the same ones at every call; the right answer is a law of texts."""
     n = 3
-    target = Model(1, "any", n)
-    draft = Model(2, "any", n)
-    wide = (Model(5, "any", 4), Model(6, "any", 4))
-    tree = ("widths",)
-    both = ("widths", "replacement")
-    cases = [
-        VerifierCase("one token", target, draft, {"widths": (1,)}, tree),
-        VerifierCase("chain", target, draft, {}),
-        VerifierCase("draft is the target", target, target, {}),
-        VerifierCase(
-            "other tokens", Model(3, "without the first", n), Model(4, "without the last", n), {}
-        ),
-        VerifierCase("a sure draft", target, Model(2, "sure", n), {}),
-        VerifierCase("a sure target", Model(1, "sure", n), draft, {}),
-        VerifierCase("siblings", target, draft, {"widths": (2,)}, tree),
-        VerifierCase("all tokens", target, draft, {"widths": (3,)}, tree),
-        VerifierCase("a tree", target, draft, {"widths": (2, 1)}, tree),
-        VerifierCase("a tree, later", target, draft, {"widths": (1, 2)}, tree),
-        VerifierCase(
-            "drawn with replacement", target, draft, {"widths": (2, 1), "replacement": True}, both
-        ),
-        VerifierCase("temperature", target, draft, {"temperature": 0.5}, ("temperature",)),
-        VerifierCase("temperature 0", target, draft, {"temperature": 0.0}, ("temperature",)),
-        VerifierCase("top-k", *wide, {"top_k": 2}, ("top_k",)),
-        VerifierCase("top-p", *wide, {"top_p": 0.7}, ("top_p",)),
-        VerifierCase("top-k, siblings", *wide, {"top_k": 3, "widths": (2,)}, ("widths", "top_k")),
+    target, draft = Model(1, "any", n), Model(2, "any", n)
+    wide = Model(5, "any", 4), Model(6, "any", 4)
+    lacking = Model(3, "without the first", n), Model(4, "without the last", n)
+    asked = {
+        "one token": (target, draft, {"widths": (1,)}),
+        "chain": (target, draft, {}),
+        "draft is the target": (target, target, {}),
+        "other tokens": (*lacking, {}),
+        "a sure draft": (target, Model(2, "sure", n), {}),
+        "a sure target": (Model(1, "sure", n), draft, {}),
+        "siblings": (target, draft, {"widths": (2,)}),
+        "all tokens": (target, draft, {"widths": (3,)}),
+        "a tree": (target, draft, {"widths": (2, 1)}),
+        "a tree, later": (target, draft, {"widths": (1, 2)}),
+        "drawn with replacement": (target, draft, {"widths": (2, 1), "replacement": True}),
+        "temperature": (target, draft, {"temperature": 0.5}),
+        "temperature 0": (target, draft, {"temperature": 0.0}),
+        "top-k": (*wide, {"top_k": 2}),
+        "top-p": (*wide, {"top_p": 0.7}),
+        "top-p at a temperature": (*wide, {"temperature": 0.5, "top_p": 0.75}),
+        "top-k, siblings": (*wide, {"top_k": 3, "widths": (2,)}),
+    }
+    return [
+        Question(name, {"target": target, "draft": draft}, options, None)
+        for name, (target, draft, options) in asked.items()
     ]
-    return cases
 
 
-def check_verifier(step: Callable, *, widths: tuple[int, ...] | None = None) -> Report:
+def check_verifier(
+    step: Callable, *, widths: tuple[int, ...] | None = None, only=None, expect=()
+) -> Report:
     """Is this step of speculative decoding lossless? If not, which known fault is it?
 
     step:   step(target, draft, rng, **options) -> the tokens of one step: those that it drafted and
             accepted, and one more. target(path) and draft(path) are logits (V,) after a path of
             tokens, (); V is 3 or 4. rng is to be used like a `numpy.random.Generator`: all chance
-            comes from it, for drafting as well as for accepting (`Source` says what it offers)
+            comes from it, for drafting as well as for accepting (`Source` says what it offers). A
+            step that draws with PyTorch or JAX has to be transcribed
     widths: what it drafts, if it has no such option, to recognize faults: (1, 1) are two tokens in
             a row. None: where it asks the draft says whether it is a chain or a small tree
+    only, expect: as in `check_merge`
 
     Options are asked of a step that takes them, and it always gets all that it takes: widths, how
     many tokens are drafted after each path, depth by depth ((2, 1): two, and one after each);
     replacement, False: siblings are drawn without; temperature (0: the likeliest), top_k, top_p, in
     this order, of the target's logits. What raises NotImplementedError is not asked.
 
-    The step is run once for each way that chance can fall, 10 to 2,000 times a case. Probabilities
-    are compared to 1e-6: a step may compute in float32. A fault is named if it explains every case,
-    also those that passed. TypeError where step is no function.
+    The step is run once for each way that chance can fall, 10 to 2,000 times a question.
+    Probabilities are compared to 1e-6: a step may compute in float32. TypeError where step is no
+    function.
     """
     if not callable(step):
         raise TypeError(f"step: expected a function, got {step!r:.40}")
-    results = []
-    suspects: set[str] | None = None  # the faults that explain all that has failed so far
-    passed = []
-    for case in verifier_cases():
-        missing = [name for name in case.needs if not takes(step, name)]
-        if missing:
-            results.append(Result(case.name, "skipped", (), f"it has no option {missing[0]}"))
-            continue
-        result, asked = _ask(step, case, widths, suspects)
-        results.append(result)
-        if result.status == "failed" and asked:
-            names = set(result.fingerprints)
-            suspects = names if suspects is None else suspects & names
-        if result.status == "passed":
-            passed.append((case, asked))
-    suspects = suspects or set()
-    for case, asked in passed if suspects else ():
-        suspects -= _refuted(case, asked, suspects)
-    suspects -= {MORE_SPECIAL[name] for name in suspects if name in MORE_SPECIAL}
-    return Report(tuple(_only(result, suspects) for result in results), VERIFIER_FINGERPRINTS)
 
+    @functools.wraps(step)
+    def whole(target: Model, draft: Model, **options) -> Answer:
+        settings = Settings(target.vocabulary, **options)
+        given = {name: getattr(settings, name) for name in OPTIONS if takes(step, name)}
+        drafts: list[set[Tokens]] = []  # of each run, the paths after which the draft was asked
 
-def _only(result: Result, names: set[str]) -> Result:
-    return result._replace(fingerprints=tuple(x for x in result.fingerprints if x in names))
+        def run(rng):
+            drafts.append(set())
 
+            def asked(path):
+                drafts[-1].add(tuple(int(token) for token in path))
+                return draft(path)
 
-def _ask(step, case: VerifierCase, widths, suspects: set[str] | None) -> tuple:
-    """(what comes of one case, the settings that it may have been asked with): with the faults that
-    would explain it, and that are suspected. No settings where the step raised an error."""
-    settings = Settings(case.target.vocabulary, **case.options)
-    options = {name: getattr(settings, name) for name in OPTIONS if takes(step, name)}
-    drafts: list[set[Tokens]] = []  # of each run, the paths after which the draft was asked
+            return _checked(step(target, asked, rng, **given), settings.vocabulary)
 
-    def run(rng):
-        drafts.append(set())
-
-        def draft(path):
-            drafts[-1].add(tuple(int(token) for token in path))
-            return case.draft(path)
-
-        return _checked(step(case.target, draft, rng, **options), settings.vocabulary)
-
-    try:
         found = law(run)
-    except NotImplementedError as error:
-        return Result(case.name, "skipped", (), first_line(error)), []
-    except OwnChance as error:
-        return Result(case.name, "failed", ("chance of its own",), str(error)), [settings]
-    except Exception as error:
-        return Result(case.name, "failed", (), f"{type(error).__name__}: {first_line(error)}"), []
-    shapes = [settings.widths if takes(step, "widths") else widths]
-    if shapes == [None]:
-        shapes = _likely_shapes(drafts, max(map(len, found)) - 1)
-    asked = [settings._replace(widths=shape) for shape in shapes]
-    p = functools.partial(_probabilities, settings, case.target)
-    off, detail = difference(found, p)
-    if off <= TOLERANCE:
-        tokens = sum(len(tokens) * chance for tokens, chance in found.items())
-        return Result(case.name, "passed", (), f"{float(tokens):.3f} tokens a step"), asked
-    names = _explaining(case, asked, found, p, suspects)
-    return Result(case.name, "failed", tuple(sorted(names)), detail), asked
+        shapes = (settings.widths,) if "widths" in given else (widths,)
+        if shapes == (None,):
+            shapes = _likely_shapes(drafts, max(map(len, found)) - 1)
+        return Answer(found, tuple(shapes))
+
+    subject = Subject(
+        lambda question, came: came,
+        _same,
+        _describe,
+        _mistakes(),
+        VERIFIER_CURES,
+        narrower={"likeliest tokens judged as drawn": "drafts ignore the key"},
+        fewest=1,
+    )
+    return judge(whole, verifier_questions(), subject, only=only, expect=expect)
 
 
-def _probabilities(settings: Settings, target: Model, path) -> np.ndarray:
-    return settings.of(target(path))
+class Fault(Mistake):
+    """A fault's function gives laws, of which each may be what came: (target, draft, settings)."""
+
+    def explains(self, asked: Asked, same: Callable) -> np.ndarray:
+        question, answer, right = asked
+        p = _probabilities(question)
+        shows = False
+        for shape in answer.shapes:
+            settings = _settings(question)._replace(widths=shape)
+            for found in self.wrong(*question.arguments.values(), settings):
+                shows = True
+                if _alike(answer.law, found, p):
+                    return np.array([True])
+        return right if not shows else np.array([False])
+
+
+@functools.cache
+def _mistakes() -> list[Fault]:
+    def laws(target, draft, settings, wrong) -> Iterator[dict]:
+        if wrong.applies(settings):
+            yield law(lambda rng: wrong(target, draft, rng, settings).run())
+
+    faults = [Fault(name, functools.partial(laws, wrong=wrong)) for name, wrong in WRONG_STEPS]
+    return [*faults, Fault("drafts ignore the key", fixed_drafts)]
+
+
+def _settings(question: Question) -> Settings:
+    return Settings(question.arguments["target"].vocabulary, **question.options)
+
+
+def _probabilities(question: Question) -> Callable:
+    settings, target = _settings(question), question.arguments["target"]
+    return lambda path: settings.of(target(path))
+
+
+def _same(question: Question, answer: Answer, right) -> np.ndarray:
+    return np.array([difference(answer.law, _probabilities(question))[0] <= TOLERANCE])
+
+
+def _describe(question: Question, answer: Answer, right: np.ndarray) -> str:
+    return difference(answer.law, _probabilities(question))[1]
 
 
 def _likely_shapes(drafts: list[set[Tokens]], accepted: int) -> list[tuple[int, ...]]:
@@ -194,30 +201,6 @@ def _likely_shapes(drafts: list[set[Tokens]], accepted: int) -> list[tuple[int, 
     # The draft is not asked after the last tokens: siblings among them cannot be seen.
     firsts = (1, 2) if branches or deepest == 0 else (1,)
     return [(first, *[1] * (depth - 1)) for depth in depths for first in firsts]
-
-
-def _explaining(case, asked: list[Settings], found: dict, p, suspects) -> set[str]:
-    """The faults, of all or of the suspects, that give what was found."""
-    names: set[str] = set()
-    for settings in asked if suspects is None or suspects else ():
-        if names:
-            break
-        for name, law_of in possible_faults(case.target, case.draft, settings):
-            wanted = name not in names and (suspects is None or name in suspects)
-            if wanted and same(found, law_of(), p):
-                names.add(name)
-    return names
-
-
-def _refuted(case: VerifierCase, asked: list[Settings], suspects: set[str]) -> set[str]:
-    """The suspects that would have failed this case, which passed."""
-    right: dict[str, bool] = {}  # of a fault that has several forms one suffices
-    for settings in asked:
-        p = functools.partial(_probabilities, settings, case.target)
-        for name, law_of in possible_faults(case.target, case.draft, settings):
-            if name in suspects and not right.get(name):
-                right[name] = difference(law_of(), p)[0] <= TOLERANCE
-    return {name for name, is_right in right.items() if not is_right}
 
 
 def _checked(tokens, vocabulary: int) -> Tokens:
@@ -261,13 +244,15 @@ def difference(found: dict, p: Callable) -> tuple[float, str]:
         exact[text] = exact[text[:-1]] * p(text[:-1])[text[-1]]
         off = abs(total[text] - exact[text])
         if off > TOLERANCE and not detail:
+            found, right = float(total[text]), float(exact[text])
             place = f"token {len(text)}: {text[-1]} after {list(text[:-1])}"
-            detail = f"{place} has {float(total[text]):.4f} instead of {float(exact[text]):.4f}"
+            detail = f"{place} has {found:.4f} instead of {right:.4f}"
+            detail += f", {found / right:.3g} times" if right else ""
         largest = max(largest, float(off))
     return largest, detail
 
 
-def same(one: dict, other: dict, p: Callable) -> bool:
+def _alike(one: dict, other: dict, p: Callable) -> bool:
     """Whether two steps give texts of the same distribution."""
     length = max(map(len, [*one, *other]))
     a = continued(one, p, length)

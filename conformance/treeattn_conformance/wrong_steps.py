@@ -1,7 +1,6 @@
 """The known faults of a step of speculative decoding, each in the part of `Step` where it sits."""
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -9,7 +8,7 @@ from .outcomes import law
 from .steps import Path, Settings, Step, lacking, normalized
 
 # What known faults are, and their cures.
-VERIFIER_FINGERPRINTS = {
+VERIFIER_CURES = {
     "noise shared by draft and residual": "draw what replaces a rejected token with fresh noise",
     "noise shared by draft and test": "accept with a random number that drew nothing before",
     "noise shared by test and residual": "draw the replacement with a random number of its own",
@@ -32,10 +31,6 @@ VERIFIER_FINGERPRINTS = {
     "ratio upside down": "accept x with min(1, p(x) / q(x)), the target's over the draft's",
     "chance of its own": "take all random numbers from rng, the draft's included",
 }
-
-
-# The likeliest tokens are the same in all calls, too.
-MORE_SPECIAL = {"likeliest tokens judged as drawn": "drafts ignore the key"}
 
 
 class Wrong(Step):
@@ -235,8 +230,14 @@ class AcceptsAll(Wrong):
 
 
 class RatioUpsideDown(Wrong):
+    never = 1.0  # what is done with a token that the target never gives
+
     def chance(self, p, q, x):
-        return min(1.0, q[x] / p[x]) if p[x] > 0 else 1.0
+        return min(1.0, q[x] / p[x]) if p[x] > 0 else self.never
+
+
+class RatioUpsideDownOrNone(RatioUpsideDown):
+    never = 0.0
 
 
 WRONG_STEPS = (
@@ -263,6 +264,7 @@ WRONG_STEPS = (
     ("bonus from the wrong position", BonusAlways),
     ("accepts all drafts", AcceptsAll),
     ("ratio upside down", RatioUpsideDown),
+    ("ratio upside down", RatioUpsideDownOrNone),
 )
 
 
@@ -277,21 +279,8 @@ class Fixed(Step):
         return self._fixed
 
 
-Law = dict  # {tokens: probability}
-
-
-def possible_faults(target, draft, settings: Settings) -> Iterator[tuple[str, Callable[[], Law]]]:
-    """(name, what calculates the law of its tokens), of the faults that these settings can show."""
-
-    def law_of(wrong, *arguments) -> Law:
-        return law(lambda rng: wrong(*arguments, target, draft, rng, settings).run())
-
-    for name, wrong in WRONG_STEPS:
-        if wrong.applies(settings):
-            yield name, functools.partial(law_of, wrong)
-
-    def drafted(rng) -> tuple:
-        return tuple(Step(target, draft, rng, settings).drawn.items())
-
-    for items in law(drafted):
-        yield "drafts ignore the key", functools.partial(law_of, Fixed, dict(items))
+def fixed_drafts(target, draft, settings: Settings) -> Iterator[dict]:
+    """The laws of steps whose draft is the same in all calls, one of those that are possible."""
+    for items in law(lambda rng: tuple(Step(target, draft, rng, settings).drawn.items())):
+        tree = dict(items)
+        yield law(lambda rng, tree=tree: Fixed(tree, target, draft, rng, settings).run())
