@@ -1,8 +1,10 @@
-"""Trees of candidate tokens: what is right, and the batches that are asked about.
+"""Trees of candidate tokens: what is right, the batches, and what known mistakes give.
 
 A tree is the index of each node's parent, which comes before it, and −1 at a root. Everything here
 is plain loops over nodes: it is what a builder in any framework is compared with.
 """
+
+from collections.abc import Callable
 
 import numpy as np
 
@@ -123,3 +125,130 @@ def cache_with_tree(parents: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     room = lengths.max() + parents.shape[1] + 3
     rng = np.random.default_rng(1)
     return rng.normal(size=(len(lengths), room, 2)).astype(np.float32)
+
+
+# What known mistakes give, of parents (b, n) and lengths (b,)
+
+
+def masks() -> dict[str, list[Callable]]:
+    def of_levels(compare):
+        def mask(parents, lengths):
+            depths = tree_depths(parents)
+            return compare(depths[:, None, :], depths[..., None]) | np.eye(
+                parents.shape[1], dtype=bool
+            )
+
+        return mask
+
+    def first_sees(parents, lengths):
+        mask = tree_mask(parents)
+        mask[:, 0] = True
+        return mask
+
+    def parent_alone(parents, lengths):
+        n = parents.shape[1]
+        return (np.arange(n) == parents[..., None]) | np.eye(n, dtype=bool)
+
+    def causal(parents, lengths):
+        n = parents.shape[1]
+        return np.broadcast_to(np.tri(n, dtype=bool), (len(parents), n, n))
+
+    return {
+        "one row's tree for all": [
+            lambda parents, _: tree_mask(np.repeat(parents[:1], len(parents), 0))
+        ],
+        "causal mask": [causal],
+        "whole levels seen": [of_levels(np.less), of_levels(np.less_equal)],
+        "only the parent seen": [parent_alone],
+        "a node does not see itself": [
+            lambda parents, _: tree_mask(parents) & ~np.eye(parents.shape[1], dtype=bool)
+        ],
+        "mask transposed": [lambda parents, _: tree_mask(parents).swapaxes(1, 2)],
+        "True means hidden": [lambda parents, _: ~tree_mask(parents)],
+        "root sees drafts": [first_sees],
+    }
+
+
+def positions() -> dict[str, list[Callable]]:
+    def after(prefix):
+        return lambda parents, lengths: prefix(lengths[:, None]) + tree_depths(parents)
+
+    def by_index(parents, lengths):
+        return lengths[:, None] + np.broadcast_to(np.arange(parents.shape[1]), parents.shape)
+
+    def of_first(parents, lengths):
+        return lengths[:, None] + tree_depths(parents[:1])
+
+    return {
+        "one row's tree for all": [of_first],
+        "positions by index": [by_index],
+        "positions without the prefix": [after(lambda lengths: 0)],
+        "one prefix length for all": [after(lambda lengths: lengths[0]), after(np.max)],
+        "positions off by one": [after(lambda x: x + 1), after(lambda x: x - 1)],
+    }
+
+
+def walks() -> dict[str, list[Callable]]:
+    def levels(parents, lengths):
+        """The next node of the same depth."""
+        depths, (first, _) = tree_depths(parents), tree_walk(parents)
+        links = np.full_like(parents, -1)
+        for r, i in np.ndindex(parents.shape):
+            later = np.flatnonzero(depths[r, i + 1 :] == depths[r, i])
+            links[r, i] = i + 1 + later[0] if len(later) else -1
+        return np.stack([first, links])
+
+    def last_first(parents, lengths):
+        last = np.full_like(parents, -1)
+        for r, i in np.ndindex(parents.shape):
+            if parents[r, i] >= 0:
+                last[r, parents[r, i]] = i
+        return np.stack([last, tree_walk(parents)[1]])
+
+    def by_index(parents, lengths):
+        links = np.append(np.arange(1, parents.shape[1]), -1)
+        return np.stack([np.broadcast_to(links, parents.shape), tree_walk(parents)[1]])
+
+    def changed(change):
+        return lambda parents, lengths: np.stack(change(*tree_walk(parents)))
+
+    return {
+        "one row's tree for all": [
+            lambda parents, _: np.stack(tree_walk(np.repeat(parents[:1], len(parents), 0)))
+        ],
+        "next sibling by level": [levels],
+        "only first children": [changed(lambda child, sibling: (child, np.full_like(sibling, -1)))],
+        "next token by index": [by_index],
+        "last child first": [last_first],
+        "0 for none": [changed(lambda *links: np.maximum(links, 0))],
+    }
+
+
+def commits() -> dict[str, list[Callable]]:
+    """Of a cache, lengths and accepted paths."""
+
+    def dense(cache, lengths, paths):
+        return kept_path(cache, lengths, np.where(paths >= 0, np.arange(paths.shape[1]), -1))
+
+    def of_row(r):
+        return lambda cache, lengths, paths: kept_path(cache, lengths, paths[[r] * len(paths)])
+
+    def count(of_all):
+        """Behind a path that is shorter lies what the cache held there."""
+
+        def commit(cache, lengths, paths):
+            rows = zip(cache, kept_path(cache, lengths, paths), lengths, strict=True)
+            n = of_all((paths >= 0).sum(1))
+            return [np.concatenate([x[: m + n], row[len(x) : m + n]]) for row, x, m in rows]
+
+        return commit
+
+    def without_root(cache, lengths, paths):
+        return kept_path(cache, lengths, paths[:, 1:])
+
+    return {
+        "path kept as a dense prefix": [dense],
+        "one row's path for all": [of_row(0), of_row(-1)],
+        "one row's count for all": [count(np.max), count(lambda counts: counts[0]), count(np.min)],
+        "root not kept": [without_root],
+    }

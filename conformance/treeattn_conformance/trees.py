@@ -7,15 +7,7 @@ import numpy as np
 
 from .judge import Mistake, Question, Subject, judge
 from .report import Report, Result, expected
-from .token_trees import (
-    accepted_paths,
-    cache_with_tree,
-    kept_path,
-    tree_batches,
-    tree_depths,
-    tree_mask,
-    tree_walk,
-)
+from . import token_trees as trees
 
 TREE_CURES = {
     "one row's tree for all": "every row of a batch has a tree of its own: build one for each",
@@ -163,145 +155,18 @@ def first_row(question: Question, rows: list[np.ndarray], right: np.ndarray) -> 
     raise AssertionError("one of them is wrong")
 
 
-# What known mistakes give, of parents (b, n) and lengths (b,)
-
-
-def masks() -> dict[str, list[Callable]]:
-    def of_levels(compare):
-        def mask(parents, lengths):
-            depths = tree_depths(parents)
-            return compare(depths[:, None, :], depths[..., None]) | np.eye(
-                parents.shape[1], dtype=bool
-            )
-
-        return mask
-
-    def first_sees(parents, lengths):
-        mask = tree_mask(parents)
-        mask[:, 0] = True
-        return mask
-
-    def parent_alone(parents, lengths):
-        n = parents.shape[1]
-        return (np.arange(n) == parents[..., None]) | np.eye(n, dtype=bool)
-
-    def causal(parents, lengths):
-        n = parents.shape[1]
-        return np.broadcast_to(np.tri(n, dtype=bool), (len(parents), n, n))
-
-    return {
-        "one row's tree for all": [
-            lambda parents, _: tree_mask(np.repeat(parents[:1], len(parents), 0))
-        ],
-        "causal mask": [causal],
-        "whole levels seen": [of_levels(np.less), of_levels(np.less_equal)],
-        "only the parent seen": [parent_alone],
-        "a node does not see itself": [
-            lambda parents, _: tree_mask(parents) & ~np.eye(parents.shape[1], dtype=bool)
-        ],
-        "mask transposed": [lambda parents, _: tree_mask(parents).swapaxes(1, 2)],
-        "True means hidden": [lambda parents, _: ~tree_mask(parents)],
-        "root sees drafts": [first_sees],
-    }
-
-
-def positions() -> dict[str, list[Callable]]:
-    def after(prefix):
-        return lambda parents, lengths: prefix(lengths[:, None]) + tree_depths(parents)
-
-    def by_index(parents, lengths):
-        return lengths[:, None] + np.broadcast_to(np.arange(parents.shape[1]), parents.shape)
-
-    def of_first(parents, lengths):
-        return lengths[:, None] + tree_depths(parents[:1])
-
-    return {
-        "one row's tree for all": [of_first],
-        "positions by index": [by_index],
-        "positions without the prefix": [after(lambda lengths: 0)],
-        "one prefix length for all": [after(lambda lengths: lengths[0]), after(np.max)],
-        "positions off by one": [after(lambda x: x + 1), after(lambda x: x - 1)],
-    }
-
-
-def walks() -> dict[str, list[Callable]]:
-    def levels(parents, lengths):
-        """The next node of the same depth."""
-        depths, (first, _) = tree_depths(parents), tree_walk(parents)
-        links = np.full_like(parents, -1)
-        for r, i in np.ndindex(parents.shape):
-            later = np.flatnonzero(depths[r, i + 1 :] == depths[r, i])
-            links[r, i] = i + 1 + later[0] if len(later) else -1
-        return np.stack([first, links])
-
-    def last_first(parents, lengths):
-        last = np.full_like(parents, -1)
-        for r, i in np.ndindex(parents.shape):
-            if parents[r, i] >= 0:
-                last[r, parents[r, i]] = i
-        return np.stack([last, tree_walk(parents)[1]])
-
-    def by_index(parents, lengths):
-        links = np.append(np.arange(1, parents.shape[1]), -1)
-        return np.stack([np.broadcast_to(links, parents.shape), tree_walk(parents)[1]])
-
-    def changed(change):
-        return lambda parents, lengths: np.stack(change(*tree_walk(parents)))
-
-    return {
-        "one row's tree for all": [
-            lambda parents, _: np.stack(tree_walk(np.repeat(parents[:1], len(parents), 0)))
-        ],
-        "next sibling by level": [levels],
-        "only first children": [changed(lambda child, sibling: (child, np.full_like(sibling, -1)))],
-        "next token by index": [by_index],
-        "last child first": [last_first],
-        "0 for none": [changed(lambda *links: np.maximum(links, 0))],
-    }
-
-
-def commits() -> dict[str, list[Callable]]:
-    """Of a cache, lengths and accepted paths."""
-
-    def dense(cache, lengths, paths):
-        return kept_path(cache, lengths, np.where(paths >= 0, np.arange(paths.shape[1]), -1))
-
-    def of_row(r):
-        return lambda cache, lengths, paths: kept_path(cache, lengths, paths[[r] * len(paths)])
-
-    def count(of_all):
-        """Behind a path that is shorter lies what the cache held there."""
-
-        def commit(cache, lengths, paths):
-            rows = zip(cache, kept_path(cache, lengths, paths), lengths, strict=True)
-            n = of_all((paths >= 0).sum(1))
-            return [np.concatenate([x[: m + n], row[len(x) : m + n]]) for row, x, m in rows]
-
-        return commit
-
-    def without_root(cache, lengths, paths):
-        return kept_path(cache, lengths, paths[:, 1:])
-
-    return {
-        "path kept as a dense prefix": [dense],
-        "one row's path for all": [of_row(0), of_row(-1)],
-        "one row's count for all": [count(np.max), count(lambda counts: counts[0]), count(np.min)],
-        "root not kept": [without_root],
-    }
-
-
 def part(read, same, describe, known: dict[str, list[Callable]]) -> Subject:
     mistakes = [Mistake(name, wrong) for name, forms in known.items() for wrong in forms]
     return Subject(read, same, describe, mistakes, TREE_CURES)
 
 
 PARTS = {
-    "mask": part(mask_of, same_arrays, first_entry, masks()),
-    "positions": part(positions_of, same_arrays, first_entry, positions()),
+    "mask": part(mask_of, same_arrays, first_entry, trees.masks()),
+    "positions": part(positions_of, same_arrays, first_entry, trees.positions()),
     "walk": part(
         walk_of, same_walk, lambda question, walk, _: lost_children(question, walk), walks()
     ),
-    "commit": part(kept_of, same_arrays, first_row, commits()),
+    "commit": part(kept_of, same_arrays, first_row, trees.commits()),
 }
 
 
@@ -309,19 +174,19 @@ PARTS = {
 def tree_questions(part: str) -> list[Question]:
     """What a builder, or a commit, is asked about each batch of trees."""
     questions = []
-    for name, parents, lengths in tree_batches():
+    for name, parents, lengths in trees.tree_batches():
         arguments = {"parents": parents, "lengths": lengths}
         if part == "commit":
             arguments = {
-                "cache": cache_with_tree(parents, lengths),
+                "cache": trees.cache_with_tree(parents, lengths),
                 "lengths": lengths,
-                "accepted": accepted_paths(parents),
+                "accepted": trees.accepted_paths(parents),
             }
         right = {
-            "mask": lambda parents, _: tree_mask(parents),
-            "positions": lambda parents, lengths: lengths[:, None] + tree_depths(parents),
-            "walk": lambda parents, _: np.stack(tree_walk(parents)),
-            "commit": kept_path,
+            "mask": lambda parents, _: trees.tree_mask(parents),
+            "positions": lambda parents, lengths: lengths[:, None] + trees.tree_depths(parents),
+            "walk": lambda parents, _: np.stack(trees.tree_walk(parents)),
+            "commit": trees.kept_path,
         }[part]
         questions.append(Question(name, arguments, {}, right(*arguments.values())))
     return questions
