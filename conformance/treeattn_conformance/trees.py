@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from . import token_trees as trees
 from .judge import Mistake, Question, Subject, judge
 from .report import Report, Result, expected
-from . import token_trees as trees
 
 TREE_CURES = {
     "one row's tree for all": "every row of a batch has a tree of its own: build one for each",
@@ -164,7 +164,7 @@ PARTS = {
     "mask": part(mask_of, same_arrays, first_entry, trees.masks()),
     "positions": part(positions_of, same_arrays, first_entry, trees.positions()),
     "walk": part(
-        walk_of, same_walk, lambda question, walk, _: lost_children(question, walk), walks()
+        walk_of, same_walk, lambda question, walk, _: lost_children(question, walk), trees.walks()
     ),
     "commit": part(kept_of, same_arrays, first_row, trees.commits()),
 }
