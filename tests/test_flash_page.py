@@ -58,9 +58,10 @@ def test_with_the_kernels_axes_and_infinity_the_pages_functions_conform(page, mo
     monkeypatch.setattr(page["flash_fwd"], "flash_mha_fwd", fwd)
     monkeypatch.setattr(page["varlen_fwd"], "flash_mha_varlen_fwd", varlen_fwd)
 
-    def kernel(q, k, v, *, scale=0.25, kv_lengths=None, **options):
+    def kernel(q, k, v, *, scale=None, kv_lengths=None, **options):
         if options:
             raise NotImplementedError
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
         q, k, v = (jnp.asarray(x) for x in (q, k, v))
         if kv_lengths is None:
             return page["attention"](q, k, v, scale)

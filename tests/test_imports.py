@@ -70,7 +70,7 @@ OTHERS = {
 BUDGET = {
     "treeattn": 23_700,
     "treeattn_llama": 20_300,
-    "treeattn_conformance": 40_000,
+    "treeattn_conformance": 37_000,
     "figures": 21_000,
     "benchmarks": 7_800,
     "labs.acceptance": 4_900,

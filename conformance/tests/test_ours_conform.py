@@ -100,10 +100,11 @@ def test_our_merges_pass(reduce, dtype):
 def test_our_kernel_passes(dtype):
     run = jax.jit(lambda *x, **options: finalize(attend(*x, **options)))
 
-    def ours(q, k, v, *, scale=0.25, **options):
+    def ours(q, k, v, *, scale=None, **options):
         lengths, mask = options_as_masks(q, k, **options)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
         q, k, v = (jnp.asarray(x, dtype) for x in (q, k, v))
-        return run(q, k, v, mask=mask, kv_lengths=lengths, scale=jnp.asarray(scale, q.dtype))
+        return run(q, k, v, mask=mask, kv_lengths=lengths, scale=jnp.float32(scale))
 
     assert_passes(check_attention(with_sinks(ours), dtype=dtype))
 
@@ -113,7 +114,7 @@ def test_decoding_from_shards_passes(method):
     mesh = kv_mesh(jax.devices()[:4], nodes=2)
     sharding = NamedSharding(mesh, P(None, ("node", "device")))
 
-    def ours(q, k, v, *, scale=0.25, **options):
+    def ours(q, k, v, *, scale=None, **options):
         lengths, mask = options_as_masks(q, k, **options)
         options = {"mask": mask, "kv_lengths": lengths, "scale": scale, "method": method}
         return tree_decode(q, k, v, sharding=sharding, return_lse=True, **options)
@@ -131,7 +132,7 @@ def test_our_trees_pass():
 
 
 def jax_residual(dtype):
-    def kernel(q, k, v, *, scale=0.25, **options):
+    def kernel(q, k, v, *, scale=None, **options):
         if "sinks" in options:
             raise NotImplementedError("sinks")
         lengths, mask = options_as_masks(q, k, **options)

@@ -155,12 +155,12 @@ class Form(Mistake):
 @functools.cache
 def _questions(dtype: str, reduction: str) -> tuple:
     questions = row_questions(dtype, reduction)
-    first: dict[str, dict] = {}  # of the same rows the first parameters, which later ones are kept
+    last: dict[str, dict] = {}  # the parameters of the last question with these rows
     older: dict[str, dict | None] = {}
     for x in questions:
         rows = str(x.arguments["rows"])
-        older[x.name] = first.get(rows)
-        first.setdefault(rows, x.arguments["parameters"])
+        older[x.name] = last.get(rows)
+        last[rows] = x.arguments["parameters"]
     passes = {
         x.name: list(wrong_passes(x.arguments["rows"], x.arguments["weights"], reduction))
         for x in questions

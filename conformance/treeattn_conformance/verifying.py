@@ -49,13 +49,6 @@ def _logits(model: Model, path: Tokens) -> np.ndarray:
         return np.log(p / p.sum())
 
 
-class Answer(NamedTuple):
-    """What a step gave: the law of its tokens, and with which widths it may have drafted."""
-
-    law: dict[Tokens, float]
-    shapes: tuple[Tokens, ...]
-
-
 def verifier_questions() -> list[Question]:
     """The questions, the same ones at every call; the right answer is a law of texts."""
     n = 3
@@ -113,63 +106,57 @@ def check_verifier(
     if not callable(step):
         raise TypeError(f"step: expected a function, got {step!r:.40}")
 
-    @functools.wraps(step)
-    def whole(target: Model, draft: Model, **options) -> Answer:
-        settings = Settings(target.vocabulary, **options)
-        given = {name: getattr(settings, name) for name in OPTIONS if takes(step, name)}
-        drafts: list[set[Tokens]] = []  # of each run, the paths after which the draft was asked
+    shapes = [None] if takes(step, "widths") else [widths] if widths else _likely_shapes(step)
+    for shape in shapes:
+        subject = Subject(
+            lambda question, came: came,
+            _same,
+            _describe,
+            _mistakes(shape),
+            VERIFIER_CURES,
+            narrower={"likeliest tokens judged as drawn": "drafts ignore the key"},
+            fewest=1,
+        )
+        whole = functools.wraps(step)(functools.partial(_law_of, step))
+        report = judge(whole, verifier_questions(), subject, only=only, expect=expect)
+        if report.fingerprints or not report.names("failed"):
+            break
+    return report
 
-        def run(rng):
-            drafts.append(set())
 
-            def asked(path):
-                drafts[-1].add(tuple(int(token) for token in path))
-                return draft(path)
-
-            return _checked(step(target, asked, rng, **given), settings.vocabulary)
-
-        found = law(run)
-        shapes = (settings.widths,) if "widths" in given else (widths,)
-        if shapes == (None,):
-            shapes = _likely_shapes(drafts, max(map(len, found)) - 1)
-        return Answer(found, tuple(shapes))
-
-    subject = Subject(
-        lambda question, came: came,
-        _same,
-        _describe,
-        _mistakes(),
-        VERIFIER_CURES,
-        narrower={"likeliest tokens judged as drawn": "drafts ignore the key"},
-        fewest=1,
-    )
-    return judge(whole, verifier_questions(), subject, only=only, expect=expect)
+def _law_of(step: Callable, target: Model, draft: Callable, **options) -> dict[Tokens, float]:
+    """How likely each answer of the step is, which gets all options that it takes."""
+    settings = Settings(target.vocabulary, **options)
+    given = {name: getattr(settings, name) for name in OPTIONS if takes(step, name)}
+    return law(lambda rng: _checked(step(target, draft, rng, **given), settings.vocabulary))
 
 
 class Fault(Mistake):
-    """A fault's function gives laws, of which each may be what came: (target, draft, settings)."""
+    """A fault's function gives laws, of which each may be what came; none where it cannot show."""
 
     def explains(self, asked: Asked, same: Callable) -> np.ndarray:
         question, answer, right = asked
-        p = _probabilities(question)
         shows = False
-        for shape in answer.shapes:
-            settings = _settings(question)._replace(widths=shape)
-            for found in self.wrong(*question.arguments.values(), settings):
-                shows = True
-                if _alike(answer.law, found, p):
-                    return np.array([True])
-        return right if not shows else np.array([False])
+        for found in self.wrong(*question.arguments.values(), _settings(question)):
+            shows = True
+            if _alike(answer, found, _probabilities(question)):
+                return np.array([True])
+        return np.array([False]) if shows else right
 
 
 @functools.cache
-def _mistakes() -> list[Fault]:
+def _mistakes(widths: Tokens | None) -> list[Fault]:
+    """Of a step that drafts these widths, or what it is asked for."""
+
     def laws(target, draft, settings, wrong) -> Iterator[dict]:
-        if wrong.applies(settings):
+        settings = settings._replace(widths=widths or settings.widths)
+        if wrong is None:
+            yield from fixed_drafts(target, draft, settings)
+        elif wrong.applies(settings):
             yield law(lambda rng: wrong(target, draft, rng, settings).run())
 
-    faults = [Fault(name, functools.partial(laws, wrong=wrong)) for name, wrong in WRONG_STEPS]
-    return [*faults, Fault("drafts ignore the key", fixed_drafts)]
+    known = (*WRONG_STEPS, ("drafts ignore the key", None))
+    return [Fault(name, functools.partial(laws, wrong=wrong)) for name, wrong in known]
 
 
 def _settings(question: Question) -> Settings:
@@ -181,26 +168,40 @@ def _probabilities(question: Question) -> Callable:
     return lambda path: settings.of(target(path))
 
 
-def _same(question: Question, answer: Answer, right) -> np.ndarray:
-    return np.array([difference(answer.law, _probabilities(question))[0] <= TOLERANCE])
+def _same(question: Question, answer: dict, right) -> np.ndarray:
+    return np.array([difference(answer, _probabilities(question))[0] <= TOLERANCE])
 
 
-def _describe(question: Question, answer: Answer, right: np.ndarray) -> str:
-    return difference(answer.law, _probabilities(question))[1]
+def _describe(question: Question, answer: dict, right: np.ndarray) -> str:
+    return difference(answer, _probabilities(question))[1]
 
 
-def _likely_shapes(drafts: list[set[Tokens]], accepted: int) -> list[tuple[int, ...]]:
+def _likely_shapes(step: Callable) -> list[Tokens]:
     """What a step without `widths` may draft, by where it asks the draft: chains, and chains that
-    begin with two siblings.
+    begin with two siblings."""
+    target, draft = Model(1, "any", 3), Model(2, "any", 3)
+    drafts: list[set[Tokens]] = []  # of each run, the paths after which the draft was asked
 
-    accepted: the most drafted tokens that were in an answer; one more may never be accepted
-    """
+    def run(rng):
+        drafts.append(set())
+
+        def asked(path):
+            drafts[-1].add(tuple(int(token) for token in path))
+            return draft(path)
+
+        given = {name: getattr(Settings(3), name) for name in OPTIONS if takes(step, name)}
+        return _checked(step(target, asked, rng, **given), 3)
+
+    try:
+        accepted = max(map(len, law(run))) - 1  # one more may never be
+    except Exception:  # which the first question will say
+        return [(1, 1)]
     deepest = max((len(path) for paths in drafts for path in paths), default=0)
     depths = [n for n in (accepted, accepted + 1) if 0 < n <= deepest + 1]
     branches = any(len(paths) > len({len(path) for path in paths}) for paths in drafts)
     # The draft is not asked after the last tokens: siblings among them cannot be seen.
     firsts = (1, 2) if branches or deepest == 0 else (1,)
-    return [(first, *[1] * (depth - 1)) for depth in depths for first in firsts]
+    return [(first, *[1] * (depth - 1)) for depth in depths for first in firsts] or [(1, 1)]
 
 
 def _checked(tokens, vocabulary: int) -> Tokens:
