@@ -22,15 +22,22 @@ from treeattn_llama.layout import Layout
 ShardAttention = Callable[[Array, Array, Array, Array, tuple[str, ...]], AttentionState]
 
 
+def attend_own(q, k, v, **options) -> AttentionState:
+    """The state of arrays that one device has. XLA cannot know that they are whole there, and would
+    keep a program ready to be split over several CPU devices, with all scores in memory."""
+    implementation = "blockwise" if jax.default_backend() == "cpu" else None
+    return attend(q, k, v, implementation=implementation, **options)
+
+
 def tree(q, k, v, lengths, axes, method: str = "allreduce") -> AttentionState:
     """Tree Attention: attend to the own keys, and merge all devices' states."""
-    state = attend(q, k, v, kv_lengths=lengths)
+    state = attend_own(q, k, v, kv_lengths=lengths)
     return merge_across(state, axes, method=method) if axes else state
 
 
 def ring(q, k, v, lengths, axes) -> AttentionState:
     """Ring Attention: every shard passes by every device, in p − 1 steps."""
-    state = attend(q, k, v, kv_lengths=lengths)
+    state = attend_own(q, k, v, kv_lengths=lengths)
     if not axes:
         return state
     p = jax.lax.axis_size(axes)
@@ -40,7 +47,7 @@ def ring(q, k, v, lengths, axes) -> AttentionState:
         state, shard = carry
         shard = jax.tree.map(lambda x: jax.lax.ppermute(x, axes, neighbours), shard)
         k, v, lengths = shard
-        return merge(state, attend(q, k, v, kv_lengths=lengths)), shard
+        return merge(state, attend_own(q, k, v, kv_lengths=lengths)), shard
 
     return jax.lax.fori_loop(1, p, pass_on, (state, (k, v, lengths)))[0]
 

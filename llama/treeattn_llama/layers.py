@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
-from treeattn import attend, finalize, merge, ring_attention
+from treeattn import finalize, merge, ring_attention
 from treeattn_llama.arguments import Array
-from treeattn_llama.attention import ShardAttention, attend_cache
+from treeattn_llama.attention import ShardAttention, attend_cache, attend_own
 from treeattn_llama.cache import Pair, fill
 from treeattn_llama.config import Config
 from treeattn_llama.layout import Layout
@@ -80,7 +80,7 @@ def extend_layer(
     def body(x, w, rotation, mask, cached, lengths):
         q, k, v = queries_keys_values(x, w, rotation, static.config)
         among = {"causal": True} if mask is None else {"mask": mask[:, None]}
-        state = attend(q, k, v, **among)
+        state = attend_own(q, k, v, **among)
         if cached is not None:
             before = attend_cache(q, *cached, lengths, static.attention, static.layout)
             state = merge(before, state)
