@@ -1,53 +1,66 @@
 """Beams of candidate tokens as packed prefix trees: pack, verify in one pass, unpack.
 
-A drafter proposes M candidates of up to C tokens each. They usually begin alike, so a
+A drafter proposes M candidates of up to C tokens each. Most of them begin alike, so a
 model that reads them one by one computes the same hidden states many times. Candidates
-that share a *prefix* share everything computed from it; candidates that merely share a
+that share a *prefix* share all hidden states over it; candidates that merely share a
 token do not. So the distinct prefixes are the nodes of a tree, `pack` lists each node
 once, and the attention mask lets a node see exactly its own prefix: its ancestors and
-itself. One forward pass over the nodes then gives what M separate passes would, and
-`unpack` puts it back into the beam's shape.
+itself. One forward pass over the nodes then gives the results of M separate passes, and
+`unpack` puts them back into the beam's shape.
 
     Mars is a       red        Mars ─ is ┬ a ─────── red
     Mars is reddish when                 ├ reddish ─ when
     Mars is dark    red                  └ dark ──── red
 
 The nodes are numbered candidate by candidate, then by position: first all tokens of
-candidate 0, then those of candidate 1 that candidate 0 lacks, and so on. Everything
-follows from one table, `_common_prefix`: how many leading tokens two candidates share.
+candidate 0, then the tokens of candidate 1 that candidate 0 lacks, and so on. All results
+follow from one table, `_common_prefix`: how many leading tokens two candidates share.
 
-Each function takes NumPy arrays (or nested lists, which become such) and returns NumPy arrays,
-or takes JAX arrays, traced ones included, and returns JAX arrays. (The document on packing a
-beam for Tree Attention; its unpacker is replaced, see `pack`.)
+Given NumPy arrays or nested lists, each function returns NumPy arrays. Given JAX arrays, traced
+arrays included, it returns JAX arrays. (After the document on packing a beam for Tree Attention,
+with another unpacker, see `pack`.)
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int, Integer, Shaped
 
-from treeattn.checks import Array, as_array, bounded, check_integers, check_rank, integer, namespace
+from treeattn.checks import (
+    Array,
+    Numbers,
+    as_array,
+    bounded,
+    check_integers,
+    check_rank,
+    integer,
+    namespace,
+)
+
+# M candidate rows of C tokens in each batch row, and the number of tokens of each candidate.
+Beam = Integer[Array, "batch rows width"] | Numbers
+Lengths = Integer[Array, "batch rows"] | Numbers | None
 
 
 class PackedBeam(NamedTuple):
-    """A batch of beams with every distinct prefix once: a tree of L nodes a batch row.
+    """A batch of beams with every distinct prefix once: a tree of L nodes for each batch row.
 
     packed_beam:      (B, L)     each node's token, in the beam's dtype; `pad_token` after the last
     attention_mask:   (B, L, L)  True where node i may attend to node j: j is i or an ancestor
                                  of i. Rows and columns of pads are False throughout, so the
-                                 diagonal says which entries are nodes and which are pads
-    position_offsets: (B, L)     int32, a node's distance from the end of the context, from 0: in
-                                 the model it stands at context length + offset; 0 at a pad
+                                 diagonal is True at nodes and False at pads
+    position_offsets: (B, L)     int32, a node's distance from the end of the context, from 0: its
+                                 position in the model is context length + offset; 0 at a pad
     unpack_map:       (B, M, C)  int32 in [0, L): the node of candidate m's token c; 0 at
                                  positions beyond a candidate's length
 
-    >>> packed = pack([[[7, 8], [7, 9]]])  # two candidates, which share their first token
+    >>> packed = pack([[[7, 8], [7, 9]]])  # two candidates that share their first token
     >>> print(packed.packed_beam[0], packed.position_offsets[0])
     [7 8 9] [0 1 1]
-    >>> print(packed.attention_mask[0].astype(int)[2])  # the node of 9 sees that of 7, not 8's
+    >>> print(packed.attention_mask[0].astype(int)[2])  # the node of 9 sees 7 and not 8
     [1 0 1]
     """
 
@@ -57,14 +70,12 @@ class PackedBeam(NamedTuple):
     unpack_map: Int[Array, "batch rows width"]
 
 
-def prefix_encoding(
-    beam: Integer[Array, "batch rows width"], lengths: Integer[Array, "batch rows"] | None = None
-) -> Int[Array, "batch rows width"]:
-    """(B, M, C) int32: the smallest row whose tokens up to and including c are those of row m.
+def prefix_encoding(beam: Beam, lengths: Lengths = None) -> Int[Array, "batch rows width"]:
+    """(B, M, C) int32: the first row that has the same tokens as row m up to and including c.
 
-    Row m's own index marks the tokens it adds to the tree; smaller ones, those it shares.
-    The rows may come in any order, and rows that share a prefix need not be neighbours.
-    `lengths` as in `pack`; positions beyond a candidate's length encode as −1.
+    Row m's own index marks the tokens that it adds to the tree, and a smaller index a token that
+    it shares. The rows may come in any order, and rows that share a prefix need not be neighbours.
+    `lengths` is as in `pack`; positions beyond a candidate's length encode as −1.
 
     Raises as `pack` does.
 
@@ -79,12 +90,10 @@ def prefix_encoding(
     return xp.where(real, encoding, -1)
 
 
-def packed_token_indices(
-    beam: Integer[Array, "batch rows width"], lengths: Integer[Array, "batch rows"] | None = None
-) -> Int[Array, "batch nodes"]:
-    """(B, L) int32: where in the beam, row by row, each token of `packed_beam` stands.
+def packed_token_indices(beam: Beam, lengths: Lengths = None) -> Int[Array, "batch nodes"]:
+    """(B, L) int32: the index in the beam, row by row, of each token of `packed_beam`.
 
-    Token c of candidate m is at m·C + c; a token that candidates share, at its place in the
+    Token c of candidate m has index m·C + c. A token that candidates share has its index in the
     first of them. −1 after a batch row's last node. Takes, raises, and sizes its result as
     `pack` does.
 
@@ -100,39 +109,34 @@ def packed_token_indices(
     return indices[:, : int(real.sum(axis=1).max(initial=0))]
 
 
-def pack(
-    beam: Integer[Array, "batch rows width"],
-    lengths: Integer[Array, "batch rows"] | None = None,
-    *,
-    pad_token: int = 0,
-) -> PackedBeam:
+def pack(beam: Beam, lengths: Lengths = None, *, pad_token: int = 0) -> PackedBeam:
     """Pack each beam of the batch into the tree of its prefixes; see `PackedBeam`.
 
     beam:      (B, M, C) token ids, of any integer dtype; M candidates of C tokens
-    lengths:   (B, M) tokens of each candidate, 0 … C; None means C. What the beam holds
-               beyond a candidate's length is not looked at
+    lengths:   (B, M) tokens of each candidate, 0 … C; None means C. Beyond a candidate's
+               length the beam may hold anything
     pad_token: fills `packed_beam` after a batch row's last node
 
-    L is the largest number of nodes in the batch; where that cannot be known, inside jit or
-    vmap, it is M·C, and the first entries are the same. Equal candidates, and a candidate
+    L is the largest number of nodes in the batch. Inside jit or vmap, where that number is
+    unknown, L is M·C, and the first entries are the same. Equal candidates, and a candidate
     that is a prefix of another, share their nodes and keep their rows of `unpack_map`. An
-    empty candidate adds nothing. A beam without candidates (M = 0), without positions
-    (C = 0) or with empty candidates only is a tree without nodes: all pads, L = 0 where L
-    can be known.
+    empty candidate adds no nodes. A beam without candidates (M = 0), without positions
+    (C = 0) or with empty candidates only is a tree without nodes: all pads, and L = 0 outside
+    jit.
 
     A candidate's tokens can belong to any number of earlier candidates: row 2 of
     [[1, 2, 3], [1, 4, 5], [1, 4, 6]] takes its first token from row 0, the second from row 1
-    and adds the third. So `unpack_map` reads each position's number through the encoding,
-    numbers being a cumulative sum over the tokens that each candidate adds.
+    and adds the third. So `unpack_map` looks up each position's owner in the encoding, and
+    the node's number in a cumulative sum over the tokens that each candidate adds.
 
     Memory: the compiled program holds at most 10·B·M·L bytes besides its arguments and
-    results, 10 / C of the mask that it returns (a sixtieth, for 64 beams of 32×16). NumPy,
-    which keeps every intermediate, needs 4 to 6 times the mask.
+    results, 10 / C of the mask that it returns (a sixtieth, for 64 beams of 32×16). NumPy
+    keeps every intermediate array and needs 4 to 6 times the mask.
 
-    Raises TypeError when beam or lengths are not integers, or ragged, ValueError when their
-    shapes do not fit, when a length is negative or beyond C (inside jit, where lengths
-    cannot be looked at, they are clipped), when pad_token does not fit the beam's dtype, or when
-    NumPy's ids beside JAX's lengths are beyond the integers that JAX has.
+    Raises TypeError if beam or lengths are not integers, or are ragged. Raises ValueError if
+    their shapes do not fit, if a length is negative or beyond C (inside jit, lengths are
+    clipped instead), if pad_token does not fit the beam's dtype, or if NumPy's ids beside
+    JAX's lengths are beyond JAX's integers.
 
     >>> print(pack([[[7, 8], [7, 0]]], lengths=[[2, 1]]).packed_beam)
     [[7 8]]
@@ -150,18 +154,19 @@ def pack(
 
 
 def unpack(
-    packed: Shaped[Array, "batch nodes *features"], unpack_map: Int[Array, "batch rows width"]
+    packed: Shaped[Array, "batch nodes *features"] | Numbers,
+    unpack_map: Int[Array, "batch rows width"] | Numbers,
 ) -> Shaped[Array, "batch rows width *features"]:
-    """What was computed for each node, put back into the beam's shape. Differentiable.
+    """The results of the nodes, put back into the beam's shape. Differentiable.
 
-    packed:     (B, L, ...) anything with one entry a node: tokens, hidden states, logits
+    packed:     (B, L, ...) one entry for each node: tokens, hidden states, logits
     unpack_map: (B, M, C) as `pack` returned it
-    Returns     (B, M, C, ...). Positions beyond a candidate's length repeat node 0 (zeros when
-                there are no nodes at all).
+    Returns     (B, M, C, ...). Positions beyond a candidate's length repeat node 0, or are zeros if
+                there are no nodes.
 
-    Raises TypeError or ValueError when unpack_map is not an integer array of that shape, with
-    entries from 0 to L − 1 (inside jit, where they cannot be looked at, they are clipped);
-    ValueError for NumPy's integers beside JAX's map that are beyond the integers that JAX has.
+    Raises TypeError or ValueError if unpack_map is not an integer array of that shape, with
+    entries from 0 to L − 1 (inside jit, entries are clipped instead), and ValueError for NumPy's
+    integers beside JAX's map that are beyond JAX's integers.
 
     >>> packed = pack([[[7, 8], [7, 9]]])
     >>> print(unpack(packed.packed_beam, packed.unpack_map)[0])
@@ -183,7 +188,7 @@ def unpack(
     if packed.shape[1] == 0:
         return xp.zeros((*unpack_map.shape, *packed.shape[2:]), packed.dtype)
     row = xp.arange(len(unpack_map))[:, None, None]
-    return _moved("packed", packed, xp)[row, xp.asarray(unpack_map)]
+    return _to_namespace("packed", packed, xp)[row, xp.asarray(unpack_map)]
 
 
 def _common_prefix(xp, beam, lengths):
@@ -207,7 +212,7 @@ def _encode(xp, common, width):
 
 
 def _pack(xp, beam, lengths, pad_token):
-    """`pack` of checked arguments, in numpy or jax.numpy (xp): the same steps in both."""
+    """`pack` of checked arguments; xp is numpy or jax.numpy."""
     width = beam.shape[2]
     common = _common_prefix(xp, beam, lengths)
     start, owner, offsets, real = _nodes(xp, common, lengths, width)
@@ -219,14 +224,17 @@ def _pack(xp, beam, lengths, pad_token):
 
 
 def _nodes(xp, common, lengths, width):
-    """(start, owner, offsets, real): who adds each node, which position there it is, or a pad.
+    """(start, owner, offsets, real): the candidate that adds each node, and its position there.
 
-    start (B, M): the number that a candidate's first position would have; the others (B, L), in
-    NumPy with L the largest number of nodes in the batch, in jax.numpy M·C.
+    start:   (B, M) the number that a candidate's first position would have
+    owner:   (B, L) the candidate that adds the node. L is M·C in jax.numpy, and the largest number
+             of nodes in the batch in NumPy
+    offsets: (B, L) the node's position in its owner
+    real:    (B, L) False at pads
 
-    A candidate's last node is numbered `end` − 1. For [[1, 2, 3], [1, 4, 5]]: the second candidate
+    A candidate's last node has number `end` − 1. In [[1, 2, 3], [1, 4, 5]] the second candidate
     borrows one token and adds two, so end = [3, 5] and start = [0, 2]. Its tokens 4 and 5 are nodes
-    2 + 1 and 2 + 2; its token 1 belongs to the first candidate, and is node 0 + 0.
+    2 + 1 and 2 + 2. Its token 1 belongs to the first candidate and is node 0 + 0.
     """
     rows = common.shape[1]
     row = xp.arange(rows, dtype=xp.int32)
@@ -236,7 +244,7 @@ def _nodes(xp, common, lengths, width):
     end = xp.cumulative_sum(lengths - borrowed, axis=1, dtype=xp.int32)
     start = end - lengths
 
-    # The other way round: the candidate that adds node i is the number of those that end before.
+    # The owner of node i is the number of candidates that end before node i.
     size = rows * width if xp is jnp else int(end.max(initial=0))
     node = xp.arange(size, dtype=xp.int32)[None]
     ended = node[..., None] >= end[:, None]  # (B, L, M)
@@ -250,7 +258,7 @@ def _nodes(xp, common, lengths, width):
 def _node_numbers(xp, common, lengths, start, width):
     """(B, M, C): the node of each candidate's token c; 0 beyond its length.
 
-    The candidate that owns a prefix has numbered it: its `start`, plus the position.
+    The number is the position plus the `start` of the candidate that owns the prefix.
     """
     encoding = _encode(xp, common, width)
     owners_start = xp.take_along_axis(start, _rows_joined(encoding), axis=1)
@@ -268,8 +276,7 @@ def _rows_joined(table):
 def _mask(xp, common, owner, offsets, real):
     """(B, L, L) bool: node j is on the path of the candidate that adds node i, and not below i.
 
-    common (B, M, M) as `_common_prefix` gives it; of each node (B, L): the candidate that adds it
-    (owner), its position in that (offsets), and whether it is a node at all (real).
+    `common` comes from `_common_prefix`, the others from `_nodes`.
     """
     shared = xp.take_along_axis(common, owner[:, None], axis=2)  # (B, M, L)
     through = (shared > offsets[:, None]) & real[:, None]  # candidate m runs through node j
@@ -283,19 +290,19 @@ def _mask(xp, common, owner, offsets, real):
 
 
 def _look_up(table, row):
-    """(B, L, L): table[b, row[b, i], j] of bools, the table (B, M, L), row (B, L).
+    """(B, L, L): table[b, row[b, i], j], for a table (B, M, L) of bools and row (B, L).
 
-    XLA takes ten times longer to gather rows than to ask for a bit: so column j becomes a set
-    of rows, the bits of ⌈M / 32⌉ words. With 40 rows, row 35 is bit 3 of the second word.
+    Column j of the table becomes a set of rows, stored as the bits of ⌈M / 32⌉ words, because XLA
+    takes ten times as long to gather rows as to test a bit. Row 35 is bit 3 of the second word.
     """
     rows = table.shape[1]
     member = jnp.zeros((), jnp.uint32)
     for first in range(0, rows, 32):
         bit = jnp.arange(min(32, rows - first), dtype=jnp.uint32)
-        some = table[:, first : first + 32]
-        bits = some.astype(jnp.uint32) << bit[None, :, None]
+        rows_of_word = table[:, first : first + 32]
+        bits = rows_of_word.astype(jnp.uint32) << bit[None, :, None]
         word = jnp.sum(bits, axis=1, dtype=jnp.uint32)
-        # A row of another word wraps round to a shift beyond 31, which leaves no bit.
+        # A row of another word gives a shift beyond 31 (below 0 it wraps), which leaves no bit.
         shift = row.astype(jnp.uint32) - jnp.uint32(first)
         member = member | (word[:, None] >> shift[:, :, None])
     return (member & 1) == 1
@@ -306,29 +313,29 @@ _pack_jit = jax.jit(partial(_pack, jnp), static_argnames="pad_token")
 
 @partial(jax.jit, static_argnames="size")
 def _first_nodes(packed: PackedBeam, size: int) -> PackedBeam:
-    """The first `size` of L nodes, where those beyond are pads."""
+    """The first `size` of L nodes, if the nodes beyond are pads."""
     tokens, mask, offsets, unpack_map = packed
     return PackedBeam(tokens[:, :size], mask[:, :size, :size], offsets[:, :size], unpack_map)
 
 
-def _moved(name, x, xp):
-    """`x` as an array of numpy or jax.numpy (xp), unless integers would become others there.
+def _to_namespace(name, x, xp):
+    """`x` as an array of numpy or jax.numpy (xp). Raises ValueError if integers would change.
 
-    JAX without 64 bits keeps the lower 32 of each, and tells nobody.
+    Without jax_enable_x64, JAX silently keeps only the lower 32 bits of an integer.
     """
-    moved = xp.asarray(x)
-    if moved.dtype != x.dtype and jnp.issubdtype(x.dtype, jnp.integer) and x.size:
-        kept = np.iinfo(moved.dtype)
-        if x.min() < kept.min or x.max() > kept.max:
+    array = xp.asarray(x)
+    if array.dtype != x.dtype and jnp.issubdtype(x.dtype, jnp.integer) and x.size:
+        limits = np.iinfo(array.dtype)
+        if x.min() < limits.min or x.max() > limits.max:
             raise ValueError(
-                f"{name}: expected integers that {kept.dtype} holds, got {x.min()} to {x.max()}: "
+                f"{name}: expected integers that {limits.dtype} holds, got {x.min()} to {x.max()}: "
                 "pass NumPy's arrays only, or set jax_enable_x64"
             )
-    return moved
+    return array
 
 
-def _checked(beam, lengths):
-    """(numpy or jax.numpy, beam, lengths in int32), or the error that says what is wrong."""
+def _checked(beam, lengths) -> tuple[Any, Array, Array]:
+    """(numpy or jax.numpy, beam, lengths in int32). Raises as `pack` does."""
     if isinstance(beam, list | tuple):
         try:
             beam = np.asarray(beam)
@@ -348,4 +355,4 @@ def _checked(beam, lengths):
         raise ValueError(f"lengths: expected shape (batch, M) = {shape}, got {lengths.shape}")
     xp = namespace(beam, lengths)
     lengths = bounded("lengths", lengths, 0, width, f"0 to C = {width} tokens")
-    return xp, _moved("beam", beam, xp), xp.asarray(lengths)
+    return xp, _to_namespace("beam", beam, xp), xp.asarray(lengths)

@@ -1,4 +1,4 @@
-"""Devices to shard a cache over: simulated on a CPU, of one process or of many; and meshes."""
+"""Devices to shard a cache over, simulated on a CPU or of many processes, and meshes of them."""
 
 import os
 import socket
@@ -18,11 +18,11 @@ from treeattn.checks import integer
 def simulate_devices(n: int) -> None:
     """Let JAX see `n` devices on this machine's CPU. Call it before JAX does any work.
 
-    The devices share the CPU's cores: they show what a program computes and sends, not how
+    The devices share the CPU's cores. They show what a program computes and sends, but not how
     fast a cluster would be. Calling it again with the same `n` changes nothing.
 
-    Raises RuntimeError when JAX has already started with another number of devices, or on
-    another platform, since the number cannot change afterwards.
+    Raises RuntimeError if JAX has already started with another number of devices, or on another
+    platform, because the number cannot change afterwards.
 
     >>> simulate_devices(9)
     >>> print(len(jax.devices()))
@@ -31,12 +31,12 @@ def simulate_devices(n: int) -> None:
     n = integer("n", n, 1)
     try:
         jax.config.update("jax_num_cpu_devices", n)
-    except RuntimeError:  # JAX has started: right only if it has what was asked for
-        came = jax.devices()
-        if len(came) != n or came[0].platform != "cpu":
+    except RuntimeError:  # JAX has started, perhaps with these devices
+        devices = jax.devices()
+        if len(devices) != n or devices[0].platform != "cpu":
             raise RuntimeError(
-                f"simulate_devices({n}): JAX has already started with {len(came)} "
-                f"{came[0].platform} device(s), and their number cannot change. Call it before "
+                f"simulate_devices({n}): JAX has already started with {len(devices)} "
+                f"{devices[0].platform} device(s), and their number cannot change. Call it before "
                 "anything else uses JAX (in a notebook: restart the kernel)."
             ) from None
     else:
@@ -52,35 +52,35 @@ def kv_mesh(
 ) -> Mesh:
     """A mesh to shard a key-value cache over.
 
-    devices: the devices, in order; all of `jax.devices()` when None.
-    nodes:   None for one axis, "kv"; a number for two, ("node", "device"), with the devices
+    devices: the devices, in order; all of `jax.devices()` if None.
+    nodes:   None for one axis, "kv"; a number for two axes, ("node", "device"), with the devices
              divided evenly over the nodes, neighbours on the same node.
-    heads:   a number for an axis "heads" before these, of that size: each of its devices has its
-             own heads, of queries and keys.
-    batch:   a number for an axis "batch" before all others: each has its own rows.
+    heads:   the size of an axis "heads" before these, along which the heads of queries and keys are
+             sharded.
+    batch:   the size of an axis "batch" before all others, along which the rows are sharded.
 
-    Raises TypeError for what are no devices or whole numbers; ValueError when there are no
-    devices, or when they do not fill the axes.
+    Raises TypeError if `devices` holds anything but devices, or a size is not an integer, and
+    ValueError if there are no devices, or if they do not fill the axes.
 
     >>> print(dict(kv_mesh(jax.devices()[:8], nodes=2).shape))
     {'node': 2, 'device': 4}
     """
-    devices = np.asarray(jax.devices() if devices is None else devices, dtype=object).ravel()
-    if devices.size == 0:
+    flat = np.asarray(jax.devices() if devices is None else devices, dtype=object).ravel()
+    if flat.size == 0:
         raise ValueError("devices: expected at least one device, got none")
-    for device in devices:
+    for device in flat:
         if not isinstance(device, jax.Device):
             raise TypeError(f"devices: expected jax.devices() or some of them, got {device!r}")
-    asked = {"batch": batch, "heads": heads, "nodes": nodes}
-    sizes = {name: integer(name, n, 1) for name, n in asked.items() if n is not None}
-    rest = devices.size
+    given = {"batch": batch, "heads": heads, "nodes": nodes}
+    sizes = {name: integer(name, n, 1) for name, n in given.items() if n is not None}
+    rest = flat.size
     for name, n in sizes.items():
         if rest % n:
             raise ValueError(f"{name}: {rest} devices cannot be divided over {n} {name}")
         rest //= n
     axes = ["node" if name == "nodes" else name for name in sizes]
     axes.append("kv" if nodes is None else "device")
-    return Mesh(devices.reshape(*sizes.values(), rest), tuple(axes))
+    return Mesh(flat.reshape(*sizes.values(), rest), tuple(axes))
 
 
 def initialize(
@@ -92,28 +92,28 @@ def initialize(
     initialization_timeout: int = 20,
     **options: Any,
 ) -> None:
-    """Join the other processes of a cluster: `jax.distributed.initialize`, made safe to fail in.
+    """Join the other processes of a cluster by `jax.distributed.initialize`, and end with them.
 
-    Call it first in every process; afterwards `jax.devices()` are those of all processes, and
-    a mesh of them works as one process's does. Under SLURM, Open MPI and Kubernetes leave all
-    arguments out, and JAX finds them. Otherwise give the address ("host:port") of process 0,
-    the number of processes, and this one's number from 0.
+    Call it first in every process. Afterwards `jax.devices()` lists the devices of all processes,
+    and a mesh of them works as a mesh of one process does. Under SLURM, Open MPI and Kubernetes
+    leave all arguments out, because JAX finds them. Otherwise give the address ("host:port") of
+    process 0, the number of processes, and the number of this process, from 0.
 
     heartbeat_timeout_seconds: how long a silent process counts as alive.
-    initialization_timeout:    how many seconds to wait for the others to arrive.
+    initialization_timeout:    how many seconds to wait for the other processes.
     options:                   passed on to `jax.distributed.initialize`.
 
-    From here on an uncaught exception ends the process at once, without the orderly shutdown
-    that would wait for the others; the others then find out within the heartbeat's time, or
-    at the next collective, and end as well.
+    From then on an uncaught exception ends the process at once, without the orderly shutdown
+    that would wait for the other processes. They notice within the heartbeat's time, or at the
+    next collective, and end as well.
 
     If the coordinator or another process does not arrive in time, XLA ends this process some
     five seconds after `initialization_timeout`: it prints "Terminating process … DEADLINE_EXCEEDED"
     and exits. It raises no exception, so `try` cannot catch it. A coordinator whose port is in use
     ends as well, on JAX 0.8.3 by a segmentation fault.
 
-    On CPUs the processes then talk through gloo, which listens at the address that this machine's
-    own name resolves to. Warns when other machines cannot reach that address.
+    On CPUs the processes then communicate through gloo, which listens at the address that this
+    machine's own name resolves to. Warns if other machines cannot reach that address.
 
     >>> initialize("10.0.0.1:9876", num_processes=4, process_id=0)  # doctest: +SKIP
     """
@@ -130,8 +130,8 @@ def initialize(
 
 
 def _warn_of_loopback(coordinator_address: str | None) -> None:
-    """Warn when gloo will listen on loopback and the coordinator is not there."""
-    if coordinator_address is None or jax.config.jax_platforms != "cpu":
+    """Warn if gloo will listen on loopback, and the coordinator is on another machine."""
+    if coordinator_address is None or jax.config.read("jax_platforms") != "cpu":
         return
     name = socket.gethostname()
     coordinator = coordinator_address.rpartition(":")[0].strip("[]")
@@ -154,7 +154,7 @@ def _on_loopback(host: str) -> bool:
 
 
 def _end_at_once(kind, error, trace) -> None:
-    """Print the exception as Python would, and leave without waiting for anybody."""
+    """Print the exception as Python would, and exit without waiting for other processes."""
     sys.__excepthook__(kind, error, trace)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -4,18 +4,20 @@ With a source ζ beside the query's scores,
 
     F(ζ) = log Σ_a exp(q·k_a + ζ·v_a)                               (2024 eq. 15, 2025 eq. 6, 24)
 
-is the cumulant generating function of the values under the attention weights: its gradient at
-ζ = 0 is attention, its Hessian there their covariance. `scale` multiplies q·k, as everywhere
-in this package; the papers leave it out.
+is the cumulant generating function of the values under the attention weights. Its gradient at
+ζ = 0 is attention, and its Hessian there is the covariance of the values. `scale` multiplies q·k,
+as everywhere in this package; the papers leave it out.
 
-All functions take one query head: q (d,), k (n, d), v (n, dv), and mask (n,), True where the
-query may see the key; a list will do. q, k and v share a floating-point dtype. Sums are in
-float32, or float64 when an input is. When no key is visible F is −∞, and its derivatives of every
-order, in every argument, are zeros. `jax.vmap` maps them over queries, heads and batches.
+All functions take one query head: q (d,), k (n, d), v (n, dv), and mask (n,), an array or a list,
+True where the query may see the key. q, k and v share a floating-point dtype. Sums are in float32,
+or in float64 if an input is. If no key is visible, F is −∞, and its derivatives of every order, in
+every argument, are zeros. `jax.vmap` maps the functions over queries, heads and batches.
 
-They raise TypeError for dtypes, ValueError for shapes that do not fit and for a scale that is not
-finite (inside jit nobody can look), naming the argument.
+They raise TypeError for a wrong dtype, and ValueError for shapes that do not fit and for a scale
+that is not finite (not checked under jit), naming the argument.
 """
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -38,20 +40,20 @@ Source = Float[Array, " dv"]
 Query = Float[Array, " d"]
 Keys = Float[Array, "n d"]
 Values = Float[Array, "n dv"]
-Mask = Bool[Array, " n"]
-Scalar = Float[Array, ""]
+Mask = Bool[Array, " n"] | Sequence[bool] | None
+Scalar = Float[jax.Array, ""]
 
 
 def energy(
-    zeta: Source, q: Query, k: Keys, v: Values, *, mask: Mask | None = None, scale: Scale = None
+    zeta: Source, q: Query, k: Keys, v: Values, *, mask: Mask = None, scale: Scale = None
 ) -> Scalar:
     """F(ζ) = log Σ_a exp(scale · q·k_a + ζ·v_a) over the visible keys (2024 eq. 15, 2025 eq. 6).
 
     zeta:  (dv,) the source. At 0, F is the lse of the scores.
-    scale: multiplies q·k; 1/√d when None.
+    scale: multiplies q·k; 1/√d if None.
 
-    A scalar, float32 or float64; −∞ when no key is visible. What masked keys and values hold
-    does not matter.
+    Returns a scalar, float32 or float64; −∞ if no key is visible. Masked keys and values may hold
+    anything, NaN included.
 
     >>> k, v = jnp.zeros((2, 4)), jnp.array([[1.0], [3.0]])  # two keys of score 0
     >>> print(energy(jnp.zeros(1), jnp.ones(4), k, v).round(4))  # log 2
@@ -75,7 +77,7 @@ def causal_energy(
 
     (2024 eq. 16, 2025 eq. 25.)
 
-    zeta (n, dv) and q (n, d): a source and a query for each of the n keys. The gradient in
+    zeta (n, dv) and q (n, d) hold a source and a query for each of the n keys. The gradient in
     zeta at 0 is causal attention, (n, dv).
 
     >>> q, v = jnp.zeros((2, 4)), jnp.array([[1.0], [3.0]])
@@ -92,11 +94,11 @@ def causal_energy(
 
 
 def attention_from_energy(
-    q: Query, k: Keys, v: Values, *, mask: Mask | None = None, scale: Scale = None
-) -> Float[Array, " dv"]:
+    q: Query, k: Keys, v: Values, *, mask: Mask = None, scale: Scale = None
+) -> Float[jax.Array, " dv"]:
     """∇F(0), by `jax.grad`: attention, (dv,) in q's dtype (2024 eq. 5, 14; 2025 eq. 5, 23).
 
-    0 when no key is visible.
+    Returns 0 if no key is visible.
 
     >>> k, v = jnp.zeros((2, 4)), jnp.array([[1.0], [3.0]])
     >>> print(attention_from_energy(jnp.ones(4), k, v))
@@ -106,13 +108,13 @@ def attention_from_energy(
 
 
 def cumulant(
-    order: int, q: Query, k: Keys, v: Values, *, mask: Mask | None = None, scale: Scale = None
-) -> Float[Array, "..."]:
-    """The derivative of F of that order at 0: `order` axes of length dv, in q's dtype.
+    order: int, q: Query, k: Keys, v: Values, *, mask: Mask = None, scale: Scale = None
+) -> Float[jax.Array, "..."]:
+    """The derivative of F at 0 of the given order, with `order` axes of length dv, in q's dtype.
 
-    Of the values, with the attention weights as their probabilities: order 1 is the mean,
-    which is attention; 2 the covariance; 3 the third central moment. From 4 on, cumulants and
-    central moments differ. Order 0 is F(0), the lse, in float32 or float64.
+    If the attention weights are the probabilities of the values, order 1 is the mean of the values,
+    which is attention; order 2 their covariance; order 3 their third central moment. From order 4
+    on, cumulants and central moments differ. Order 0 is F(0), the lse, in float32 or float64.
 
     Memory grows as n · dv**(order − 1).
 
@@ -126,7 +128,7 @@ def cumulant(
     def derivative(zeta):
         return energy(zeta, q, k, v, mask=mask, scale=scale)
 
-    for i in range(order):  # one sweep backwards, from a scalar; then forwards
+    for i in range(order):  # reverse mode once, for the derivative of a scalar; then forward mode
         derivative = jax.jacfwd(derivative) if i else jax.grad(derivative)
     value = derivative(jnp.zeros(v.shape[1], accumulation_dtype(q, k, v)))
     return value.astype(jnp.result_type(q)) if order else value
@@ -139,13 +141,13 @@ def log_likelihood(
     k: Keys,
     v: Values,
     *,
-    mask: Mask | None = None,
+    mask: Mask = None,
     scale: Scale = None,
 ) -> Scalar:
-    """Γ(ζ, z) = z·ζ − F(ζ), one query's term of 2025 eq. 30; a scalar, ∞ when no key is visible.
+    """Γ(ζ, z) = z·ζ − F(ζ), one query's term of 2025 eq. 30; a scalar, ∞ if no key is visible.
 
-    It is the log-likelihood of ζ in the exponential family of the values, tilted from the
-    attention weights, when the observed mean of the values is z. Its one stationary point in
+    Γ is the log-likelihood of ζ in the exponential family of the values, tilted from the
+    attention weights, if the observed mean of the values is z. Its only stationary point in
     (ζ, z) is (0, attention), a saddle: neither a minimum nor a maximum.
 
     >>> k, v = jnp.zeros((2, 4)), jnp.array([[1.0], [3.0]])
@@ -159,21 +161,20 @@ def log_likelihood(
     return jnp.dot(z.astype(dtype), zeta.astype(dtype), precision="highest") - f
 
 
-def log_sum_exp(s: Float[Array, "... n"]) -> Float[Array, "..."]:
+def log_sum_exp(s: Float[Array, "... n"]) -> Float[jax.Array, "..."]:
     """log Σ_a exp(s_a) over the last axis, relative to the largest s.
 
     (2024 eq. 1, 37; 2025 eq. 4, 36.)
 
-    −∞ scores count as no key, and no keys give −∞, with derivatives 0 at every order. The
-    pivot m is a constant, added back: log Σ exp(s − m) alone, or with m differentiated only
-    in the exponent, is another function of ζ.
+    A score of −∞ counts as no key, and no keys give −∞, with derivatives 0 at every order. The
+    pivot m is a constant and is added back, because log Σ exp(s − m) alone is another function of
+    ζ, and so is the sum if m is differentiated in the exponent only.
     """
     m = jax.lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf))
     empty = m == -jnp.inf
     m = jnp.where(empty, 0, m)
     total = jnp.sum(jnp.exp(s - m[..., None]), axis=-1)
-    # The logarithm's argument, too, must be harmless where there are no keys: a derivative
-    # passes through both branches of a `where`.
+    # The inner `where` keeps log 0 out: derivatives pass through both branches of the outer one.
     return jnp.where(empty, -jnp.inf, m + jnp.log(jnp.where(empty, 1, total)))
 
 
@@ -186,14 +187,14 @@ def _scores(zeta, q, k, v, scale):
     def dot(x, keys):  # keys first, so that XLA on CPU does not copy them to transpose them
         return jnp.einsum("nd,...d->...n", keys, x, precision="highest")
 
-    # ∞ − ∞ is NaN: a score out of range counts as the largest finite one. Not the source's
-    # part: a key that wins the maximum keeps its derivative in ζ.
+    # A score out of range counts as the largest finite number, because ∞ − ∞ is NaN. The source's
+    # part is not bounded, so that the key of the largest score keeps its derivative in ζ.
     s = jnp.minimum(dot(q * scale, k), jnp.finfo(dtype).max)
     return s + dot(zeta, v)
 
 
 def _check_inputs(q, k, v, mask=None, rank: int = 1) -> Array | None:
-    """The mask as an array, or the error that says what is wrong."""
+    """The mask as an array. Raises TypeError or ValueError if the arguments do not fit."""
     check_floating(q=q, k=k, v=v)
     check_same_dtype(q=q, k=k, v=v)
     check_rank(rank, "(d,)" if rank == 1 else "(n, d)", q=q)

@@ -1,4 +1,4 @@
-"""The state of an attention that has seen some of the keys, and how two such states merge.
+"""The state of an attention over some of the keys, and the merge of two such states.
 
 Attention of a query over keys with scores s_a and values v_a is n / d with
 
@@ -6,8 +6,8 @@ Attention of a query over keys with scores s_a and values v_a is n / d with
 
 Sums over disjoint sets of keys add, so every partition of the keys, reduced in any order,
 gives the same attention. To stay in range, a state keeps both sums relative to a pivot m,
-usually the largest score seen: (m, d, n) stands for (d·eᵐ, n·eᵐ), and `merge` adds what
-two states stand for. (2024 §5.1; 2025 §5.1.)
+usually the largest score so far: (m, d, n) stands for the sums (d·eᵐ, n·eᵐ), and `merge` adds
+the sums of two states. (2024 §5.1; 2025 §5.1.)
 
 **No keys** is the state (−∞, 0, 0), the identity of `merge`. It finalizes to output 0 and
 lse −∞, and its gradients are zeros.
@@ -25,6 +25,7 @@ from jaxtyping import Bool, Float
 
 from treeattn.checks import (
     Array,
+    Numbers,
     accumulation_dtype,
     as_array,
     check_floating,
@@ -44,9 +45,9 @@ class AttentionState(NamedTuple):
     (2, 3)
     """
 
-    max: Float[Array, "..."]
-    denominator: Float[Array, "..."]
-    numerator: Float[Array, "... dv"]
+    max: Float[jax.Array, "..."]
+    denominator: Float[jax.Array, "..."]
+    numerator: Float[jax.Array, "... dv"]
 
     @staticmethod
     def identity(
@@ -54,10 +55,10 @@ class AttentionState(NamedTuple):
     ) -> "AttentionState":
         """The state of no keys, (−∞, 0, 0), for `shape` queries and values of `value_dim`."""
         if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize < 2:
-            expected = "a floating-point dtype of 16 bits or more"  # some of 8 bits have no −∞
+            expected = "a floating-point dtype of 16 bits or more"  # float8_e4m3fn has no −∞
             raise TypeError(f"dtype: expected {expected}, got {dtype}")
         if not isinstance(shape, tuple):
-            raise TypeError(f"shape: expected a tuple, the queries' axes, got {shape!r}")
+            raise TypeError(f"shape: expected a tuple, the shape of the queries, got {shape!r}")
         return AttentionState(
             jnp.full(shape, -jnp.inf, dtype),
             jnp.zeros(shape, dtype),
@@ -65,20 +66,20 @@ class AttentionState(NamedTuple):
         )
 
 
-def finite(x: Float[Array, "..."]) -> Float[Array, "..."]:
+def finite(x: Float[jax.Array, "..."]) -> Float[jax.Array, "..."]:
     """`x`, with ±∞ replaced by the largest finite numbers of its dtype. NaN stays.
 
-    An infinite pivot is a sign, not a number to compute with: ∞ − ∞ and 0 · ∞ would be NaN.
+    Infinite fields cannot be computed with, because ∞ − ∞ and 0 · ∞ are NaN.
     """
     largest = jnp.finfo(x.dtype).max
     return jax.lax.clamp(-largest, x, largest)
 
 
-def rescale(state: AttentionState, m: Float[Array, "..."]) -> AttentionState:
+def rescale(state: AttentionState, m: Float[jax.Array, "..."]) -> AttentionState:
     """The same state relative to the pivot `m`, which must not be below the state's own.
 
-    The new pivot is a constant to differentiation. That loses nothing, for what a state
-    stands for does not depend on its pivot; the weight carries the old pivot's gradient.
+    The new pivot is a constant to differentiation. No gradient is lost, because the sums that a
+    state stands for do not depend on its pivot. The weight carries the old pivot's gradient.
     """
     m = jax.lax.stop_gradient(m)
     weight = jnp.exp(finite(state.max) - finite(m))
@@ -91,9 +92,9 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
     """The state of the union of two disjoint sets of keys.
 
     Associative up to rounding, commutative bit for bit, with `AttentionState.identity` as identity.
-    The result has the wider of the two dtypes. Finite fields, or a pivot of −∞, never give a
-    NaN: sums saturate. Raises a TypeError or ValueError when `a` or `b` is no state, its
-    fields do not fit each other, or the two differ in shape. (2024 §5.1, 2025 §5.1.)
+    The result has the wider of the two dtypes. Finite fields and pivots of −∞ never give a NaN,
+    because sums saturate. Raises TypeError or ValueError if `a` or `b` is not a state, if its
+    fields do not fit each other, or if the states differ in shape. (2024 §5.1, 2025 §5.1.)
 
     >>> a, b = from_output([[1.0]], [0.0]), from_output([[4.0]], [0.0])  # two keys of score 0
     >>> out, lse = finalize(merge(a, b))
@@ -103,8 +104,8 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
     return _merge(a, b)
 
 
-# One program where it is called by itself: some twenty operations would take a hundred times as
-# long, and what is wrong is looked for once a shape. Inside another program it leaves no trace.
+# A call outside jit runs one program, because its twenty operations one by one take a hundred times
+# as long, and checks the state once for each shape. Inside another program the jit is inlined.
 @functools.partial(jax.jit, inline=True)
 def _merge(a: AttentionState, b: AttentionState) -> AttentionState:
     check_state(a=a, b=b)
@@ -113,38 +114,40 @@ def _merge(a: AttentionState, b: AttentionState) -> AttentionState:
             f"b: expected a's numerator shape {a.numerator.shape}, got {b.numerator.shape}"
         )
     if a.max.dtype != b.max.dtype:
-        dtype = accumulation_dtype(a.max, b.max)  # the wider one; of two halves, float32
+        dtype = accumulation_dtype(a.max, b.max)  # float32 for float16 and bfloat16
         a, b = (jax.tree.map(lambda x: x.astype(dtype), state) for state in (a, b))
     m = jnp.maximum(a.max, b.max)
     a_is_higher = a.max >= b.max
     high = where(a_is_higher, a, b)
     low = rescale(where(a_is_higher, b, a), m)
-    # Only the lower state is multiplied by its weight. With two products, a compiler that fuses one
-    # of them into the sum, as it sees fit, gives the same merge other bits in other programs. The
-    # weight of the higher one is 1: what it exceeds 1 by is 0, and carries its gradient.
-    more = jnp.expm1(finite(high.max) - finite(low.max))
+    # Only the lower state is scaled. If both were, a compiler could fuse either product into the
+    # sum (FMA), and rounding would change between programs. The higher state's weight is 1, written
+    # as 1 + excess with an excess of 0, which carries the gradient of its pivot.
+    excess = jnp.expm1(finite(high.max) - finite(low.max))
     d = finite(high.denominator)
-    d = d + d * more
+    d = d + d * excess
     n = finite(high.numerator)
-    n = n + n * more[..., None]
+    n = n + n * excess[..., None]
     return AttentionState(low.max, d + low.denominator, n + low.numerator)
 
 
-def where(condition: Bool[Array, "..."], a: AttentionState, b: AttentionState) -> AttentionState:
+def where(
+    condition: Bool[jax.Array, "..."], a: AttentionState, b: AttentionState
+) -> AttentionState:
     """For each query the state `a` where the condition holds, and `b` where it does not.
 
-    condition: (...,) as the states' pivots, or a scalar for all of them
+    condition: (...,) as the states' pivots, or a scalar for all queries
     """
     for_values = condition[..., None] if jnp.ndim(condition) else condition
     return jax.tree.map(jnp.where, AttentionState(condition, condition, for_values), a, b)
 
 
-def finalize(state: AttentionState) -> tuple[Float[Array, "... dv"], Float[Array, "..."]]:
+def finalize(state: AttentionState) -> tuple[Float[jax.Array, "... dv"], Float[jax.Array, "..."]]:
     """(out, lse): the attention n / d (..., dv), and log Σ exp(s) = m + log d (...,).
 
-    out has the state's dtype; lse, a natural logarithm, is never below float32. The state of
-    no keys gives (0, −∞). Sums beyond the dtype's range count as its largest finite number.
-    Raises a TypeError or ValueError for what is no state.
+    out has the state's dtype; lse, a natural logarithm, is float32 or float64. The state of no
+    keys gives (0, −∞). Sums beyond the dtype's range count as its largest finite number. Raises
+    TypeError or ValueError if `state` is not a state.
 
     >>> out, lse = finalize(AttentionState.identity((2,), 3))
     >>> print(out[0], lse)
@@ -159,20 +162,22 @@ def _finalize(state: AttentionState):
     m, d, n = state
     empty = (d == 0) | (m == -jnp.inf)
     d = jnp.where(empty, 1, finite(d))
-    # Not n / d: some compilers make a product with 1 / d of it, and others do not.
+    # Not n / d, which some compilers turn into this product and others do not.
     out = finite(n) * finite(1 / d)[..., None]
     lse_dtype = accumulation_dtype(m)
     lse = m.astype(lse_dtype) + jnp.log(d.astype(lse_dtype))
     return jnp.where(empty[..., None], 0, out), jnp.where(empty, -jnp.inf, lse)
 
 
-def from_output(out: Float[Array, "... dv"], lse: Float[Array, "..."]) -> AttentionState:
-    """The state that finalizes to (out, lse): what a flash-attention kernel returns.
+def from_output(
+    out: Float[Array, "... dv"] | Numbers, lse: Float[Array, "..."] | Numbers
+) -> AttentionState:
+    """The state that finalizes to (out, lse), as a flash-attention kernel returns them.
 
-    lse is a natural logarithm. −∞ says that there were no keys, and `out` is ignored; so does +∞,
-    as some kernels write it, unless `out` holds a NaN: FlashAttention-2 writes +∞ for a sum that is
-    NaN, too, and that is not lost. The state's dtype is lse's or out's, whichever is wider, and at
-    least float32. Raises a TypeError or ValueError for dtypes and shapes that do not fit.
+    lse is a natural logarithm. −∞ means no keys, and `out` is ignored. So does +∞, which some
+    kernels write for no keys. But FlashAttention-2 also writes +∞ for a sum that is NaN, so where
+    `out` holds a NaN, the state is NaN. The state's dtype is float64 if out's or lse's is, else
+    float32. Raises TypeError or ValueError if dtypes or shapes do not fit.
 
     >>> state = from_output(jnp.ones((1, 2)), jnp.array([3.0]))
     >>> print(*finalize(state))
@@ -203,7 +208,7 @@ def _from_output(out, lse) -> AttentionState:
 def reduce_chain(states: AttentionState, axis: int = 0) -> AttentionState:
     """Merge the states along `axis` one after another: p − 1 merges in p − 1 rounds.
 
-    Raises a TypeError or ValueError for what are no states, and for an axis they lack.
+    Raises TypeError or ValueError if `states` is not a state, or lacks the axis.
 
     >>> three = from_output(jnp.array([[1.0], [2.0], [6.0]]), jnp.zeros(3))
     >>> print(finalize(reduce_chain(three))[0])
@@ -214,9 +219,9 @@ def reduce_chain(states: AttentionState, axis: int = 0) -> AttentionState:
         dv = states.numerator.shape[-1]
         return AttentionState.identity(states.max.shape[1:], dv, states.max.dtype)
     first = jax.tree.map(lambda x: x[0], states)
-    # Rescaling to its own pivot changes nothing but the type: that of what merge returns.
+    # Rescaling to its own pivot keeps the value and gives the scan's carry merge's output type.
     first = rescale(first, first.max)
-    if len(states.max) == 1:  # under jax.disable_jit, a scan of nothing would be an error
+    if len(states.max) == 1:  # under jax.disable_jit, scanning no states is an error
         return first
     return jax.lax.scan(_merge_next, first, _slice(states, 1))[0]
 
@@ -230,7 +235,7 @@ def reduce_tree(states: AttentionState, axis: int = 0, *, arity: int = 2) -> Att
     """Merge the states along `axis` as a tree of `arity` children a node.
 
     p states take ⌈log_arity p⌉ rounds and p − 1 merges. (Theorem 1: 2024 §10, 2025 App. E.)
-    Raises a TypeError or ValueError for what are no states, an axis they lack, an arity below 2.
+    Raises as `reduce_chain` does, and for an arity below 2.
 
     >>> three = from_output(jnp.array([[1.0], [2.0], [6.0]]), jnp.zeros(3))
     >>> print(finalize(reduce_tree(three))[0])
@@ -246,10 +251,10 @@ def reduce_tree(states: AttentionState, axis: int = 0, *, arity: int = 2) -> Att
 
 
 def tree_round(states: AttentionState, arity: int) -> AttentionState:
-    """One round of the tree: along axis 0, each `arity` neighbours become one state.
+    """One round of the tree: along axis 0, each group of `arity` neighbours becomes one state.
 
-    Fields (p, ...) become (⌈p / arity⌉, ...). The last group may be smaller. The children of a
-    node merge one after another.
+    Fields (p, ...) become (⌈p / arity⌉, ...). The last group may be smaller. The states of a
+    group merge one after another.
     """
     parents = _slice(states, 0, None, arity)
     for child in range(1, min(arity, len(states.max))):
@@ -264,9 +269,9 @@ def tree_round(states: AttentionState, arity: int) -> AttentionState:
 def scan_states(states: AttentionState, axis: int = 0) -> AttentionState:
     """All prefixes along `axis`: entry i is the merge of the states 0 … i.
 
-    With one state a key this is attention as a recurrence: entry i has seen the keys 0 … i.
-    For each query its own row of such states, entry i of row i, is causal attention. Fewer
-    than 2p merges, in at most 2 log₂ p rounds. Raises as `reduce_chain` does.
+    If each state holds one key, this is attention as a recurrence: entry i is the attention over
+    the keys 0 … i. Entry i of the row of states of query i is causal attention. p states take
+    fewer than 2p merges, in at most 2 log₂ p rounds. Raises as `reduce_chain` does.
 
     >>> three = from_output(jnp.array([[1.0], [2.0], [6.0]]), jnp.zeros(3))
     >>> print(finalize(scan_states(three))[0].ravel())
@@ -277,7 +282,7 @@ def scan_states(states: AttentionState, axis: int = 0) -> AttentionState:
 
 
 def check_state(**states: AttentionState) -> None:
-    """Raise a TypeError or ValueError naming the first that is no state of fitting fields."""
+    """Raise TypeError or ValueError for the first that is not a state whose fields fit."""
     for name, state in states.items():
         if not isinstance(state, AttentionState):
             raise TypeError(f"{name}: expected an AttentionState, got {type(state).__name__}")
@@ -293,7 +298,7 @@ def check_state(**states: AttentionState) -> None:
 
 
 def _axis_first(states: AttentionState, axis: int) -> AttentionState:
-    """The states with the batch axis `axis` (one of those of `max`) moved to the front."""
+    """The states with `axis`, an axis of `max`, moved to the front."""
     check_state(states=states)
     axis = integer("axis", axis)
     rank = states.max.ndim

@@ -1,26 +1,30 @@
-"""Token trees of any shape, given by each node's parent: who sees whom, and how deep each stands.
+"""Token trees of any shape, given by each node's parent: the attention mask and the depths.
 
-A beam is one way to write down a tree of candidate tokens (`treeattn.beam`), a list of parents
-another. The mask and the depths are what a model needs to verify either in one pass.
+A beam (`treeattn.beam`) is one way to write down a tree of candidate tokens, and a list of parents
+is another. A model needs the mask and the depths to verify a tree in one pass.
 """
+
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int, Integer
 
-from treeattn.checks import Array, as_array, bounded, check_integers, namespace
+from treeattn.checks import Array, Numbers, as_array, bounded, check_integers, namespace
 
 
-def ancestor_mask(parents: Integer[Array, "*batch nodes"]) -> Bool[Array, "*batch nodes nodes"]:
+def ancestor_mask(
+    parents: Integer[Array, "*batch nodes"] | Numbers,
+) -> Bool[Array, "*batch nodes nodes"]:
     """(..., L, L) bool: True where node j is node i itself or one of its ancestors.
 
     parents: (..., L) each node's parent, an earlier node, or −1 at a root
 
-    The ancestors fewer than 2ᵏ⁺¹ steps up are those fewer than 2ᵏ steps up, together with
-    the same of the node 2ᵏ steps up: ⌈log₂ L⌉ rounds.
+    Takes ⌈log₂ L⌉ rounds, each of which doubles the number of steps: a node's ancestors fewer than
+    2ᵏ⁺¹ steps up are its ancestors fewer than 2ᵏ steps up and those of the node 2ᵏ steps up.
 
-    Raises TypeError when parents is not an array of signed integers, ValueError when one is neither
-    −1 nor an earlier node, so that there are no cycles (inside jit, they are clipped to that).
+    Raises TypeError if `parents` is not an array of signed integers, and ValueError if a parent is
+    neither −1 nor an earlier node, which excludes cycles. Inside jit, parents are clipped instead.
 
     >>> print(ancestor_mask([-1, 0, 0, 2]).astype(int)[3])  # node 3 below 2, node 2 below 0
     [1 0 1 1]
@@ -34,8 +38,8 @@ def ancestor_mask(parents: Integer[Array, "*batch nodes"]) -> Bool[Array, "*batc
     return mask
 
 
-def depths(parents: Integer[Array, "*batch nodes"]) -> Int[Array, "*batch nodes"]:
-    """(..., L) int32: the number of each node's ancestors, 0 at a root: its position offset.
+def depths(parents: Integer[Array, "*batch nodes"] | Numbers) -> Int[Array, "*batch nodes"]:
+    """(..., L) int32: the number of each node's ancestors, which is its position offset.
 
     Takes and raises what `ancestor_mask` does.
 
@@ -50,7 +54,7 @@ def depths(parents: Integer[Array, "*batch nodes"]) -> Int[Array, "*batch nodes"
 
 
 def _ever_higher(xp, parents):
-    """Each node's 1st, 2nd, 4th, 8th … ancestor, until nothing is higher; −1 above a root."""
+    """Each node's 1st, 2nd, 4th, 8th … ancestor, up to the deepest possible; −1 above a root."""
     up = parents
     for _ in range(max(parents.shape[-1] - 1, 0).bit_length()):
         yield up
@@ -58,12 +62,12 @@ def _ever_higher(xp, parents):
 
 
 def _at(xp, x, node):
-    """x of those nodes, (..., L); of node 0 where the number is −1."""
+    """The entries of x at these nodes, (..., L); the entry of node 0 where the node is −1."""
     return xp.take_along_axis(x, xp.maximum(node, 0), axis=-1)
 
 
-def _checked_parents(parents):
-    """(numpy or jax.numpy, parents in int32), or the error that says what is wrong."""
+def _checked_parents(parents) -> tuple[Any, Array]:
+    """(numpy or jax.numpy, parents in int32). Raises as `ancestor_mask` does."""
     parents = as_array("parents", parents)
     check_integers(parents=parents)
     if jnp.issubdtype(parents.dtype, jnp.unsignedinteger):
