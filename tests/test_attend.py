@@ -548,7 +548,7 @@ Q, K = np.ones((2, 3, 4, 8), np.float32), np.ones((2, 5, 2, 8), np.float32)
 SMALL = tuple(jnp.asarray(x, jnp.float8_e4m3fn) for x in (Q, K, K))
 BAD_ARRAYS = {
     "integers": ((Q.astype(int), K, K), TypeError, "q: expected a floating-point"),
-    "a ragged list": (([[1.0], []], K, K), TypeError, "q: expected an array, got list"),
+    "a ragged list": (([[1.0], []], K, K), TypeError, "q: expected an array, got a ragged list"),
     "dtypes": ((Q, K.astype(np.float16), K), TypeError, "expected one dtype.*k float16"),
     "rank": ((Q[0], K, K), ValueError, r"q: expected 4 axes.*\(3, 4, 8\)"),
     "batch": ((Q, K[:1], K[:1]), ValueError, r"k: expected.*batch 2.*\(1, 5, 2, 8\)"),

@@ -1,7 +1,9 @@
 """What a type checker knows of the package: mypy, asked about every public name."""
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,10 +45,15 @@ def lines(tmp_path_factory):
     folder = tmp_path_factory.mktemp("types")
     (folder / "questions.py").write_text(QUESTIONS, encoding="utf-8")
     (folder / "mistakes.py").write_text(MISTAKES, encoding="utf-8")
+    return mypy("questions.py", "mistakes.py", cwd=folder)
+
+
+def mypy(*arguments, cwd) -> list[str]:
+    """What mypy says, line by line; it finds something."""
     command = [sys.executable, "-m", "mypy", "--follow-imports", "silent", "--no-error-summary"]
     done = subprocess.run(
-        [*command, "--cache-dir", str(ROOT / "build" / "mypy"), "questions.py", "mistakes.py"],
-        cwd=folder,
+        [*command, "--cache-dir", str(ROOT / "build" / "mypy"), *arguments],
+        cwd=cwd,
         capture_output=True,
         text=True,
         env={**os.environ, "MYPYPATH": str(ROOT)},
@@ -75,3 +82,37 @@ def test_a_checker_sees_mistakes(lines):
 
 def test_the_package_says_that_it_has_types():
     assert (ROOT / "treeattn" / "py.typed").exists()
+
+
+SCRIPT = (ROOT / "tests" / "user_script.py").read_text(encoding="utf-8")
+WRONG = "wrong: int = treeattn.merge(empty, empty)\n"  # what a checker must say something about
+
+
+@pytest.fixture
+def script(tmp_path):
+    """A folder with a user's script, and a line that is wrong at its end."""
+    (tmp_path / "user_script.py").write_text(SCRIPT + WRONG, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_users_script_under_mypy(script):
+    errors = mypy("--strict", "user_script.py", cwd=script)
+    ours = [line for line in errors if "untyped function" not in line]  # JAX's PartitionSpec
+    assert len(ours) == 1 and '"AttentionState"' in ours[0], ours
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("pyright") is None, reason="pyright is not installed")
+def test_a_users_script_under_pyright(script):
+    paths = {"extraPaths": [str(ROOT)], "venvPath": str(ROOT), "venv": ".venv"}
+    settings = {"typeCheckingMode": "strict", "include": ["user_script.py"], **paths}
+    (script / "pyrightconfig.json").write_text(json.dumps(settings))
+    command = ["pyright", "--outputjson"]
+    done = subprocess.run(command, cwd=script, capture_output=True, text=True, timeout=300)
+    ours = []
+    for error in json.loads(done.stdout)["generalDiagnostics"]:
+        name = re.search(r'Type of "(.*?)" is (partially )?unknown', error["message"])
+        if name is None or name[1] in treeattn.__all__:  # else a type that JAX does not tell
+            ours.append(error["message"])
+    assert len(ours) == 1 and '"AttentionState"' in ours[0], ours

@@ -22,7 +22,7 @@ with another unpacker, see `pack`.)
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -153,9 +153,12 @@ def pack(beam: Beam, lengths: Lengths = None, *, pad_token: int = 0) -> PackedBe
     return _first_nodes(packed, int(nodes.max(initial=0)))
 
 
+@overload
+def unpack(packed: jax.Array, unpack_map: Array) -> jax.Array: ...
+@overload
+def unpack(packed: Array, unpack_map: Array) -> Array: ...
 def unpack(
-    packed: Shaped[Array, "batch nodes *features"] | Numbers,
-    unpack_map: Int[Array, "batch rows width"] | Numbers,
+    packed: Shaped[Array, "batch nodes *features"], unpack_map: Int[Array, "batch rows width"]
 ) -> Shaped[Array, "batch rows width *features"]:
     """The results of the nodes, put back into the beam's shape. Differentiable.
 
@@ -324,26 +327,17 @@ def _to_namespace(name, x, xp):
     Without jax_enable_x64, JAX silently keeps only the lower 32 bits of an integer.
     """
     array = xp.asarray(x)
-    if array.dtype != x.dtype and jnp.issubdtype(x.dtype, jnp.integer) and x.size:
-        limits = np.iinfo(array.dtype)
-        if x.min() < limits.min or x.max() > limits.max:
-            raise ValueError(
-                f"{name}: expected integers that {limits.dtype} holds, got {x.min()} to {x.max()}: "
-                "pass NumPy's arrays only, or set jax_enable_x64"
-            )
+    of_integers = array.dtype != x.dtype and jnp.issubdtype(x.dtype, jnp.integer)
+    if of_integers and (x.astype(array.dtype) != x).any():
+        raise ValueError(
+            f"{name}: expected integers that {array.dtype} holds, got {x.min()} to {x.max()}: "
+            "pass NumPy's arrays only, or set jax_enable_x64"
+        )
     return array
 
 
 def _checked(beam, lengths) -> tuple[Any, Array, Array]:
     """(numpy or jax.numpy, beam, lengths in int32). Raises as `pack` does."""
-    if isinstance(beam, list | tuple):
-        try:
-            beam = np.asarray(beam)
-        except ValueError:
-            raise TypeError(
-                "beam: expected candidates of one length, got a ragged list: pad them, and pass "
-                "lengths"
-            ) from None
     beam = as_array("beam", beam)
     check_integers(beam=beam)
     check_rank(3, "(batch, M, C)", beam=beam)

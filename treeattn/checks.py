@@ -4,6 +4,7 @@ Values are checked before a function is compiled. Shapes and dtypes are checked 
 once for each shape.
 """
 
+import math
 import operator
 import sys
 from collections.abc import Sequence
@@ -18,8 +19,8 @@ Numbers = Sequence[Any] | float  # (nested) lists of numbers, or a number: `as_a
 
 
 def namespace(*arrays: Array):
-    """The module to compute with: numpy if every array is NumPy's, else jax.numpy."""
-    return np if all(isinstance(x, np.ndarray | np.generic) for x in arrays) else jnp
+    """The module to compute with: jax.numpy if any of the arrays is JAX's, else numpy."""
+    return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
 
 
 def accumulation_dtype(*arrays: Array) -> np.dtype[Any]:
@@ -32,15 +33,15 @@ def accumulation_dtype(*arrays: Array) -> np.dtype[Any]:
     return jnp.result_type(jnp.float64 if double else jnp.float32)
 
 
-def integer(name: str, x, least: int | None = None, most: int | None = None) -> int:
+def integer(name: str, x, least: float = -math.inf, most: float = math.inf) -> int:
     """`x` as an int, from any whole number of Python, NumPy or JAX, but not from a bool or a float.
 
     Raises TypeError for anything else, and ValueError below `least` or above `most`.
     """
     expected = "an integer"
-    if most is not None:
+    if most < math.inf:
         expected += f" from {least} to {most}"
-    elif least is not None:
+    elif least > -math.inf:
         expected += f" of at least {least}"
     try:
         number = None if isinstance(x, bool) else operator.index(x)
@@ -48,7 +49,7 @@ def integer(name: str, x, least: int | None = None, most: int | None = None) -> 
         number = None
     if number is None:
         raise TypeError(f"{name}: expected {expected}, got {x!r}")
-    if (least is not None and number < least) or (most is not None and number > most):
+    if not least <= number <= most:
         raise ValueError(f"{name}: expected {expected}, got {number}")
     return number
 
@@ -67,9 +68,9 @@ def as_array(name: str, x) -> Array:
         raise TypeError(f"{name}: expected a JAX or NumPy array, got {kind}: use jnp.from_dlpack")
     try:
         array = np.asarray(x)
-    except ValueError:  # a ragged list
-        array = None
-    if array is None or array.dtype.kind in "OSU":
+    except ValueError:
+        raise TypeError(f"{name}: expected an array, got a ragged list: pad its rows") from None
+    if array.dtype.kind in "OSU":
         raise TypeError(f"{name}: expected an array, got {type(x).__name__}")
     return array
 

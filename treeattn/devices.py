@@ -44,7 +44,7 @@ def simulate_devices(n: int) -> None:
 
 
 def kv_mesh(
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,  # type checkers do not know jax.Device
     *,
     nodes: int | None = None,
     heads: int | None = None,
