@@ -563,7 +563,7 @@ BAD_OPTIONS = [
     ("mask", np.ones((2, 1, 3, 5)), TypeError, "mask: expected bool"),
     ("mask", np.ones((2, 3, 5), bool), ValueError, "mask: expected a shape"),
     ("mask", [True, False], ValueError, "mask: expected a shape"),
-    ("mask", [[True], [True, True]], TypeError, "mask: .*got list"),
+    ("mask", [[True], [True, True]], TypeError, "mask: .*got a ragged list"),
     ("bias", np.ones((2, 4, 3, 4)), ValueError, "bias: expected a shape"),
     ("bias", np.ones((1, 1, 1, 5), int), TypeError, "bias: expected"),
     ("kv_lengths", np.ones(3, int), ValueError, r"kv_lengths:.*\(2,\)"),

@@ -16,7 +16,11 @@ pytest.importorskip("mypy")
 
 ROOT = Path(treeattn.__file__).parent.parent
 # An array of any dtype, and a function of any arguments: of these alone nothing more is known.
-UNKNOWN = ("numpy.ndarray[tuple[Any, ...], numpy.dtype[Any]]", "(def (*Any, **Any) -> Any)")
+UNKNOWN = (
+    "numpy.integer[Any]",
+    "numpy.ndarray[tuple[Any, ...], numpy.dtype[Any]]",
+    "(def (*Any, **Any) -> Any)",
+)
 
 MISTAKES = """
 import jax.numpy as jnp

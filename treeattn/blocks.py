@@ -65,7 +65,8 @@ def _attend_causal(inputs: Inputs) -> AttentionState:
         return attend_blockwise(inputs.replace(q=q, k=k, v=v, mask=mask))
 
     below = jnp.tri(size, dtype=bool)[None, None]
-    state = state_of_keys(*split((q, k, v), b * parts), below)
+    q_part, k_part, v_part = split((q, k, v), b * parts)
+    state = state_of_keys(q_part, k_part, v_part, below)
     while parts > 1:
         parts //= 2
         size *= 2
@@ -253,7 +254,8 @@ def _varying_as(inputs: Inputs, tree):
     XLA removes it. As an integer it has no gradient.
     """
     arrays = (inputs.q, inputs.k, inputs.v, inputs.mask, inputs.bias, inputs.lengths)
-    zero = sum(jnp.sum(x[None][:0].astype(jnp.int32)) for x in arrays if x is not None)
+    empty = [x[None][:0].astype(jnp.int32) for x in arrays if x is not None]
+    zero = jnp.asarray(sum(jnp.sum(x) for x in empty))
     return jax.tree.map(lambda x: x + zero.astype(x.dtype), tree)
 
 

@@ -4,7 +4,6 @@ Values are checked before a function is compiled. Shapes and dtypes are checked 
 once for each shape.
 """
 
-import math
 import operator
 import sys
 from collections.abc import Sequence
@@ -33,15 +32,15 @@ def accumulation_dtype(*arrays: Array) -> np.dtype[Any]:
     return jnp.result_type(jnp.float64 if double else jnp.float32)
 
 
-def integer(name: str, x, least: float = -math.inf, most: float = math.inf) -> int:
+def integer(name: str, x, least: int | None = None, most: int | None = None) -> int:
     """`x` as an int, from any whole number of Python, NumPy or JAX, but not from a bool or a float.
 
     Raises TypeError for anything else, and ValueError below `least` or above `most`.
     """
     expected = "an integer"
-    if most < math.inf:
+    if most is not None:
         expected += f" from {least} to {most}"
-    elif least > -math.inf:
+    elif least is not None:
         expected += f" of at least {least}"
     try:
         number = None if isinstance(x, bool) else operator.index(x)
@@ -49,7 +48,7 @@ def integer(name: str, x, least: float = -math.inf, most: float = math.inf) -> i
         number = None
     if number is None:
         raise TypeError(f"{name}: expected {expected}, got {x!r}")
-    if not least <= number <= most:
+    if (least is not None and number < least) or (most is not None and number > most):
         raise ValueError(f"{name}: expected {expected}, got {number}")
     return number
 

@@ -31,7 +31,7 @@ def load():
     """
     try:
         _load_cuda_runtime()
-        from flash_attn_jax import flash_fwd, varlen_fwd
+        from flash_attn_jax import flash_fwd, varlen_fwd  # type: ignore[import-untyped]
     except (ImportError, OSError) as error:
         raise ImportError(
             f"flash-attn-jax cannot be imported ({error}): pip install 'treeattn[flash]', on "
@@ -43,7 +43,7 @@ def load():
 def _load_cuda_runtime() -> None:
     """Load libcudart.so.12 before the kernel's library looks for it by name."""
     spec = importlib.util.find_spec("nvidia.cuda_runtime")
-    for folder in spec.submodule_search_locations if spec else ():
+    for folder in (spec and spec.submodule_search_locations) or ():
         for path in Path(folder).glob("lib/libcudart.so.12*"):
             ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
             return

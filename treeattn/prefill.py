@@ -154,7 +154,7 @@ def _prefill(inputs: Inputs, layout: Layout, method, implementation: Implementat
         return method(inputs, layout, rank, implementation)
 
     result = on_devices(on_device, layout, inputs, specs, along)
-    if q.shape[1] == l:
+    if inputs.q.shape[1] == l:
         return result
     # The devices cannot share l tokens evenly.
     return tuple(place(x, layout.spec(), layout)[:, :l] for x in result)

@@ -300,8 +300,10 @@ def check_state(**states: AttentionState) -> None:
 def _axis_first(states: AttentionState, axis: int) -> AttentionState:
     """The states with `axis`, an axis of `max`, moved to the front."""
     check_state(states=states)
+    axis = integer("axis", axis)
     rank = states.max.ndim
-    axis = integer("axis", axis, -rank, rank - 1)
+    if not -rank <= axis < rank:
+        raise ValueError(f"axis: expected one of the {rank} axes of states.max, got {axis}")
     return jax.tree.map(lambda x: jnp.moveaxis(x, axis % rank, 0), states)
 
 
