@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,16 @@ from jax import lax
 
 from treeattn.across import Axes
 
+State = TypeVar("State")  # a pytree of arrays
+Shard = TypeVar("Shard")  # another one
 
-def visit_shards(visit: Callable, state: Any, shard: Any, axis_name: str | Axes) -> Any:
+
+def visit_shards(
+    visit: Callable[[State, Shard, jax.Array], State],
+    state: State,
+    shard: Shard,
+    axis_name: str | Axes,
+) -> State:
     """Inside `shard_map`: the state after visit(state, shard, owner) of every other device's shard.
 
     The shards go around the ring of the devices along an axis, or several, outermost first, in
