@@ -131,7 +131,8 @@ def initialize(
 
 def _warn_of_loopback(coordinator_address: str | None) -> None:
     """Warn if gloo will listen on loopback, and the coordinator is on another machine."""
-    if coordinator_address is None or jax.config.read("jax_platforms") != "cpu":
+    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
+    if coordinator_address is None or platforms != "cpu":
         return
     name = socket.gethostname()
     coordinator = coordinator_address.rpartition(":")[0].strip("[]")
