@@ -135,6 +135,8 @@ def jax_residual(dtype):
     def kernel(q, k, v, *, scale=None, **options):
         if "sinks" in options:
             raise NotImplementedError("sinks")
+        if v.shape[-1] != k.shape[-1]:
+            raise NotImplementedError("values of another dimension than the keys'")
         lengths, mask = options_as_masks(q, k, **options)
         q, k, v = (jnp.asarray(x, dtype) for x in (q, k, v))
         mask = jnp.asarray(mask & (np.arange(k.shape[1]) < lengths[:, None])[:, None, None])
