@@ -518,7 +518,9 @@ def asked(q, k, v, *, mask=None, sinks=None, query_positions=None, key_positions
     return finalize(state)
 
 
-@pytest.mark.parametrize("implementation", ["plain", "blockwise"])
+@pytest.mark.parametrize(
+    "implementation", [pytest.param("plain", marks=pytest.mark.slow), "blockwise"]
+)
 def test_the_suite_finds_nothing_wrong(implementation):
     report = check_attention(functools.partial(asked, implementation=implementation))
     assert len(report.names("passed")) == len(report.results) >= 11, str(report)

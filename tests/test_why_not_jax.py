@@ -30,6 +30,7 @@ def stored() -> dict[str, list]:
     return rows
 
 
+@pytest.mark.slow
 def test_the_table_is_what_is_measured(why_not_jax, optimized):
     table = stored()
     measured = {**why_not_jax.measured(), **why_not_jax.answered()}

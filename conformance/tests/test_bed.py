@@ -68,7 +68,13 @@ RIGHT = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "right", "wrap"), RIGHT, ids=[f.__name__ for _, f, _ in RIGHT])
+@pytest.mark.parametrize(
+    ("kind", "right", "wrap"),
+    [
+        pytest.param(*row, id=row[1].__name__, marks=[pytest.mark.slow] * (row[0] == "attention"))
+        for row in RIGHT
+    ],
+)
 def test_mutants_that_live_change_nothing(kind, right, wrap):
     """Those that are left replace a number that is multiplied by 0, or stands for no keys, or
     exchange what commutes; they were read one by one."""

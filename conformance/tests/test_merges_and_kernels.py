@@ -292,6 +292,7 @@ def bfloat16_shares(parts):
     return total, lse
 
 
+@pytest.mark.slow
 def test_sums_in_bfloat16_fail_by_the_number_of_devices():
     """With outs in bfloat16 anyway, two shards are as good as their dtype; 256 are not."""
     report = check_merge(bfloat16_shares, dtype="bfloat16")

@@ -23,9 +23,7 @@ from treeattn import (
 from treeattn_conformance import bfloat16, check_attention, check_merge, check_tree
 from treeattn_conformance.attention import attention_questions
 
-METHODS = ["allreduce"]
-OTHERS = ("butterfly", "gather", "hierarchical")
-METHODS += [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
+METHODS = ["allreduce", "butterfly", "gather", "hierarchical"]
 
 
 def options_as_masks(q, k, kv_lengths=None, mask=None, query_positions=None, key_positions=None):
@@ -109,6 +107,7 @@ def test_our_kernel_passes(dtype):
     assert_passes(check_attention(with_sinks(ours), dtype=dtype))
 
 
+@pytest.mark.slow  # test_gradients.py asks of its values and gradients
 @pytest.mark.parametrize("method", METHODS)
 def test_decoding_from_shards_passes(method):
     mesh = kv_mesh(jax.devices()[:4], nodes=2)
