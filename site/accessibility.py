@@ -41,7 +41,7 @@ def violations(pages: Iterable[Path]) -> list[str] | None:
     axe = (Path(package.submodule_search_locations[0]) / "axe.min.js").read_text("utf-8")
     found = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        browser = Browser(Path(profile), seconds=120)
+        browser = Browser(Path(profile), seconds=300)
         for page in pages:
             for view in VIEWS.get(page.name, (PHONE,)):
                 browser.open(page.resolve().as_uri(), prefers_reduced_motion="reduce", **view)
