@@ -248,6 +248,7 @@ def test_faults_of_size_are_seen():
         "queries beyond 64": cut(1, 64),
         "heads beyond 8": cut(2, 8),
         "columns beyond 64": cut(3, 64),
+        "columns beyond 128": cut(3, 128),
         "d beyond 64": first_columns,
         "lengths as bytes": lengths_as_bytes,
     }

@@ -77,6 +77,7 @@ def attention_questions(dtype: str = "float32") -> list[Question]:
         "549 keys, d = 128": (qkv(1, 2, 4, 2, n=549, d=128, d_v=128), {}),
         "32 heads, 133 queries": (qkv(1, 133, 32, 8, n=70, d=64, d_v=64), {}),
         "d = 192, values of 128": (qkv(1, 2, 2, 2, n=130, d=192, d_v=128), {}),
+        "d = 256": (qkv(1, 2, 2, 2, n=70, d=256, d_v=256), {}),
         "scores that rise": (rising(), {}),
         "lengths beyond 255": (qkv(n=549), {"kv_lengths": np.array([300, 513])}),
         "a mask of 300 keys": (
