@@ -8,6 +8,9 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
+import venv
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -52,7 +55,45 @@ def test_every_script_is_run_here():
     assert {name for name in names if f"({name})" not in index} == set()
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+@pytest.fixture(scope="module")
+def python_with_frameworks(tmp_path_factory) -> str:
+    """An environment beside this one's packages, so that JAX is the one that is tested."""
+    folder = tmp_path_factory.mktemp("frameworks")
+    venv.create(folder, with_pip=True, symlinks=True)
+    python = str(folder / "bin" / "python")
+    words = {"base": str(folder), "platbase": str(folder)}
+    here = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})"
+    (Path(sysconfig.get_path("purelib", vars=words)) / "outer.pth").write_text(here)
+    versions = [f"{name}=={metadata.version(name)}" for name in ("jax", "numpy")]
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    done = subprocess.run([*pip, *versions, "flax", "equinox"], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no Flax and Equinox for this JAX: {done.stderr.splitlines()[-1]}")
+    return python
+
+
+@pytest.mark.parametrize("script", ["flax_nnx.py", "equinox_model.py"])
+def test_a_frameworks_model_writes_what_its_own_attention_writes(script, python_with_frameworks):
+    path = str(EXAMPLES / script)
+    lines = output(start(python_with_frameworks, path)).splitlines()
+    assert lines[0] == "same 102 tokens: True; cache PartitionSpec(None, 'kv')"
+    assert lines[1:] == ["gradients, allclose: True"] * (script == "flax_nnx.py")
+    assert output(start(python_with_frameworks, path, "--help")).startswith("usage: ")
+
+
+def test_hugging_faces_layout():
+    *runs, last = run("hugging_face_layout.py").splitlines()
+    kept = ["PartitionSpec(None, None, 'kv')", "PartitionSpec()"]
+    assert runs == [f"{p} devices, donated: True, {x}" for p, x in zip((8, 1), kept, strict=True)]
+    assert re.fullmatch(r"same 100 tokens: True; (\d\d) different ones", last), last
+
+
+ALONE = sorted(
+    set(EXAMPLES.glob("*.py")) - {EXAMPLES / "flax_nnx.py", EXAMPLES / "equinox_model.py"}
+)
+
+
+@pytest.mark.parametrize("path", ALONE, ids=lambda path: path.stem)
 def test_help_comes_without_work(path):
     """Or a line that says what is missing."""
     process = start(sys.executable, str(path), "--help")
