@@ -69,7 +69,9 @@ def main() -> None:
         sharding = NamedSharding(mesh, P(None, None, "kv"))
         past = tuple(jnp.zeros((ROWS, KV_HEADS, ROOM, HEAD_DIM), device=sharding) for _ in "kv")
         texts[attend], grown = write(model, past, first, attend, mesh)
-        print(f"{mesh.size} devices, donated: {past[0].is_deleted()}, {grown[0].sharding.spec}")
+        print(
+            f"{mesh.size} devices, donated: {past[0].is_deleted()}, {tuple(grown[0].sharding.spec)}"
+        )
     over, one = map(jax.device_get, texts.values())
     print(f"same {over.size} tokens: {(over == one).all()}; {len(set(over.flat))} different ones")
 
