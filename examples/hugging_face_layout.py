@@ -62,8 +62,7 @@ def write(weights, past, token, attend, mesh):
 
 def main() -> None:
     simulate_devices(8)  # leave out where there are real devices
-    model, first = weights(0), jnp.array([3, 5])
-    texts = {}
+    model, first, texts = weights(0), jnp.array([3, 5]), {}
     for attend, devices in (over_devices, jax.devices()), (on_one_device, jax.devices()[:1]):
         mesh = kv_mesh(devices)
         sharding = NamedSharding(mesh, P(None, None, "kv"))
