@@ -19,10 +19,10 @@ from treeattn.state import AttentionState, finite
 
 def attend_plain(inputs: Inputs) -> AttentionState:
     """The state of the queries after all keys that they see: fields (b, l, h) and (b, l, h, dv)."""
-    b, l, h, d = inputs.q.shape
+    b, l, h, head_dim = inputs.q.shape
     h_kv = inputs.k.shape[2]
     q = finite(inputs.q.astype(inputs.dtype) * inputs.total_scale)
-    q = q.reshape(b, l, h_kv, h // h_kv, d)
+    q = q.reshape(b, l, h_kv, h // h_kv, head_dim)
     k, v = inputs.k.astype(inputs.dtype), inputs.v.astype(inputs.dtype)
     visible = visible_keys(inputs)
     if visible is not None:
@@ -37,13 +37,15 @@ def attend_plain(inputs: Inputs) -> AttentionState:
         s = jnp.where(visible, s, -jnp.inf)
     m = lax.stop_gradient(s.max(axis=-1, initial=-jnp.inf))
     p = jnp.exp(s - finite(m)[..., None])
+    d = p.sum(axis=-1)
+    m = jnp.where(jnp.isnan(d), lax.stop_gradient(d), m)  # XLA's maximum may ignore a NaN
     n = jnp.einsum("bkgln,bnkd->bkgld", p, v, precision="highest")
     n = jnp.where((m == -jnp.inf)[..., None], 0, finite(n))
 
     def by_query(x):  # (b, h_kv, group, l, ...) -> (b, l, h, ...)
         return jnp.moveaxis(x, 3, 1).reshape(b, l, h, *x.shape[4:])
 
-    return AttentionState(by_query(m), by_query(p.sum(axis=-1)), by_query(n))
+    return AttentionState(by_query(m), by_query(d), by_query(n))
 
 
 def visible_keys(inputs: Inputs):
