@@ -81,12 +81,13 @@ def decoded(decode):
     return run
 
 
-def test_attend_passes():
-    def blockwise(q, k, v, *, scale=None, kv_lengths=None, causal=False):
+@pytest.mark.parametrize("implementation", ["plain", "blockwise"])
+def test_attend_passes(implementation):
+    def ours(q, k, v, *, scale=None, kv_lengths=None, causal=False):
         options = {"scale": scale, "kv_lengths": kv_lengths, "causal": causal}
-        return finalize(attend(q, k, v, implementation="blockwise", **options))
+        return finalize(attend(q, k, v, implementation=implementation, **options))
 
-    report = check_gradients(of_jax(blockwise), only=[*OURS, "causal"])
+    report = check_gradients(of_jax(ours), only=[*OURS, "causal"])
     assert report and not report.names("skipped"), str(report)
 
 
