@@ -1,5 +1,5 @@
 # make run          execute the main road's notebooks in clean kernels; HTML copies under build/
-# make run-all      those of notebooks/deeper, the labs and the puzzles as well
+# make run-all      those of notebooks/deeper and the labs as well
 # make test         the core, the Llama, the conformance suite, the main notebooks: five to ten
 #                   minutes on two cores
 # make test-fast    of these, the unit tests: no notebook is run
@@ -77,7 +77,7 @@ test-all test-latest: WORKERS := 3
 PYTEST = -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 NBVAL := -p nbval.plugin --nbval --nbval-current-env --nbval-cell-timeout=600
 MAIN := tests llama/tests conformance/tests
-BESIDE := notebooks/deeper labs conformance/puzzles.ipynb
+BESIDE := notebooks/deeper labs
 
 test: $(STAMP) lint
 	$(BIN)/python $(PYTEST) -m "not slow" $(NBVAL) --ignore notebooks/deeper notebooks $(MAIN)

@@ -1,7 +1,7 @@
 """Execute notebooks, two at a time, each in a clean kernel, and write HTML under build/.
 
 python notebooks/execute.py                 the main road; tracked files stay as they are
-python notebooks/execute.py --all           those of notebooks/deeper, the labs and the puzzles, too
+python notebooks/execute.py --all           those of notebooks/deeper and the labs, too
 python notebooks/execute.py 05 the_same     of all, those whose names start so (or a path)
 python notebooks/execute.py --store 05      also store the outputs in the notebook; one at a time
 """
@@ -26,13 +26,13 @@ from tqdm import tqdm
 REPOSITORY = Path(__file__).parent.parent.resolve()
 BUILD = REPOSITORY / "build"
 MAIN_ROAD = ("notebooks/*.ipynb",)
-BESIDE_IT = ("notebooks/deeper/*.ipynb", "conformance/*.ipynb", "labs/*/*.ipynb")
+BESIDE_IT = ("notebooks/deeper/*.ipynb", "labs/*/*.ipynb")
 FONTS = """MathJax.Hub.Config({"HTML-CSS": {
   availableFonts: [], preferredFont: null, imageFont: null, webFont: "STIX-Web"  // the one there is
 }});
 MathJax.Ajax.loadComplete("[MathJax]/config/fonts.js");
 """
-# What JupyterLab shows folded, behind a question, a browser shows folded, too.
+# What JupyterLab shows folded, answers and solutions, a browser shows folded, too.
 FOLDED = """{% extends "lab/index.html.j2" %}
 {% block output_group %}
 {% if cell.metadata.get("jupyter", {}).get("outputs_hidden") %}
@@ -43,6 +43,14 @@ FOLDED = """{% extends "lab/index.html.j2" %}
 </details>
 {% else %}{{ super() }}{% endif %}
 {% endblock output_group %}
+{% block input %}
+{% if cell.metadata.get("jupyter", {}).get("source_hidden") %}
+<details style="flex: 1">
+<summary class="jp-RenderedHTMLCommon">Code</summary>
+{{ super() }}
+</details>
+{% else %}{{ super() }}{% endif %}
+{% endblock input %}
 """
 
 

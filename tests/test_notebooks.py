@@ -15,7 +15,7 @@ import pytest
 REPOSITORY = Path(__file__).parent.parent
 MAIN_ROAD = sorted(REPOSITORY.glob("notebooks/*.ipynb"))
 DEEPER = sorted(REPOSITORY.glob("notebooks/deeper/*.ipynb"))
-BESIDE = sorted([*REPOSITORY.glob("conformance/*.ipynb"), *REPOSITORY.glob("labs/*/*.ipynb")])
+BESIDE = sorted(REPOSITORY.glob("labs/*/*.ipynb"))
 LINK = r"(!?)\[([^\]]*)\]\(([^)\s]+)\)"
 
 
@@ -214,15 +214,16 @@ def test_each_prediction_has_a_hidden_output(notebook):
     assert answered == set(range(1, predictions + 1))
 
 
-def test_hidden_outputs_are_folded_in_html(execute):
+@pytest.mark.parametrize("hidden", ["outputs_hidden", "source_hidden", None])
+def test_what_is_hidden_is_folded_in_html(execute, hidden):
     output = nbformat.v4.new_output("stream", text="as you thought")
-    hidden = {"jupyter": {"outputs_hidden": True}}
-    for metadata, folded in (({}, False), (hidden, True)):
-        cell = nbformat.v4.new_code_cell("1", metadata=metadata, outputs=[output])
-        notebook = nbformat.v4.new_notebook(cells=[cell])
-        html = execute.as_html(notebook, REPOSITORY, execute.exporter())
-        body = html[html.index("<body") :]
-        assert ("<details>" in body.partition("as you thought")[0]) == folded
+    metadata = {"jupyter": {hidden: True}} if hidden else {}
+    cell = nbformat.v4.new_code_cell("solved", metadata=metadata, outputs=[output])
+    notebook = nbformat.v4.new_notebook(cells=[cell])
+    html = execute.as_html(notebook, REPOSITORY, execute.exporter())
+    source, shown = html[html.index("<body") :].split("solved")
+    assert ("<details" in source) == (hidden == "source_hidden")
+    assert ("<details" in shown.partition("as you thought")[0]) == (hidden == "outputs_hidden")
 
 
 def test_the_running_example_is_the_same_everywhere():
