@@ -24,9 +24,20 @@ def _arrow(ax, start, end, **style) -> None:
     ax.annotate("", end, start, arrowprops=arrow | style)
 
 
+def llama_sends(p: int) -> tuple[float, float]:
+    """Bytes that a device sends for each token of Llama 3.1 8B at 2²⁰ keys: by ring, by tree."""
+    blocks, query_heads, key_heads, dim = 32, 32, 8, 128
+    cache = 2**20 * blocks * key_heads * 2 * dim * 2  # in bfloat16
+    state = blocks * query_heads * (dim + 2) * 4  # in float32, on 2 (p − 1) lines' ways
+    return cache / p * (p - 1), state * 2 * (p - 1) / p
+
+
 @styled
 def ring_and_tree(p: int = 8) -> Figure:
-    """What travels: keys and values around a ring, states up and down a tree (2024 Figure 1b)."""
+    """What travels: keys and values around a ring, states up and down a tree (2024 Figure 1b).
+
+    The bytes that a device sends are areas: a square behind the ring, and a dot by the tree.
+    """
     figure, (ring, tree) = new_figure(7.4, 3.4, ncols=2)
     angles = np.pi / 2 - 2 * np.pi * np.arange(p) / p
     x = np.cos(angles)
@@ -37,16 +48,26 @@ def ring_and_tree(p: int = 8) -> Figure:
         c, d = np.sin(nearby)
         _arrow(ring, (a, c), (b, d), color=RED, lw=4, mutation_scale=18)
         _device(ring, x[i], y[i], i)
-    ring.text(
-        0,
-        0,
-        f"each arrow: a shard\nof keys and values,\n{p - 1} times",
-        ha="center",
-        va="center",
-        fontsize=9,
-    )
+    by_ring, by_tree = llama_sends(p)
+    ring.add_patch(Rectangle((-1.25, -1.25), 2.5, 2.5, fc=RED, alpha=0.15, lw=0))
+    note = f"each arrow: a shard,\n{p - 1} times for each\nnew token"
+    ring.text(0, 0, note, ha="center", va="center", fontsize=9)
     ring.set(xlim=(-1.3, 1.3), ylim=(-1.25, 1.25), aspect="equal")
-    ring.set_title(f"Ring: {p - 1} rounds")
+    ring.set_title(f"Ring: a device sends {by_ring / 1e9:.0f} GB, the square")
+    side = 2.5 * np.sqrt(by_tree / by_ring)
+    dot = Rectangle((3.75, 0.65), side, side, fc=BLUE, lw=0, clip_on=False)  # in the ring's units
+    to_scale = ring.annotate(
+        "the dot,\nto the square's scale",
+        dot.get_xy(),
+        (3.75, 1.2),
+        ha="center",
+        va="top",
+        fontsize=9,
+        arrowprops={"arrowstyle": "->", "color": GREY, "shrinkB": 4},
+        annotation_clip=False,
+    )
+    for patch in (ring.add_patch(dot), to_scale):
+        patch.set_in_layout(False)
     places = list(range(p))
     level = 0
     while len(places) > 1:
@@ -64,14 +85,16 @@ def ring_and_tree(p: int = 8) -> Figure:
         _device(tree, i, 0, i)
     tree.text(-0.6, level + 0.1, "each line:\na state up,\nthe result down", va="top", fontsize=9)
     tree.set(xlim=(-0.7, p - 0.3), ylim=(-0.5, level + 0.3))
-    tree.set_title(f"Tree: {level} rounds up, {level} down")
+    tree.set_title(f"Tree: a device sends {by_tree / 1e6:.1f} MB, the dot")
     for ax in (ring, tree):
         ax.axis("off")
     return figure.describe(
         f"Left, {p} devices in a circle; thick arrows lead from each to the next, each a shard of "
         f"keys and values, in {p - 1} rounds. Right, the same devices as the leaves of a binary "
         f"tree of {level} levels, whose inner circles bear the number of the device that merges; "
-        "along its thin lines states go up, and the result comes down."
+        "along its thin lines states go up, and the result comes down. For each new token of "
+        f"Llama 3.1 8B after 2²⁰ tokens a device sends {by_ring / 1e9:.0f} GB by the ring, a "
+        f"square behind it, and {by_tree / 1e6:.1f} MB by the tree, a dot to the same scale."
     )
 
 

@@ -1,6 +1,8 @@
 """Figures: what they show is so, and they say what they need."""
 
+import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -117,8 +119,22 @@ def test_figures_of_measurements_take_them_as_an_argument():
 def test_a_ring_hands_on_shards_and_a_tree_states():
     ring, nodes = tree.ring_and_tree(4).axes
     arrows = [text for text in ring.texts if getattr(text, "arrow_patch", None)]
-    assert len(arrows) == 4 and ring.get_title(loc="left") == "Ring: 3 rounds"
-    assert nodes.get_title(loc="left") == "Tree: 2 rounds up, 2 down"
+    assert len(arrows) == 4 + 1  # one from a note to the dot
+    square, dot = (patch.get_width() * patch.get_height() for patch in ring.patches)
+    by_ring, by_tree = tree.llama_sends(4)
+    assert dot / square == pytest.approx(by_tree / by_ring)
+    assert f"{by_tree / 1e6:.1f} MB" in nodes.get_title(loc="left")
+    assert f"{by_ring / 1e9:.0f} GB" in ring.get_title(loc="left")
+
+
+def test_the_first_picture_says_what_00_prints():
+    path = Path(__file__).parent.parent / "notebooks" / "00_tree_attention_in_one_sitting.ipynb"
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    printed = next("".join(c["outputs"][0]["text"]) for c in cells if c["id"] == "00-why-code")
+    ring, nodes = (
+        re.search(r"[\d.]+ .B", ax.get_title(loc="left"))[0] for ax in tree.ring_and_tree().axes
+    )
+    assert f"ring  {ring} from each device" in printed and f"tree  {nodes}" in printed
 
 
 def test_the_first_token_and_its_shard_weigh_what_the_figure_says():
