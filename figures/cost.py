@@ -1,11 +1,10 @@
-"""Figures of notebook 06: links, messages with time on them, and the papers' tables."""
+"""Figures of notebook 06: links, and messages with time on them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from figures.canvas import styled
-from figures.printed import TableRow
 from figures.style import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, Figure, new_figure
 
 # Name, latency in seconds (assumed), bytes per second in one direction (data sheets).
@@ -81,44 +80,6 @@ def messages(panels: Mapping[str, Iterable[tuple]], node_size: int) -> Figure:
         "Lines from sender and start to receiver and arrival, dashed where they cross between "
         f"nodes; all panels have the same time axis. {'; '.join(said)}. The ring's lines wind "
         "around all devices, a tree's meet."
-    )
-
-
-@styled
-def differences(machines: Mapping[str, tuple[Sequence[TableRow], Sequence[float]]]) -> Figure:
-    """Seconds that a ring takes longer than a tree by 2025 Tables 1 and 2, by the bytes it sends.
-
-    machines: name -> (rows as printed, bytes that the ring sends in each)
-    """
-    figure, axes = new_figure(7.0, 3.7)
-    looks = zip((GREEN, ORANGE, BLUE), "so^", strict=True)
-    for (name, (rows, sent)), (colour, marker) in zip(machines.items(), looks, strict=True):
-        sent = np.array(sent) / 1e9
-        longer = np.array([row.ring.mean - row.tree.mean for row in rows])
-        error = [np.hypot(row.ring.error, row.tree.error) for row in rows]
-        look = {"color": colour, "ms": 6, "capsize": 2}
-        axes.errorbar(sent, longer, error, fmt=marker, label=name, **look)
-        bandwidth = sent[0] / longer[0]
-        ends = sent[[0, -1]] * (0.7, 1.4)
-        axes.loglog(ends, ends / bandwidth, "--", color=colour, lw=1)
-        text = f"{bandwidth:.{0 if bandwidth > 10 else 1}f} GB/s"
-        place = {"textcoords": "offset points", "xytext": (4, 0), "va": "center", "fontsize": 9}
-        axes.annotate(text, (ends[1], ends[1] / bandwidth), color=colour, **place)
-    axes.set(
-        xlabel="GB that a device sends by a ring in nine passes",
-        ylabel="seconds longer than by a tree",
-        title="On two machines of three the difference is bytes over one bandwidth",
-        xlim=(2, 5000),
-    )
-    axes.set_yticks([0.5, 1, 2, 5, 10, 20], ["0.5", "1", "2", "5", "10", "20"])
-    axes.set_xticks([10, 100, 1000], ["10", "100", "1,000"])
-    axes.minorticks_off()
-    axes.legend(loc="upper left", fontsize=9)
-    return figure.describe(
-        "Printed seconds that a ring takes longer than a tree, against the bytes that it sends, "
-        f"both logarithmic, for {', '.join(machines)}. Through each machine's first point runs a "
-        "line of constant bandwidth: the points of the first two stay on it, those of the last "
-        "machine fall below."
     )
 
 

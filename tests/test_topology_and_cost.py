@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from figures.printed import TABLE_1_H100, TABLE_1_MI300X, TABLE_2_RTX4090
 from treeattn import kv_mesh, memory, ring_decode, tree_decode
 
 NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "06_topology_and_cost.ipynb"
 NAMES = {"numel_kv", "numel_state", "v_ring", "v_allreduce", "v_tree", "mem_ring", "mem_tree"}
 NAMES |= {"play", "ring", "tree", "by_nodes", "butterfly", "seconds", "decode_seconds"}
-NAMES |= {"bytes_of_a_ring", "least_seconds"}
 
 
 def definitions() -> dict:
@@ -142,26 +140,3 @@ def test_the_gap_of_a_block_widens():
         ring / tree for ring, tree in (SAID["decode_seconds"](5_120_000, p) for p in (8, 128))
     ]
     assert ratios == pytest.approx([69, 3256], rel=0.01)
-
-
-# -------------------------------------------------------------------------------- the tables
-
-
-@pytest.mark.parametrize(
-    ("rows", "p", "model", "bandwidth", "within"),
-    [
-        (TABLE_1_MI300X, 4, "LLAMA_8B", 45e9, 0.02),
-        (TABLE_2_RTX4090, 2, "LLAMA_1B", 4.4e9, 0.05),
-    ],
-)
-def test_the_printed_differences_are_bytes_over_one_bandwidth(rows, p, model, bandwidth, within):
-    for row in rows:
-        sent = SAID["bytes_of_a_ring"](row.context, p, *SAID[model])
-        found = sent / (row.ring.mean - row.tree.mean)
-        assert found == pytest.approx(bandwidth, rel=within)
-
-
-def test_a_prefill_that_cannot_have_been_run():
-    """At 256k it takes longer than is printed for all, at the data sheet's peak."""
-    least = SAID["least_seconds"](256_000)
-    assert least == pytest.approx(4.56, abs=0.01) and TABLE_1_H100[-1].tree.mean == 2.89

@@ -57,6 +57,19 @@ def test_the_printed_speedups_are_the_printed_times():
         assert (round(min(ratios), 1), round(max(ratios), 1)) == (least, most)
 
 
+@pytest.mark.parametrize(
+    ("rows", "setting", "bandwidth", "within"),
+    [(TABLE_1_MI300X, MI300X_8B, 45e9, 0.02), (TABLE_2_RTX4090, RTX4090_1B, 4.4e9, 0.05)],
+)
+def test_the_printed_differences_are_bytes_over_one_bandwidth(rows, setting, bandwidth, within):
+    """Nine passes, in each layer p − 1 chunks, with a key head for every query head."""
+    model, _, p = setting
+    for row in rows:
+        chunk = 2 * 2 * row.context / p * model.heads * model.head_dim
+        sent = 9 * model.layers * (p - 1) * chunk
+        assert sent / (row.ring.mean - row.tree.mean) == pytest.approx(bandwidth, rel=within)
+
+
 def test_the_script_by_hand():
     """Llama 3.2 1B at 8,000 keys on two devices: what one pass more or less of anything adds."""
     keys, layers, queries = 4000, 16, 4000 * 2048 * 2
