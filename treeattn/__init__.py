@@ -50,7 +50,7 @@ from treeattn.state import (
 )
 from treeattn.token_tree import ancestor_mask, depths
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AttentionState",

@@ -43,7 +43,7 @@ from .trees import TREE_CURES, check_tree
 from .verifying import check_verifier
 from .wrong_steps import VERIFIER_CURES
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Every mistake that a check names, with its cure: {check: {name: cure}}.
 CURES = {

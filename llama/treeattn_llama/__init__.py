@@ -24,7 +24,7 @@ from treeattn_llama.text import Generation, chat, generate, stream
 from treeattn_llama.tokenizer import Tokenizer
 from treeattn_llama.weights import Layer, Weights
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ATTENTIONS",
