@@ -8,6 +8,7 @@ python notebooks/execute.py --store 05      also store the outputs in the notebo
 
 import argparse
 import asyncio
+import base64
 import copy
 import importlib.util
 import os
@@ -70,6 +71,17 @@ def execute(path: Path, progress: tqdm) -> nbformat.NotebookNode:
     # Only what a reader's Jupyter needs: kernel versions differ between machines.
     notebook.metadata = {"kernelspec": notebook.metadata["kernelspec"]}
     return notebook
+
+
+def attach(notebook: nbformat.NotebookNode) -> None:
+    """Figures that the text shows as attachment:name.png come along in the notebook's own file."""
+    for cell in notebook.cells:
+        if names := re.findall(r"\]\(attachment:([\w.]+)\)", cell.source):
+            figures = {name: (REPOSITORY / "figures" / name).read_bytes() for name in names}
+            cell.attachments = {
+                name: {"image/png": base64.b64encode(picture).decode()}
+                for name, picture in figures.items()
+            }
 
 
 def exporter() -> HTMLExporter:
@@ -163,6 +175,7 @@ def main() -> int:
             html = as_html(notebook, path.parent, to_html)
             (BUILD / path.with_suffix(".html").name).write_text(html, encoding="utf-8")
             if args.store:
+                attach(notebook)
                 nbformat.write(notebook, path)
             seconds = time.perf_counter() - began
             progress.write(f"[{number}/{len(paths)}] {path.name}, after {seconds:.0f} s")

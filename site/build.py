@@ -79,6 +79,7 @@ def as_notebook(path: Path) -> nbformat.NotebookNode:
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = without_folders(places(for_site(cell.source, top)), path.parent)
+            cell.source = cell.source.replace("](attachment:", f"]({top}figures/")
         if cell.metadata.get("jupyter", {}).get("outputs_hidden"):  # the answer to a question
             cell.metadata.setdefault("tags", []).append("hide-output")
         if cell.metadata.get("jupyter", {}).get("source_hidden"):  # a solution

@@ -1,5 +1,6 @@
 """What nbval does not notice: cells never executed, stored errors, notebooks too large to show."""
 
+import base64
 import importlib.util
 import json
 import re
@@ -126,6 +127,20 @@ def test_the_first_notebook_needs_jax_and_numpy_alone(tmp_path):
     assert run.stdout == "".join(
         "".join(output["text"]) for cell in cells for output in cell["outputs"]
     )
+
+
+def test_the_first_notebook_brings_its_pictures():
+    """It is one file: somebody may open it without the folder that it comes from."""
+    shown = set()
+    for cell in read(MAIN_ROAD[0])["cells"]:
+        names = {name for image, _, name in re.findall(LINK, "".join(cell["source"])) if image}
+        attached = cell.get("attachments", {})
+        assert names == {f"attachment:{name}" for name in attached}
+        for name, picture in attached.items():
+            drawn = (REPOSITORY / "figures" / name).read_bytes()
+            assert base64.b64decode(picture["image/png"]) == drawn, f"make refresh: {name}"
+        shown |= names
+    assert len(shown) == 4
 
 
 # ---------------------------------------------------------------- conventions
