@@ -121,7 +121,7 @@ def test_the_first_notebook_needs_jax_and_numpy_alone(tmp_path):
     code += ["".join(cell["source"]) for cell in cells]
     (tmp_path / "sitting.py").write_text("\n\n".join(code), encoding="utf-8")
     run = subprocess.run(
-        [sys.executable, "sitting.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        [sys.executable, "sitting.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout == "".join(
