@@ -42,6 +42,12 @@ def without(options, *names):
             raise NotImplementedError(name)
 
 
+def same_dimension(k, v):
+    """Skip a question whose values have another dimension than the keys, as MLA's have."""
+    if v.shape[-1] != k.shape[-1]:
+        raise NotImplementedError("values of another dimension than the keys'")
+
+
 # PyTorch
 
 
@@ -50,6 +56,7 @@ def torch_sdpa(q, k, v, *, scale=None, **options):
     import torch
 
     without(options, "sinks")
+    same_dimension(k, v)
     seen = torch.from_numpy(visible(q, k, **options))
     heads = q.shape[2] // k.shape[2]
     q, k, v = (torch.from_numpy(x).transpose(1, 2) for x in (q, k, v))

@@ -83,8 +83,7 @@ def jax_nn(q, k, v, *, scale=None, **options):
     import jax.numpy as jnp
 
     adapters.without(options, "sinks")
-    if v.shape[-1] != k.shape[-1]:
-        raise NotImplementedError("values of another dimension than the keys'")
+    adapters.same_dimension(k, v)
     mask = jnp.asarray(adapters.visible(q, k, **options))
     q, k, v = map(jnp.asarray, (q, k, v))
     return jax.nn.dot_product_attention(

@@ -13,7 +13,10 @@ import venv
 from importlib import metadata
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+import treeattn
 
 pytestmark = pytest.mark.slow
 
@@ -128,6 +131,22 @@ def test_attention_over_shards_with_transformers(monkeypatch, capsys):
     monkeypatch.setattr(example, "conforms", lambda: False)
     example.main()
     assert capsys.readouterr().out.count("False") == 3
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
+def test_a_packed_tree_with_transformers(monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    example = imported("tree_with_transformers.py")
+    example.main([])
+    assert re.fullmatch(r"60 tokens, the same: True; 5\d calls .* 59\n", capsys.readouterr().out)
+
+    def see_all(beam, lengths):
+        tokens, mask, *rest = treeattn.pack(beam, lengths)
+        return tokens, np.ones_like(mask), *rest
+
+    monkeypatch.setattr(example, "pack", see_all)
+    example.main([])
+    assert "the same: False" in capsys.readouterr().out
 
 
 def test_errors_grow_with_the_devices_where_16_bits_are_kept_in_a_chain():

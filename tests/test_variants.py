@@ -148,6 +148,10 @@ def rolled(page):
     return f
 
 
+TIES = jnp.array(np.random.default_rng(18).integers(0, 4, N) * 1.0)  # eight keys of each score
+HIGHEST = jnp.zeros(N, bool).at[np.lexsort((AT, -TIES))[:SIZE]].set(True)
+
+
 def in_stripes(f, *options):
     return lambda q, k, v: f(q, k[:, STRIPED], v[:, STRIPED], *options)
 
@@ -218,6 +222,20 @@ ROWS = {
         lambda *x: dense(*x, mask=AT <= LENGTH + jnp.arange(L)[:, None]),
         (QL, K, V),
     ),
+    "tree_of_paths": (
+        lambda page: (
+            lambda q, k, v, *new: page["drafts"](
+                q, k, v, LENGTH, *new, page["tree_of_paths"]([(1,), (0,)])[0][None].repeat(B, 0)
+            )
+        ),
+        lambda *x: of_two(*x, TREE),
+        (QL, K, V, *NEW),
+    ),
+    "top_k": (
+        lambda page: lambda *x: page["top_k"](*x, TIES, SIZE),
+        lambda *x: dense(*x, mask=HIGHEST),
+        (QL, K, V),
+    ),
     "paged": (
         lambda page: lambda *x: page["paged"](*x, TABLES, HELD),
         of_pages,
@@ -270,3 +288,12 @@ def test_zigzag_balances_what_devices_compute(page):
     for order in np.arange(64), np.arange(64).reshape(-1, P).T.ravel():
         scores = visible_scores(order)
         assert f"{min(scores)} to {max(scores)}" in text
+
+
+def test_medusas_paths(page):
+    """Depths are the paths' lengths, and a node sees the beginnings of its path."""
+    choices = [(0, 0, 1), (0,), (1,), (0, 0), (1, 2)]
+    mask, offsets = page["tree_of_paths"](choices)
+    nodes = [(), (0,), (1,), (0, 0), (1, 2), (0, 0, 1)]
+    assert offsets.tolist() == [len(path) for path in nodes]
+    assert mask.tolist() == [[path[: len(other)] == other for other in nodes] for path in nodes]
