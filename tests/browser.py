@@ -171,7 +171,8 @@ class Browser:
             details = params["exceptionDetails"]
             self.errors.append(details.get("exception", details).get("description", str(details)))
         elif event.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
-            self.errors.append(params["entry"]["text"])
+            entry = params["entry"]
+            self.errors.append(" ".join(filter(None, (entry["text"], entry.get("url")))))
         elif event.get("method") == "Runtime.consoleAPICalled" and params["type"] == "error":
             self.errors.append(str([x.get("value") for x in params["args"]]))
         elif event.get("method") == "Network.requestWillBeSent":
