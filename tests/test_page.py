@@ -60,6 +60,34 @@ def said(browser, name: str) -> str:
     return browser.run(f"document.querySelector('[data-say=\"{name}\"]').textContent")
 
 
+# ---- the page as it opens: it moves ----
+
+
+def test_it_opens_at_its_head_and_plays_on_while_a_knob_is_turned(browser):
+    """Between the turn and the next frame the clock ticks, with more devices or with fewer."""
+    browser.open(PAGE.as_uri(), prefers_reduced_motion="no-preference", width=1280)
+    turned = browser.run("""new Promise((done) => {
+      const begin = performance.now(), places = [14, 0, 9, 1, 13, 3, 0, 14, 6];
+      const step = () => {
+        const place = places.shift();
+        if (place === undefined) return done([scrollY, location.hash.split("?")[0], clock.at]);
+        turn("devices", place);
+        setClock(clock.at); // as a frame of the clock does
+        setTimeout(step, 120);
+      };
+      setTimeout(step, 300);
+    })""")
+    assert turned[:2] == [0, "#wire"]
+    wait = "new Promise((done) => setTimeout(() => done(clock.at), 400))"
+    assert 0 < turned[2] < browser.run(wait)
+
+
+def test_opening_it_changes_no_address_and_scrolls_nowhere(browser):
+    browser.open(PAGE.as_uri(), prefers_reduced_motion="no-preference", width=1280)
+    state = "new Promise((done) => setTimeout(() => done([scrollY, location.hash]), 2500))"
+    assert browser.run(state) == [0, ""]
+
+
 # ---- numbers ----
 
 
@@ -255,6 +283,7 @@ def test_a_disc_is_dragged_onto_another_and_the_cross_stays(show):
         (box) => [box.x + box.width / 2, box.y + box.height / 2])[0]""")
     browser.drag('[data-mass="0"]', (end[0] - start[0], end[1] - start[1]))
     assert browser.run("[now.way, now.merged]") == ["your own order", 1]
+    browser.run("new Promise(requestAnimationFrame)")  # redrawn, and nothing is chosen
     for mass in (2, 3):
         browser.run(f"document.querySelector('[data-mass=\"{mass}\"]').focus()")
         browser.press("Enter")

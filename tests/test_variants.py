@@ -225,7 +225,7 @@ ROWS = {
     "tree_of_paths": (
         lambda page: (
             lambda q, k, v, *new: page["drafts"](
-                q, k, v, LENGTH, *new, page["tree_of_paths"]([(1,), (0,)])[0][None].repeat(B, 0)
+                q, k, v, LENGTH, *new, page["tree_of_paths"]([[1], [0]])[0][None].repeat(B, 0)
             )
         ),
         lambda *x: of_two(*x, TREE),
@@ -292,8 +292,9 @@ def test_zigzag_balances_what_devices_compute(page):
 
 def test_medusas_paths(page):
     """Depths are the paths' lengths, and a node sees the beginnings of its path."""
-    choices = [(0, 0, 1), (0,), (1,), (0, 0), (1, 2)]
+    choices = [[0, 0, 1], [0], [1], [0, 0], [1, 2]]  # lists, as Medusa writes them
     mask, offsets = page["tree_of_paths"](choices)
     nodes = [(), (0,), (1,), (0, 0), (1, 2), (0, 0, 1)]
     assert offsets.tolist() == [len(path) for path in nodes]
+    assert page["tree_of_paths"]([[0, 0, 0, 0]])[1].tolist() == [0, 1, 2, 3, 4]  # prefixes left out
     assert mask.tolist() == [[path[: len(other)] == other for other in nodes] for path in nodes]

@@ -156,9 +156,10 @@ function keepAddress() {
   const turned = Object.keys(KNOBS).filter((name) => now[name] !== FIRST[name]).map((name) => [name, now[name]]);
   const more = Object.entries(kept).map(([name, write]) => [name, write()]).filter(([, text]) => text);
   const settings = new URLSearchParams([...turned, ...more]).toString();
-  const place = location.hash.split("?")[0] || "#wire";
+  const place = location.hash.split("?")[0];
+  const here = place || location.pathname + location.search; // "#wire" would scroll a page that loads
   try {
-    history.replaceState(null, "", settings ? `${place}?${settings}` : place);
+    history.replaceState(null, "", settings ? `${place || "#wire"}?${settings}` : here);
   } catch { /* in a frame without an address of its own */ }
 }
 

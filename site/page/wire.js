@@ -13,6 +13,7 @@ FIRST.size = now.size = KNOBS.size.values[0];
 FIRST.costs = now.costs = false;
 
 const clock = { at: 0, toScale: false, playing: 0 };
+const TURNED = ["queries", "context", "devices", "pernode", "between", "size", "costs"];
 let wire; // what `race` says of the settings, and where things stand in the picture
 
 // Where on its axis a moment is, and back: a logarithm that begins at 0, or to scale.
@@ -39,6 +40,7 @@ function heardAlong(rounds) {
 
 function makeWire() {
   wire = race(now);
+  wire.of = { ...now };
   const plan = butterfly(now.devices), lanes = plan.flat().map(([a, b]) => [Math.min(a, b), Math.max(a, b)]);
   wire.heard = heardAlong(plan);
   wire.lanes = [...new Map(lanes.map((lane) => [lane.join(), lane])).values()];
@@ -114,7 +116,7 @@ function sides(pitch) {
   const scale = Math.min(most ** 2 / Math.max(a, b), 100 / Math.min(a, b));
   const side = (bytes) => Math.max(3, Math.sqrt(bytes * scale)), too = 9 / (Math.min(a, b) * scale);
   const which = a < b ? "states" : "shards";
-  byId("small").textContent = too > 1.2 ? `, but for the ${which}: these are drawn ${whole(Math.round(too))} times too large` : "";
+  byId("small").textContent = too > 1.2 ? `; ${which} are drawn ${whole(Math.round(too))} times larger, to be seen` : "";
   return { tree: side(a), ring: side(b) };
 }
 
@@ -166,7 +168,8 @@ function drawClock() {
     const here = x(tick);
     if (tick > wire.end || here - last < 48) continue;
     last = here;
-    text(context, tick ? time(tick) : "0", here, 73, "soft", tick ? "center" : "left");
+    const align = tick === 0 ? "left" : here > left + room - 12 ? "right" : "center";
+    text(context, tick ? time(tick) : "0", align === "right" ? width : here, 73, "soft", align);
     context.fillRect(here, 54, 1, 5);
   }
   const here = left + room * clock.at;
@@ -178,6 +181,8 @@ function drawClock() {
 }
 
 function showTime() {
+  // The clock may tick between the turn of a knob and the frame that follows it.
+  if (TURNED.some((name) => wire.of[name] !== now[name])) return makeWire();
   drawWire();
   drawClock();
   set(byId("clock"), { "aria-valuenow": Math.round(100 * clock.at), "aria-valuetext": time(moment(clock.at)) });
@@ -228,7 +233,7 @@ function beginWire() {
   byId("size").addEventListener("input", ({ target }) => change("size", target.value));
   byId("costs").checked = now.costs;
   byId("costs").addEventListener("input", ({ target }) => change("costs", target.checked));
-  uses("wire", ["queries", "context", "devices", "pernode", "between", "size", "costs"], makeWire);
+  uses("wire", TURNED, makeWire);
   if (matchMedia("(prefers-reduced-motion: reduce)").matches) setClock(0.3);
   else play();
 }
