@@ -512,3 +512,30 @@ def test_what_raises_or_has_another_shape_fails_and_what_is_not_there_is_skipped
     assert report.names("skipped") == ["sinks", "large sinks"] and not report.names("passed")
     assert "ValueError: cannot mask" in str(report) and "no sinks" in str(report)
     assert "shapes [(2, 3, 4, 16), (3, 4)], expected [(2, 3, 4, 16), (2, 3, 4)]" in str(report)
+
+
+@pytest.mark.parametrize("forgotten", [{"out"}, {"sum"}, {"out", "sum"}], ids="-".join)
+@pytest.mark.parametrize("size", [8, 32])
+def test_online_softmax_that_forgets_to_rescale(forgotten, size):
+    """FlashAttention's loop: its pivot is the largest score so far, and sums keep an old one."""
+
+    def kernel(q, k, v, forgotten=frozenset(forgotten)):
+        group = q.shape[2] // k.shape[2]
+        scores = np.einsum("blhd,bnhd->blhn", q, k.repeat(group, 2)) * q.shape[-1] ** -0.5
+        v = v.repeat(group, 2)
+        m = np.full(q.shape[:3], -np.inf, q.dtype)
+        total, out = np.zeros_like(m), np.zeros((*m.shape, v.shape[-1]), q.dtype)
+        for i in range(0, k.shape[1], size):
+            block = scores[..., i : i + size]
+            new = np.maximum(m, block.max(axis=-1))
+            p, factor = np.exp(block - new[..., None]), np.exp(m - new)
+            total = total * (1 if "sum" in forgotten else factor) + p.sum(axis=-1)
+            out = out * (1 if "out" in forgotten else factor[..., None])
+            out = out + np.einsum("blhn,bnhd->blhd", p, v[:, i : i + size])
+            m = new
+        return out / total[..., None], m + np.log(total)
+
+    with np.errstate(all="ignore"):
+        report = check_attention(kernel)
+        assert report.fingerprints == {"stale pivot"}, str(report)
+        assert check_attention(lambda q, k, v: kernel(q, k, v, frozenset()))

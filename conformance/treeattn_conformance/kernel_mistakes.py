@@ -130,6 +130,27 @@ def of_the_merge() -> Wrongs:
     for block in (1, 4, 8, 16, 32):
         for name, wrong in merges.in_blocks():
             yield name, of_shards(wrong, block)
+    for block, rescaled in itertools.product((4, 8, 16, 32), ("", "d", "n")):
+        yield "stale pivot", functools.partial(online, block=block, rescaled=rescaled)
+
+
+def online(q, k, v, *, block, rescaled, sinks=None, **options):
+    """A loop over blocks whose maximum is one of scores, and whose sums keep an old one."""
+    s = scores(q, k, **options)
+    m, d, n = np.full(s.shape[:3], -np.inf), 0, 0
+    for i in range(0, s.shape[-1], block):
+        part = slice(i, i + block)
+        out, lse = softmax(s[..., part], v[:, part])
+        new = np.maximum(m, s[..., part].max(axis=-1))
+        old, w = (np.where(np.isneginf(x), 0, np.exp(x - new)) for x in (m, lse))
+        d = d * (old if rescaled == "d" else 1) + w
+        n = n * (old if rescaled == "n" else np.ones_like(old))[..., None] + w[..., None] * out
+        m = new
+    found = n / np.where(d == 0, 1, d)[..., None], m + np.log(d)
+    if sinks is None:
+        return found
+    sink = np.zeros_like(found[0]), np.broadcast_to(sinks, m.shape)
+    return merged(*map(np.stack, zip(found, sink, strict=True)))
 
 
 # Scores, heads, and what becomes of lse
