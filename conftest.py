@@ -51,6 +51,15 @@ LONGEST = (
 )
 
 
+def pytest_generate_tests(metafunc):
+    """Tests have the same names in each process: a set has another order in each of them."""
+    for mark in metafunc.definition.iter_markers("parametrize"):
+        values = mark.args[1]
+        named = values if "ids" in mark.kwargs else ()
+        if any(isinstance(x, set | frozenset) for x in (values, *named)):
+            raise pytest.UsageError(f"{metafunc.definition.nodeid}: a set as parameter: {values}")
+
+
 def pytest_collection_modifyitems(config, items):
     """What takes longest comes first where several processes share the files: the last one to be
     finished then is a short one. So notebooks begin, whose kernels need gigabytes, while there is
