@@ -121,7 +121,8 @@ def as_page(page: Path) -> str:
     top = "" if own else "../" * (len(page.relative_to(REPOSITORY).parts) - 1)
     text = for_site(text, top)
     title = "" if text.startswith("# ") else f"# {page.stem.replace('_', ' ').capitalize()}\n\n"
-    return title + without_folders(text, page.parent)
+    text = without_folders(text, page.parent)
+    return title + (text.replace("](../", "](") if own else text)
 
 
 def without_folders(text: str, place: Path) -> str:

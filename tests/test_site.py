@@ -112,6 +112,13 @@ def test_every_mistake_has_an_address_of_its_own(site):
     assert fault_links(kept, "../") == f"[x](conformance/README.md#a-merge) {row}"
 
 
+@pytest.mark.parametrize("page", sorted(SITE.glob("*.md")), ids=lambda x: x.name)
+def test_links_of_the_sites_pages_work_in_a_checkout(page):
+    links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text("utf-8"))
+    made = {"ledger.md"}  # by the site's build
+    assert [x for x in links if x not in made and not (SITE / x).exists()] == []
+
+
 def test_llms_txt_names_pages_that_are_there(site):
     from llms import NOTEBOOKS, llms_text
 
