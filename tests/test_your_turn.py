@@ -13,12 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import treeattn
 
 NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
 # Number of a notebook -> the names that its check and its solution need, the solution's last.
 NEEDED = {
     "00": "words scores values attend finite check merge",
     "04": "check reduce_tree",
+    "05": "dense_attention rng Q K exact on_mesh check algorithm_3",
     "07": "rows check prefix_tree",
     "09": "outcome MISTAKES check rule",
 }
@@ -37,7 +42,8 @@ def source(number: str) -> list[ast.stmt]:
 
 def binds(statement: ast.stmt) -> set[str]:
     if isinstance(statement, ast.Assign):
-        return {target.id for target in statement.targets if isinstance(target, ast.Name)}
+        names = [name for target in statement.targets for name in ast.walk(target)]
+        return {name.id for name in names if isinstance(name, ast.Name)}
     return {getattr(statement, "name", "")}
 
 
@@ -45,6 +51,10 @@ def binds(statement: ast.stmt) -> set[str]:
 def notebook(number: str) -> dict:
     """What the first statements of a notebook that bind these names give them, and `mine`."""
     found = {"jax": jax, "jnp": jnp, "np": np, "math": math, "reduce": reduce, "F": Fraction}
+    mesh = treeattn.kv_mesh(jax.devices()[:8])  # 05's; the tests have nine devices
+    cache = NamedSharding(mesh, P(None, "kv"))
+    found |= {"treeattn": treeattn, "partial": functools.partial, "P": P}
+    found |= {"mesh": mesh, "cache": cache}
     wanted = {*NEEDED[number].split(), "mine"}
     for statement in source(number):
         if names := binds(statement) & wanted:
@@ -115,6 +125,24 @@ def by_threes(states, op):
     return states[0]
 
 
+# --------------------------------------------------------------- 05: Algorithm 3, on eight devices
+
+
+def algorithm_3(weigh=("d", "n"), finish=lambda n, d: n / d[..., None]):
+    def mine(q, k, v):
+        m, d, n = treeattn.attend(q, k, v)
+        weight = jnp.exp(m - jax.lax.pmax(m, "kv"))
+        d = jax.lax.psum(d * weight if "d" in weigh else d, "kv")
+        n = jax.lax.psum(n * weight[..., None] if "n" in weigh else n, "kv")
+        return finish(n, d)
+
+    return mine
+
+
+def of_answers(reduce_them):
+    return lambda q, k, v: reduce_them(treeattn.finalize(treeattn.attend(q, k, v))[0])
+
+
 # ------------------------------------------------------------------------------ 07: a prefix tree
 
 
@@ -160,6 +188,14 @@ PLANTED = [
     ("04", "another order, and op need not commute", from_outside),
     ("04", "another order, and op need not commute", lambda s, op: reduce(op, s[::-1])),
     ("04", "4 rounds, 3 are enough, for abcdef", by_threes),
+    ("05", "nothing was reduced", of_answers(lambda out: out)),
+    ("05", "the devices' answers were added", of_answers(lambda out: jax.lax.psum(out, "kv"))),
+    ("05", "the sums were added without weights", algorithm_3(weigh=())),
+    ("05", "d was added without weights", algorithm_3(weigh=("n",))),
+    ("05", "n was added without weights", algorithm_3(weigh=("d",))),
+    ("05", "n was not divided by d", algorithm_3(finish=lambda n, d: n)),
+    ("05", "the shape is (2, 1, 8), expected (2, 1, 8, 64)", algorithm_3(finish=lambda n, d: d)),
+    ("05", "wrong by up to", algorithm_3(finish=lambda n, d: n / d[..., None] + 1)),
     ("07", "nodes numbers each prefix once", changed(nodes=lambda x: x | {("Venus",): 8})),
     ("07", "nodes numbers each prefix once", changed(nodes=lambda x: dict.fromkeys(x, 0))),
     ("07", "a node's token is the last one", changed(tokens=lambda x: x[::-1])),
@@ -176,6 +212,7 @@ PLANTED = [
 STUBS = {
     "00": "d is not brought to the larger m",
     "04": "a chain: 4 rounds, 3 are enough",
+    "05": "the devices' answers were averaged",
     "07": "one node for two prefixes",
     "09": "a rejected token is drawn from p again: token a comes with 61/100 instead of 7/10",
 }

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .judge import Question, judge
+from .judge import TOGETHER, Question, judge, together
 from .kernel_mistakes import KERNEL_CURES, kernel_mistakes
 from .pairs import pairs
 from .reference import attend
@@ -81,12 +81,23 @@ def attention_questions(dtype: str = "float32") -> list[Question]:
         "scores that rise": (rising(), {}),
         "lengths beyond 255": (qkv(n=549), {"kv_lengths": np.array([300, 513])}),
         "a mask of 300 keys": (
-            qkv(1, 70, 2, 2, n=300),
-            {"mask": rng.random((1, 1, 70, 300)) < 0.5},
+            qkv(2, 133, 2, 2, n=300),
+            {"mask": rng.random((2, 1, 133, 300)) < 0.5},
         ),
         "a causal prompt of 300": (
             qkv(1, 300, 1, 1, n=300),
             {"query_positions": long, "key_positions": long},
+        ),
+        TOGETHER: (
+            qkv(3, 5, 12, 3, n=300),
+            {
+                "scale": 0.5,
+                "mask": rng.random((3, 1, 5, 300)) < 0.9,
+                "kv_lengths": np.array([270, 0, 40]),
+                "query_positions": long[-5:] - 40,
+                "key_positions": long,
+                "sinks": np.linspace(-1, 9, 12),
+            },
         ),
     }
     largest = {"large scores": 6000.0, "rows far apart": 1000.0, "scores that rise": 80.0}
@@ -110,15 +121,17 @@ def check_attention(
 
     A kernel that returns out alone is judged by its out alone.
 
-    Options are asked of a kernel that has them: scale, a number, 1/√d where it is left out;
-    mask (b, 1, l, n), True where a query may see a key; kv_lengths (b,), so many keys count, and
-    what lies beyond may be NaN; query_positions (l,) and key_positions (n,), a query sees the keys
-    up to its own position; sinks (h,), the score of one more key, whose value is 0.
+    Options are asked of a kernel that has them, one at a time, and then all at once: scale, a
+    number, 1/√d where it is left out; mask (b, 1, l, n), True where a query may see a key;
+    kv_lengths (b,), so many keys count, and what lies beyond may be NaN; query_positions (l,) and
+    key_positions (n,), ascending, a query sees the keys up to its own position; sinks (h,), the
+    score of one more key, whose value is 0.
 
     dtype, tolerance, only, expect: as in `check_merge`. What raises NotImplementedError is skipped.
     """
     questions, mistakes = _questions(dtype)
     subject = pairs(mistakes, KERNEL_CURES, dtype, tolerance)
+    questions = together(kernel, questions, attend)
     return judge(kernel, questions, subject, only=only, expect=expect)
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .calling import as_array
-from .judge import Mistake, Question, Subject, judge
+from .judge import TOGETHER, Mistake, Question, Subject, judge, together
 from .pairs import numbers, size_of
 from .reference import scores, softmax
 from .report import Report
@@ -178,6 +178,20 @@ def gradient_questions(dtype: str = "float32") -> list[Question]:
         "32 heads, 133 queries": (qkv(1, 133, 32, 8, n=70, d=16, d_v=16), {}),
         "a causal prompt of 300": (qkv(1, 300, 1, 1, n=300, d=64, d_v=64), {"causal": True}),
         "lengths beyond 255": (qkv(n=549), {"kv_lengths": np.array([300, 513])}),
+        "fewer causal queries than keys": (qkv(), {"causal": True}),
+        "a loss with lse of 300 keys": (
+            qkv(h=6, h_kv=2, n=300),
+            {"dlse": rounded(rng.normal(size=(2, 5, 6)), dtype)},
+        ),
+        TOGETHER: (
+            qkv(l=150, h=6, h_kv=2, n=150),
+            {
+                "dlse": rounded(rng.normal(size=(2, 150, 6)), dtype),
+                "scale": 0.5,
+                "causal": True,
+                "kv_lengths": np.array([140, 3]),
+            },
+        ),
     }
     return [
         Question(
@@ -200,7 +214,8 @@ def check_gradients(
 
     Options are asked of an f that has them: dlse (b, l, h), of a loss Σ dout·out + Σ dlse·lse;
     scale, a number; causal, True: query i sees key j for j ≤ i; kv_lengths (b,), so many keys
-    count, and what lies beyond may be NaN and has gradients of 0.
+    count, and what lies beyond may be NaN and has gradients of 0. They are asked one at a time, and
+    then all that f has at once.
 
     tolerance: of each gradient, in parts of the largest of its head; 5e-10, 1e-4, 1.5e-2 or 8e-2
     by the dtype when None. dtype, only, expect: as in `check_merge`.
@@ -218,6 +233,7 @@ def check_gradients(
         return "; ".join(_describe(n, x, y, allowed) for n, x, y, is_right in named if not is_right)
 
     subject = Subject(read_gradients, same, describe, mistakes, GRADIENT_CURES)
+    questions = together(f, questions, backward)
     return judge(f, questions, subject, only=only, expect=expect)
 
 

@@ -13,6 +13,8 @@ import numpy as np
 from .calling import on_copies, takes
 from .report import Report, Result, expected, first_line
 
+TOGETHER = "all options at once"  # a question to a function about those that it has
+
 
 class Question(NamedTuple):
     """f(*arguments.values(), **options) should be `right`."""
@@ -101,6 +103,19 @@ def judge(
         detail = f"it writes into {', '.join(sorted(written))}"
         results.append(Result("arguments", "failed", (), detail))
     return Report(expected(results, expect, subject.cures), subject.cures)
+
+
+def together(f: Callable, questions: Sequence[Question], right: Callable) -> list[Question]:
+    """The questions; that for all options at once asks for those that f has."""
+
+    def of(question: Question) -> Question:
+        if question.name != TOGETHER:
+            return question
+        options = {name: x for name, x in question.options.items() if takes(f, name)}
+        answer = right(*question.arguments.values(), **options)
+        return question._replace(options=options, right=answer)
+
+    return [of(question) for question in questions]
 
 
 def chosen(questions: Sequence[Question], only: Iterable[str] | None) -> Sequence[Question]:

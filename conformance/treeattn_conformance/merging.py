@@ -88,7 +88,8 @@ def check_merge(
 ) -> Report:
     """Ask merge([(out, lse), …]) -> (out, lse) what it makes of shards.
 
-    A merge of two is asked as `check_merge(folded(merge))`.
+    A merge of two is asked as `check_merge(folded(merge))`. An lse of −∞ means no keys, and so does
+    +∞, which some kernels write; a merge whose callers never do may expect "lse +inf for no keys".
 
     dtype: of the outs: "float64", "float32", "float16", or "bfloat16", whose numbers come in
            float32 arrays, to be converted without loss.

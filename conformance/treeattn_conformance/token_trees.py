@@ -93,6 +93,8 @@ def tree_batches() -> list[tuple[str, np.ndarray, np.ndarray]]:
         b = int(rng.integers(1, 5))
         n = int(rng.integers(2, 17))
         cases[f"random trees {number}"] = (random_trees(b, n), rng.integers(0, 20, b))
+    long = np.concatenate([np.arange(-1, 69)[None], random_trees(1, 70)])
+    cases["70 nodes, long texts"] = (long, [300, 260])
     return [(name, x, np.array(lengths)) for name, (x, lengths) in cases.items()]
 
 
