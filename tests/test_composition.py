@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from oracles import dense_attention, dense_gradients
 
 import treeattn
+from treeattn.across import METHODS
 
 ROWS, BATCH, QUERIES, HEADS, KV_HEADS, DIM, VALUE_DIM = 3, 2, 2, 2, 2, 4, 3
 KEYS = 5  # an odd number: shards are ragged
@@ -89,7 +90,6 @@ PREFILL = {
     "ring_attention": treeattn.ring_attention,
     "ulysses_attention": treeattn.ulysses_attention,
 }
-METHODS = "allreduce", "butterfly", "gather", "hierarchical", "all_to_all"
 OVER_MESH = {method: functools.partial(treeattn.tree_decode, method=method) for method in METHODS}
 OVER_MESH |= {"ring_decode": treeattn.ring_decode}
 OVER_MESH |= PREFILL

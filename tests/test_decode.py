@@ -313,6 +313,13 @@ FORMULAS = {  # p -> (collectives, bytes put in, bytes sent)
 }
 
 
+def test_every_method_has_its_formula_and_its_words():
+    """The test after the next has that of "hierarchical"."""
+    assert {*FORMULAS, "hierarchical"} == set(METHODS)
+    for method in METHODS:
+        assert f'"{method}"' in merge_across.__doc__ + tree_decode.__doc__
+
+
 @pytest.mark.parametrize("p", [pytest.param(2, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("method", FORMULAS)
 def test_every_method_sends_what_its_formula_says(method, p):

@@ -414,7 +414,7 @@ def by_circle() -> dict[str, int]:
 
 def test_the_budget():
     found = by_circle()
-    assert set(found) == set(BUDGET)
+    assert set(found) == set(BUDGET), f"BUDGET has a line for each circle; their tokens: {found}"
     assert {name: n for name, n in found.items() if n > BUDGET[name]} == {}
 
 

@@ -58,7 +58,7 @@ def sends(name, sizes, *, b, l, h, d, item, shard=()):
         return 1, state(everybodys)
     if name == "ring":
         return (p - 1) * len(shard), (p - 1) * sum(shard)
-    raise AssertionError(name)
+    raise AssertionError(f"how many collectives and bytes does {name!r} put in?")
 
 
 def sends_by_nodes(sizes, *, b, l, h, d, item, **_):

@@ -109,7 +109,8 @@ def test_it_is_pleasant_to_read(notebook):
     ]
     assert max(lines) <= 25 and median(lines) <= 8
     assert content["cells"][0]["cell_type"] == "markdown"
-    assert "Exercises" in "".join("".join(c["source"]) for c in content["cells"][-3:])
+    end = "".join("".join(c["source"]) for c in content["cells"][-3:])
+    assert "Exercises" in end, "no section Exercises in its last three cells"
 
 
 @pytest.mark.slow
@@ -226,6 +227,8 @@ def test_each_prediction_has_a_hidden_output(notebook):
         _, predict, asked = source.rpartition("**Predict")
         if predict and "<details>" not in asked:  # or the answer is folded right there
             predictions, open_ = predictions + 1, True
+    without = set(range(1, predictions + 1)) - answered
+    assert not without, f"no hidden output answers prediction {without}: see CONTRIBUTING.md"
     assert answered == set(range(1, predictions + 1))
 
 
