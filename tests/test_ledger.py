@@ -419,7 +419,7 @@ def test_every_place_exists():
             number, _, heading = place.partition(": ")
             if heading not in headings().get(number, ()):
                 wrong.append(f"{row['id']}: {place}")
-    assert not wrong
+    assert not wrong, f"no such section: name another in notebooks/ledger.tsv for {wrong}"
 
 
 def test_what_notebook_10_runs_is_in_the_ledger():
