@@ -152,7 +152,7 @@ def tree_mask(rows=MARS) -> Figure:
     axes.set_yticks(range(n), labels)
     axes.tick_params(length=0, top=False, bottom=False, labeltop=True, labelbottom=False)
     axes.spines[:].set_visible(False)
-    axes.set(ylabel="this token …")
+    axes.set_ylabel("this token …", labelpad=10)
     axes.set_xlabel("… attends to those with a dot")
     headline(axes, "Each token sees its prefix, no other branch")
     return figure.describe(
@@ -185,7 +185,7 @@ def unpacker_segments(rows: Sequence | None = None, wrong=None) -> Figure:
                 draw_cell(axes, c, m, f"{numbers[m, c]} → {found}", color)
             else:
                 text = f"{numbers[m, c]} → {found}, not {meant}"
-                draw_cell(axes, c, m, text, RED, strength=0.5, fontweight="bold", fontsize=8.5)
+                draw_cell(axes, c, m, text, RED, strength=0.5, fontweight="bold", fontsize=7.5)
         for m, row in enumerate(rows):
             text = " ".join(row)
             axes.text(-0.65, m, text, ha="right", va="center", color=GREY, fontsize=9)

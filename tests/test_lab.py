@@ -70,12 +70,15 @@ class Lab:
         self.opens = opens[1]
         self.about = json.loads(next(self.folder.glob("RUNTIME/jpserver-*.json")).read_text())
 
-    def status(self, path: str) -> int:
-        """Of the server's answer."""
+    def answer(self, path: str):
         headers = {"Authorization": f"token {self.about['token']}"}
         request = urllib.request.Request(self.about["url"] + path, headers=headers)
+        return urllib.request.urlopen(request, timeout=30)
+
+    def status(self, path: str) -> int:
+        """Of the server's answer."""
         try:
-            with urllib.request.urlopen(request, timeout=30) as answer:
+            with self.answer(path) as answer:
                 return answer.status
         except urllib.error.HTTPError as error:
             return error.code
@@ -109,6 +112,13 @@ def test_what_notebooks_show_and_link_to_is_served(lab):
 
 def test_it_opens_on_the_first_notebook(lab):
     assert lab.opens.endswith("/lab/tree/notebooks/00_tree_attention_in_one_sitting.ipynb")
+
+
+def test_it_does_not_offer_news(lab):
+    """At its first start JupyterLab would ask, over the notebook's corner."""
+    with lab.answer("lab/api/settings/@jupyterlab/apputils-extension:notification") as answer:
+        settings = json.load(answer)
+    assert settings["schema"]["properties"]["fetchNews"]["default"] == "false"
 
 
 # ---------------------------------------------------------------- in Chromium

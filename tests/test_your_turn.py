@@ -25,7 +25,7 @@ NEEDED = {
     "04": "check reduce_tree",
     "05": "dense_attention rng Q K exact on_mesh check algorithm_3",
     "07": "rows check prefix_tree",
-    "09": "outcome MISTAKES check rule",
+    "09": "outcome exact MISTAKES check rule",
 }
 
 
@@ -86,6 +86,12 @@ def unguarded(a, b):
     m = jnp.maximum(a[0], b[0])
     wa, wb = jnp.exp(a[0] - m), jnp.exp(b[0] - m)
     return m, a[1] * wa + b[1] * wb, a[2] * wa[:, None] + b[2] * wb[:, None]
+
+
+def without_an_axis(a, b):
+    m = jnp.maximum(a[0], b[0])
+    wa, wb = jnp.exp(a[0] - m), jnp.exp(b[0] - m)
+    return m, a[1] * wa + b[1] * wb, a[2] * wa + b[2] * wb
 
 
 def early_exponentials(a, b):
@@ -174,10 +180,31 @@ def argmax(p):
     return [Fraction(int(x == max(p))) for x in p]
 
 
+def ratio_upside_down(p, q):
+    return ratio(q, p), rest(p, q)
+
+
+def in_numpy(p, q):
+    p, q = np.array(p, float), np.array(q, float)
+    lacks = np.maximum(p - q, 0)
+    return np.minimum(1, p / q), lacks / lacks.sum()
+
+
+def in_float32(p, q):
+    p, q = jnp.array(p, float), jnp.array(q, float)
+    lacks = jnp.maximum(p - q, 0)
+    return jnp.minimum(1, p / q), lacks / lacks.sum()
+
+
+def in_floats(p, q):
+    return [float(x) for x in ratio(p, q)], [float(x) for x in rest(p, q)]
+
+
 EVEN = (Fraction(1, 2), Fraction(1, 2))
 
 PLANTED = [
     ("00", "n is not brought to the larger m", lambda a, b: (*unguarded(a, b)[:2], a[2] + b[2])),
+    ("00", "n mixes the queries: give its weights an axis", without_an_axis),
     ("00", "m is not brought to the larger m", without_pivot),
     ("00", "m is not brought to the larger m", of_the_first),
     ("00", "d of two shards without keys: subtract finite(m)", unguarded),
@@ -200,12 +227,17 @@ PLANTED = [
     ("07", "nodes numbers each prefix once", changed(nodes=lambda x: dict.fromkeys(x, 0))),
     ("07", "a node's token is the last one", changed(tokens=lambda x: x[::-1])),
     ("07", "a position is a place in the candidate", changed(offsets=lambda x: np.arange(len(x)))),
+    ("07", "positions count from 0", changed(offsets=lambda x: x + 1)),
     ("07", "causal mask", changed(mask=lambda x: np.tri(len(x)) == 1)),
     ("07", "another mask", changed(mask=lambda x: x & ~np.eye(len(x), dtype=bool))),
     ("09", "a rejected token is replaced by the model's", lambda p, q: ((0, 0), argmax(p))),
     ("09", "accepted by p alone", lambda p, q: (p, rest(p, q))),
     ("09", "the rule's q is another", lambda p, q: (ratio(p, EVEN), rest(p, EVEN))),
-    ("09", "each token is accepted", lambda p, q: ((1, 1), q)),
+    ("09", "as from the draft: each token is accepted", lambda p, q: ([1] * len(p), q)),
+    ("09", "as from the draft: each token is accepted, or the ratio is q / p", ratio_upside_down),
+    ("09", "a rejected token is always replaced", lambda p, q: (ratio(p, q), argmax(p))),
+    ("09", "a rejected token is always replaced", lambda p, q: (ratio(p, q), argmax(rest(p, q)))),
+    ("09", "a chance is above 1", lambda p, q: ([a / b for a, b in zip(p, q, strict=True)], p)),
     ("09", "the distribution is right, but 0 is accepted", lambda p, q: ((0, 0), p)),
     ("09", "not the model's distribution", lambda p, q: (ratio(p, q), q)),
 ]
@@ -226,6 +258,28 @@ def test_the_solution_is_right(number):
 @pytest.mark.parametrize("number", NEEDED)
 def test_the_stubs_mistake_is_named(number):
     assert notebook(number)["check"](notebook(number)["mine"]).startswith(STUBS[number])
+
+
+@pytest.mark.parametrize("number", [number for number in NEEDED if number != "04"])
+def test_a_function_without_a_return_is_named(number):
+    assert notebook(number)["check"](lambda *_: None) == "it returned None"
+
+
+@pytest.mark.parametrize("attempt", [in_numpy, in_float32, in_floats])
+def test_a_rule_in_floats_is_right(attempt):
+    assert notebook("09")["check"](attempt) == "right"
+
+
+def test_the_merge_of_00_is_what_08_asks_for():
+    """Pasted as `mine`, it finds there all that it calls."""
+    there = {"jax": jax, "jnp": jnp}
+    (finite,) = [statement for statement in source("08") if "finite" in binds(statement)]
+    (pasted,) = [statement for statement in source("00") if "merge" in binds(statement)]
+    (theirs,) = [statement for statement in source("08") if "mine" in binds(statement)]
+    for statement in (finite, pasted, theirs):
+        exec(compile(ast.Module([statement], []), "08", "exec"), there)
+    assert notebook("00")["check"](there["merge"]) == notebook("00")["check"](there["mine"])
+    assert notebook("00")["check"](there["mine"]) == "right"
 
 
 @pytest.mark.parametrize(("number", "name", "wrong"), PLANTED)
