@@ -5,17 +5,17 @@ order of reading:
 
     state       (m, d, n): merge, finalize; chains, trees and scans of states
     gradient    attention is the gradient of a log-sum-exp, the energy
-    plain       attention of one device, in the open: scores, and a state of their sums
-    local       which implementation computes it: plain, or the same fast (blocks, products, flash)
+    plain       plain one-device attention: all scores, then their sums as a state
+    local       choice of implementation: plain, or a faster one (blocks, products, flash)
     devices     simulated and real; meshes
     layout      how a cache is sharded over a mesh, in stripes or not
-    across      every device's state in, the state of all keys out: merge_across
-    ring        the other way: every shard visits every device
+    across      merge_across: all devices' states become the state of all keys
+    ring        Ring Attention: every shard visits every device
     decode      one query and a sharded cache: tree_decode, ring_decode
     prefill     texts whose queries are sharded, too: ring, Ulysses
     beam        candidates of tokens, packed as a prefix tree and unpacked
     token_tree  trees of any shape: masks and depths
-    program     what a compiled program sends and holds (groups)
+    program     what a compiled program sends and holds (reads hlo)
     inputs      the arguments of one attention, gathered and checked
     checks      errors that name the argument
 """
@@ -92,15 +92,15 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # which would take every name to be there
+if not TYPE_CHECKING:  # or type checkers accept any name
 
     def __getattr__(name: str):
-        """An error for a name that there is not, with the one that was probably meant."""
+        """Raise AttributeError for an unknown name, and suggest the nearest public one."""
         near = difflib.get_close_matches(name, __all__, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise AttributeError(f"module 'treeattn' has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:
-    """The public names, for completion: not the modules that they come from."""
+    """The public names, for completion, without the submodules."""
     return [*__all__, "__version__"]

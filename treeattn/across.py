@@ -1,4 +1,4 @@
-"""Merging across a mesh: every device's state in, the state of all their keys out.
+"""Merging across a mesh: all devices' states become the state of all keys.
 
 Only states are sent, and their size does not depend on the length of the context. (2024 §5.2,
 Algorithm 3; 2025 §5.2, Algorithm 3.) All methods but "allreduce" send a state as one array, in one
@@ -28,30 +28,32 @@ def merge_across(
     state:     each device's own AttentionState, fields (..., h) and (..., h, dv), of the same shape
                on all devices
     axis_name: an axis of the mesh, or several, outermost first
-    method:    how the states meet. The first four give every device the merged state:
+    method:    how the states are merged. The first four give every device the merged state:
 
         "allreduce":    2025 Algorithm 3: one Allreduce for the pivot, two for the sums. The
-                        network's library chooses the route: NCCL a tree or a ring, a TPU a ring
-                        over its torus, gloo (CPUs) a ring of 2 (p − 1) rounds for each.
+                        library picks the route: NCCL a tree or ring, a TPU a ring over its
+                        torus, gloo (CPUs) a ring, 2 (p − 1) rounds per Allreduce.
         "butterfly":    recursive doubling: in each of log₂ p rounds a device swaps its state with
                         a partner and merges; two more rounds if p is not a power of two. All
-                        devices get the same bits. The fewest rounds where latency counts, as
-                        between processes on CPUs.
+                        devices get the same bits. Fewest rounds: best where latency dominates,
+                        as between CPU processes.
         "gather":       every device gets all states and merges them as a tree.
         "hierarchical": within a node (the last axis) an all-to-all gives each device a share of
-                        the heads, a gather across nodes merges equal shares, and a gather within
-                        the node completes them.
+                        the heads, a gather across nodes merges the states of the same heads, and a
+                        gather within the node completes them.
         "all_to_all":   each device gets all states of its share of the heads, ⌈h/p⌉ of them, and
                         keeps their merge. The last share is padded with states of no keys.
 
-               Or a function (state, axes) that returns the merged AttentionState. It gets the
-               state that the implementation returned, of whatever kind.
+               Or a function (state, axes) that returns the merged AttentionState. It gets
+               `state` unchecked, so that may be an implementation's own kind. It returns the same
+               state on every device of all `axes`, a tuple of names, perhaps empty; that is not
+               checked.
 
-    JAX knows only of "allreduce" that its result is the same on all devices. For the other methods
+    JAX can infer only for "allreduce" that all devices hold the same result. For the other methods
     call `shard_map` with check_vma=False if its `out_specs` replicate the result.
 
     Raises ValueError if the method is unknown or an axis is named twice, TypeError if the state is
-    not an AttentionState.
+    not an AttentionState, or a function is unhashable or returns something else.
 
     >>> from jax.sharding import PartitionSpec as P
     >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -67,8 +69,8 @@ def merge_across(
     if callable(method):
         merged = method(state, axes)
         if not isinstance(merged, AttentionState):
-            came = type(merged).__name__
-            raise TypeError(f"method: expected it to return an AttentionState, got {came}")
+            kind = type(merged).__name__
+            raise TypeError(f"method: expected it to return an AttentionState, got {kind}")
         return merged
     check_state(state=state)
     if not axes:
@@ -93,7 +95,7 @@ def check_method(method: Method) -> None:
 def _allreduce(state: AttentionState, axis: str) -> AttentionState:
     """2025 Algorithm 3: the largest pivot, then the sums of d and n relative to it."""
     m = lax.stop_gradient(state.max)
-    # On a CPU, pmax of NaN and −∞ is −∞: send NaN as ∞, and ∞ as the largest number.
+    # On a CPU, pmax of NaN and −∞ is −∞, so send NaN as ∞, and ∞ as the largest number.
     largest = jnp.finfo(m.dtype).max
     m = lax.pmax(jnp.where(jnp.isnan(m), jnp.inf, jnp.minimum(m, largest)), axis)
     m = jnp.where(m == jnp.inf, jnp.nan, m)
@@ -109,7 +111,7 @@ def _butterfly(state: AttentionState, axis: str) -> AttentionState:
     """
     p = lax.axis_size(axis)
     rank = lax.axis_index(axis)
-    core = 1 << (p.bit_length() - 1)  # the largest power of two that p holds
+    core = 1 << (p.bit_length() - 1)  # the largest power of two up to p
     extra = p - core
 
     def send(state, pairs):  # the state that arrives: zeros on a device that receives nothing
@@ -120,7 +122,7 @@ def _butterfly(state: AttentionState, axis: str) -> AttentionState:
         state = where(rank < extra, merge(state, arrived), state)
     bit = 1
     while bit < core:
-        # The partner computes merge(arrived, state): the same bits, because merge commutes.
+        # The partner merges in the other order, with the same bits, because merge commutes.
         state = merge(state, send(state, [(i, i ^ bit) for i in range(core)]))
         bit *= 2
     if extra:
@@ -147,10 +149,10 @@ def _all_to_all(state: AttentionState, axes: Axes) -> AttentionState:
 
 
 def _hierarchical(state: AttentionState, axes: Axes) -> AttentionState:
-    """Shares of the heads within a node (the last axis), merged with other nodes' equal shares.
+    """Split the heads within a node (the last axis), then merge the same heads across nodes.
 
     Between n nodes, a gather sends n − 1 shares from each device in one step. An Allreduce sends
-    2 (n − 1)/n of a share, but in two steps, the pivot's first. For small states steps cost more.
+    2 (n − 1)/n of a share in two steps, pivot first. For small states steps cost more than bytes.
     """
     h = state.max.shape[-1]
     heads = state.max.ndim - 1
@@ -159,7 +161,7 @@ def _hierarchical(state: AttentionState, axes: Axes) -> AttentionState:
         share = _gather(share, axis)
 
     def complete(x):
-        if h == 0:  # XLA cannot gather empty arrays
+        if h == 0:  # all_gather refuses an axis of size 0
             return x
         padded = lax.all_gather(x, axes[-1], axis=heads, tiled=True)
         return lax.slice_in_dim(padded, 0, h, axis=heads)

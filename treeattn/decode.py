@@ -2,10 +2,10 @@
 
 A call goes straight down:
 
-    gather_inputs, check_inputs   inputs.py   what is wrong is named
+    gather_inputs, check_inputs   inputs.py   arguments are checked
     layout_of, deal               layout.py   the cache in shards, one on each device
     attend_inputs                 local.py    on every device: its shard becomes a state
-    merge_across                  across.py   the states meet
+    merge_across                  across.py   the states are merged
     finalize                      state.py    a state becomes the output
 """
 
@@ -44,7 +44,7 @@ from treeattn.local import Implementation, attend_inputs, check_implementation
 from treeattn.ring import visit_shards
 from treeattn.state import finalize, merge
 
-# `heads` is q's, or for "all_to_all" the next multiple of the number of devices.
+# `heads` is q's; "all_to_all" rounds it up to a multiple of the devices.
 Output = Float[jax.Array, "b l heads dv"]
 OutputAndLse = tuple[Output, Float[jax.Array, "b l heads"]]
 
@@ -62,7 +62,7 @@ class RingOptions(TypedDict, total=False):
 
 
 class TreeOptions(RingOptions, total=False):
-    """Those of `tree_decode`."""
+    """The options of `tree_decode`."""
 
     method: Method
 
@@ -101,25 +101,25 @@ def tree_decode(
 
     sharding: the sharding of k and v, NamedSharding(mesh, P(batch, keys, heads)). Each entry is
               None, an axis, or a tuple of axes, outermost first. q and the result are sharded as
-              P(batch, None, heads), so nothing is sent along these axes. Axes without a name here
-              hold copies. None means k's own sharding, which `jax.jit` hides along Auto axes.
-              NumPy's arrays, and arrays on one device, are sharded first. kv_len need not be a
-              multiple of the number of devices, and may be smaller.
+              P(batch, None, heads), so nothing is sent along batch or heads. Along other axes,
+              arrays are replicated. None means k's own sharding, which `jax.jit` hides along Auto
+              axes. NumPy's arrays, and arrays on one device, are sharded first. kv_len need not be
+              a multiple of the number of devices unless striped, and may be smaller.
     striped:  key i is in slot `striped_slot(i, kv_len, p)`, on device i mod p, so a half-empty
               cache keeps all devices busy. mask and bias are in the order of the slots;
               kv_lengths counts keys.
-    method:   how states meet, as in `merge_across`. By "all_to_all" the result is sharded along
-              the axes of heads and keys, and the h heads of each device along `heads` become
-              ⌈h/p⌉·p; those beyond h have output 0.
-    Everything else is as in `attend`. Devices send states, whose size does not depend on kv_len.
+    method:   how states are merged, as in `merge_across`. "all_to_all" also shards the result's
+              heads along the keys' axes. It pads the h heads of each shard to ⌈h/p⌉·p; the added
+              ones have output 0.
+    Other arguments are as in `attend`. Devices send states, whose size does not depend on kv_len.
 
     Returns out (b, l, h, dv) in q's dtype; with return_lse also lse (b, l, h), the natural
     logarithm of the sum of exponentials, in float32 or wider.
 
-    Raises ValueError if k's sharding cannot be inferred (jit with Auto axes), k or v is sharded in
-    another way, the devices cannot share rows, heads or stripes evenly, the method is unknown, the
-    mesh is not that of `jax.set_mesh`, or `attend` would; TypeError if the sharding is not a
-    NamedSharding. Under your own `shard_map` call `attend` and `merge_across` instead.
+    Raises ValueError if k's sharding cannot be inferred (jit with Auto axes), k or v is not sharded
+    so, the devices cannot share rows, heads or stripes evenly, the method is unknown, the mesh is
+    not that of `jax.set_mesh`, or `attend` would; TypeError if the sharding is not a NamedSharding.
+    Under your own `shard_map` call `attend` and `merge_across` instead.
 
     >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> q, k, v = (jax.numpy.ones((1, n, 2, 4)) for n in (1, 8, 8))
@@ -166,9 +166,9 @@ def ring_decode(
     """Ring Attention for decoding: every shard of the cache visits every device.
 
     (Liu et al. 2023; 2024 §6.3.) Arguments, result and errors are those of `tree_decode`. In each
-    of p − 1 steps a device sends the shard that it holds to its neighbour, and attends to it
-    meanwhile: 2·b·t·d_kv·(p − 1) elements from each device. 2024 eq. 31–32 counts p steps, of which
-    the last would bring the shards home.
+    of p − 1 steps a device sends its shard on and attends to the one that arrives. It sends
+    2·b·t·h_kv·d·(p − 1) elements (if dv = d). 2024 eq. 31–32 counts p steps; the last would return
+    each shard to its owner.
 
     >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> q, k, v = (jax.numpy.ones((1, n, 2, 4)) for n in (1, 8, 8))
@@ -186,7 +186,7 @@ def ring_decode(
 def _decode(
     inputs: Inputs, layout: Layout, method: Method | None, implementation: Implementation
 ) -> OutputAndLse:
-    """(out, lse), (b, l, h, dv) and (b, l, h); by a ring if `method` is None."""
+    """(out, lse), shaped (b, l, h, dv) and (b, l, h). `method` None is a ring."""
     check_inputs(inputs)
     check_divides(inputs, layout)
 
@@ -211,8 +211,8 @@ def _decode(
 def ring_state(inputs: Inputs, layout: Layout, rank, implementation: Implementation):
     """The state of a device's queries after they have seen every shard.
 
-    If causal, a device's queries have the positions of its own keys, so it skips the shards of the
-    devices after it. Devices with the same queries agree up to rounding.
+    If causal, query i has key i's position, so a device skips later devices' shards. In decoding,
+    devices' copies agree only up to rounding.
     """
 
     def state_of(shard, owner, causal=False):

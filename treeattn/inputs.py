@@ -1,4 +1,4 @@
-"""The arguments of one attention, gathered and checked.
+"""The arguments of an attention call, gathered and checked.
 
 Values are checked before a function is compiled; shapes and dtypes while it is traced, once for
 each shape.
@@ -42,13 +42,13 @@ Output = Float[jax.Array, "b l h dv"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arguments of one attention, as a pytree: arrays are leaves; scale and causal are static.
+    """The arguments of an attention call, as a pytree; scale and causal are static, not leaves.
 
     q:          (b, l, h, d); k (b, n, h_kv, d) and v (b, n, h_kv, dv), of one dtype
-    mask, bias: (b, h, l, n), or 1 for an axis that shares its entries; or None
+    mask, bias: (b, h, l, n), any of them 1 to broadcast; or None
     lengths:    (b,) int32, how many keys of each row count, 0 … n; or None
-    factor:     a scale that is a JAX array, (): kept out of the static scale, so a new value does
-                not compile a new program; or None
+    factor:     a scale given as a JAX scalar, or None. Not static, so a new value compiles no new
+                program
     scale:      a number; scores are scale · factor · q·k
     causal:     whether query i sees keys 0 … i only
     """
@@ -97,7 +97,6 @@ def gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal=False) -> Input
     if scale is None:
         scale = q.shape[-1] ** -0.5 if q.ndim and q.shape[-1] else 1.0
     else:
-        check_floating(q=q)
         scale = check_scale(scale, 0, accumulation_dtype(q))
         if isinstance(scale, jax.Array):
             factor, scale = scale, 1.0
@@ -105,7 +104,7 @@ def gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal=False) -> Input
 
 
 def _with_four_axes(name: str, x) -> Array:
-    """A mask or bias with axes of 1 before its own, as NumPy broadcasts: (l, n) is (1, 1, l, n)."""
+    """A mask or bias with leading axes of 1 added, as NumPy broadcasts."""
     x = as_array(name, x)
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
 

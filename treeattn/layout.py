@@ -1,9 +1,9 @@
 """How the arrays of one attention are sharded over a mesh, and what runs on each of its devices.
 
 NamedSharding(mesh, P(batch, keys, heads)) says how keys and values are sharded: shard r holds the
-slots r·t … (r+1)·t − 1 with t = ⌈n/p⌉ (the papers' t = N/p). Key i of a contiguous cache is in slot
-i, so a half-full cache keeps half of the devices busy. Key i of a striped cache is in slot
-(i mod p)·t + i div p: neighbouring keys are on neighbouring devices, and all are busy.
+slots r·t … (r+1)·t − 1 with t = ⌈n/p⌉ on p devices (N/p in the papers). Key i of a contiguous cache
+is in slot i, so a half-full cache keeps half of the devices busy. Key i of a striped cache is in
+slot (i mod p)·t + i div p: neighbouring keys are on neighbouring devices, and all are busy.
 """
 
 import functools
@@ -25,7 +25,7 @@ from treeattn.inputs import Inputs, pad_axis
 class Layout(NamedTuple):
     """The axes of a mesh that shard rows, keys and heads; and whether the keys are striped.
 
-    Nothing is sent along the axes of rows and heads. Axes without a name here hold copies.
+    Nothing is sent along the axes of rows and heads. Along other axes, arrays are replicated.
     """
 
     mesh: Mesh | AbstractMesh
@@ -40,22 +40,22 @@ class Layout(NamedTuple):
         return math.prod(self.mesh.shape[name] for name in self.keys)
 
     def spec(self, length: Axes = ()) -> P:
-        """The spec of an array (batch, length, heads, …) whose length is sharded along `length`."""
+        """The spec of (batch, length, heads, …) with axis 1 sharded along the axes `length`."""
         return P(self.batch or None, length or None, self.heads or None)
 
 
 def layout_of(inputs: Inputs, sharding: NamedSharding | None, striped: bool = False) -> Layout:
     """The layout that the caller names, or else that of the keys.
 
-    Raises TypeError if `sharding` is not a NamedSharding; ValueError if the keys' sharding is
-    unknown, the spec does not fit keys, keys or values are sharded in another way, or an enclosing
-    `shard_map` has split the axes already.
+    Raises TypeError if `sharding` is not a NamedSharding; ValueError if k's sharding is unknown,
+    the spec is not P(batch, keys, heads), k or v has another sharding, or an enclosing `shard_map`
+    has split the keys' axes.
     """
     if sharding is None:
         sharding = _sharding_of(inputs.k)
     elif not isinstance(sharding, NamedSharding):
-        came = type(sharding).__name__
-        raise TypeError(f"sharding: expected a NamedSharding or None, got {came}")
+        kind = type(sharding).__name__
+        raise TypeError(f"sharding: expected a NamedSharding or None, got {kind}")
     manual = manual_axes()
     layout = _layout(sharding, bool(striped), manual)
     if manual:  # arrays here are local to a device along these axes
@@ -66,7 +66,7 @@ def layout_of(inputs: Inputs, sharding: NamedSharding | None, striped: bool = Fa
 
 
 def _sharding_of(k) -> NamedSharding:
-    """The sharding of the keys: of a concrete array, or of a traced one along Explicit axes."""
+    """The sharding of k, if k is concrete or its mesh has no Auto axis."""
     sharding = None
     if isinstance(k, jax.core.Tracer):
         sharding = jax.typeof(k).sharding
@@ -92,8 +92,8 @@ def _layout(sharding: NamedSharding, striped: bool, manual: frozenset[str]) -> L
         raise ValueError(f"sharding: expected P(batch, keys, heads), got {sharding.spec}")
     batch, keys, heads = (*entries, (), (), ())[:3]
     if inside := manual & set(keys):
-        names = sorted(inside)
-        raise ValueError(f"sharding: {names} are manual here already: call merge_across")
+        axes = sorted(inside)
+        raise ValueError(f"sharding: shard_map has split {axes} already: call attend, merge_across")
     batch, heads = (tuple(x for x in axes if x not in manual) for axes in (batch, heads))
     return Layout(sharding.mesh, batch, keys, heads, striped)
 
@@ -108,7 +108,7 @@ def manual_axes() -> frozenset[str]:
 def _check_lies(name: str, x, wanted: NamedSharding) -> None:
     """Raise a ValueError for an array that is sharded in another way than `wanted`.
 
-    NumPy's arrays, those on one device, and copies on all devices need no move between shards.
+    NumPy arrays, and arrays on one device or replicated, are accepted.
     """
     if isinstance(x, jax.core.Tracer):
         found = jax.typeof(x).sharding
@@ -139,7 +139,7 @@ def _device_ids(sharding: NamedSharding) -> list[int]:
 
 
 def _explicit(spec: P, mesh: AbstractMesh | Mesh) -> P:
-    """`spec` with the mesh's Explicit axes only: a traced array's type shows no other."""
+    """`spec` with Explicit axes only, because a traced array's type shows only these."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     entries = [[x for x in axes if kinds[x] == AxisType.Explicit] for axes in _entries(spec)]
     return P(*(tuple(axes) or None for axes in entries))
@@ -154,10 +154,10 @@ def _entries(spec: P) -> list[Axes]:
 
 
 def onto_mesh(inputs: Inputs, layout: Layout) -> Inputs:
-    """The inputs, with arrays that are committed to one device put on the mesh's devices.
+    """The inputs, with arrays committed to one device moved to the mesh.
 
     `jax.jit` refuses arguments that are committed to different devices. Keys and values are sharded
-    if the devices can share them evenly; everything else becomes copies on all devices.
+    if the devices can share them evenly; the others among them are replicated.
     """
     held = [_on_one_device(x) for x in jax.tree.leaves(inputs)]
     if isinstance(layout.mesh, AbstractMesh) or not any(held):
@@ -208,9 +208,8 @@ def deal(inputs: Inputs, layout: Layout) -> tuple[Inputs, Inputs]:
     """
     n = inputs.k.shape[1]
     p = layout.shards
-    padded = p * max(-(-n // p), 1)  # at least one slot a shard, which lengths then hide
+    padded = p * max(-(-n // p), 1)  # at least one slot per shard; lengths hide it
     lengths = inputs.lengths
-    # If n is 1, a mask of size 1 looks as if all keys shared it; lengths hide the padding instead.
     if lengths is None and (padded != n or n == 1):
         lengths = jnp.full(inputs.k.shape[0], n, jnp.int32)
 
@@ -219,7 +218,7 @@ def deal(inputs: Inputs, layout: Layout) -> tuple[Inputs, Inputs]:
             return x, P()
         batch = layout.batch if x.shape[0] > 1 else ()
         heads = layout.heads if x.shape[1] > 1 else ()
-        own = x.shape[-1] == n != 1
+        own = x.shape[-1] == n != 1  # with n = 1, size 1 looks shared: do not pad it
         x = pad_axis(x, -1, padded) if own else x
         keys = layout.keys if own else ()
         return x, P(batch or None, heads or None, None, keys or None)
@@ -242,7 +241,7 @@ def deal(inputs: Inputs, layout: Layout) -> tuple[Inputs, Inputs]:
 
 
 def local_lengths(inputs: Inputs, layout: Layout, rank):
-    """How many keys of each row device `rank` holds, (b,); `inputs.lengths` count those of all."""
+    """How many keys device `rank` holds of each row, (b,); inputs.lengths counts all devices'."""
     if inputs.lengths is None:
         return None
     kv_len = layout.shards * inputs.k.shape[1]  # k is the device's own shard
@@ -255,13 +254,14 @@ def on_devices(body, layout: Layout, inputs: Inputs, specs: Inputs, out_specs):
     specs, out_specs: the specs of the inputs and of the result
 
     All axes of the mesh are manual, so XLA decides nothing: arrays are replicated along axes that
-    their specs do not name. Inside a `shard_map` or `jax.set_mesh` the context's mesh is used, and
-    its manual axes stay manual. Raises ValueError if the context has another mesh.
+    their specs do not name. Inside `shard_map` or `jax.set_mesh`, that mesh is used, and its manual
+    axes stay so. Raises ValueError if the context has another mesh.
     """
     mesh = layout.mesh
     context = jax.sharding.get_abstract_mesh()
     if not context.empty and tuple(context.shape.items()) != tuple(mesh.shape.items()):
-        raise ValueError(f"sharding: expected the context's mesh {context.shape}, got {mesh.shape}")
+        expected, got = dict(context.shape), dict(mesh.shape)
+        raise ValueError(f"sharding: expected the context's mesh {expected}, got {got}")
 
     def with_rank(inputs):
         rank = lax.axis_index(layout.keys) if layout.keys else jnp.int32(0)
@@ -273,7 +273,7 @@ def on_devices(body, layout: Layout, inputs: Inputs, specs: Inputs, out_specs):
         in_specs=(specs,),
         out_specs=out_specs,
         axis_names=frozenset(mesh.axis_names) - manual_axes(),
-        check_vma=False,  # of most merges JAX cannot tell that all devices have the same
+        check_vma=False,  # JAX cannot infer for most merges that results are replicated
     )
     try:
         return mapped(place(inputs, specs, layout))
@@ -318,9 +318,8 @@ def striped_slot(position: ArrayLike, kv_len: int, devices: int) -> Array:
 def striped_position(slot: ArrayLike, kv_len: int, devices: int) -> Array:
     """The position in its text of the key in `slot`, the inverse of `striped_slot`.
 
-    A mask or a bias by positions (a window, ALiBi) is given to `tree_decode` in the order of the
-    slots: for slots 0 … kv_len − 1 this says which position each of them is. Raises as
-    `striped_slot` does.
+    `tree_decode` takes masks and biases in slot order. To build one from positions (a window,
+    ALiBi), pass all slots, 0 … kv_len − 1. Raises as `striped_slot` does.
 
     >>> print(striped_position([0, 1, 2, 3], kv_len=8, devices=4))
     [0 4 1 5]
@@ -332,7 +331,7 @@ def striped_position(slot: ArrayLike, kv_len: int, devices: int) -> Array:
 def shard_lengths(
     lengths: ArrayLike, rank: Array | int, kv_len: int, devices: int, *, striped: bool = False
 ) -> Array:
-    """How many keys device `rank` has of rows that have `lengths` keys in all, 0 … kv_len / p.
+    """How many of a row's `lengths` keys are on device `rank`: 0 … kv_len / p.
 
     Its keys are in the first slots of its shard, so these are the `kv_lengths` of `attend` on that
     device. rank is `jax.lax.axis_index` inside `shard_map`. Raises as `striped_slot` does.

@@ -1,13 +1,12 @@
 """Attention on one device, written plainly: scores, weights, and the state (m, d, n) of their sums.
 
-This is what everything else is tested against. blocks.py computes the same a block of keys at a
-time: with less memory and in less time, and where sums of products exceed the dtype's range. There
-is no loop over the keys here, so XLA can split this program over devices that share them; it then
-writes Algorithm 3 by itself: an Allreduce for the largest score, and one for each of the sums.
+This is what everything else is tested against. blocks.py computes the same block by block, in less
+memory and time. It also handles sums of products beyond the dtype's range. Without a loop over
+keys, XLA can split this program over devices that share the keys. It then generates Algorithm 3: an
+Allreduce for the largest score, and one for each of the sums.
 
 Queries are (b, l, h, d), keys and values (b, n, h_kv, ·). Scores, masks and biases are
-(b, h_kv, group, l, n): query head i is number i % group of the `group` heads that read key head
-i // group.
+(b, h_kv, group, l, n) with group = h / h_kv: query head i is entry (i // group, i % group).
 """
 
 import jax.numpy as jnp
@@ -49,7 +48,7 @@ def attend_plain(inputs: Inputs) -> AttentionState:
 
 
 def visible_keys(inputs: Inputs):
-    """Which keys each query sees, (b, h_kv, group, l, n), or 1 for an axis; None: all of them."""
+    """True where a query sees a key; broadcasts to (b, h_kv, group, l, n). None: everywhere."""
     l, n = inputs.q.shape[1], inputs.k.shape[1]
     conditions = []
     if inputs.mask is not None:
@@ -68,6 +67,6 @@ def visible_keys(inputs: Inputs):
 
 
 def by_key_head(x, h_kv: int):
-    """A mask or bias (b, h, l, n) as (b, h_kv, group, l, n), or (b, 1, 1, l, n) if heads share."""
+    """`x` (b, h, l, n) as (b, h_kv, group, l, n); (b, 1, 1, l, n) if one entry is for all heads."""
     heads = (1, 1) if x.shape[1] == 1 else (h_kv, x.shape[1] // h_kv)
     return x.reshape(len(x), *heads, *x.shape[2:])

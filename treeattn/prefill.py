@@ -1,8 +1,8 @@
 """Prefill with the sequence sharded: the queries of a whole prompt are sharded as its keys are.
 
-Decoding has few queries, which every device can hold; a prompt has as many queries as keys. In
-`ring_attention` the keys visit the queries, `ulysses_attention` exchanges shards of the sequence
-for shards of the heads.
+Decoding has few queries, which every device can hold; a prompt has as many queries as keys.
+`ring_attention` sends the keys around. `ulysses_attention` exchanges shards of the sequence for
+shards of the heads.
 """
 
 import functools
@@ -77,7 +77,7 @@ def ring_attention(
 
     sharding: the sharding of q, k, v and the result, P(batch, sequence, heads). The lengths need
               not be multiples of the number of devices.
-    Everything else is as in `attend`.
+    Other arguments are as in `attend`.
 
     Returns out (b, l, h, dv) in q's dtype; with return_lse also lse (b, l, h), sharded in the same
     way. Raises what `tree_decode` raises, and ValueError if causal attention has more or fewer
@@ -109,8 +109,8 @@ def ulysses_attention(
 
     Each device attends over the whole sequence for h / p heads (Jacobs et al. 2023, DeepSpeed
     Ulysses). If p does not divide the key heads, they are repeated as often as needed. Arguments
-    and result are those of `ring_attention`; h counts the heads of one device along the heads'
-    axes. Raises ValueError if p does not divide h, and what `ring_attention` raises.
+    and result are those of `ring_attention`; h counts the heads of one heads shard.
+    Raises ValueError if p does not divide h, and what `ring_attention` raises.
 
     >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> x = jnp.ones((1, 8, 2, 4))
@@ -125,10 +125,10 @@ def ulysses_attention(
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _prefill(inputs: Inputs, layout: Layout, method, implementation: Implementation):
-    """What `method` returns for the whole text, a tuple of out and perhaps lse.
+    """(out,) or (out, lse), for the whole text.
 
-    method: (inputs, layout, rank, implementation), with shards of the queries (b, ⌈l/p⌉, h, d) and
-            of the keys (b, t, …), to shards of its results
+    method(inputs, layout, rank, implementation) gets shards of queries (b, ⌈l/p⌉, h, d) and keys
+    (b, t, …); returns shards.
     """
     check_inputs(inputs)
     check_divides(inputs, layout)
@@ -138,7 +138,7 @@ def _prefill(inputs: Inputs, layout: Layout, method, implementation: Implementat
     padded = p * max(-(-n // p), 1)
     q = pad_axis(inputs.q, 1, p * max(-(-l // p), 1))
     k, v = pad_axis(inputs.k, 1, padded), pad_axis(inputs.v, 1, padded)
-    # Padded keys come after all real queries, so causality hides them.
+    # Real queries come before padded keys, so causality masks these.
     hidden = inputs.causal or padded == n
     lengths = None if hidden else jnp.full(b, n, jnp.int32)
     inputs = inputs.replace(q=q, k=k, v=v, lengths=lengths)
@@ -147,7 +147,7 @@ def _prefill(inputs: Inputs, layout: Layout, method, implementation: Implementat
 
     def on_device(rank, inputs):
         t = inputs.k.shape[1]
-        if padded > n:  # XLA:CPU may leave the padding unwritten, and 0 · NaN is NaN
+        if padded > n:  # masked NaN still counts (0 · NaN), and XLA:CPU may not write the padding
             real = (rank * t + jnp.arange(t) < n)[:, None, None]
             k, v = (jnp.where(real, x, 0) for x in (inputs.k, inputs.v))
             inputs = inputs.replace(k=k, v=v)
@@ -156,12 +156,11 @@ def _prefill(inputs: Inputs, layout: Layout, method, implementation: Implementat
     result = on_devices(on_device, layout, inputs, specs, along)
     if inputs.q.shape[1] == l:
         return result
-    # The devices cannot share l tokens evenly.
+    # p does not divide l: reshard, then cut.
     return tuple(place(x, layout.spec(), layout)[:, :l] for x in result)
 
 
 def _ring(inputs: Inputs, layout: Layout, rank, implementation: Implementation):
-    """The keys visit the queries."""
     out, lse = finalize(ring_state(inputs, layout, rank, implementation))
     return out.astype(inputs.q.dtype), lse
 

@@ -21,14 +21,15 @@ def visit_shards(
     shard: Shard,
     axis_name: str | Axes,
 ) -> State:
-    """Inside `shard_map`: the state after visit(state, shard, owner) of every other device's shard.
+    """Inside `shard_map`: the state after visit has seen every other device's shard.
 
     The shards go around the ring of the devices along an axis, or several, outermost first, in
-    p − 1 steps: this is the loop of Ring Attention. In step i each device sends the shard that it
-    holds to the next device, and visits the one that arrives, which is device rank − i's.
+    p − 1 steps. In step i each device sends the shard that it holds to the next device, and calls
+    visit with the arriving shard, that of device rank − i.
 
-    visit: returns the new state. owner is the index of the shard's device, an int32 scalar.
-    state: a pytree of arrays, most often the state after the device's own shard
+    visit: visit(state, shard, owner) returns the new state. owner is the index of the shard's
+           device, an int32 scalar.
+    state: a pytree of arrays, usually that of the device's own shard
     shard: a pytree of arrays, this device's own
 
     >>> from jax.sharding import PartitionSpec as P
@@ -49,11 +50,10 @@ def visit_shards(
         state, shard = carry
         arrived = _send_next(shard, axes)
         state = visit(state, arrived, (rank - i) % p)
-        # A message depends on no state: without the barrier XLA would send, and hold, all shards
-        # before the first visit.
+        # The barrier keeps XLA from sending all shards before the first visit.
         return lax.optimization_barrier((state, arrived)), None
 
-    counts = jnp.arange(1, p, dtype=jnp.int32)  # int32 as lengths are, with x64, too
+    counts = jnp.arange(1, p, dtype=jnp.int32)  # int32, as lengths are, even with x64
     (state, _), _ = lax.scan(step, (state, shard), counts)
     return state
 
@@ -61,12 +61,12 @@ def visit_shards(
 def _send_next(tree: Any, axes: Axes) -> Any:
     """Each device's `tree` goes to the next device of the ring, in the order of `axis_index`.
 
-    `ppermute` numbers devices in the mesh's order of axes, whatever the order of their names
-    (JAX 0.8.3; later ones refuse names in another order), so the pairs are translated.
+    `ppermute` counts devices in the mesh's order of axes, not in that of `axes` (JAX 0.8.3; later
+    versions refuse any other), so the pairs are translated.
     """
     order = [name for name in jax.sharding.get_abstract_mesh().axis_names if name in axes]
     sizes = [lax.axis_size(name) for name in axes]
     ranks = np.arange(math.prod(sizes)).reshape(sizes)  # as axis_index(axes) counts them
     at = np.argsort(ranks.transpose([axes.index(name) for name in order]), axis=None)
-    to_next = list(zip(at.tolist(), np.roll(at, -1).tolist(), strict=True))  # as ppermute does
+    to_next = list(zip(at.tolist(), np.roll(at, -1).tolist(), strict=True))  # in ppermute's numbers
     return jax.tree.map(lambda x: lax.ppermute(x, tuple(order), to_next), tree)

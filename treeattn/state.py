@@ -78,8 +78,8 @@ def finite(x: Float[jax.Array, "..."]) -> Float[jax.Array, "..."]:
 def rescale(state: AttentionState, m: Float[jax.Array, "..."]) -> AttentionState:
     """The same state relative to the pivot `m`, which must not be below the state's own.
 
-    The new pivot is a constant to differentiation. No gradient is lost, because the sums that a
-    state stands for do not depend on its pivot. The weight carries the old pivot's gradient.
+    m is not differentiated. No gradient is lost: a state's sums do not depend on its pivot, and the
+    weight carries the old pivot's gradient.
     """
     m = jax.lax.stop_gradient(m)
     weight = jnp.exp(finite(state.max) - finite(m))
@@ -92,8 +92,8 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
     """The state of the union of two disjoint sets of keys.
 
     Associative up to rounding, commutative bit for bit, with `AttentionState.identity` as identity.
-    The result has the wider of the two dtypes. Finite fields and pivots of −∞ never give a NaN,
-    because sums saturate. Raises TypeError or ValueError if `a` or `b` is not a state, if its
+    The result has the wider of the two dtypes. Finite sums with finite or −∞ pivots never give a
+    NaN, because sums saturate. Raises TypeError or ValueError if `a` or `b` is not a state, if its
     fields do not fit each other, or if the states differ in shape. (2024 §5.1, 2025 §5.1.)
 
     >>> a, b = from_output([[1.0]], [0.0]), from_output([[4.0]], [0.0])  # two keys of score 0
@@ -104,8 +104,8 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
     return _merge(a, b)
 
 
-# A call outside jit runs one program, because its twenty operations one by one take a hundred times
-# as long, and checks the state once for each shape. Inside another program the jit is inlined.
+# Jitted, because outside jit the twenty operations one by one take a hundred times as long. The
+# state is checked once for each shape.
 @functools.partial(jax.jit, inline=True)
 def _merge(a: AttentionState, b: AttentionState) -> AttentionState:
     check_state(a=a, b=b)
@@ -122,7 +122,7 @@ def _merge(a: AttentionState, b: AttentionState) -> AttentionState:
     low = rescale(where(a_is_higher, b, a), m)
     # Only the lower state is scaled. If both were, a compiler could fuse either product into the
     # sum (FMA), and rounding would change between programs. The higher state's weight is 1, written
-    # as 1 + excess with an excess of 0, which carries the gradient of its pivot.
+    # 1 + excess: excess is 0 and carries the pivot's gradient.
     excess = jnp.expm1(finite(high.max) - finite(low.max))
     d = finite(high.denominator)
     d = d + d * excess
@@ -174,10 +174,10 @@ def from_output(
 ) -> AttentionState:
     """The state that finalizes to (out, lse), as a flash-attention kernel returns them.
 
-    lse is a natural logarithm. −∞ means no keys, and `out` is ignored. So does +∞, which some
-    kernels write for no keys. But FlashAttention-2 also writes +∞ for a sum that is NaN, so where
-    `out` holds a NaN, the state is NaN. The state's dtype is float64 if out's or lse's is, else
-    float32. Raises TypeError or ValueError if dtypes or shapes do not fit.
+    lse is a natural logarithm. −∞ means no keys, and `out` is ignored. +∞ means NaN where `out`
+    holds a NaN (FlashAttention-2 writes it for NaN sums), else no keys (as other kernels write).
+    The state's dtype is float64 if out's or lse's is, else float32. Raises TypeError or ValueError
+    if dtypes or shapes do not fit.
 
     >>> state = from_output(jnp.ones((1, 2)), jnp.array([3.0]))
     >>> print(*finalize(state))
@@ -197,7 +197,7 @@ def _from_output(out, lse) -> AttentionState:
     out = out.astype(dtype)
     is_nan = (lse == jnp.inf) & jnp.any(jnp.isnan(out), axis=-1)
     empty = jnp.isinf(lse) & ~is_nan
-    # Relative to its own constant value, exp(lse − m) is 1 and still carries lse's gradient.
+    # With m the constant value of lse, exp(lse − m) is 1 but carries lse's gradient.
     lse = jnp.where(empty, 0, jnp.where(is_nan, jnp.nan, lse.astype(dtype)))
     m = jax.lax.stop_gradient(lse)
     d = jnp.where(empty, 0, jnp.exp(lse - m))
@@ -219,7 +219,7 @@ def reduce_chain(states: AttentionState, axis: int = 0) -> AttentionState:
         dv = states.numerator.shape[-1]
         return AttentionState.identity(states.max.shape[1:], dv, states.max.dtype)
     first = jax.tree.map(lambda x: x[0], states)
-    # Rescaling to its own pivot keeps the value and gives the scan's carry merge's output type.
+    # Rescaling to its own pivot keeps the value but gives `first` the type that merge returns.
     first = rescale(first, first.max)
     if len(states.max) == 1:  # under jax.disable_jit, scanning no states is an error
         return first
@@ -227,12 +227,12 @@ def reduce_chain(states: AttentionState, axis: int = 0) -> AttentionState:
 
 
 def _merge_next(merged: AttentionState, state: AttentionState) -> tuple[AttentionState, None]:
-    """A step of `reduce_chain`, which JAX would compile anew for a lambda made at each call."""
+    """A step of `reduce_chain`. Not a lambda, which JAX would compile anew at each call."""
     return merge(merged, state), None
 
 
 def reduce_tree(states: AttentionState, axis: int = 0, *, arity: int = 2) -> AttentionState:
-    """Merge the states along `axis` as a tree of `arity` children a node.
+    """Merge the states along `axis` as a tree with `arity` children per node.
 
     p states take ⌈log_arity p⌉ rounds and p − 1 merges. (Theorem 1: 2024 §10, 2025 App. E.)
     Raises as `reduce_chain` does, and for an arity below 2.
@@ -270,8 +270,8 @@ def scan_states(states: AttentionState, axis: int = 0) -> AttentionState:
     """All prefixes along `axis`: entry i is the merge of the states 0 … i.
 
     If each state holds one key, this is attention as a recurrence: entry i is the attention over
-    the keys 0 … i. Entry i of the row of states of query i is causal attention. p states take
-    fewer than 2p merges, in at most 2 log₂ p rounds. Raises as `reduce_chain` does.
+    the keys 0 … i. For query i's states, entry i is causal attention. p states take fewer than 2p
+    merges, in at most 2 log₂ p rounds. Raises as `reduce_chain` does.
 
     >>> three = from_output(jnp.array([[1.0], [2.0], [6.0]]), jnp.zeros(3))
     >>> print(finalize(scan_states(three))[0].ravel())
@@ -282,7 +282,7 @@ def scan_states(states: AttentionState, axis: int = 0) -> AttentionState:
 
 
 def check_state(**states: AttentionState) -> None:
-    """Raise TypeError or ValueError for the first that is not a state whose fields fit."""
+    """Raise TypeError or ValueError for the first argument that is not a valid state."""
     for name, state in states.items():
         if not isinstance(state, AttentionState):
             raise TypeError(f"{name}: expected an AttentionState, got {type(state).__name__}")
