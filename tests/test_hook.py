@@ -156,6 +156,12 @@ def test_what_a_function_is_given():
     assert nothing.numerator.shape == q.shape and np.isneginf(nothing.max).all()
 
 
+def test_one_key_on_one_device_needs_no_lengths():
+    q, k, v = draw(n=1)
+    out = tree_decode(q, k, v, sharding=over(1), implementation=without_options)
+    np.testing.assert_allclose(out, dense_attention(q, k, v), atol=1e-6)
+
+
 @pytest.mark.parametrize("kernel", [plain, plain_state])
 def test_values_and_gradients_are_the_functions_own(kernel):
     """jit, vmap and grad, of attend and over a mesh, with all options."""

@@ -280,6 +280,18 @@ def test_a_cache_that_lies_otherwise_is_not_moved_in_silence(spec, unchecked):
     np.testing.assert_allclose(out, dense_attention(q, k, v), atol=1e-12)
 
 
+@pytest.mark.parametrize("spec", [P(None, "x"), P(None, ("kv", "x"))], ids=str)
+def test_another_meshs_axes_are_refused_by_name(spec, unchecked):
+    devices = np.array(jax.devices()[:2])
+    mesh = Mesh(devices, ("kv",), axis_types=(AxisType.Explicit,))
+    q, k, v = arrays(0, 1, 1, 4, 2, 2)
+    k, v = (place(mesh, x, None, "kv") for x in (k, v))
+    sharding = NamedSharding(Mesh(devices[:, None], ("x", "kv")), spec)
+    for f in (treeattn.tree_decode, treeattn.ring_attention):
+        with pytest.raises(ValueError, match="sharding: expected k sharded as"):
+            jax.jit(functools.partial(f, sharding=sharding))(jnp.asarray(q), k, v)
+
+
 @pytest.mark.parametrize(
     ("error", "message", "sharding"),
     [

@@ -139,9 +139,13 @@ def _device_ids(sharding: NamedSharding) -> list[int]:
 
 
 def _explicit(spec: P, mesh: AbstractMesh | Mesh) -> P:
-    """`spec` with Explicit axes only, because a traced array's type shows only these."""
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    entries = [[x for x in axes if kinds[x] == AxisType.Explicit] for axes in _entries(spec)]
+    """`spec` with Explicit axes only, because a traced array's type shows only these.
+
+    Axes that the mesh lacks stay, so the spec differs from that of any array on the mesh.
+    """
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    hidden = [name for name, kind in kinds if kind != AxisType.Explicit]
+    entries = [[x for x in axes if x not in hidden] for axes in _entries(spec)]
     return P(*(tuple(axes) or None for axes in entries))
 
 
@@ -210,7 +214,7 @@ def deal(inputs: Inputs, layout: Layout) -> tuple[Inputs, Inputs]:
     p = layout.shards
     padded = p * max(-(-n // p), 1)  # at least one slot per shard; lengths hide it
     lengths = inputs.lengths
-    if lengths is None and (padded != n or n == 1):
+    if lengths is None and padded != n:
         lengths = jnp.full(inputs.k.shape[0], n, jnp.int32)
 
     def spread(x):  # a mask or bias is sharded along the keys, unless all keys share one entry
