@@ -260,7 +260,7 @@ def test_the_stubs_mistake_is_named(number):
     assert notebook(number)["check"](notebook(number)["mine"]).startswith(STUBS[number])
 
 
-@pytest.mark.parametrize("number", [number for number in NEEDED if number != "04"])
+@pytest.mark.parametrize("number", ["00", "07", "09"])
 def test_a_function_without_a_return_is_named(number):
     assert notebook(number)["check"](lambda *_: None) == "it returned None"
 
