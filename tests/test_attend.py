@@ -510,7 +510,8 @@ def test_causal_halves_compute_few_hidden_scores(monkeypatch):
 def asked(q, k, v, *, mask=None, sinks=None, query_positions=None, key_positions=None, **options):
     """`attend` by the names that the suite has for its questions."""
     if query_positions is not None:
-        mask = (np.asarray(key_positions) <= np.asarray(query_positions)[:, None])[None, None]
+        causal = np.asarray(key_positions) <= np.asarray(query_positions)[:, None]
+        mask = causal if mask is None else mask & causal
     state = attend(q, k, v, mask=mask, **options)
     if sinks is not None:
         lse = jnp.broadcast_to(jnp.asarray(sinks, state.max.dtype), state.max.shape)
