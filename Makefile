@@ -1,6 +1,6 @@
 # make run          execute the main road's notebooks in clean kernels; HTML copies under build/
 # make run-all      those of notebooks/deeper and the labs as well
-# make test         the core, the Llama, the conformance suite, the main notebooks: five to ten
+# make test         the core, the Llama, the conformance suite, the main notebooks: five to eleven
 #                   minutes on two cores
 # make test-fast    of these, the unit tests: no notebook is run
 # make labs         the labs, their notebooks and notebooks/deeper

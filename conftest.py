@@ -54,8 +54,8 @@ LONGEST = (
 def pytest_generate_tests(metafunc):
     """Tests have the same names in each process: a set has another order in each of them."""
     for mark in metafunc.definition.iter_markers("parametrize"):
-        values = mark.args[1]
-        named = values if "ids" in mark.kwargs else ()
+        values = mark.args[1] if len(mark.args) > 1 else mark.kwargs["argvalues"]
+        named = values if "ids" in mark.kwargs and isinstance(values, list | tuple) else ()
         if any(isinstance(x, set | frozenset) for x in (values, *named)):
             raise pytest.UsageError(f"{metafunc.definition.nodeid}: a set as parameter: {values}")
 
