@@ -11,7 +11,9 @@
 #                   JAX=0.11.2 that release of JAX, in .venv-latest-0.11.2
 # make lab          JupyterLab in this folder, with notebook 00 open
 # make site         the notebooks as stored, API and more as pages under build/site, in .venv-site;
-#                   ADDRESS=https://…/ says where it will stand, for the sitemap and for cards
+#                   ADDRESS=https://…/ says where it will stand, if `make publish` has not said so
+# make publish REPOSITORY=https://github.com/owner/name   write that address where one is named:
+#                   README's badges and launch links, CITATION.cff, pyproject.toml, the site
 # make gpu          on a machine with a CUDA JAX: are the kernels right, and how fast? No .venv:
 #                   PYTHON=... says which Python has that JAX, RESULTS=... a folder for what it
 #                   finds, TIMES=... how many times as long it may take. gpu-smoke: small, here
@@ -49,7 +51,7 @@ INSTALL = $(if $(strip $(UV)),uv pip install --quiet --python $(BIN)/python,$(BI
 export JAX_PLATFORMS ?= cpu
 
 .PHONY: run run-all test test-fast labs test-all test-latest mutants lab site lint clean
-.PHONY: refresh figures page lock gpu gpu-smoke gpu-programs
+.PHONY: refresh figures page publish lock gpu gpu-smoke gpu-programs
 .DELETE_ON_ERROR:
 
 run: $(STAMP)
@@ -111,6 +113,9 @@ lab: $(STAMP)
 
 site: $(SITE_STAMP)
 	$(SITE)/python site/build.py $(if $(ADDRESS),--address '$(ADDRESS)')
+
+publish: $(STAMP)
+	$(BIN)/python site/publish.py '$(REPOSITORY)' $(if $(ADDRESS),--site '$(ADDRESS)')
 
 # For authors: store fresh outputs in the notebooks, redraw figures/, rewrite the first page.
 refresh: $(STAMP)

@@ -22,6 +22,7 @@ from found import first_page, write_for_finders
 from ledger import ledger_page
 from links import broken, fetched
 from llms import llms_text
+from publish import published
 from sphinx.cmd.build import build_main
 
 HERE = Path(__file__).parent
@@ -159,7 +160,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", default=REPOSITORY / "build" / "site")
     about = "where the site will stand, https://…/: for its sitemap, its canonical links and cards"
-    parser.add_argument("--address", default="", help=about)
+    parser.add_argument("--address", default=published(), help=about)
     site, address = parser.parse_args().folder, parser.parse_args().address
     if address and not re.fullmatch(r"https?://[^?#]+/", address):
         parser.error(f"--address: expected https://…/, got {address!r}")
