@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from plain_trie import plain_mask, plain_trie
 
 from treeattn import ancestor_mask, depths, pack
-from treeattn_conformance import check_tree
 
 mask_jit, depths_jit = jax.jit(ancestor_mask), jax.jit(depths)
 
@@ -23,38 +22,22 @@ def random_parents(rng, shape, roots=0.2):
 
 @pytest.mark.parametrize("size", [0, 1, 2, 9, 33])
 def test_mask_and_depths(size):
-    rng = np.random.default_rng(size)
-    for parents in (
-        random_parents(rng, (size,)),
-        np.arange(size) - 1,  # a chain, the deepest tree there is
-        np.full(size, -1),
-        np.minimum(np.arange(size), 1) - 1,  # a root and its children
-    ):
-        expected = np.array(plain_mask(parents.tolist()), bool).reshape(size, size)
-        for do_mask, do_depths in (ancestor_mask, depths), (mask_jit, depths_jit):
-            np.testing.assert_array_equal(do_mask(parents), expected)
-            np.testing.assert_array_equal(do_depths(parents), expected.sum(axis=1) - 1)
-
-
-@pytest.mark.parametrize("module,dtype", [(np, "int8"), (np, "int64"), (jnp, "int8")])
-def test_mask_of_a_batch(module, dtype):
-    parents = random_parents(np.random.default_rng(0), (2, 3, 11)).astype(dtype)
-    mask, depth = ancestor_mask(module.asarray(parents)), depths(module.asarray(parents))
-    assert mask.shape == (2, 3, 11, 11) and depth.dtype == np.int32
-    assert isinstance(mask, np.ndarray if module is np else jax.Array)
-    for index in np.ndindex(2, 3):
-        np.testing.assert_array_equal(mask[index], plain_mask(parents[index].tolist()))
-        np.testing.assert_array_equal(depth[index], mask[index].sum(axis=1) - 1)
-
-
-def test_the_suite_finds_nothing_wrong():
-    """Masks and positions; who asks for links to children has to make them."""
-
-    def build(parents, lengths):
-        return {"mask": ancestor_mask(parents), "positions": lengths[:, None] + depths(parents)}
-
-    report = check_tree(build)
-    assert report.names("passed") == ["mask", "positions"], str(report)
+    trees = np.stack(
+        [
+            random_parents(np.random.default_rng(size), (size,)),
+            np.arange(size) - 1,  # a chain, the deepest tree there is
+            np.full(size, -1),
+            np.minimum(np.arange(size), 1) - 1,  # a root and its children
+        ]
+    )
+    masks = np.array([plain_mask(x) for x in trees.tolist()], bool).reshape(4, size, size)
+    for dtype in "int8", "int64":
+        parents = trees.astype(dtype).reshape(2, 2, size)
+        for xp, do_mask, do_depths in (np, ancestor_mask, depths), (jnp, mask_jit, depths_jit):
+            mask, depth = do_mask(parents), do_depths(parents)
+            assert isinstance(mask, xp.ndarray) and depth.dtype == np.int32
+            np.testing.assert_array_equal(mask, masks.reshape(2, 2, size, size))
+            np.testing.assert_array_equal(depth, mask.sum(axis=-1) - 1)
 
 
 @given(
@@ -68,11 +51,11 @@ def test_a_beams_mask_is_that_of_its_tree(seed, shape):
     np.testing.assert_array_equal(depths(parents), packed.position_offsets[0])
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_the_documents_arrows():
-    """Mars ← is ← a ← red, is ← reddish ← when, is ← dark ← red: each node's parent."""
-    packed = pack(np.array([[[0, 1, 2, 3], [0, 1, 4, 5], [0, 1, 6, 3]]]))
-    np.testing.assert_array_equal(packed.packed_beam[0], [0, 1, 2, 3, 4, 5, 6, 3])
-    arrows = np.array([-1, 0, 1, 2, 1, 4, 1, 6])
+    """Mars ← is ← a ← red, is ← reddish ← when, is ← dark ← red: each node's parent, in a list."""
+    packed = pack([[[0, 1, 2, 3], [0, 1, 4, 5], [0, 1, 6, 3]]])
+    arrows = [-1, 0, 1, 2, 1, 4, 1, 6]
     np.testing.assert_array_equal(ancestor_mask(arrows), packed.attention_mask[0])
     np.testing.assert_array_equal(depths(arrows), packed.position_offsets[0])
 
@@ -81,33 +64,24 @@ def test_the_documents_arrows():
 @pytest.mark.parametrize("function", [ancestor_mask, depths])
 @pytest.mark.parametrize("module", [np, jnp])
 @pytest.mark.parametrize(
-    "parents,error,names",
+    "parents,error,words",
     [
-        ([-1, 0, 1.0], TypeError, ["parents", "float"]),
-        ([-1, 2, 0], ValueError, ["parents", "got 2 at (1,)"]),  # forward
-        ([-1, 1], ValueError, ["parents", "got 1 at (1,)"]),  # its own parent
-        ([1, 0], ValueError, ["parents", "got 1 at (0,)"]),  # a cycle of two
-        ([-1, 0, 3], ValueError, ["parents", "got 3 at (2,)"]),  # beyond the end
-        ([[-1, 0], [-1, -2]], ValueError, ["parents", "got -2 at (1, 1)"]),
-        (-1, ValueError, ["parents", "scalar"]),
-        (np.uint8([0, 0]), TypeError, ["parents", "signed", "uint8"]),
+        ([-1, 0, 1.0], TypeError, "float"),
+        ([-1, 2, 0], ValueError, r"got 2 at \(1,\)"),  # forward
+        ([-1, 1], ValueError, r"got 1 at \(1,\)"),  # its own parent
+        ([1, 0], ValueError, r"got 1 at \(0,\)"),  # a cycle of two
+        ([-1, 0, 3], ValueError, r"got 3 at \(2,\)"),  # beyond the end
+        ([[-1, 0], [-1, -2]], ValueError, r"got -2 at \(1, 1\)"),
+        (-1, ValueError, "scalar"),
+        (np.uint8([0, 0]), TypeError, "signed.*uint8"),
     ],
 )
-def test_bad_parents(function, module, parents, error, names):
-    with pytest.raises(error) as raised:
+def test_bad_parents(function, module, parents, error, words):
+    with pytest.raises(error, match=f"^parents: .*{words}"):
         function(module.asarray(parents))
-    assert all(name in str(raised.value) for name in names)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_lists_are_arrays():
-    np.testing.assert_array_equal(depths([[-1, 0, 0], [-1, -1, 1]]), [[0, 1, 1], [0, 0, 1]])
-    np.testing.assert_array_equal(ancestor_mask([-1, 0, 0])[2], [True, False, True])
 
 
 def test_traced_parents_out_of_range_are_clipped():
     """To a root or the node before: no cycle, whatever was given."""
     parents = np.array([5, 5, -9, 2], np.int8)
     np.testing.assert_array_equal(depths_jit(parents), depths(np.array([-1, 0, -1, 2])))
-    with pytest.raises(TypeError, match="signed"):
-        depths_jit(parents.astype(np.uint8))
