@@ -36,12 +36,3 @@ def test_no_documentation_is_longer_than_a_screen(name):
 def test_a_wrong_example_fails(capsys):
     wrong = doctest.DocTestParser().get_doctest(">>> 1 + 1\n3\n", {}, "wrong", None, 0)
     assert doctest.DocTestRunner().run(wrong).failed == 1
-
-
-def test_a_misspelt_name_gets_a_suggestion():
-    with pytest.raises(AttributeError, match=r"no attribute 'tree_decod'; did you mean 'tree_dec"):
-        _ = treeattn.tree_decod
-    with pytest.raises(AttributeError, match=r"no attribute 'zzz'$"):
-        _ = treeattn.zzz
-    with pytest.raises(ImportError):
-        from treeattn import tree_decod  # noqa: F401

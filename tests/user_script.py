@@ -15,17 +15,20 @@ cache = NamedSharding(treeattn.kv_mesh(), P(None, "kv"))
 
 
 def decode(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    return treeattn.tree_decode(q, k, v, sharding=cache)
+    out: jax.Array = treeattn.tree_decode(q, k, v, sharding=cache)
+    return out
 
 
 def decode_with_lse(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return treeattn.ring_decode(q, k, v, sharding=cache, return_lse=True)
+    out: jax.Array
+    lse: jax.Array
+    out, lse = treeattn.ring_decode(q, k, v, sharding=cache, return_lse=True)
+    return out, lse
 
 
 def local(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    return treeattn.attention(q, k, v, causal=True) + treeattn.ring_attention(
-        q, k, v, sharding=cache
-    )
+    out: jax.Array = treeattn.ring_attention(q, k, v, sharding=cache)
+    return treeattn.attention(q, k, v, causal=True) + out
 
 
 def sink(q: jax.Array, k: jax.Array, v: jax.Array, logits: jax.Array) -> jax.Array:
@@ -70,7 +73,7 @@ indices = treeattn.packed_token_indices([[[7, 8], [7, 9]]]) + treeattn.prefix_en
     [[[7, 8], [7, 9]]]
 )
 hidden = jnp.ones((1, packed.packed_beam.shape[1], 16))
-logits: jax.Array = treeattn.unpack(hidden, packed.unpack_map) @ jnp.ones((16, 4))
+logits = jnp.asarray(treeattn.unpack(hidden, packed.unpack_map)) @ jnp.ones((16, 4))
 
 compiled = jax.jit(decode).lower(hidden, hidden, hidden).compile()
 sent = [c.sent_bytes * c.count for c in treeattn.collectives(compiled) if c.groups]

@@ -20,9 +20,6 @@ order of reading:
     checks      errors that name the argument
 """
 
-import difflib
-from typing import TYPE_CHECKING
-
 from treeattn.across import merge_across
 from treeattn.beam import PackedBeam, pack, packed_token_indices, prefix_encoding, unpack
 from treeattn.decode import ring_decode, tree_decode
@@ -90,15 +87,6 @@ __all__ = [
     "unpack",
     "visit_shards",
 ]
-
-
-if not TYPE_CHECKING:  # or type checkers accept any name
-
-    def __getattr__(name: str):
-        """Raise AttributeError for an unknown name, and suggest the nearest public one."""
-        near = difflib.get_close_matches(name, __all__, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise AttributeError(f"module 'treeattn' has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

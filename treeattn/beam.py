@@ -22,7 +22,7 @@ with another unpacker, see `pack`.)
 """
 
 from functools import partial
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -153,10 +153,6 @@ def pack(beam: Beam, lengths: Lengths = None, *, pad_token: int = 0) -> PackedBe
     return _first_nodes(packed, int(nodes.max(initial=0)))
 
 
-@overload
-def unpack(packed: jax.Array, unpack_map: Array) -> jax.Array: ...
-@overload
-def unpack(packed: Array, unpack_map: Array) -> Array: ...
 def unpack(
     packed: Shaped[Array, "batch nodes *features"], unpack_map: Int[Array, "batch rows width"]
 ) -> Shaped[Array, "batch rows width *features"]:

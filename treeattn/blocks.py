@@ -5,8 +5,8 @@ eq. 2–4, 2025 eq. 1–3, a block at a time, as in FlashAttention). Keys and va
 the layout that they have; temporary memory does not grow with their number.
 
 Inside, queries are (b, h_kv, group, l, d), grouped by the key head that they read, and already
-scaled; scores (b, h_kv, group, l, size); mask and bias (b, h_kv, group, l, n), or 1 for an axis
-that shares its entries. Keys and values keep their layout, (b, n, h_kv, ·).
+scaled; scores (b, h_kv, group, l, size). Masks and biases (b, h, l, n), keys and values
+(b, n, h_kv, ·) keep their layout.
 """
 
 import functools
@@ -18,7 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from treeattn import products
 from treeattn.inputs import Inputs, pad_axis
-from treeattn.plain import by_key_head
+from treeattn.plain import by_key_head, by_query, unused_keys, visible_keys
 from treeattn.state import AttentionState, finite, merge
 
 SCORES = 1 << 20  # at most about so many scores at a time: more do not fit a CPU's caches
@@ -28,23 +28,19 @@ CAUSAL_BLOCK = 128  # at most so many queries under one mask, which hides half o
 def attend_blockwise(inputs: Inputs) -> AttentionState:
     """The state of checked queries after all keys that they see: (b, l, h) and (b, l, h, dv)."""
     b, l, h, _ = inputs.q.shape
+    without_options = inputs.mask is inputs.bias is inputs.lengths is None
     if inputs.q.size == 0 or inputs.k.shape[1] == 0:
         return AttentionState.identity((b, l, h), inputs.v.shape[-1], inputs.dtype)
-    if inputs.causal:
-        if inputs.mask is inputs.bias is inputs.lengths is None:
-            return _attend_causal(inputs.replace(causal=False))
-        below = jnp.tri(l, dtype=bool)[None, None]
-        mask = below if inputs.mask is None else inputs.mask & below
-        inputs = inputs.replace(mask=mask, causal=False)
-    state = _attend(_group_heads(inputs))
-    return jax.tree.map(_ungroup_heads, state)
+    if inputs.causal and without_options and l > CAUSAL_BLOCK:
+        return _attend_causal(inputs)
+    return by_query(_attend(_group_heads(inputs)))
 
 
 def _attend_causal(inputs: Inputs) -> AttentionState:
-    """The state of causal queries, without mask and lengths.
+    """The state of causal queries, without mask, bias and lengths.
 
     The text is halved until its parts are short: 1,000 tokens become 8 parts of 125. Each part
-    attends to itself under a mask. On the way back up, the second of two neighbours attends to all
+    attends to itself. On the way back up, the second of two neighbours attends to all
     of the first, and its states merge. This tree over the text computes few hidden scores.
     """
     b, length = inputs.q.shape[:2]
@@ -61,12 +57,10 @@ def _attend_causal(inputs: Inputs) -> AttentionState:
     def half(tree, which):  # the first (0) or the second (1) half of each row
         return jax.tree.map(lambda x: jnp.split(x, 2, axis=1)[which], tree)
 
-    def state_of_keys(q, k, v, mask=None):
-        return attend_blockwise(inputs.replace(q=q, k=k, v=v, mask=mask))
+    def state_of_keys(q, k, v, causal=False):
+        return attend_blockwise(inputs.replace(q=q, k=k, v=v, causal=causal))
 
-    below = jnp.tri(size, dtype=bool)[None, None]
-    q_part, k_part, v_part = split((q, k, v), b * parts)
-    state = state_of_keys(q_part, k_part, v_part, below)
+    state = state_of_keys(*split((q, k, v), b * parts), causal=True)
     while parts > 1:
         parts //= 2
         size *= 2
@@ -80,7 +74,7 @@ def _attend_causal(inputs: Inputs) -> AttentionState:
 def _group_heads(inputs: Inputs) -> Inputs:
     """The inputs in the layout of the loop, with queries scaled and in the accumulation dtype.
 
-    Queries (b, h_kv, group, l, d), mask and bias (b, h_kv, group, l, n), with group = h // h_kv.
+    Queries are (b, h_kv, group, l, d), with group = h // h_kv.
     """
     q, k, v, bias = _varying_as(inputs, (inputs.q, inputs.k, inputs.v, inputs.bias))
     b, l, h, d = q.shape
@@ -92,18 +86,10 @@ def _group_heads(inputs: Inputs) -> Inputs:
         q=q.transpose(0, 2, 3, 1, 4),
         k=k,
         v=v,
-        mask=None if inputs.mask is None else by_key_head(inputs.mask, h_kv),
-        bias=None if bias is None else by_key_head(bias, h_kv).astype(dtype),
+        bias=None if bias is None else bias.astype(dtype),
         factor=None,
         scale=1.0,
     )
-
-
-def _ungroup_heads(x):
-    """(b, h_kv, group, l, …) -> (b, l, h, …)."""
-    b, h_kv, group, l, *rest = x.shape
-    x = x.transpose(0, 3, 1, 2, *range(4, x.ndim))
-    return x.reshape(b, l, h_kv * group, *rest)
 
 
 @jax.custom_jvp
@@ -117,12 +103,10 @@ def _attend(inputs: Inputs) -> AttentionState:
 
     def attend_row(i):
         def cut(x):
-            shared = x is None or x.shape[0] == 1
-            return x if shared else lax.dynamic_slice_in_dim(x, i, 1)
+            return x if x.shape[0] == 1 else lax.dynamic_slice_in_dim(x, i, 1)
 
-        fields = ("q", "mask", "bias", "lengths")
-        row = inputs.replace(**{name: cut(getattr(inputs, name)) for name in fields})
-        return _attend_rows(row, i)
+        row = jax.tree.map(cut, inputs.replace(k=None, v=None))
+        return _attend_rows(row.replace(k=inputs.k, v=inputs.v), i)
 
     states = lax.map(attend_row, jnp.arange(b, dtype=jnp.int32))
     return jax.tree.map(lambda x: x[:, 0], states)
@@ -150,10 +134,10 @@ def _attend_rows(inputs: Inputs, row) -> AttentionState:
         s = _mask_and_clip(s * root * root, visible, bias)
         m = products.row_max(lax.stop_gradient(s))
         p = jnp.exp(s - finite(m)[..., None])
-        hidden = _hidden_from_all(visible)
+        unused = None if visible is None else unused_keys(visible)
 
         def values(at, count):
-            return _zero_hidden(read(inputs.v, first + at, count), hidden, at)
+            return _zero_unused(read(inputs.v, first + at, count), unused, at)
 
         if few:  # a stream of values at a time
             width = size // products.STREAMS
@@ -221,16 +205,13 @@ def _sums(inputs: Inputs, m):
     blocks = {"k": _split_blocks(inputs.k, 1, size), "v": _split_blocks(inputs.v, 1, size)}
     if bias is not None and bias.shape[-1] == n:
         blocks["bias"] = _split_blocks(bias, -1, size)
-    without_bias = inputs.replace(bias=None)
 
     def sums_of_block(start, block):
-        _, visible, _ = _visibility(without_bias, start, size)
-        added = block.get("bias", bias)
-        if added is not None:
-            visible = _and(visible, added != -jnp.inf)
-        hidden = _hidden_from_all(visible)
-        keys = _zero_hidden(block["k"].astype(q.dtype), hidden)
-        values = _zero_hidden(block["v"].astype(q.dtype), hidden)
+        own = inputs.replace(bias=block.get("bias", bias))
+        _, visible, added = _visibility(own, start, size)
+        unused = None if visible is None else unused_keys(visible)
+        keys = _zero_unused(block["k"].astype(q.dtype), unused)
+        values = _zero_unused(block["v"].astype(q.dtype), unused)
         s = products.matrix_scores(shrunk, keys)
         s = _mask_and_clip(s * root * root, visible, added)
         return products.matrix_sums(jnp.exp(s - m), values)
@@ -253,8 +234,7 @@ def _varying_as(inputs: Inputs, tree):
     wait for those that skip the block. Adding an empty sum changes the varying type, not the value;
     XLA removes it. As an integer it has no gradient.
     """
-    arrays = (inputs.q, inputs.k, inputs.v, inputs.mask, inputs.bias, inputs.lengths)
-    empty = [x[None][:0].astype(jnp.int32) for x in arrays if x is not None]
+    empty = [x[None][:0].astype(jnp.int32) for x in jax.tree.leaves(inputs)]
     zero = jnp.asarray(sum(jnp.sum(x) for x in empty))
     return jax.tree.map(lambda x: x + zero.astype(x.dtype), tree)
 
@@ -340,54 +320,35 @@ def _visibility(inputs: Inputs, start, size: int):
     """
     n = inputs.k.shape[1]
     first = jnp.minimum(start, n - size)
-    position = (first + jnp.arange(size, dtype=jnp.int32))[None, None, None, None]
-    visible = position >= start if n % size else None
-    if inputs.lengths is not None:
-        visible = _and(visible, position < inputs.lengths[:, None, None, None, None])
+    position = first + jnp.arange(size, dtype=jnp.int32)
 
     def cut(x):
-        return x if x.shape[-1] == 1 else lax.dynamic_slice_in_dim(x, first, size, axis=-1)
+        whole = x is None or x.shape[-1] in (1, size)
+        return x if whole else lax.dynamic_slice_in_dim(x, first, size, axis=-1)
 
-    if inputs.mask is not None:
-        visible = _and(visible, cut(inputs.mask))
-    if inputs.bias is None:
-        return first, visible, None
-    bias = cut(inputs.bias)
-    return first, _and(visible, bias != -jnp.inf), bias  # a NaN does not hide
-
-
-def _and(visible, more):
-    """Both conditions, of which the first may be None."""
-    return more if visible is None else visible & more
+    mask, bias = cut(inputs.mask), cut(inputs.bias)
+    visible = visible_keys(inputs.replace(mask=mask, bias=bias), position)
+    if n % size:
+        new = (position >= start)[None, None, None, None]
+        visible = new if visible is None else visible & new
+    return first, visible, None if bias is None else by_key_head(bias, inputs.k.shape[2])
 
 
 def _mask_and_clip(s, visible, bias):
     """The scores with their bias, within the dtype's range (∞ − ∞ is NaN); −∞ where hidden."""
-    largest = jnp.finfo(s.dtype).max
-    s = jnp.clip(s, -largest, largest)
+    s = finite(s)
     if bias is not None:
-        s = jnp.clip(s + bias, -largest, largest)
+        s = finite(s + bias)
     return s if visible is None else jnp.where(visible, s, -jnp.inf)
 
 
-def _hidden_from_all(visible):
-    """Which keys no query of their head sees: (b, size, h_kv, 1), in the keys' layout.
-
-    An axis is 1 if all share its entries; None if every query sees every key.
-    """
-    if visible is None:
-        return None
-    hidden = ~jnp.any(visible, axis=(2, 3))
-    return jnp.moveaxis(hidden, -1, 1)[..., None]
-
-
-def _zero_hidden(x, hidden, first: int = 0):
-    """Keys or values (b, count, h_kv, ·) of a block, from its key `first` on, 0 where hidden.
+def _zero_unused(x, unused, first: int = 0):
+    """Keys or values (b, count, h_kv, ·) of a block, from its key `first` on, 0 where unused.
 
     A cache may hold anything there, and 0 · NaN is NaN.
     """
-    if hidden is None:
+    if unused is None:
         return x
-    if hidden.shape[1] > 1:
-        hidden = hidden[:, first : first + x.shape[1]]
-    return jnp.where(hidden, 0, x)
+    if unused.shape[1] > 1:
+        unused = unused[:, first : first + x.shape[1]]
+    return jnp.where(unused, 0, x)

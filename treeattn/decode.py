@@ -10,7 +10,7 @@ A call goes straight down:
 """
 
 import functools
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Any
 
 import jax
 from jax import lax
@@ -33,7 +33,6 @@ from treeattn.inputs import (
 )
 from treeattn.layout import (
     Layout,
-    check_divides,
     deal,
     layout_of,
     local_lengths,
@@ -47,39 +46,6 @@ from treeattn.state import finalize, merge
 # `heads` is q's; "all_to_all" rounds it up to a multiple of the devices.
 Output = Float[jax.Array, "b l heads dv"]
 OutputAndLse = tuple[Output, Float[jax.Array, "b l heads"]]
-
-
-class RingOptions(TypedDict, total=False):
-    """The options of `ring_decode`, without return_lse, which decides what is returned."""
-
-    sharding: NamedSharding | None
-    striped: bool
-    kv_lengths: Lengths | None
-    mask: Mask | None
-    bias: Bias | None
-    scale: Scale
-    implementation: Implementation
-
-
-class TreeOptions(RingOptions, total=False):
-    """The options of `tree_decode`."""
-
-    method: Method
-
-
-@overload
-def tree_decode(
-    q: Queries,
-    k: Keys,
-    v: Values,
-    *,
-    return_lse: Literal[False] = False,
-    **options: Unpack[TreeOptions],
-) -> Output: ...
-@overload
-def tree_decode(
-    q: Queries, k: Keys, v: Values, *, return_lse: Literal[True], **options: Unpack[TreeOptions]
-) -> OutputAndLse: ...
 
 
 def tree_decode(
@@ -96,7 +62,7 @@ def tree_decode(
     method: Method = "allreduce",
     implementation: Implementation = None,
     return_lse: bool = False,
-) -> Output | OutputAndLse:
+) -> Any:
     """Attention of q over a sharded cache, by a tree of states (2024 and 2025, Algorithm 3).
 
     sharding: the sharding of k and v, NamedSharding(mesh, P(batch, keys, heads)). Each entry is
@@ -128,25 +94,7 @@ def tree_decode(
     """
     check_method(method)
     inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale)
-    check_implementation(implementation, q)
-    layout = layout_of(inputs, sharding, striped)
-    out, lse = _decode(onto_mesh(inputs, layout), layout, method, implementation)
-    return (out, lse) if return_lse else out
-
-
-@overload
-def ring_decode(
-    q: Queries,
-    k: Keys,
-    v: Values,
-    *,
-    return_lse: Literal[False] = False,
-    **options: Unpack[RingOptions],
-) -> Output: ...
-@overload
-def ring_decode(
-    q: Queries, k: Keys, v: Values, *, return_lse: Literal[True], **options: Unpack[RingOptions]
-) -> OutputAndLse: ...
+    return run_on_mesh(_decode, inputs, sharding, striped, method, implementation, return_lse)
 
 
 def ring_decode(
@@ -162,7 +110,7 @@ def ring_decode(
     scale: Scale = None,
     implementation: Implementation = None,
     return_lse: bool = False,
-) -> Output | OutputAndLse:
+) -> Any:
     """Ring Attention for decoding: every shard of the cache visits every device.
 
     (Liu et al. 2023; 2024 §6.3.) Arguments, result and errors are those of `tree_decode`. In each
@@ -176,10 +124,18 @@ def ring_decode(
     (1, 1, 2, 4)
     """
     inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale)
-    check_implementation(implementation, q)
+    return run_on_mesh(_decode, inputs, sharding, striped, None, implementation, return_lse)
+
+
+def run_on_mesh(program, inputs, sharding, striped, method, implementation, return_lse):
+    """out or (out, lse) of `program`, a jitted function (inputs, layout, method, implementation).
+
+    Here is checked what a trace cannot see: the implementation, and the sharding of the keys.
+    """
+    check_implementation(implementation, inputs.q)
     layout = layout_of(inputs, sharding, striped)
-    out, lse = _decode(onto_mesh(inputs, layout), layout, None, implementation)
-    return (out, lse) if return_lse else out
+    out, *lse = program(onto_mesh(inputs, layout), layout, method, implementation)
+    return (out, *lse) if return_lse else out
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -188,7 +144,6 @@ def _decode(
 ) -> OutputAndLse:
     """(out, lse), shaped (b, l, h, dv) and (b, l, h). `method` None is a ring."""
     check_inputs(inputs)
-    check_divides(inputs, layout)
 
     def on_device(rank, inputs):
         if method is None:

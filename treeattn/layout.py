@@ -39,6 +39,10 @@ class Layout(NamedTuple):
         """The number of devices that share the keys."""
         return math.prod(self.mesh.shape[name] for name in self.keys)
 
+    def whole(self, n: int) -> int:
+        """n rounded up so that all shards are equally long; at least one slot a shard."""
+        return self.shards * max(-(-n // self.shards), 1)
+
     def spec(self, length: Axes = ()) -> P:
         """The spec of (batch, length, heads, …) with axis 1 sharded along the axes `length`."""
         return P(self.batch or None, length or None, self.heads or None)
@@ -124,18 +128,11 @@ def _check_lies(name: str, x, wanted: NamedSharding) -> None:
     if not matches:
         texts = [str(getattr(s, "spec", s)) for s in (found, wanted)]
         if texts[0] == texts[1]:  # other devices, another order of them, or another memory
-            texts = [f"{s} on devices {_device_ids(s)}" for s in (found, wanted)]
+            texts = [f"{s} on devices {s.mesh.device_ids.tolist()}" for s in (found, wanted)]
         raise ValueError(
             f"sharding: expected {name} sharded as {texts[1]}, got {texts[0]}; pass its own "
             "sharding, or jax.device_put it first"
         )
-
-
-def _device_ids(sharding: NamedSharding) -> list[int]:
-    """The numbers of a mesh's devices in order; none where the mesh is abstract."""
-    if isinstance(sharding.mesh, AbstractMesh):
-        return []
-    return [device.id for device in sharding.mesh.devices.flat]
 
 
 def _explicit(spec: P, mesh: AbstractMesh | Mesh) -> P:
@@ -163,12 +160,9 @@ def onto_mesh(inputs: Inputs, layout: Layout) -> Inputs:
     `jax.jit` refuses arguments that are committed to different devices. Keys and values are sharded
     if the devices can share them evenly; the others among them are replicated.
     """
-    held = [_on_one_device(x) for x in jax.tree.leaves(inputs)]
-    if isinstance(layout.mesh, AbstractMesh) or not any(held):
-        return inputs
 
     def put(x, spec: P):
-        if not _on_one_device(x):
+        if isinstance(layout.mesh, AbstractMesh) or not _on_one_device(x):
             return x
         sharding = NamedSharding(layout.mesh, spec)
         try:
@@ -177,9 +171,9 @@ def onto_mesh(inputs: Inputs, layout: Layout) -> Inputs:
             sharding = NamedSharding(layout.mesh, P())
         return jax.device_put(x, sharding)
 
-    specs = jax.tree.map(lambda _: P(), inputs)
     of_keys = layout.spec(layout.keys)
-    return jax.tree.map(put, inputs, specs.replace(k=of_keys, v=of_keys))
+    inputs = inputs.replace(k=put(inputs.k, of_keys), v=put(inputs.v, of_keys))
+    return jax.tree.map(lambda x: put(x, P()), inputs)
 
 
 def _on_one_device(x) -> bool:
@@ -189,7 +183,7 @@ def _on_one_device(x) -> bool:
     return x.committed and len(x.devices()) == 1
 
 
-def check_divides(inputs: Inputs, layout: Layout) -> None:
+def _check_divides(inputs: Inputs, layout: Layout) -> None:
     """Raise ValueError if the devices cannot share the rows, heads or stripes evenly."""
     wholes = {
         "rows": (layout.batch, inputs.q.shape[0]),
@@ -207,25 +201,25 @@ def check_divides(inputs: Inputs, layout: Layout) -> None:
 def deal(inputs: Inputs, layout: Layout) -> tuple[Inputs, Inputs]:
     """(inputs, specs): the keys padded to whole shards, and the spec of each array.
 
-    10 keys (b, 10, …) over 4 devices become (b, 12, …), 3 on each device, with lengths of 10.
-    Queries are replicated along the keys' axes. So are lengths, which count the keys of all shards.
+    10 keys (b, 10, …) over 4 devices become (b, 12, …), 3 on each device, with lengths of 10 (not
+    if causal: no query sees keys after its own). Queries are replicated along the keys' axes. So
+    are lengths, which count the keys of all shards. Raises ValueError if the devices cannot share
+    the rows, heads or stripes evenly.
     """
+    _check_divides(inputs, layout)
     n = inputs.k.shape[1]
-    p = layout.shards
-    padded = p * max(-(-n // p), 1)  # at least one slot per shard; lengths hide it
+    padded = layout.whole(n)
     lengths = inputs.lengths
-    if lengths is None and padded != n:
+    if lengths is None and padded != n and not inputs.causal:
         lengths = jnp.full(inputs.k.shape[0], n, jnp.int32)
 
-    def spread(x):  # a mask or bias is sharded along the keys, unless all keys share one entry
+    def spread(x):  # a mask or bias is sharded along the axes that it has, others are 1
         if x is None:
             return x, P()
-        batch = layout.batch if x.shape[0] > 1 else ()
-        heads = layout.heads if x.shape[1] > 1 else ()
-        own = x.shape[-1] == n != 1  # with n = 1, size 1 looks shared: do not pad it
-        x = pad_axis(x, -1, padded) if own else x
-        keys = layout.keys if own else ()
-        return x, P(batch or None, heads or None, None, keys or None)
+        axes = layout.batch, layout.heads, (), layout.keys
+        sharded = zip(axes, x.shape, strict=True)
+        spec = P(*(names or None if size != 1 else None for names, size in sharded))
+        return x if x.shape[-1] == 1 else pad_axis(x, -1, padded), spec
 
     mask, mask_spec = spread(inputs.mask)
     bias, bias_spec = spread(inputs.bias)
@@ -279,15 +273,7 @@ def on_devices(body, layout: Layout, inputs: Inputs, specs: Inputs, out_specs):
         axis_names=frozenset(mesh.axis_names) - manual_axes(),
         check_vma=False,  # JAX cannot infer for most merges that results are replicated
     )
-    try:
-        return mapped(place(inputs, specs, layout))
-    except ValueError as error:
-        if "to be a subset of mesh.axis_names" not in str(error):
-            raise
-        raise ValueError(
-            "sharding: jax.vmap runs along an Explicit axis of the mesh; name that axis for the "
-            "rows in P(batch, keys, heads), and call without vmap"
-        ) from error
+    return mapped(place(inputs, specs, layout))
 
 
 def place(tree, specs, layout: Layout):

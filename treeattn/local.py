@@ -209,44 +209,31 @@ def _as_state(result: Any, inputs: Inputs, name: str):
     Raises TypeError if it is none of these or its sums have a narrower dtype than the
     accumulation's, ValueError if its shapes do not fit. Both name `implementation`.
     """
-    shape = inputs.q.shape[:3]
-    with_values = (*shape, inputs.v.shape[-1])
-    dtype = inputs.dtype
+    pair = type(result) in (tuple, list) and len(result) == 2
     if isinstance(result, AttentionState):
-        for field, x in result._asdict().items():
-            _check_part(name, field, x, with_values if field == "numerator" else shape, dtype)
-        return AttentionState(*(jnp.asarray(x).astype(dtype) for x in result))
-    if type(result) in (tuple, list) and len(result) == 2:
-        out, lse = result
-        _check_part(name, "out", out, with_values, None)  # any float dtype: it is cast only once
-        _check_part(name, "lse", lse, shape, dtype)
-        return from_output(jnp.asarray(out).astype(dtype), jnp.asarray(lse).astype(dtype))
-    if result is None or type(result) in (tuple, list) or isinstance(result, Array | np.generic):
+        parts = result._asdict()
+    elif pair:
+        parts = dict(zip(("out", "lse"), result, strict=True))
+    elif type(result) in (tuple, list, type(None)) or isinstance(result, Array | np.generic):
         raise TypeError(
             f"implementation: expected {name} to return (out, lse), an AttentionState or a state "
             f"of its own, got {type(result).__name__}"
         )
-    return result
-
-
-def _check_part(name: str, part: str, x: Any, shape: tuple[int, ...], dtype) -> None:
-    """Raise an error unless `part` of a kernel's result has this shape, and at least this dtype.
-
-    dtype: None for any floating-point dtype
-    """
-    if not isinstance(x, Array | np.generic) or not jnp.issubdtype(x.dtype, jnp.floating):
-        kind = getattr(x, "dtype", type(x).__name__)
-        raise TypeError(
-            f"implementation: expected {name}'s {part} to be a floating-point array, got {kind}"
-        )
-    if dtype is not None and jnp.promote_types(x.dtype, dtype) != x.dtype:
-        raise TypeError(
-            f"implementation: expected {name}'s {part} in {dtype} or wider, got {x.dtype}"
-        )
-    if x.shape != shape:
-        raise ValueError(
-            f"implementation: expected {name}'s {part} of shape {shape}, got {x.shape}"
-        )
+    else:
+        return result
+    queries, dtype = inputs.q.shape[:3], inputs.dtype
+    for part, x in parts.items():
+        expected = f"implementation: expected {name}'s {part}"
+        if not isinstance(x, Array | np.generic) or not jnp.issubdtype(x.dtype, jnp.floating):
+            kind = getattr(x, "dtype", type(x).__name__)
+            raise TypeError(f"{expected} to be a floating-point array, got {kind}")
+        if part != "out" and jnp.promote_types(x.dtype, dtype) != x.dtype:  # out is cast only once
+            raise TypeError(f"{expected} in {dtype} or wider, got {x.dtype}")
+        values = inputs.v.shape[-1:] if part in ("out", "numerator") else ()
+        if x.shape != queries + values:
+            raise ValueError(f"{expected} of shape {queries + values}, got {x.shape}")
+    arrays = [jnp.asarray(x).astype(dtype) for x in parts.values()]
+    return from_output(*arrays) if pair else AttentionState(*arrays)
 
 
 def name_of(function: Callable) -> str:

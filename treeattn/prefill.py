@@ -7,16 +7,14 @@ shards of the heads.
 
 import functools
 import math
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
-from jaxtyping import Float
 
-from treeattn.decode import ring_state
+from treeattn.decode import ring_state, run_on_mesh
 from treeattn.inputs import (
     Inputs,
     Keys,
@@ -28,35 +26,9 @@ from treeattn.inputs import (
     gather_inputs,
     pad_axis,
 )
-from treeattn.layout import Layout, check_divides, layout_of, on_devices, onto_mesh, place
-from treeattn.local import Implementation, attend_inputs, check_implementation
+from treeattn.layout import Layout, deal, on_devices, place
+from treeattn.local import Implementation, attend_inputs
 from treeattn.state import finalize
-
-OutputAndLse = tuple[Output, Float[jax.Array, "b l h"]]
-
-
-class PrefillOptions(TypedDict, total=False):
-    """The options of `ring_attention`, without return_lse, which decides what is returned."""
-
-    sharding: NamedSharding | None
-    causal: bool
-    scale: Scale
-    implementation: Implementation
-
-
-@overload
-def ring_attention(
-    q: Queries,
-    k: Keys,
-    v: Values,
-    *,
-    return_lse: Literal[False] = False,
-    **options: Unpack[PrefillOptions],
-) -> Output: ...
-@overload
-def ring_attention(
-    q: Queries, k: Keys, v: Values, *, return_lse: Literal[True], **options: Unpack[PrefillOptions]
-) -> OutputAndLse: ...
 
 
 def ring_attention(
@@ -69,7 +41,7 @@ def ring_attention(
     scale: Scale = None,
     implementation: Implementation = None,
     return_lse: bool = False,
-) -> Output | OutputAndLse:
+) -> Any:
     """Ring Attention with the queries sharded like the keys: prefill (Liu et al. 2023).
 
     Every device keeps its queries, and all shards of the keys visit it. With `causal`, query i sees
@@ -83,16 +55,14 @@ def ring_attention(
     way. Raises what `tree_decode` raises, and ValueError if causal attention has more or fewer
     queries than keys.
 
+    >>> from jax.sharding import PartitionSpec as P
     >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> x = jnp.ones((1, 8, 2, 4))
     >>> print(ring_attention(x, x, x, sharding=NamedSharding(mesh, P(None, "kv"))).shape)
     (1, 8, 2, 4)
     """
     inputs = gather_inputs(q, k, v, None, None, None, scale, causal)
-    check_implementation(implementation, q)
-    layout = layout_of(inputs, sharding)
-    out, lse = _prefill(onto_mesh(inputs, layout), layout, _ring, implementation)
-    return (out, lse) if return_lse else out
+    return run_on_mesh(_prefill, inputs, sharding, False, _ring, implementation, return_lse)
 
 
 def ulysses_attention(
@@ -112,15 +82,14 @@ def ulysses_attention(
     and result are those of `ring_attention`; h counts the heads of one heads shard.
     Raises ValueError if p does not divide h, and what `ring_attention` raises.
 
+    >>> from jax.sharding import PartitionSpec as P
     >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> x = jnp.ones((1, 8, 2, 4))
     >>> print(ulysses_attention(x, x, x, sharding=NamedSharding(mesh, P(None, "kv"))).shape)
     (1, 8, 2, 4)
     """
     inputs = gather_inputs(q, k, v, None, None, None, scale, causal)
-    check_implementation(implementation, q)
-    layout = layout_of(inputs, sharding)
-    return _prefill(onto_mesh(inputs, layout), layout, _ulysses, implementation)[0]
+    return run_on_mesh(_prefill, inputs, sharding, False, _ulysses, implementation, False)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -131,30 +100,22 @@ def _prefill(inputs: Inputs, layout: Layout, method, implementation: Implementat
     (b, t, …); returns shards.
     """
     check_inputs(inputs)
-    check_divides(inputs, layout)
-    b, l = inputs.q.shape[:2]
-    n = inputs.k.shape[1]
-    p = layout.shards
-    padded = p * max(-(-n // p), 1)
-    q = pad_axis(inputs.q, 1, p * max(-(-l // p), 1))
-    k, v = pad_axis(inputs.k, 1, padded), pad_axis(inputs.v, 1, padded)
-    # Real queries come before padded keys, so causality masks these.
-    hidden = inputs.causal or padded == n
-    lengths = None if hidden else jnp.full(b, n, jnp.int32)
-    inputs = inputs.replace(q=q, k=k, v=v, lengths=lengths)
+    l, n = inputs.q.shape[1], inputs.k.shape[1]
+    inputs, specs = deal(inputs, layout)
+    inputs = inputs.replace(q=pad_axis(inputs.q, 1, layout.whole(l)))
     along = layout.spec(layout.keys)
-    specs = inputs.replace(q=along, k=along, v=along, lengths=P(layout.batch or None), factor=P())
 
     def on_device(rank, inputs):
         t = inputs.k.shape[1]
-        if padded > n:  # masked NaN still counts (0 · NaN), and XLA:CPU may not write the padding
+        if layout.whole(n) > n:
+            # A masked NaN still counts (0 · NaN), and XLA:CPU may not write the padding.
             real = (rank * t + jnp.arange(t) < n)[:, None, None]
             k, v = (jnp.where(real, x, 0) for x in (inputs.k, inputs.v))
             inputs = inputs.replace(k=k, v=v)
         return method(inputs, layout, rank, implementation)
 
-    result = on_devices(on_device, layout, inputs, specs, along)
-    if inputs.q.shape[1] == l:
+    result = on_devices(on_device, layout, inputs, specs.replace(q=along), along)
+    if layout.whole(l) == l:
         return result
     # p does not divide l: reshard, then cut.
     return tuple(place(x, layout.spec(), layout)[:, :l] for x in result)

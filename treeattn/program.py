@@ -7,7 +7,7 @@ compiled function holds on each device. Both are exact and the same in every pro
 """
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 
@@ -91,21 +91,7 @@ class Memory(NamedTuple):
         return self.argument_bytes + self.temporary_bytes
 
 
-@runtime_checkable
-class HasText(Protocol):
-    """`jax.stages.Lowered`, `jax.stages.Compiled`, and objects that have their method."""
-
-    def as_text(self) -> str | None: ...
-
-
-@runtime_checkable
-class HasMemory(Protocol):
-    """`jax.stages.Compiled`, and objects that have its method."""
-
-    def memory_analysis(self) -> Any: ...
-
-
-def collectives(program: HasText | str) -> list[Collective]:
+def collectives(program: Any) -> list[Collective]:
     """The collectives of a program, in the order of its text.
 
     program: `jax.jit(f).lower(...)`, for the collectives as written; its `.compile()`, for the
@@ -133,7 +119,7 @@ def collectives(program: HasText | str) -> list[Collective]:
     return _walk(entry, computations)
 
 
-def memory(compiled: HasMemory) -> Memory:
+def memory(compiled: Any) -> Memory:
     """The bytes that a compiled function holds on each device, as XLA counts them.
 
     compiled: `jax.jit(f).lower(...).compile()`, or another object with its `memory_analysis()`
