@@ -70,7 +70,7 @@ OTHERS = {
 BUDGET = {
     "treeattn": 22_950,
     "treeattn_llama": 20_300,
-    "treeattn_conformance": 37_000,
+    "treeattn_conformance": 32_800,
     "figures": 21_000,
     "benchmarks": 7_800,
     "labs.acceptance": 4_900,

@@ -14,7 +14,7 @@ import mutants
 import numpy as np
 import public_bugs
 import test_a_third_reader
-import test_planted_losses
+import test_planted_steps
 import test_strangers
 from test_bed import ALIVE, CHECKS, RIGHT
 
@@ -41,7 +41,7 @@ def planted() -> Iterator[Fault]:
     ):
         for function, names in faults.values():
             yield Fault(CHECKS[kind], function, names)
-    for ask, _, function, names in (*test_a_third_reader.PLANTED, *test_planted_losses.PLANTED):
+    for ask, _, function, names in (*test_a_third_reader.PLANTED, *test_planted_steps.PLANTED):
         yield Fault(ask, function, names)
 
 

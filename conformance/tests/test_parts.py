@@ -15,7 +15,6 @@ PARTS = {
     "attention": PAIRS | {"attention", "kernel_mistakes", "key_mistakes"},
     "gradients": {"gradients", "pairs"},
     "tree": {"trees", "token_trees"},
-    "packed loss": {"packed_loss", "packing", "packing_mistakes", "tiny_model"},
     "verifier": {"verifying", "outcomes", "steps", "wrong_steps"},
 }
 
@@ -43,5 +42,5 @@ def test_every_file_is_of_a_part_and_no_longer_than_a_reader_bears():
 
 
 def test_what_is_public_fits_in_a_hand():
-    assert len(treeattn_conformance.__all__) == 17
+    assert len(treeattn_conformance.__all__) == 15
     assert all(getattr(treeattn_conformance, name).__doc__ for name in treeattn_conformance.__all__)

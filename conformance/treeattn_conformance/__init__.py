@@ -4,8 +4,6 @@
     assert check_attention(kernel)     kernel(q, k, v, **options) -> (out, lse), or out
     assert check_gradients(f)          f(q, k, v, dout) -> (dq, dk, dv)
     assert check_tree(build)           a token tree's mask, positions and links; what is kept of it
-    assert check_packed_loss(f)        f(parameters, rows, weights) -> (loss, gradients) of rows
-                                       that share prefixes, each of which is computed once
     assert check_verifier(step)        step(target, draft, rng) -> tokens of a speculative step
 
 In any framework: they get NumPy arrays, copies, and what they return goes through `np.asarray`. q
@@ -21,7 +19,6 @@ No keys are out 0 and lse −∞. This folder needs NumPy alone and can be copie
                        signs, solving
     gradients          gradients
     tree               trees: the questions; token_trees
-    packed loss        packed_loss: the questions; packing, packing_mistakes, tiny_model
     verifier           verifying: the questions; outcomes, steps, wrong_steps
 """
 
@@ -33,8 +30,6 @@ from .kernel_mistakes import KERNEL_CURES
 from .merge_mistakes import MERGE_CURES
 from .merging import check_merge, folded
 from .outcomes import law
-from .packed_loss import check_packed_loss, separate_rows
-from .packing_mistakes import PACKING_FINGERPRINTS
 from .reference import attend, merge
 from .report import Report, Result
 from .rounding import bfloat16
@@ -51,7 +46,6 @@ CURES = {
     "attention": KERNEL_CURES,
     "gradients": GRADIENT_CURES,
     "tree": TREE_CURES,
-    "packed_loss": PACKING_FINGERPRINTS,
     "verifier": VERIFIER_CURES,
 }
 
@@ -72,12 +66,10 @@ __all__ = [
     "check_attention",
     "check_gradients",
     "check_merge",
-    "check_packed_loss",
     "check_tree",
     "check_verifier",
     "folded",
     "law",
     "merge",
     "run_step",
-    "separate_rows",
 ]

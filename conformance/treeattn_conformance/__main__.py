@@ -3,8 +3,7 @@
 python -m treeattn_conformance merge my_module:my_merge
 python -m treeattn_conformance attention my_package.my_module:my_kernel --dtype bfloat16
 python -m treeattn_conformance gradients my_module:my_backward --expect "stale NaN"
-python -m treeattn_conformance packed_loss my_module:my_loss --json
-python -m treeattn_conformance tree my_module:build_my_tree
+python -m treeattn_conformance tree my_module:build_my_tree --json
 python -m treeattn_conformance verifier my_module:my_step --only chain --only siblings
 python -m treeattn_conformance --names
 """
@@ -20,7 +19,6 @@ from .attention import check_attention
 from .calling import takes
 from .gradients import check_gradients
 from .merging import check_merge
-from .packed_loss import check_packed_loss
 from .report import printable
 from .rounding import TOLERANCES
 from .trees import check_tree
@@ -31,7 +29,6 @@ CHECKS = {
     "attention": check_attention,
     "gradients": check_gradients,
     "tree": check_tree,
-    "packed_loss": check_packed_loss,
     "verifier": check_verifier,
 }
 
@@ -65,7 +62,6 @@ def arguments() -> argparse.ArgumentParser:
     add("function", nargs="?", help="where it is, as module:function")
     add("--dtype", choices=TOLERANCES, help="of the arrays that it gets (default: float32)")
     add("--tolerance", type=float, help="how far a number may be off")
-    add("--reduction", help="of a packed loss: sum, tokens or rows")
     add("--only", action="append", metavar="QUESTION", help="ask this question, and no others")
     add("--expect", action="append", metavar="NAME", help="a question or mistake known to fail")
     add("--json", action="store_true", help="print the report as JSON")
@@ -83,7 +79,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
     if not given["function"]:
         parser.error("a check and a function are needed, or --names")
     check = CHECKS[given["check"]]
-    chosen = ("dtype", "tolerance", "reduction", "only", "expect")
+    chosen = ("dtype", "tolerance", "only", "expect")
     options = {name: given[name] for name in chosen if given[name] is not None}
     for name in options:
         if not takes(check, name):
