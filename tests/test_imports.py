@@ -70,7 +70,7 @@ OTHERS = {
 BUDGET = {
     "treeattn": 22_950,
     "treeattn_llama": 20_300,
-    "treeattn_conformance": 32_800,
+    "treeattn_conformance": 31_300,
     "figures": 21_000,
     "benchmarks": 7_800,
     "labs.acceptance": 4_900,

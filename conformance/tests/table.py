@@ -14,9 +14,11 @@ import mutants
 import numpy as np
 import public_bugs
 import test_a_third_reader
-import test_planted_steps
 import test_strangers
+import test_verifier
 from test_bed import ALIVE, CHECKS, RIGHT
+
+from treeattn_conformance import check_verifier
 
 NAMED_MUTANTS = Path(__file__).parent / "named_mutants.tsv"
 
@@ -41,8 +43,10 @@ def planted() -> Iterator[Fault]:
     ):
         for function, names in faults.values():
             yield Fault(CHECKS[kind], function, names)
-    for ask, _, function, names in (*test_a_third_reader.PLANTED, *test_planted_steps.PLANTED):
+    for ask, _, function, names in test_a_third_reader.PLANTED:
         yield Fault(ask, function, names)
+    for fault, names in test_verifier.PLANTED.items():
+        yield Fault(check_verifier, test_verifier.chain(fault), names)
 
 
 def names_of_mutants() -> dict[str, set[str]]:

@@ -15,7 +15,7 @@ PARTS = {
     "attention": PAIRS | {"attention", "kernel_mistakes", "key_mistakes"},
     "gradients": {"gradients", "pairs"},
     "tree": {"trees", "token_trees"},
-    "verifier": {"verifying", "outcomes", "steps", "wrong_steps"},
+    "verifier": {"verifying", "outcomes", "steps"},
 }
 
 

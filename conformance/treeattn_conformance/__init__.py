@@ -19,7 +19,7 @@ No keys are out 0 and lse −∞. This folder needs NumPy alone and can be copie
                        signs, solving
     gradients          gradients
     tree               trees: the questions; token_trees
-    verifier           verifying: the questions; outcomes, steps, wrong_steps
+    verifier           verifying: the questions; outcomes; steps: the right one, and faults
 """
 
 import re
@@ -33,10 +33,9 @@ from .outcomes import law
 from .reference import attend, merge
 from .report import Report, Result
 from .rounding import bfloat16
-from .steps import run_step
+from .steps import VERIFIER_CURES, run_step
 from .trees import TREE_CURES, check_tree
 from .verifying import check_verifier
-from .wrong_steps import VERIFIER_CURES
 
 __version__ = "0.2.0"
 

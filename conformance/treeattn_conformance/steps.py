@@ -1,7 +1,6 @@
-"""A step of speculative decoding as it should be, and as it should not.
+"""A step of speculative decoding as it should be, and the known faults, each in one of its parts.
 
-`Step` is recursive rejection sampling on a drawn tree (https://arxiv.org/abs/2402.14160), in the
-parts that go wrong; each fault replaces one of them.
+`Step` is recursive rejection sampling on a drawn tree (https://arxiv.org/abs/2402.14160).
 """
 
 import functools
@@ -11,11 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 Path = tuple[int, ...]
-Children = dict[Path, tuple[int, ...]]
 
 
 class Settings(NamedTuple):
-    vocabulary: int
     widths: tuple[int, ...] = (1, 1)
     replacement: bool = False
     temperature: float = 1.0
@@ -24,28 +21,25 @@ class Settings(NamedTuple):
 
     def of(self, logits: np.ndarray) -> np.ndarray:
         """(V,) the probabilities of these logits: temperature, then top-k, then top-p."""
-        return _probabilities(self, logits.tobytes()).copy()
-
-    def calculated(self, logits: np.ndarray) -> np.ndarray:
-        if self.temperature == 0:
-            return np.eye(len(logits))[np.argmax(logits)]
-        p = softmax(logits / self.temperature)
-        order = np.argsort(-p, kind="stable")
-        p[order[self.top_k :]] = 0
-        p = p / p.sum()
-        before = np.cumsum(p[order]) - p[order]
-        p[order[before >= self.top_p]] = 0
-        return p / p.sum()
+        return _probabilities(logits.tobytes(), *self[2:]).copy()
 
 
 @functools.lru_cache(maxsize=10_000)
-def _probabilities(settings: Settings, logits: bytes) -> np.ndarray:
-    return settings.calculated(np.frombuffer(logits))
-
-
-def softmax(logits: np.ndarray) -> np.ndarray:
-    p = np.exp(logits - logits.max())
+def _probabilities(logits: bytes, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    x = np.frombuffer(logits)
+    if temperature == 0:
+        return np.eye(len(x))[np.argmax(x)]
+    p = normalized(np.exp((x - x.max()) / temperature))
+    order = np.argsort(-p, kind="stable")
+    p[order[top_k:]] = 0
+    p = p / p.sum()
+    before = np.cumsum(p[order]) - p[order]
+    p[order[before >= top_p]] = 0
     return p / p.sum()
+
+
+def normalized(p: np.ndarray) -> np.ndarray:
+    return p / p.sum() if p.sum() > 0 else p
 
 
 def lacking(p: np.ndarray, q: np.ndarray) -> np.ndarray:
@@ -53,19 +47,26 @@ def lacking(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     return np.maximum(p - q, 0)
 
 
-def normalized(p: np.ndarray) -> np.ndarray:
-    return p / p.sum() if p.sum() > 0 else p
-
-
 class Step:
-    """One step, right: `run` gives its tokens."""
+    """One step, right: `run` gives its tokens.
 
-    def __init__(self, target, draft, rng, settings: Settings):
+    drawn: what is drafted, {path: its children, in the order in which they were drawn}
+    """
+
+    def __init__(self, target, draft, rng, settings: Settings, drawn: dict | None = None):
         self.target = target
         self.draft = draft
         self.rng = rng
         self.settings = settings
-        self.drawn = self.tree()
+        self.drawn = self.tree() if drawn is None else drawn
+
+    def tree(self) -> dict[Path, Path]:
+        found: dict[Path, Path] = {}
+        level: list[Path] = [()]
+        for width in self.settings.widths:
+            found |= {path: self.children(path, width) for path in level}
+            level = [(*path, x) for path in level for x in dict.fromkeys(found[path])]
+        return found
 
     def p(self, path: Path) -> np.ndarray:
         return self.settings.of(self.target(path))
@@ -78,44 +79,37 @@ class Step:
         """What it is said to be drawn from."""
         return self.q(path)
 
-    def draw(self, p: np.ndarray) -> int:
-        return int(self.rng.choice(len(p), p=normalized(p)))
+    def draw(self, p: np.ndarray, rng=None) -> int:
+        return int((rng or self.rng).choice(len(p), p=normalized(p)))
 
-    def tree(self) -> Children:
-        """What is drafted: {path: its children, in the order in which they were drawn}."""
-        found: Children = {}
-        level: list[Path] = [()]
-        for width in self.settings.widths:
-            for path in level:
-                found[path] = self.children(path, width)
-            level = [(*path, x) for path in level for x in dict.fromkeys(found[path])]
-        return found
-
-    def children(self, path: Path, width: int) -> tuple[int, ...]:
+    def children(self, path: Path, width: int) -> Path:
         q = self.q(path)
-        found = []
+        found: list[int] = []
         while len(found) < width and q.any():
             found.append(self.draw(q))
-            q = self.without(q, found[-1])
+            q = q if self.settings.replacement else removed(q, found[-1])
         return tuple(found)
 
-    def without(self, q: np.ndarray, x: int) -> np.ndarray:
-        if self.settings.replacement:
-            return q
-        return normalized(np.where(np.arange(len(q)) == x, 0, q))
+    def left(self, q: np.ndarray, x: int) -> np.ndarray:
+        """What x's next sibling was drawn from."""
+        return q if self.settings.replacement else removed(q, x)
 
     def chance(self, p: np.ndarray, q: np.ndarray, x: int) -> float:
-        return min(1.0, p[x] / q[x])
+        return min(1.0, p[x] / q[x]) if q[x] > 0 else 0.0
 
     def accepts(self, path: Path, p: np.ndarray, q: np.ndarray, x: int) -> bool:
         return self.rng.random() < self.chance(p, q, x)
 
-    def residual(self, p: np.ndarray, q: np.ndarray, x: int) -> np.ndarray:
+    def residual(self, p: np.ndarray, q: np.ndarray) -> np.ndarray:
         rest = lacking(p, q)
-        return normalized(rest) if rest.sum() > 0 else p
+        return normalized(rest) if rest.any() else p
 
-    def last(self, path: Path, p: np.ndarray) -> int:
-        """The token after what was accepted. p: what is left to be drawn from."""
+    def bonus(self, path: Path, p: np.ndarray) -> int:
+        """The token after all that was drafted."""
+        return self.draw(p)
+
+    def instead(self, path: Path, p: np.ndarray) -> int:
+        """The token in place of those that were rejected. p: what is left to be drawn from."""
         return self.draw(p)
 
     def run(self) -> Path:
@@ -127,24 +121,156 @@ class Step:
                 if self.accepts(path, p, q, x):
                     path = (*path, x)
                     break
-                p = self.residual(p, q, x)
-                q = self.without(q, x)
+                p = self.residual(p, q)
+                q = self.left(q, x)
             else:
-                return (*path, self.last(path, p))
+                end = self.instead if self.drawn.get(path) else self.bonus
+                return (*path, end(path, p))
 
 
-def run_step(
-    target: Callable,
-    draft: Callable,
-    rng,
-    *,
-    widths: tuple[int, ...] = (1, 1),
-    replacement: bool = False,
-    temperature: float = 1.0,
-    top_k: int = 10**6,
-    top_p: float = 1.0,
-) -> Path:
+def removed(q: np.ndarray, x: int) -> np.ndarray:
+    return normalized(np.where(np.arange(len(q)) == x, 0, q))
+
+
+def run_step(target: Callable, draft: Callable, rng, **options) -> Path:
     """A step that is lossless, with every option that `check_verifier` asks for."""
-    vocabulary = len(target(()))
-    settings = Settings(vocabulary, widths, replacement, temperature, top_k, top_p)
-    return Step(target, draft, rng, settings).run()
+    return Step(target, draft, rng, Settings(**options)).run()
+
+
+# Faults: steps with other parts
+
+
+def wrong(**parts: Callable) -> type[Step]:
+    return type("Wrong", (Step,), parts)
+
+
+# Random numbers that belong to a position
+keyed_draft = {"children": lambda s, path, _: (s.draw(s.q(path), s.rng.at(len(path))),)}
+keyed_test = {"accepts": lambda s, at, p, q, x: s.rng.at(len(at)).random() < s.chance(p, q, x)}
+keyed_end = {"instead": lambda s, path, p: s.draw(p, s.rng.at(len(path)))}
+
+
+def uncut(step: Step, logits: np.ndarray, at_temperature: bool = False) -> np.ndarray:
+    """Before the cuts; 0 is no temperature to divide by, and taken care of."""
+    temperature = step.settings.temperature
+    if temperature == 0:
+        return step.settings.of(logits)
+    return Settings().of(logits / temperature if at_temperature else logits)
+
+
+def likeliest(step: Step, path: Path, width: int) -> Path:
+    q = step.q(path)
+    return tuple(np.argsort(-q, kind="stable")[: min(width, (q > 0).sum())].tolist())
+
+
+def not_divided(step: Step, path: Path, p: np.ndarray) -> int:
+    """The cumulative sum ends below 1, and what lies beyond is the last token."""
+    return step.draw(np.append(p[:-1], 1 - p[:-1].sum()))
+
+
+def of_first_q(step: Step, path: Path, p: np.ndarray) -> int:
+    rest = lacking(p, step.claimed(path))
+    return step.draw(rest if rest.any() else p)
+
+
+def after_all(step: Step, path: Path, p: np.ndarray) -> int:
+    """The token after all drafted ones, whichever of them were accepted."""
+    end = max(step.drawn, key=len)
+    return step.draw(step.p(end + step.drawn[end]))
+
+
+def upside_down(never: float) -> type[Step]:
+    """never: the chance of a token that the target never gives"""
+    return wrong(chance=lambda s, p, q, x: min(1.0, q[x] / p[x]) if p[x] > 0 else never)
+
+
+def argmax(step: Step, path: Path, p: np.ndarray) -> int:
+    return int(np.argmax(p))
+
+
+def greedy(step: Step, path: Path, *_) -> int:
+    return int(np.argmax(step.p(path)))
+
+
+# {name: (its cure, its forms)}; the last two are known by other means.
+STEP_FAULTS: dict[str, tuple] = {
+    "noise shared by draft and residual": (
+        "draw what replaces a rejected token with fresh noise",
+        wrong(**keyed_draft, **keyed_end),
+    ),
+    "noise shared by draft and test": (
+        "accept with a random number that drew nothing before",
+        wrong(**keyed_draft, **keyed_test),
+    ),
+    "noise shared by test and residual": (
+        "draw the replacement with a random number of its own",
+        wrong(**keyed_test, **keyed_end),
+    ),
+    "residual not renormalized": (
+        "max(p − q, 0) has to add up to 1 before it is used again",
+        wrong(residual=lambda s, p, q: lacking(p, q), instead=not_divided),
+        wrong(residual=lambda s, p, q: lacking(p, q) if (p > q).any() else p),
+    ),
+    "residual is the target": (
+        "after a rejection draw from max(p − q, 0), normalized, not from p",
+        wrong(instead=lambda s, path, p: s.draw(s.p(path))),
+    ),
+    "q before temperature, top-k, top-p": (
+        "q is what the draft was drawn from, after all cuts",
+        wrong(claimed=lambda s, path: uncut(s, s.draft(path))),
+        wrong(claimed=lambda s, path: uncut(s, s.draft(path), at_temperature=True)),
+    ),
+    "q after temperature, top-k, top-p": (
+        "q is what the draft was drawn from: it was drawn uncut",
+        wrong(q=lambda s, path: uncut(s, s.draft(path)), claimed=Step.q),
+    ),
+    "target uncut": (
+        "apply temperature, top-k and top-p to the target's logits, too",
+        wrong(p=lambda s, path: uncut(s, s.target(path))),
+    ),
+    "siblings by the first q": (
+        "a sibling is drawn from what those before have left: q without them where drawn without "
+        "replacement, q itself where drawn with",
+        wrong(left=lambda s, q, x: removed(q, x) if s.settings.replacement else q),
+    ),
+    "siblings tossed independently": (
+        "after a rejection, p is what p still lacks",
+        wrong(residual=lambda s, p, q: p, left=lambda s, q, x: q, instead=of_first_q),
+    ),
+    "q said one-hot, but sampled": (
+        "min(1, p / 1) goes with p without x, min(1, p / q) with max(p − q, 0)",
+        wrong(chance=lambda s, p, q, x: p[x]),
+    ),
+    "likeliest tokens judged as drawn": (
+        "nothing was drawn: accept x with p(x), else p without x",
+        wrong(children=likeliest),
+    ),
+    "argmax at a temperature": (
+        "draw the last token from its distribution",
+        wrong(bonus=argmax, instead=argmax),
+        wrong(bonus=argmax),
+        wrong(instead=argmax),
+        wrong(accepts=lambda s, path, p, q, x: x == greedy(s, path), bonus=argmax, instead=greedy),
+    ),
+    "first token unchecked": (
+        "check the first drafted token against the target after the text",
+        wrong(accepts=lambda s, path, *x: not path or Step.accepts(s, path, *x)),
+    ),
+    "bonus from the wrong position": (
+        "the last token comes from the logits after the last accepted",
+        wrong(bonus=lambda s, path, p: s.draw(s.p(path[:-1]))),
+        wrong(instead=after_all),
+    ),
+    "accepts all drafts": (
+        "accept x with min(1, p(x) / q(x))",
+        wrong(chance=lambda s, p, q, x: 1.0),
+    ),
+    "ratio upside down": (
+        "accept x with min(1, p(x) / q(x)), the target's over the draft's",
+        upside_down(never=1.0),
+        upside_down(never=0.0),
+    ),
+    "drafts ignore the key": ("the draft's random numbers must differ from call to call",),
+    "chance of its own": ("take all random numbers from rng, the draft's included",),
+}
+VERIFIER_CURES = {name: cure for name, (cure, *_) in STEP_FAULTS.items()}

@@ -5,9 +5,7 @@ tokens that it gives, and what the target would write after them, have the targe
 """
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
 
 import numpy as np
 
@@ -15,53 +13,41 @@ from .calling import takes
 from .judge import Asked, Mistake, Question, Subject, judge
 from .outcomes import law
 from .report import Report
-from .steps import Settings
-from .wrong_steps import VERIFIER_CURES, WRONG_STEPS, fixed_drafts
+from .steps import STEP_FAULTS, VERIFIER_CURES, Path, Settings, Step
 
-Tokens = tuple[int, ...]
 TOLERANCE = 1e-6  # of probabilities: what is computed in float32 passes
-OPTIONS = ("widths", "replacement", "temperature", "top_k", "top_p")
+NOTHING = {(): 1.0}  # the law of a step without tokens, after which the target writes all
 
 
-class Model(NamedTuple):
-    """A made-up model: `kind` of log-probabilities after any tokens, the same ones every time."""
+def model(seed: int, vocabulary: int = 3, *, lacks: int | None = None, sure: bool = False):
+    """Made-up logits (vocabulary,) after any path, the same every time; one token may lack."""
 
-    seed: int
-    kind: str
-    vocabulary: int
+    @functools.cache
+    def logits(path: Path) -> np.ndarray:
+        random = np.random.default_rng([seed, *(token + 1 for token in path)])
+        p = random.dirichlet(np.full(vocabulary, 1.5)) + 0.02
+        if lacks is not None:
+            p[lacks] = 0
+        if sure:
+            p = np.eye(vocabulary)[random.integers(vocabulary)]
+        with np.errstate(divide="ignore"):
+            return np.log(p / p.sum())
 
-    def __call__(self, path) -> np.ndarray:
-        """(vocabulary,) float64; −∞ where a token never follows."""
-        return _logits(self, tuple(int(token) for token in path)).copy()
+    return lambda path: logits(tuple(int(token) for token in path)).copy()
 
 
 @functools.cache
-def _logits(model: Model, path: Tokens) -> np.ndarray:
-    random = np.random.default_rng([model.seed, *(token + 1 for token in path)])
-    p = random.dirichlet(np.full(model.vocabulary, 1.5)) + 0.02
-    if model.kind == "without the first":
-        p[0] = 0
-    if model.kind == "without the last":
-        p[-1] = 0
-    if model.kind == "sure":
-        p = np.eye(model.vocabulary)[random.integers(model.vocabulary)]
-    with np.errstate(divide="ignore"):
-        return np.log(p / p.sum())
-
-
 def verifier_questions() -> list[Question]:
-    """The questions, the same ones at every call; the right answer is a law of texts."""
-    n = 3
-    target, draft = Model(1, "any", n), Model(2, "any", n)
-    wide = Model(5, "any", 4), Model(6, "any", 4)
-    lacking = Model(3, "without the first", n), Model(4, "without the last", n)
+    """The questions, the same ones at every call; an answer is a law of texts."""
+    target, draft = model(1), model(2)
+    wide = model(5, 4), model(6, 4)
     asked = {
         "one token": (target, draft, {"widths": (1,)}),
         "chain": (target, draft, {}),
         "draft is the target": (target, target, {}),
-        "other tokens": (*lacking, {}),
-        "a sure draft": (target, Model(2, "sure", n), {}),
-        "a sure target": (Model(1, "sure", n), draft, {}),
+        "other tokens": (model(3, lacks=0), model(4, lacks=-1), {}),
+        "a sure draft": (target, model(2, sure=True), {}),
+        "a sure target": (model(1, sure=True), draft, {}),
         "siblings": (target, draft, {"widths": (2,)}),
         "all tokens": (target, draft, {"widths": (3,)}),
         "a tree": (target, draft, {"widths": (2, 1)}),
@@ -75,7 +61,7 @@ def verifier_questions() -> list[Question]:
         "top-k, siblings": (*wide, {"top_k": 3, "widths": (2,)}),
     }
     return [
-        Question(name, {"target": target, "draft": draft}, options, None)
+        Question(name, {"target": target, "draft": draft}, options, NOTHING)
         for name, (target, draft, options) in asked.items()
     ]
 
@@ -91,7 +77,7 @@ def check_verifier(
             comes from it, for drafting as well as for accepting (`Source` says what it offers). A
             step that draws with PyTorch or JAX has to be transcribed
     widths: what it drafts, if it has no such option, to recognize faults: (1, 1) are two tokens in
-            a row. None: where it asks the draft says whether it is a chain or a small tree
+            a row. None: chains and small trees are tried, as deep as its answers
     only, expect: as in `check_merge`
 
     Options are asked of a step that takes them, and it always gets all that it takes: widths, how
@@ -105,157 +91,118 @@ def check_verifier(
     """
     if not callable(step):
         raise TypeError(f"step: expected a function, got {step!r:.40}")
-
+    whole = functools.wraps(step)(functools.partial(law_of, step))
     shapes = [None] if takes(step, "widths") else [widths] if widths else _likely_shapes(step)
     for shape in shapes:
         subject = Subject(
             lambda question, came: came,
-            _same,
-            _describe,
-            _mistakes(shape),
+            lambda question, *laws: np.array([not difference(question, *laws)]),
+            lambda question, answer, right: difference(question, answer, question.right),
+            _faults(shape),
             VERIFIER_CURES,
             narrower={"likeliest tokens judged as drawn": "drafts ignore the key"},
             fewest=1,
         )
-        whole = functools.wraps(step)(functools.partial(_law_of, step))
         report = judge(whole, verifier_questions(), subject, only=only, expect=expect)
         if report.fingerprints or not report.names("failed"):
             break
     return report
 
 
-def _law_of(step: Callable, target: Model, draft: Callable, **options) -> dict[Tokens, float]:
+def law_of(step: Callable, target: Callable, draft: Callable, **options) -> dict[Path, float]:
     """How likely each answer of the step is, which gets all options that it takes."""
-    settings = Settings(target.vocabulary, **options)
-    given = {name: getattr(settings, name) for name in OPTIONS if takes(step, name)}
-    return law(lambda rng: _checked(step(target, draft, rng, **given), settings.vocabulary))
+    settings = Settings(**options)._asdict()
+    given = {name: x for name, x in settings.items() if takes(step, name)}
+    vocabulary = len(target(()))
+
+    def run(rng) -> Path:
+        tokens = tuple(int(x) for x in np.asarray(step(target, draft, rng, **given)).ravel())
+        if not tokens or min(tokens) < 0 or max(tokens) >= vocabulary:
+            raise ValueError(
+                f"the step gave {list(tokens)}, expected tokens from 0 to {vocabulary - 1}"
+            )
+        return tokens
+
+    return law(run)
 
 
 class Fault(Mistake):
-    """A fault's function gives laws, of which each may be what came; none where it cannot show."""
+    """One form of a fault, as a function that gives laws, of which each may be what came."""
 
     def explains(self, asked: Asked, same: Callable) -> np.ndarray:
-        question, answer, right = asked
-        shows = False
-        for found in self.wrong(*question.arguments.values(), _settings(question)):
-            shows = True
-            if _alike(answer, found, _probabilities(question)):
-                return np.array([True])
-        return np.array([False]) if shows else right
+        laws = self.wrong(asked.question.name)
+        return np.array([any(same(asked.question, asked.answer, x) for x in laws)])
+
+
+def _faults(widths: Path | None) -> list[Fault]:
+    """Of a step that drafts these widths, or what it is asked for."""
+    forms = [(name, form) for name, (_, *forms) in STEP_FAULTS.items() for form in forms]
+    forms.append(("drafts ignore the key", None))
+    return [Fault(name, functools.partial(_laws, form, widths)) for name, form in forms]
 
 
 @functools.cache
-def _mistakes(widths: Tokens | None) -> list[Fault]:
-    """Of a step that drafts these widths, or what it is asked for."""
-
-    def laws(target, draft, settings, wrong) -> Iterator[dict]:
-        settings = settings._replace(widths=widths or settings.widths)
-        if wrong is None:
-            yield from fixed_drafts(target, draft, settings)
-        elif wrong.applies(settings):
-            yield law(lambda rng: wrong(target, draft, rng, settings).run())
-
-    known = (*WRONG_STEPS, ("drafts ignore the key", None))
-    return [Fault(name, functools.partial(laws, wrong=wrong)) for name, wrong in known]
+def _laws(wrong: type[Step] | None, widths: Path | None, name: str) -> list[dict]:
+    (question,) = (x for x in verifier_questions() if x.name == name)
+    settings = Settings(**question.options)
+    settings = settings._replace(widths=widths or settings.widths)
+    models = question.arguments.values()
+    steps = [wrong]
+    if wrong is None:  # one of the possible drafts is that of all calls
+        drafts = law(lambda rng: tuple(Step(*models, rng, settings).drawn.items()))
+        steps = [functools.partial(Step, drawn=dict(drawn)) for drawn in drafts]
+    return [law(lambda rng, s=step: s(*models, rng, settings).run()) for step in steps]
 
 
-def _settings(question: Question) -> Settings:
-    return Settings(question.arguments["target"].vocabulary, **question.options)
+def _likely_shapes(step: Callable) -> list[Path]:
+    """What a step without `widths` may draft, by where it asks the draft and what it gives: chains,
+    and chains that begin with two siblings."""
+    target, draft = verifier_questions()[1].arguments.values()
+    runs: list[set] = []  # of each run, the paths after which the draft was asked
 
-
-def _probabilities(question: Question) -> Callable:
-    settings, target = _settings(question), question.arguments["target"]
-    return lambda path: settings.of(target(path))
-
-
-def _same(question: Question, answer: dict, right) -> np.ndarray:
-    return np.array([difference(answer, _probabilities(question))[0] <= TOLERANCE])
-
-
-def _describe(question: Question, answer: dict, right: np.ndarray) -> str:
-    return difference(answer, _probabilities(question))[1]
-
-
-def _likely_shapes(step: Callable) -> list[Tokens]:
-    """What a step without `widths` may draft, by where it asks the draft: chains, and chains that
-    begin with two siblings."""
-    target, draft = Model(1, "any", 3), Model(2, "any", 3)
-    drafts: list[set[Tokens]] = []  # of each run, the paths after which the draft was asked
-
-    def run(rng):
-        drafts.append(set())
-
-        def asked(path):
-            drafts[-1].add(tuple(int(token) for token in path))
-            return draft(path)
-
-        given = {name: getattr(Settings(3), name) for name in OPTIONS if takes(step, name)}
-        return _checked(step(target, asked, rng, **given), 3)
+    def asked(path):
+        if not len(path):
+            runs.append(set())
+        runs[-1].add(tuple(int(token) for token in path))
+        return draft(path)
 
     try:
-        accepted = max(map(len, law(run))) - 1  # one more may never be
+        most = max(map(len, law_of(step, target, asked)))
     except Exception:  # which the first question will say
         return [(1, 1)]
-    deepest = max((len(path) for paths in drafts for path in paths), default=0)
-    depths = [n for n in (accepted, accepted + 1) if 0 < n <= deepest + 1]
-    branches = any(len(paths) > len({len(path) for path in paths}) for paths in drafts)
+    deepest = max((len(path) for paths in runs for path in paths), default=0)
+    depths = [n for n in (most - 1, most) if 0 < n <= deepest + 1]  # one more may never be
+    branches = any(len(paths) > len(set(map(len, paths))) for paths in runs)
     # The draft is not asked after the last tokens: siblings among them cannot be seen.
     firsts = (1, 2) if branches or deepest == 0 else (1,)
-    return [(first, *[1] * (depth - 1)) for depth in depths for first in firsts] or [(1, 1)]
+    return [(first, *[1] * (n - 1)) for n in depths for first in firsts] or [(1, 1)]
 
 
-def _checked(tokens, vocabulary: int) -> Tokens:
-    found = tuple(int(token) for token in np.asarray(tokens).ravel())
-    if not found or min(found) < 0 or max(found) >= vocabulary:
-        raise ValueError(f"the step gave {list(found)}, expected tokens from 0 to {vocabulary - 1}")
-    return found
-
-
-def prefixes(vocabulary: int, length: int) -> Iterator[Tokens]:
-    """All texts of 1 to `length` tokens."""
-    for n in range(1, length + 1):
-        yield from itertools.product(range(vocabulary), repeat=n)
-
-
-def continued(found: dict, p: Callable, length: int) -> dict:
-    """How likely each text of up to `length` tokens is, if the target writes on after the step.
-
-    found: {tokens: probability} of a step; p(path): (V,) the target's probabilities after it
-    """
-    ended = found
-    begun: dict = {(): 1}
-    for tokens, chance in found.items():
-        for n in range(1, len(tokens) + 1):
-            begun[tokens[:n]] = begun.get(tokens[:n], 0) + chance
-    total: dict = {(): 1}
-    for text in prefixes(len(p(())), length):
-        before = text[:-1]
-        written = total[before] - begun.get(before, 0) + ended.get(before, 0)
-        total[text] = begun.get(text, 0) + written * p(before)[text[-1]]
+def texts(found: dict, question: Question, length: int) -> np.ndarray:
+    """(V, V, …): how likely each text of so many tokens is, if the target writes on."""
+    target, settings = question.arguments["target"], Settings(**question.options)
+    total = np.zeros([len(target(()))] * length)
+    rest = list(found.items())
+    while rest:
+        tokens, chance = rest.pop()
+        if len(tokens) == length:
+            total[tokens] += chance
+        else:
+            p = settings.of(target(tokens))
+            rest += [((*tokens, x), chance * p[x]) for x in np.flatnonzero(p)]
     return total
 
 
-def difference(found: dict, p: Callable) -> tuple[float, str]:
-    """(the largest difference of a text's probability, where it shows first)."""
-    total = continued(found, p, max(map(len, found)))
-    largest = 0.0
-    detail = ""
-    exact: dict = {(): 1}
-    for text in list(total)[1:]:
-        exact[text] = exact[text[:-1]] * p(text[:-1])[text[-1]]
-        off = abs(total[text] - exact[text])
-        if off > TOLERANCE and not detail:
-            found, right = float(total[text]), float(exact[text])
-            place = f"token {len(text)}: {text[-1]} after {list(text[:-1])}"
-            detail = f"{place} has {found:.4f} instead of {right:.4f}"
-            detail += f", {found / right:.3g} times" if right else ""
-        largest = max(largest, float(off))
-    return largest, detail
-
-
-def _alike(one: dict, other: dict, p: Callable) -> bool:
-    """Whether two steps give texts of the same distribution."""
+def difference(question: Question, one: dict, other: dict) -> str:
+    """Where texts differ first; "" where they have the same distribution."""
     length = max(map(len, [*one, *other]))
-    a = continued(one, p, length)
-    b = continued(other, p, length)
-    return all(abs(a[text] - b[text]) <= TOLERANCE for text in a)
+    both = [texts(found, question, length) for found in (one, other)]
+    for n in range(1, length + 1):
+        x, y = (found.sum(axis=tuple(range(n, length))) for found in both)
+        off = np.argwhere(np.abs(x - y) > TOLERANCE)
+        if len(off):
+            place = tuple(off[0].tolist())
+            said = f"token {n}: {place[-1]} after {list(place[:-1])} has {x[place]:.4f}"
+            times = f", {x[place] / y[place]:.3g} times" if y[place] else ""
+            return f"{said} instead of {y[place]:.4f}{times}"
+    return ""
