@@ -1,4 +1,4 @@
-"""Has a packed loss the value, and the gradients, of separate rows? Mistakes that are known have not.
+"""Has a packed loss the value, and the gradients, of separate rows? Known mistakes have not.
 
 The model is another one than the Llama: one attention head without norms, in float64. A pass does
 what its plan says, and the plan of a single row cannot share anything.
