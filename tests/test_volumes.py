@@ -1,10 +1,14 @@
 """The papers' volumes and memory: their formulas, as printed, beside what compiled programs do.
 
 All formulas count elements; 2024 eq. 29-35 are 2025 eq. 8-14. In the papers' symbols: b texts, t
-keys on each of p devices, n_h heads of d_h, d = n_h d_h.
+keys on each of p devices, n_h heads of d_h, d = n_h d_h. Notebook 06 has the same formulas, and a
+model of a network.
 """
 
+import ast
 import functools
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +30,10 @@ from treeattn import (
     tree_decode,
 )
 
+NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "06_topology_and_cost.ipynb"
 HEADS, HEAD_DIM = 16, 128  # of the papers' attention block
 D = HEADS * HEAD_DIM
-H100 = {"memory": 3.35e12, "flops": 989e12, "nvlink": 450e9, "infiniband": 50e9}  # data sheets
+KEYS = 32 * 1024
 
 
 def mem_ring(b, t, d):
@@ -78,7 +83,7 @@ DECODE = {
 
 
 @functools.cache
-def compiled(name, p=8, keys=32 * 1024):
+def compiled(name, p=8, keys=KEYS):
     sharding = NamedSharding(kv_mesh(jax.devices()[:p]), P(None, "kv"))
     q, kv = (jax.ShapeDtypeStruct((1, n, HEADS, HEAD_DIM), jnp.float32) for n in (1, keys))
     program = functools.partial(DECODE[name], sharding=sharding)
@@ -93,26 +98,33 @@ def sent(name, **options):
     return sum(c.sent_bytes for c in collectives(compiled(name, **options)))
 
 
-@pytest.mark.parametrize("p", [2, 8])
-def test_the_papers_formulas_as_printed(p):
-    """Of 32-bit numbers, to the byte, for two numbers of devices and two lengths."""
-    for keys in (2048, 32 * 1024):
-        assert put_in("tree", p=p, keys=keys) == 4 * numel_state(1, D, HEADS)
-        assert sent("tree", p=p, keys=keys) == 4 * v_tree(1, D, HEADS, p)
-        assert put_in("ring", p=p, keys=keys) == 4 * (p - 1) * numel_kv(1, keys // p, D)
+@pytest.mark.parametrize("p, keys", [(2, 2048), (8, KEYS)])
+def test_the_papers_formulas_as_printed(p, keys):
+    """Of 32-bit numbers, to the byte, for two numbers of devices and two lengths.
+
+    eq. 31 sums over devices for one step, the explainer's "total" over both; eq. 35 is one
+    device's share. One device of a ring sends at most its part of everything, once.
+    """
+    options = {"p": p, "keys": keys}
+    assert put_in("tree", **options) == 4 * numel_state(1, D, HEADS)
+    assert sent("tree", **options) == 4 * v_tree(1, D, HEADS, p)
+    of_a_ring = put_in("ring", **options) / 4
+    assert of_a_ring == (p - 1) * numel_kv(1, keys // p, D)
+    assert p * of_a_ring == (p - 1) * v_ring(1, keys // p, D, p)
+    assert of_a_ring < v_ring(1, keys // p, D, p)
 
 
 def test_reference_counts():
     """8 devices, 32k keys, float32, 16 heads of 128: the numbers of the papers' own workload."""
-    allreduce = collectives(compiled("tree"))
-    assert len(allreduce) == 2  # of three written: XLA joins the two sums
-    assert put_in("tree") == 8320
-    butterfly = collectives(compiled("butterfly"))
-    assert [(c.kind, c.count, c.operand_bytes) for c in butterfly] == [
-        ("collective-permute", 1, 8320)
-    ] * 3
-    ring = collectives(compiled("ring"))
-    assert [(c.kind, c.count) for c in ring] == [("collective-permute", 7)] * 2
+    found = {
+        name: [(c.kind, c.count, c.operand_bytes) for c in collectives(compiled(name))]
+        for name in ("tree", "butterfly", "ring")
+    }
+    assert found == {  # of three Allreduces XLA joins the two sums
+        "tree": [("all-reduce", 1, 64), ("all-reduce", 1, 8256)],
+        "butterfly": [("collective-permute", 1, 8320)] * 3,
+        "ring": [("collective-permute", 7, 4096 * 4 * D)] * 2,
+    }
     # Of both what a device sends; of an Allreduce that is more than it puts in.
     assert sent("tree") == 14_560 and sent("ring") == put_in("ring") == 469_762_048
     assert round(sent("ring") / sent("tree")) == 32_264
@@ -139,16 +151,14 @@ def test_queries_that_travel_send_the_same_for_every_context():
     mesh = kv_mesh(jax.devices()[:8])
     specs = {"in_specs": (P("kv"), P(None, "kv"), P(None, "kv")), "out_specs": P("kv")}
     program = jax.jit(jax.shard_map(queries_travel, mesh=mesh, **specs))
-    rng = np.random.default_rng(0)
-    counted = set()
+    queries, states = 7 * 4 * 2 * 4, 7 * 4 * 2 * (4 + 2)
     for keys in (64, 1024):
         shapes = (8, 1, 2, 4), (8, keys, 2, 4), (8, keys, 2, 4)
-        q, k, v = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
-        np.testing.assert_allclose(program(q, k, v), attention(q, k, v), atol=1e-6)
-        found = collectives(program.lower(q, k, v).compile())
-        counted.add(tuple((c.kind, c.sent_bytes) for c in found))
-    queries, states = 7 * 4 * 2 * 4, 7 * 4 * 2 * (4 + 2)
-    assert counted == {(("all-gather", queries), ("all-to-all", states))}
+        q, k, v = (np.random.default_rng(0).normal(size=x).astype(np.float32) for x in shapes)
+        compiled = program.lower(q, k, v).compile()
+        np.testing.assert_allclose(compiled(q, k, v), attention(q, k, v), atol=1e-6)
+        found = [(c.kind, c.sent_bytes) for c in collectives(compiled)]
+        assert found == [("all-gather", queries), ("all-to-all", states)]
 
 
 @pytest.mark.usefixtures("optimized")
@@ -159,7 +169,11 @@ def test_compiled_memory():
     """
     tree = 4 * mem_tree(1, 4096, D, HEADS)
     ring = 4 * (mem_ring(1, 4096, D) + numel_kv(1, 4096, D))
-    for name, wanted, least in (("tree", tree, 0.95), ("ring", ring, 0.8)):
+    for name, wanted, least in (
+        ("tree", tree, 0.95),
+        ("butterfly", tree, 0.95),
+        ("ring", ring, 0.8),
+    ):
         assert least * wanted <= memory(compiled(name)).held_bytes <= 1.1 * wanted
 
 
@@ -171,100 +185,117 @@ def test_the_output_is_allocated_too():
 # ---------------------------------------------------------------------------- what they mean
 
 
-def test_papers_volumes_in_one_unit():
-    """eq. 31 sums over devices for one step, eq. 35 is one device's share: p/(p − 1) apart."""
-    t, p = 4096, 8
-    assert v_ring(1, t, D, p) / (put_in("ring") / 4) == pytest.approx(p / (p - 1))
-    assert v_tree(1, D, HEADS, p) == sent("tree") / 4
-
-
 def test_v_ring_does_not_depend_on_the_devices():
     """2024 eq. 31 is 2·b·N·d, whatever p; what one step moves, by all devices."""
     steps = {v_ring(3, 640_000 // p, 2048, p) for p in (2, 8, 64, 128)}
     assert steps == {2 * 3 * 640_000 * 2048}
 
 
-def test_all_steps_of_a_ring_grow_with_its_devices():
-    """The explainer's "total", above a formula of one step: 2·b·N·d elements in each of p − 1."""
-    keys = 32 * 1024
-    for p in (2, 8):
-        everybody = p * put_in("ring", p=p) / 4
-        assert everybody == (p - 1) * v_ring(1, keys // p, D, p)
-    # One device sends no more with more of them: at most its part of everything, once.
-    assert put_in("ring", p=8) / 4 < v_ring(1, keys // 8, D, 8)
+def test_memory_by_the_formulas():
+    """A ring's memory over a tree's, by the keys on a device, and beside many layers' caches.
 
-
-def test_figure_4():
-    """Figure 4's gap between ring and tree is 524,288,000 bytes at 64,000 keys a device.
-
-    In 2 bytes, at hidden size 2048, on two devices; doubling the hidden size doubles it, to
-    1,048,576,000 bytes, which the papers print as 1040 MB.
+    2024 §6.2's condition 2·b·n_h ≤ 2·b·t·d is 1 ≤ t·d_h, so a tree holds less always. Figure 4's
+    gap is 524,288,000 bytes at 64,000 keys a device, in 2 bytes, at hidden size 2048, on two
+    devices; doubling the hidden size doubles it, to what the papers print as 1040 MB.
     """
-    for hidden, gap in ((2048, 524_288_000), (4096, 1_048_576_000)):
-        n_h = hidden // 128
-        assert 2 * numel_kv(1, 64_000, hidden) == gap
-        difference = 2 * (mem_ring(1, 64_000, hidden) - mem_tree(1, 64_000, hidden, n_h))
-        assert difference == gap - 2 * 2 * n_h  # less the state's d and m
-
-
-def test_memory_of_many_layers():
-    """Half the memory for one block; for many layers' caches the ring's extra chunk is one more."""
-    caches = numel_kv(1, 64_000, D)  # of one layer
-    for layers in (1, 32):
-        ring, tree = mem_ring(1, 64_000, D), mem_tree(1, 64_000, D, HEADS)
-        ring, tree = (x + (layers - 1) * caches for x in (ring, tree))
-        assert ring / tree == pytest.approx((layers + 1) / layers, rel=1e-3)
-
-
-def test_a_tree_holds_less_without_a_condition():
-    """2024 §6.2's 2·b·n_h ≤ 2·b·t·d is 1 ≤ t·d_h; how much less depends on the keys a device."""
-    for d_h in (1, 64, 128):
-        for t in (1, 2, 1000):
-            d = HEADS * d_h
-            assert mem_tree(1, t, d, HEADS) <= mem_ring(1, t, d)
     for t, ratio in ((1, 1.49), (16, 1.94), (1000, 2.0)):
         assert mem_ring(1, t, D) / mem_tree(1, t, D, HEADS) == pytest.approx(ratio, abs=0.005)
+        assert mem_tree(1, t, HEADS, HEADS) <= mem_ring(1, t, HEADS)  # heads of one number
         assert numel_kv(1, t, D) > v_tree(1, D, HEADS, 2)  # of one device, all of its steps
+    for hidden, gap in ((2048, 524_288_000), (4096, 1_048_576_000)):
+        n_h = hidden // 128
+        difference = 2 * (mem_ring(1, 64_000, hidden) - mem_tree(1, 64_000, hidden, n_h))
+        assert difference == gap - 2 * 2 * n_h  # less the state's d and m
+    for layers in (1, 32):
+        others = (layers - 1) * numel_kv(1, 64_000, D)
+        ratio = (mem_ring(1, 64_000, D) + others) / (mem_tree(1, 64_000, D, HEADS) + others)
+        assert ratio == pytest.approx((layers + 1) / layers, rel=1e-3)
 
 
-def test_grouped_queries_shrink_what_a_ring_moves_and_not_what_a_tree_does():
+def test_a_rings_step_against_a_state():
     """The explainer's "about 4000 times" for Llama 3.1 8B at 32k on 8 devices, per step.
 
     It is for 32 key heads; the model has 8 (t d_kv against d + 2 n_h, as the explainer divides).
+    At Table 1's lengths its "two to three" orders of magnitude are 2 to 3.9.
     """
     state = numel_state(1, 32 * 128, 32)
-    assert [round(4096 * kv_heads * 128 / state) for kv_heads in (32, 8)] == [4033, 1008]
+    for context, kv_heads, times in (
+        (32_768, 32, 4033),
+        (32_768, 8, 1008),
+        (3_200, 8, 98),
+        (262_144, 8, 8066),
+    ):
+        assert round(context // 8 * kv_heads * 128 / state) == times
 
 
-def test_a_rings_step_against_a_state_is_as_many_orders_as_the_chunk_is_long():
-    """Not "two to three": 3 to 3.9, of Llama 3.1 8B on 8 devices at Table 1's lengths."""
-    state = numel_state(1, 32 * 128, 32)
-    for context, times in ((3_200, 98), (32_768, 1008), (262_144, 8066)):
-        assert round(context // 8 * 8 * 128 / state) == times
+def test_times_on_a_napkin():
+    """One query reads 2·b·t·d elements and waits for memory; many wait for arithmetic.
 
-
-# ---------------------------------------------------------------------------------- on a napkin
-
-
-def test_the_roofline():
-    """One query reads 2·b·t·d elements and waits for memory; many wait for arithmetic."""
-    reading = 2 * numel_kv(1, 80_000, D) / H100["memory"]
-    # 655 MB at 3.35 TB/s: 196 µs, where 2024 §6.3 says O(10⁻⁵) s.
-    assert reading == pytest.approx(195.6e-6, rel=1e-3)
+    2024 §6.3 says O(10⁻⁵) s for 655 MB, which an H100 reads at 3.35 TB/s, and O(10⁻³) s to move
+    them. §7: the states of 132 multiprocessors, written to memory and read, are little.
+    """
+    chunk, states = 2 * numel_kv(1, 80_000, D), 2 * 132 * 4 * numel_state(1, D, HEADS)
+    for size, rate, seconds in (
+        (chunk, 3.35e12, 195.6e-6),
+        (chunk, 450e9, 1.46e-3),  # NVLink
+        (chunk, 50e9, 13.1e-3),  # InfiniBand
+        (states, 3.35e12, 0.66e-6),
+    ):
+        assert size / rate == pytest.approx(seconds, rel=0.01)
     for queries, waits_for_memory in ((1, True), (10_000, False)):
-        multiplying = 4 * queries * 80_000 * D / H100["flops"]
-        assert (multiplying < reading) == waits_for_memory
+        multiplying = 4 * queries * 80_000 * D / 989e12
+        assert (multiplying < chunk / 3.35e12) == waits_for_memory
 
 
-def test_moving_a_chunk_takes_milliseconds():
-    """2024 §6.3's O(10⁻³) s to move that chunk: 1.46 ms over NVLink, 13.1 ms over InfiniBand."""
-    chunk = 2 * numel_kv(1, 80_000, D)
-    assert chunk / H100["nvlink"] == pytest.approx(1.46e-3, rel=5e-3)
-    assert chunk / H100["infiniband"] == pytest.approx(13.1e-3, rel=5e-3)
+# ------------------------------------------------------------------------------ the notebook
 
 
-def test_on_one_device_there_is_little_to_save():
-    """2024 §7: the states of 132 multiprocessors, written to memory and read, beside the keys."""
-    states = 2 * 132 * 4 * numel_state(1, D, HEADS)
-    assert states / H100["memory"] == pytest.approx(0.66e-6, rel=0.01)
-    assert states < 0.004 * 2 * numel_kv(1, 80_000, D)
+def definitions() -> dict:
+    """What the notebook's cells of functions and constants alone define."""
+    found = {"np": np}
+    for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]:
+        tree = ast.parse("".join(cell["source"])) if cell["cell_type"] == "code" else ast.parse("")
+        kinds = {type(x) for x in tree.body}
+        if ast.FunctionDef in kinds and kinds <= {ast.FunctionDef, ast.Assign, ast.ImportFrom}:
+            exec(compile(tree, NOTEBOOK.name, "exec"), found)
+    return found
+
+
+SAID = definitions()
+
+
+@pytest.mark.parametrize("formula", [mem_ring, mem_tree, numel_kv, numel_state, v_ring, v_tree])
+def test_the_notebook_has_these_formulas(formula):
+    arguments = (3, 4096, 2048, 8)[: formula.__code__.co_argcount]
+    assert SAID[formula.__name__](*arguments) == formula(*arguments)
+
+
+@pytest.mark.parametrize(
+    "name, rounds, sent",
+    [
+        ("ring", 30, 30 * 100),
+        ("tree", 16, 2 * 1600),
+        ("by_nodes", 7, 2 * 1400 + 200),
+        ("butterfly", 4, 4 * 1600),
+    ],
+)
+def test_the_notebooks_collectives(name, rounds, sent):
+    """Rounds and bytes of the busiest of 16 devices, and every contribution reaches all."""
+    messages = SAID[name](16, 1600)
+    sends, heard = np.zeros(16), np.eye(16, dtype=bool)
+    for of_round in messages:
+        before = heard.copy()
+        for a, b, size in of_round:
+            sends[a] += size
+            heard[b] |= before[a]
+    assert (len(messages), sends.max()) == (rounds, sent)
+    assert heard.all()
+
+
+def test_the_latencies_of_a_tree_are_nccls():
+    """A chain of seven in a node, a tree of depth ⌊log₂ nodes⌋ between, up and down."""
+    for p in (8, 16, 24, 128):
+        depth = (p // 8).bit_length() - 1
+        played = SAID["play"](SAID["tree"](p, 0), SAID["IN_TREE"], gap=0.0)
+        expected = 2 * (7 * 0.6e-6 + depth * 5e-6)
+        assert max(arrival for *_, arrival in played) == pytest.approx(expected)
