@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeattn as ta
 
-HALVES = (jnp.bfloat16, jnp.float16)
-DTYPES = (*HALVES, jnp.float32, jnp.float64)
+DTYPES = (jnp.bfloat16, jnp.float64)  # strong float32 beside them is an error
 # Not functions of arrays: they look at programs and devices.
 OTHERS = {
     "AttentionState",
@@ -46,7 +45,6 @@ def calls(dtype, seed=0) -> dict:
         return jnp.asarray(draw(shape), dtype)
 
     q, k, v = array(2, 1, 4, 8), array(2, 8, 2, 8), array(2, 8, 2, 8)
-    text = tuple(array(2, 8, 2, 8) for _ in range(3))
     lengths = jnp.array([3, 8], jnp.int32)
     options = {"kv_lengths": lengths, "bias": array(1, 4, 1, 8)}
     over = {"sharding": NamedSharding(mesh, P(None, "kv"))}
@@ -54,17 +52,16 @@ def calls(dtype, seed=0) -> dict:
     source, sources = array(3), array(5, 3)
     states = ta.AttentionState(array(5, 4), 1 + array(5, 4) ** 2, array(5, 4, 3))
     a, b = (jax.tree.map(lambda x, i=i: x[i], states) for i in range(2))
+    two = jax.tree.map(lambda x: x[:2], states)
     beam = jnp.asarray(np.random.default_rng(seed).permutation(12).reshape(1, 3, 4))
     packed = ta.pack(beam)
-    rank = jnp.int32(seed)
     parents = jnp.array([-1, 0, 0, 2])
-    two = ta.AttentionState(*(x[:2] for x in states))
     return {
         "ancestor_mask": lambda: ta.ancestor_mask(parents),
         "attend": lambda: ta.attend(q, k, v, **options),
         "attention": lambda: ta.attention(q, k, v, **options),
         "attention_from_energy": lambda: ta.attention_from_energy(*one),
-        "causal_energy": lambda: ta.causal_energy(sources, one[1], one[1], one[2]),
+        "causal_energy": lambda: ta.causal_energy(sources, one[1], *one[1:]),
         "cumulant": lambda: ta.cumulant(2, *one),
         "depths": lambda: ta.depths(parents),
         "energy": lambda: ta.energy(source, *one),
@@ -78,14 +75,14 @@ def calls(dtype, seed=0) -> dict:
         "prefix_encoding": lambda: ta.prefix_encoding(beam),
         "reduce_chain": lambda: ta.reduce_chain(states),
         "reduce_tree": lambda: ta.reduce_tree(states, arity=3),
-        "ring_attention": lambda: ta.ring_attention(*text, **over),
+        "ring_attention": lambda: ta.ring_attention(k, k, v, **over),
         "ring_decode": lambda: ta.ring_decode(q, k, v, kv_lengths=lengths, **over),
         "scan_states": lambda: ta.scan_states(states),
-        "shard_lengths": lambda: ta.shard_lengths(lengths, rank, 8, 2, striped=True),
+        "shard_lengths": lambda: ta.shard_lengths(lengths, lengths[0], 8, 2, striped=True),
         "striped_position": lambda: ta.striped_position(lengths, 16, 2),
         "striped_slot": lambda: ta.striped_slot(lengths, 16, 2),
         "tree_decode": lambda: ta.tree_decode(q, k, v, **options, **over),
-        "ulysses_attention": lambda: ta.ulysses_attention(*text, **over),
+        "ulysses_attention": lambda: ta.ulysses_attention(k, k, v, **over),
         "unpack": lambda: ta.unpack(packed.packed_beam, packed.unpack_map),
         "visit_shards": lambda: on_devices(mesh, "visit_shards", add)(two, two),
     }
@@ -131,14 +128,13 @@ def test_a_function_made_at_each_call_is_seen(compilations):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
-@pytest.mark.parametrize("name", NAMES)
-def test_strict_promotion(name, dtype):
+def test_strict_promotion(dtype):
     """`jax_numpy_dtype_promotion` is asked where a function is traced."""
     with jax.enable_x64(dtype == jnp.float64):
-        call = calls(dtype)[name]
-        expected = jax.eval_shape(call)
-        with jax.numpy_dtype_promotion("strict"):
-            assert jax.eval_shape(call) == expected
+        for name, call in calls(dtype).items():
+            expected = jax.eval_shape(call)
+            with jax.numpy_dtype_promotion("strict"):
+                assert jax.eval_shape(call) == expected, name
 
 
 def test_strict_promotion_of_two_dtypes():
