@@ -23,18 +23,21 @@ EIGHT = tuple(range(8))
 RING = tuple((i, (i + 1) % 8) for i in EIGHT)
 
 
-def lowered(body, mesh=None, check_vma=False):
-    """`body(x, shard)` over 8 devices, lowered."""
+def sharded(body, mesh=None, in_specs=(REPLICATED, SHARDED), out_specs=REPLICATED):
+    """`body` over 8 devices, jitted."""
     mesh = mesh or kv_mesh(jax.devices()[:8])
-    return jax.jit(
-        jax.shard_map(
-            body,
-            mesh=mesh,
-            in_specs=(REPLICATED, SHARDED),
-            out_specs=REPLICATED,
-            check_vma=check_vma,
-        )
-    ).lower(X, CACHE)
+    specs = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": False}
+    return jax.jit(jax.shard_map(body, mesh=mesh, **specs))
+
+
+def lowered(body):
+    """`body(x, shard)` over 8 devices, lowered."""
+    return sharded(body).lower(X, CACHE)
+
+
+def both(program):
+    """The collectives as written, and those that XLA makes of them."""
+    return collectives(program), collectives(program.compile())
 
 
 def three_allreduces(x, shard):
@@ -61,51 +64,51 @@ def scanned_ring(x, shard):
 
 def test_allreduces_are_joined():
     """Three written, two compiled: XLA joins the two sums, and all their operands count."""
-    program = lowered(three_allreduces)
-    written, compiled = collectives(program), collectives(program.compile())
-    assert [c.kind for c in written] == ["all-reduce"] * 3
+    written, compiled = both(lowered(three_allreduces))
     assert [c.operand_bytes for c in written] == [128, 128, 8]
-    assert [c.kind for c in compiled] == ["all-reduce"] * 2
     assert sorted(c.operand_bytes for c in compiled) == [128, 136]
     assert total_bytes(written) == total_bytes(compiled) == 264
-    assert all(c.devices == 8 for c in written + compiled)
+    assert {(c.kind, c.devices) for c in written + compiled} == {("all-reduce", 8)}
 
 
 def test_loops_multiply():
     """A ring written as a scan runs its two permutes seven times."""
     found = collectives(lowered(scanned_ring).compile())
     assert found == [Collective("collective-permute", 7, 4096, ("f32[8,128]",), RING)] * 2
-    assert count_collectives(found) == 14
-    assert total_bytes(found) == 2 * 7 * 4096
+    assert collectives_table(found).splitlines() == [
+        "collective          runs  bytes put in    sent  operands",
+        "collective-permute     7        28,672  28,672  f32[8,128]",
+        "collective-permute     7        28,672  28,672  f32[8,128]",
+        "all                   14        57,344  57,344",
+    ]
 
 
 def test_unrolled_is_the_same():
-    program = lowered(ring)
-    for found in (collectives(program), collectives(program.compile())):
-        assert [c.kind for c in found] == ["collective-permute"] * 7
-        assert total_bytes(found) == 7 * 4096
+    """For devices that are not there, too."""
+    mesh = AbstractMesh((8,), ("kv",), axis_types=(AxisType.Auto,))
+    absent = sharded(ring, mesh).trace(X, CACHE).lower(lowering_platforms=("cuda",))
+    for found in (*both(lowered(ring)), collectives(absent)):
+        assert found == [Collective("collective-permute", 1, 4096, ("f32[8,128]",), RING)] * 7
 
 
 @pytest.mark.parametrize("trips", [0, 1, 3, 6])
 def test_while_loops(trips):
     """Loops that count in steps, downwards, or with a carried bound; and one within another."""
 
-    def counted(x, shard):
+    def loops(x, shard):
         def body(carry):
             i, bound, x = carry
             return i - 2, bound, jax.lax.psum(x, "kv")
 
         carry = (jnp.int32(2 * trips + 4), jnp.int32(4), x)
-        return jax.lax.while_loop(lambda c: c[0] > c[1], body, carry)[2]
+        x = jax.lax.while_loop(lambda c: c[0] > c[1], body, carry)[2]
 
-    def nested(x, shard):
         def inner(i, x):
-            return jax.lax.psum(x, "kv")
+            return jax.lax.pmax(x, "kv")
 
         return jax.lax.fori_loop(0, trips, lambda i, x: jax.lax.fori_loop(0, 5, inner, x), x)
 
-    assert count_collectives(collectives(lowered(counted).compile())) == trips
-    assert count_collectives(collectives(lowered(nested).compile())) == 5 * trips
+    assert count_collectives(collectives(lowered(loops).compile())) == trips + 5 * trips
 
 
 def test_unknown_trip_count():
@@ -136,10 +139,8 @@ def test_other_kinds():
         swapped = jax.lax.all_to_all(everything * 2, "kv", 0, 0, tiled=True)
         return x + mine.sum() + swapped.sum()
 
-    program = lowered(others)
-    for found in (collectives(program), collectives(program.compile())):
-        sizes = {c.kind: (c.count, c.operand_bytes) for c in found}
-        assert sizes == {
+    for found in both(lowered(others)):
+        assert {c.kind: (c.count, c.operand_bytes) for c in found} == {
             "all-gather": (1, 4096),
             "reduce-scatter": (1, 32768),
             "all-to-all": (1, 32768),
@@ -161,8 +162,7 @@ def test_conditionals_count_the_larger_branch():
 
 
 def test_no_collectives():
-    program = jax.jit(lambda x: x @ x.T).lower(X)
-    assert collectives(program) == collectives(program.compile()) == []
+    assert both(jax.jit(lambda x: x @ x.T).lower(X)) == ([], [])
     assert collectives_table([]) == "no collectives"
 
 
@@ -176,57 +176,36 @@ def test_no_collectives():
 )
 def test_groups_of_a_mesh_with_two_axes(axes, groups):
     """Whichever way XLA writes the groups: all of them, or by the mesh's axes."""
-    mesh = kv_mesh(jax.devices()[:8], nodes=2)
-    program = jax.jit(
-        jax.shard_map(
-            lambda x: jax.lax.psum(x, axes),
-            mesh=mesh,
-            in_specs=PartitionSpec(("node", "device")),
-            out_specs=PartitionSpec(("node", "device")),
-            check_vma=False,
-        )
-    ).lower(CACHE)
-    for found in (collectives(program), collectives(program.compile())):
+    mesh, spec = kv_mesh(jax.devices()[:8], nodes=2), PartitionSpec(("node", "device"))
+    program = sharded(lambda x: jax.lax.psum(x, axes), mesh, spec, spec).lower(CACHE)
+    for found in both(program):
         assert found == [Collective("all-reduce", 1, 4096, ("f32[8,128]",), groups)]
 
 
-def test_groups_as_newer_and_older_programs_write_them():
-    """The numbers of six devices, as lists, as an array's rows, and along the axes of a mesh."""
-    columns = ((0, 2, 4), (1, 3, 5))
-    for written, groups in (
+@pytest.mark.parametrize(
+    ("written", "groups"),
+    [
         ("{}", ()),
         ("{{0,1},{2,3},{4,5}}", ((0, 1), (2, 3), (4, 5))),
         ("{{0},{1}}", ((0,), (1,))),
         ("[2,3]<=[6]", ((0, 1, 2), (3, 4, 5))),
-        ("[2,3]<=[3,2]T(1,0)", columns),
+        ("[2,3]<=[3,2]T(1,0)", ((0, 2, 4), (1, 3, 5))),
         ("mesh['node'=3,'device'=2] {'device'}", ((0, 1), (2, 3), (4, 5))),
-        ("mesh['a'=2,'b'=3], device_ids=([3,2]T(1,0)) {'b'}", columns),
+        ("mesh['a'=2,'b'=3], device_ids=([3,2]T(1,0)) {'b'}", ((0, 2, 4), (1, 3, 5))),
         ("mesh['a'=2,'b'=3], device_ids=([3,2]T(1,0)) {'b','a'}", ((0, 1, 2, 3, 4, 5),)),
-    ):
-        text = f"""HloModule m
+    ],
+)
+def test_groups_as_newer_and_older_programs_write_them(written, groups):
+    """The numbers of six devices, as lists, as an array's rows, and along the axes of a mesh."""
+    text = f"""HloModule m
 ENTRY main {{
   x = f32[2] parameter(0)
   ROOT s = f32[2] all-reduce(x), channel_id=1, replica_groups={written}, to_apply=none
 }}
 """
-        (found,) = collectives(text)
-        assert found.devices == (len(groups[0]) if groups else 0)
-        assert sorted(map(tuple, map(sorted, found.groups))) == sorted(groups), written
-
-
-def test_lowered_for_cuda_over_devices_that_are_not_there():
-    mesh = AbstractMesh((8,), ("kv",), axis_types=(AxisType.Auto,))
-    function = jax.jit(
-        jax.shard_map(
-            ring,
-            mesh=mesh,
-            in_specs=(REPLICATED, SHARDED),
-            out_specs=REPLICATED,
-            check_vma=False,
-        )
-    )
-    program = function.trace(X, CACHE).lower(lowering_platforms=("cuda",))
-    assert total_bytes(collectives(program)) == 7 * 4096
+    (found,) = collectives(text)
+    assert found.devices == (len(groups[0]) if groups else 0)
+    assert sorted(map(tuple, map(sorted, found.groups))) == sorted(groups)
 
 
 ASYNCHRONOUS = """
@@ -247,56 +226,50 @@ ENTRY %main (x: bf16[2,64], y: f32[3], z: bf16[8,4]) -> bf16[16,64] {
   %x = bf16[2,64]{1,0:T(8,128)(2,1)} parameter(0)
   %y = f32[3]{0} parameter(1)
   %z = bf16[8,4]{1,0} parameter(2)
+  %s = s32[4]{0} parameter(3)
   %ag = (bf16[2,64]{1,0}, bf16[16,64]{1,0}) all-gather-start(%x), replica_groups={{0,1,2,3,4,5,6,7},{8,9,10,11,12,13,14,15}}, dimensions={0}
-  %ar = (bf16[2,64]{1,0}, f32[3]{0}) all-reduce-start(%x, /*index=1*/%y), replica_groups={}, to_apply=%add
+  %ar = (bf16[2,64]{1,0}, f32[3]{0}) all-reduce-start(%y, /*index=1*/%x), replica_groups={}, to_apply=%add
   %ard = (bf16[2,64]{1,0}, f32[3]{0}) all-reduce-done(%ar)
   %cp = (f32[3]{0}, f32[3]{0}, u32[], u32[]) collective-permute-start(%y), source_target_pairs={{0,1},{1,0},{2,3}}
   %cpd = f32[3]{0} collective-permute-done(%cp)
   %rs = ((bf16[8,4]{1,0}), bf16[1,4]{1,0}) async-start(%z), calls=%wrapped
   %rsd = bf16[1,4]{1,0} async-done(%rs), calls=%wrapped
+  %r = f32[3] ragged-all-to-all(%y, %y, %s, %s, %s, %s), replica_groups={{0,1,2,3}}
   ROOT %agd = bf16[16,64]{1,0} all-gather-done(%ag)
 }
 """  # noqa: E501
 
 
 def test_asynchronous_collectives_count_once():
-    """As XLA writes for GPUs and TPUs: started here, done there."""
-    assert collectives(ASYNCHRONOUS) == [
-        Collective("all-gather", 1, 256, ("bf16[2,64]",), (EIGHT, tuple(range(8, 16)))),
+    """As XLA writes for GPUs and TPUs: started here, done there.
+
+    Of a ragged all-to-all the other operands are the buffer for what arrives, offsets and sizes.
+    """
+    sixteen = (EIGHT, tuple(range(8, 16)))
+    found = collectives(ASYNCHRONOUS)
+    assert found == [
+        Collective("all-gather", 1, 256, ("bf16[2,64]",), sixteen),
         Collective("all-reduce", 1, 268, ("bf16[2,64]", "f32[3]")),
         Collective("collective-permute", 1, 12, ("f32[3]",), ((0, 1), (1, 0), (2, 3))),
-        Collective("reduce-scatter", 1, 64, ("bf16[8,4]",), (EIGHT, tuple(range(8, 16)))),
+        Collective("reduce-scatter", 1, 64, ("bf16[8,4]",), sixteen),
+        Collective("ragged-all-to-all", 1, 12, ("f32[3]",), ((0, 1, 2, 3),)),
     ]
-
-
-def test_table():
-    text = collectives_table(collectives(lowered(scanned_ring).compile()))
-    assert text.splitlines() == [
-        "collective          runs  bytes put in    sent  operands",
-        "collective-permute     7        28,672  28,672  f32[8,128]",
-        "collective-permute     7        28,672  28,672  f32[8,128]",
-        "all                   14        57,344  57,344",
-    ]
+    assert found[2].devices == 3 and found[-1].sent_bytes == 9
 
 
 def test_sent_bytes_are_what_an_algorithm_in_numpy_sends():
     """A ring's algorithms, device by device: nobody can send less in all (2024 eq. 33)."""
     p, n = 4, 24
     rows = np.arange(p * n, dtype=np.float32).reshape(p, n)
-
-    def ring_reduce_scatter(x):  # (each device's own sum of a part, bytes that each sends)
-        parts = [list(np.split(row.copy(), p)) for row in x]
-        for step in range(p - 1):
-            moving = [parts[r][(r - step - 1) % p] for r in range(p)]
-            for r in range(p):
-                parts[(r + 1) % p][(r - step - 1) % p] = (
-                    parts[(r + 1) % p][(r - step - 1) % p] + moving[r]
-                )
-        return [parts[r][r] for r in range(p)], (p - 1) * n // p * 4
-
-    sums, scattered = ring_reduce_scatter(rows)
-    np.testing.assert_array_equal(np.concatenate(sums), rows.sum(axis=0))
-    gathered = (p - 1) * n // p * 4  # each part visits everybody else
+    parts, scattered = rows.reshape(p, p, n // p).copy(), 0
+    for step in range(p - 1):  # each device adds what it has of a part to its neighbour's
+        moving = [parts[r, (r - step - 1) % p].copy() for r in range(p)]
+        scattered += moving[0].nbytes
+        for r in range(p):
+            parts[(r + 1) % p, (r - step - 1) % p] += moving[r]
+    sums = np.concatenate([parts[r, r] for r in range(p)])
+    np.testing.assert_array_equal(sums, rows.sum(axis=0))
+    gathered = (p - 1) * parts[0, 0].nbytes  # each part visits everybody else
 
     def one(kind, operand):
         return Collective(kind, 3, operand, (), (tuple(range(p)),)).sent_bytes
@@ -320,46 +293,12 @@ def test_memory(optimized):
     assert held.held_bytes == held.argument_bytes + held.temporary_bytes
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_bad_input():
-    with pytest.raises(TypeError, match=r"program: expected .* got function"):
-        collectives(test_memory)
-    with pytest.raises(ValueError, match="ENTRY"):
-        collectives("not a program")
-    with pytest.raises(ValueError, match="expected an instruction, got 'nonsense'"):
-        collectives("ENTRY main {\nnonsense\n}")
-    with pytest.raises(TypeError, match=r"compiled: expected .* got Lowered"):
-        memory(lowered(three_allreduces))
-
-
-def test_the_counted_bytes_are_the_arrays():
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64", "int8", "bool", "float8_e4m3fn"])
+def test_the_counted_bytes_are_the_arrays(dtype):
     """The bytes of every dtype are those of the arrays sent."""
-    mesh = kv_mesh(jax.devices()[:8])
-    for dtype in ("bfloat16", "float32", "float64", "int8", "bool", "float8_e4m3fn"):
-        x = jnp.zeros((8, 24), dtype)
-        spec = PartitionSpec("kv")
-        f = jax.shard_map(
-            lambda x: jax.lax.ppermute(x, "kv", RING), mesh=mesh, in_specs=spec, out_specs=spec
-        )
-        (found,) = collectives(jax.jit(f).lower(x))
-        assert found.operand_bytes == np.prod((1, 24)) * x.dtype.itemsize
-
-
-RAGGED = """HloModule m
-ENTRY main {
-  input = f32[4] parameter(0)
-  output = f32[16] parameter(1)
-  sizes = s32[4] parameter(2)
-  ROOT r = f32[16] ragged-all-to-all(input, output, sizes, sizes, sizes, sizes), replica_groups={{0,1,2,3}}
-}
-"""  # noqa: E501
-
-
-def test_a_ragged_all_to_all_sends_its_input_only():
-    """Its other operands are the buffer for what arrives, and the offsets and sizes."""
-    (ragged,) = collectives(RAGGED)
-    assert ragged == Collective("ragged-all-to-all", 1, 16, ("f32[4]",), ((0, 1, 2, 3),))
-    assert ragged.sent_bytes == 12
+    x = jnp.zeros((8, 24), dtype)
+    program = sharded(lambda x: jax.lax.ppermute(x, "kv", RING), None, SHARDED, SHARDED).lower(x)
+    assert total_bytes(collectives(program)) == 24 * x.dtype.itemsize
 
 
 class Wrapper:
@@ -369,22 +308,40 @@ class Wrapper:
         self.as_text, self.memory_analysis = compiled.as_text, compiled.memory_analysis
 
 
+class Compiled:
+    """As Equinox's: JAX's is its attribute."""
+
+    compiled = None
+
+
+@pytest.mark.usefixtures("unchecked")
 def test_whatever_has_the_methods_is_read():
     compiled = lowered(three_allreduces).compile()
     wrapped = Wrapper(compiled)
     assert collectives(wrapped) == collectives(compiled) != []
     assert memory(wrapped) == memory(compiled)
+    wrapped.memory_analysis = lambda: None  # of platforms that do not tell
+    with pytest.raises(TypeError, match="compiled: expected"):
+        memory(wrapped)
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_what_has_no_such_method_is_told_what_is_expected():
-    class Compiled:  # as Equinox's: JAX's is its attribute
-        compiled = None
-
-    for function, method in ((collectives, "as_text"), (memory, "memory_analysis")):
-        with pytest.raises(TypeError, match=rf"expected .*{method}\(\).*got Compiled.*\.compiled"):
-            function(Compiled())
-    silent = Wrapper(lowered(three_allreduces).compile())
-    silent.memory_analysis = lambda: None  # of platforms that do not tell
-    with pytest.raises(TypeError, match="compiled: expected"):
-        memory(silent)
+@pytest.mark.parametrize(
+    ("function", "program", "error", "words"),
+    [
+        (collectives, test_memory, TypeError, "program: expected .* got function"),
+        (collectives, "not a program", ValueError, "ENTRY"),
+        (
+            collectives,
+            "ENTRY main {\nnonsense\n}",
+            ValueError,
+            "expected an instruction, got 'nonsense'",
+        ),
+        (collectives, Compiled(), TypeError, r"as_text\(\).*got Compiled.*\.compiled"),
+        (memory, Compiled(), TypeError, r"memory_analysis\(\).*got Compiled.*\.compiled"),
+        (memory, jax.jit(jnp.sin).lower(1.0), TypeError, "compiled: expected .* got Lowered"),
+    ],
+)
+def test_bad_input(function, program, error, words):
+    with pytest.raises(error, match=words):
+        function(program)
