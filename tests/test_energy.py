@@ -130,30 +130,24 @@ def test_causal_energy(shape):
         close(hessian[i, :, i], np.cov(v.T, aweights=p, ddof=0))
 
 
-def test_vmap_gives_causal_grouped_query_attention_and_its_gradients():
-    batch, length, kv_heads, group, d, dv = 2, 6, 2, 3, 4, 3
-    rng = np.random.default_rng(11)
-    q, w = (rng.normal(size=(batch, length, kv_heads * group, size)) for size in (d, dv))
-    k, v = (rng.normal(size=(batch, length, kv_heads, size)) for size in (d, dv))
-    mask = np.tri(length, dtype=bool)
+def test_attention_from_energy_has_attentions_gradients():
+    """For each query of a causal sentence, by vmap."""
+    _, q, k, v = draw_queries(5, 4, 3, 11)
+    mask, w = np.tri(5, dtype=bool), np.random.default_rng(11).normal(size=(5, 3))
 
-    @functools.partial(jnp.vectorize, signature="(d),(n,d),(n,e),(n)->(e)")
-    def heads(q, k, v, mask):  # vmap for each axis before these
-        return attention_from_energy(q, k, v, mask=mask)
-
-    def by_energy(q, k, v):
-        q = q.reshape(batch, length, kv_heads, group, d)
-        k, v = (jnp.swapaxes(x, 1, 2)[:, None, :, None] for x in (k, v))
-        return heads(q, k, v, mask[:, None, None]).reshape(w.shape)
+    def rows(q, k, v):
+        one = jax.vmap(lambda q, mask: attention_from_energy(q, k, v, mask=mask))
+        return one(q, mask)
 
     @jax.jit
     def run(*inputs):
-        out, pull = jax.vjp(by_energy, *inputs)
-        return [out, *pull(w)]
+        out, pull = jax.vjp(rows, *inputs)
+        return out, *pull(w)
 
-    wanted = [dense_attention(q, k, v, mask=mask), *dense_gradients(q, k, v, w, mask=mask)]
-    for a, b in zip(run(q, k, v), wanted, strict=True):
-        close(a, b)
+    *heads, by_out = (x[None, :, None] for x in (q, k, v, w))
+    wanted = dense_attention(*heads, mask=mask), *dense_gradients(*heads, by_out, mask=mask)
+    for x, y in zip(run(q, k, v), wanted, strict=True):
+        close(x, y[0, :, 0])
 
 
 def test_no_queries_and_no_keys():
@@ -225,16 +219,14 @@ def test_a_score_out_of_range_takes_all_the_weight():
 
 @pytest.mark.parametrize("dtype, sums", [("bfloat16", "float32"), ("float64", "float64")])
 def test_sums_are_in_float32_or_wider(dtype, sums):
-    (zeta, q, k, v), _ = draw(40, 8, 4, seed=6)
-    zeta, q, k, v = (np.asarray(x, jnp.dtype(dtype)) for x in (zeta, q, k, v))
-    for f in (energy, lambda zeta, q, k, v: cumulant(0, q, k, v)):
-        assert jax.eval_shape(f, zeta, q, k, v).dtype == sums
-    out = attention(q, k, v)
+    (zeta, *arrays), _ = draw(40, 8, 4, seed=6, dtype=jnp.dtype(dtype))
+    for f in (energy(zeta, *arrays), cumulant(0, *arrays)):
+        assert f.dtype == sums
+    out = attention(*arrays)
     assert out.dtype == dtype
-    exact = dense(np.zeros(4), *(x.astype("float64") for x in (q, k, v)))[1] @ v
-    np.testing.assert_allclose(
-        out.astype("float64"), exact, rtol=0, atol=3 * float(jnp.finfo(dtype).eps)
-    )
+    wide = [x.astype("float64") for x in (0 * zeta, *arrays)]
+    miss = np.abs(out.astype("float64") - dense(*wide)[1] @ wide[-1]).max()
+    assert miss < 3 * jnp.finfo(dtype).eps
 
 
 def test_gamma_has_a_saddle_at_attention():
