@@ -118,20 +118,6 @@ def test_gibbs_inequality():
     assert not vanishes(term - w[a] * sp.log(w[a] / p[a]))
 
 
-def test_the_energy_is_what_joins_keys_by_logaddexp():
-    """A function of sets of keys, s_a + ζ·v_a of one key and logaddexp of two sets, is F."""
-    size = sp.Symbol("size", integer=True, positive=True)
-    of_all_but_one = sp.log(sp.Sum(sp.exp(s[a] + t * x[a]), (a, 1, size - 1)))
-    of_one = s[size] + t * x[size]
-    joined = sp.log(sp.exp(of_all_but_one) + sp.exp(of_one))
-    one = {size: 1}  # the beginning, and the step from size − 1 keys to size
-    assert same(F.subs(n, 1).doit(), sp.log(sp.exp(of_one)).subs(one))
-    for keys in (2, 5):
-        assert same(sp.exp(F.subs(n, keys).doit()), sp.exp(joined.subs(size, keys).doit()))
-        mean_of_both = (of_all_but_one + of_one).subs(size, keys).doit() / 2
-        assert not same(sp.exp(F.subs(n, keys).doit()), sp.exp(mean_of_both))
-
-
 # The sentence of five words
 
 WEIGHTS = np.array([1, 2, 4, 1, 8]) / 16

@@ -16,7 +16,6 @@ from treeattn import (
     finalize,
     from_output,
     kv_mesh,
-    memory,
     merge,
     merge_across,
     tree_decode,
@@ -112,17 +111,6 @@ def test_a_shared_prefix_is_attended_once(lengths, seed):
         jnp.concatenate([jnp.stack([x] * 3), y], 1) for x, y in zip(prefix, (k, v), strict=True)
     ]
     close(out, dense_attention(q, *whole, kv_lengths=24 + lengths))
-
-
-def test_a_cascade_reads_the_prefix_once(optimized):
-    """What its program is given: the prefix's keys, and not a copy for each row."""
-    b, n = 8, 1024
-    q, prefix, own = (
-        jax.ShapeDtypeStruct(s, jnp.float32) for s in ((b, 1, 4, 64), (n, 4, 64), (b, 16, 4, 64))
-    )
-    lengths = jax.ShapeDtypeStruct((b,), jnp.int32)
-    program = jax.jit(cascade).lower(q, (prefix, prefix), (own, own), lengths).compile()
-    assert memory(program).held_bytes < 3 * (2 * prefix.size * 4)  # and not b times
 
 
 def test_latent_attention_is_grouped_queries_over_one_head():

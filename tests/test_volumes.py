@@ -290,12 +290,3 @@ def test_the_notebooks_collectives(name, rounds, sent):
             heard[b] |= before[a]
     assert (len(messages), sends.max()) == (rounds, sent)
     assert heard.all()
-
-
-def test_the_latencies_of_a_tree_are_nccls():
-    """A chain of seven in a node, a tree of depth ⌊log₂ nodes⌋ between, up and down."""
-    for p in (8, 16, 24, 128):
-        depth = (p // 8).bit_length() - 1
-        played = SAID["play"](SAID["tree"](p, 0), SAID["IN_TREE"], gap=0.0)
-        expected = 2 * (7 * 0.6e-6 + depth * 5e-6)
-        assert max(arrival for *_, arrival in played) == pytest.approx(expected)
