@@ -1,20 +1,8 @@
 """python -m labs.acceptance: each rule on each drafted shape, every outcome enumerated."""
 
-from labs.acceptance import (
-    DRAFT,
-    SHAPES,
-    TARGET,
-    TextModel,
-    beam_candidates,
-    in_floats,
-    largest_fault,
-    law,
-    longest_of_tosses,
-    mean_length,
-    most_tokens,
-    rules_for,
-    step_law,
-)
+from labs.acceptance.models import SHAPES, TextModel, in_floats, rules_for
+from labs.acceptance.optimum import most_tokens
+from labs.acceptance.rules import largest_fault, mean_length, step_law
 
 
 def table() -> str:
@@ -36,19 +24,5 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def beam_table() -> str:
-    """The first token's distribution if a beam's two candidates are accepted as if drawn."""
-    beam = beam_candidates(lambda path: DRAFT, 2, 1)
-
-    def step(rng):
-        return longest_of_tosses(beam, lambda path: TARGET, lambda path: DRAFT, rng)[0]
-
-    found = law(step)
-    rows = [("target", TARGET), ("beam of two", [found.get(x, 0) for x in range(3)])]
-    return "\n".join(f"{name:<12}" + "  ".join(f"{x!s:>5}" for x in p) for name, p in rows)
-
-
 if __name__ == "__main__":
     print(table())
-    print("\nThe likeliest candidates of a beam, accepted as if they had been drawn:")
-    print(beam_table())

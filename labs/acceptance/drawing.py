@@ -7,9 +7,9 @@ import numpy as np
 from figures.canvas import styled
 from figures.style import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, Figure, new_figure
 from labs.acceptance.beams import beam_candidates, longest_of_tosses
-from labs.acceptance.chance import law
 from labs.acceptance.models import DRAFT, SHAPES, TARGET, in_floats, rules_for
 from labs.acceptance.rules import mean_length, step_law
+from treeattn_conformance import law
 
 LOOKS = {  # marker, colour, and how far below the row's line
     "matching": ("o", GREY, 0.0),

@@ -20,17 +20,20 @@ SHAPES = (
 
 
 class TextModel:
-    """A made-up model of three tokens: probabilities after any path, Fractions with small terms."""
+    """A made-up model of three tokens: probabilities after any path, Fractions with small terms.
 
-    def __init__(self, seed: int):
-        self.seed = seed
+    With `least` of 0, some tokens have probability 0.
+    """
+
+    def __init__(self, seed: int, least: int = 1):
+        self.seed, self.least = seed, least
         self._known: dict[tuple[int, ...], np.ndarray] = {}
 
     def __call__(self, path: tuple[int, ...]) -> np.ndarray:
         """(3,) Fractions, the same ones at every call."""
         if path not in self._known:
             random = np.random.default_rng([self.seed, *(x + 1 for x in path)])
-            counts = random.integers(1, 10, 3).tolist()
+            counts = random.integers(self.least, 10, 3).tolist()
             self._known[path] = np.array([Fraction(n, sum(counts)) for n in counts])
         return self._known[path]
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import linprog  # JAX brings it along
 
-from labs.acceptance.chance import law
 from labs.acceptance.rules import DrawnTree, Path, draw_tree
+from treeattn_conformance import law
 
 Nodes = frozenset[Path]
 

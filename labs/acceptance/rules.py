@@ -2,7 +2,7 @@
 
     rule(tree, rng) -> the drafted tokens kept, and one more
 
-rng is a `numpy.random.Generator`, or what `labs.acceptance.law` hands out. The `ACCEPTANCE_RULES`
+rng is a `numpy.random.Generator`, or what `treeattn_conformance.law` passes. The `ACCEPTANCE_RULES`
 are lossless; they differ in how many tokens they keep. Probabilities may be floats or Fractions
 (for k_sequential, floats).
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from labs.acceptance.chance import law
+from treeattn_conformance import law
 
 Path = tuple[int, ...]
 
