@@ -136,12 +136,12 @@ gpu-smoke: $(STAMP)
 	$(BIN)/python -m labs.kernels.gpu --smoke --results build/gpu
 
 gpu-programs: $(GPU_PROGRAMS_STAMP)
-	PYTHONPATH=.:llama:conformance $(GPU_PROGRAMS)/python -W ignore -m labs.kernels.gpu_programs \
-		labs/kernels/results/gpu_programs.md
-	PYTHONPATH=.:llama:conformance $(GPU_PROGRAMS)/python -W ignore -m labs.sharding.h100s \
-		labs/sharding/results/h100s.md
+	PYTHONPATH=.:llama:conformance $(GPU_PROGRAMS)/python -W ignore -m labs.kernels.described_gpus \
+		labs.kernels.gpu_programs labs/kernels/results/gpu_programs.md
+	PYTHONPATH=.:llama:conformance $(GPU_PROGRAMS)/python -W ignore -m labs.kernels.described_gpus \
+		labs.sharding.h100s labs/sharding/results/h100s.md
 	PYTHONPATH=.:llama:conformance $(GPU_PROGRAMS)/python -m pytest -q \
-		labs/kernels/tests/test_gpu_programs.py labs/sharding/tests/test_h100s.py
+		labs/kernels/tests/test_gpu_programs.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet .

@@ -2,10 +2,17 @@
 
     pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc   # of jax's version; no driver
 
-XLA then compiles for them as for present ones, NVIDIA's assembler included.
+XLA then compiles for them as for present ones, NVIDIA's assembler included. `make gpu-programs`:
+
+    python -m labs.kernels.described_gpus MODULE FILE
+
+writes into a file what the module's `page` says of eight described H100s.
 """
 
+import importlib
 import os
+import sys
+from pathlib import Path
 
 import jax
 from jax.experimental import topologies
@@ -29,25 +36,9 @@ SHARED = {(8, 0): 166912, (8, 9): 101376, (10, 0): 232448, (12, 0): 101376}  # b
 MISSING = "JAX's plugin for CUDA is not installed:" + __doc__.split("\n")[2].partition("#")[0]
 
 
-def h100s(n: int) -> list[jax.Device]:
-    """So many H100s of one machine. Raises NotImplementedError, with what to install, without the
-    compiler for them."""
-    return described(H100, n)
-
-
-def like_an_h100(major: int, minor: int) -> jax.Device:
-    """A GPU of another compute capability, one of `SHARED`, for which programs are compiled to
-    other machine code; in all but its shared memory as an H100."""
-    text = H100.replace("major: 9", f"major: {major} minor: {minor}")
-    text = text.replace("232448", str(SHARED[major, minor]))
-    if major < 9:
-        text = text.replace("feature_extension: ACCELERATED_FEATURES", "")
-    (device,) = described(text, 1)
-    return device
-
-
-def described(target: str, n: int) -> list[jax.Device]:
-    """So many of the GPU of that description."""
+def h100s(n: int, target: str = H100) -> list[jax.Device]:
+    """So many H100s of one machine, or GPUs of another description. Raises NotImplementedError,
+    with what to install, without the compiler for them."""
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:
         topology = topologies.get_topology_desc(
@@ -56,3 +47,32 @@ def described(target: str, n: int) -> list[jax.Device]:
     except NotImplementedError:
         raise NotImplementedError(MISSING) from None
     return topology.devices
+
+
+def gpu(major: int, minor: int) -> jax.Device:
+    """A GPU of a compute capability, 9.0 or one of `SHARED`, for which programs are compiled to
+    other machine code; in all but its shared memory as an H100."""
+    text = H100
+    if (major, minor) in SHARED:
+        text = text.replace("{ major: 9 f", f"{{ major: {major} minor: {minor} f")
+        text = text.replace("232448", str(SHARED[major, minor]))
+    if major < 9:
+        text = text.replace("feature_extension: ACCELERATED_FEATURES", "")
+    return h100s(1, text)[0]
+
+
+def main() -> None:
+    module, file = sys.argv[1:]
+    try:
+        devices = h100s(8)
+    except NotImplementedError as missing:
+        sys.exit(str(missing))
+    lines = []
+    for line in importlib.import_module(module).page(devices):
+        lines.append(line)
+        print(line, flush=True)
+    Path(file).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

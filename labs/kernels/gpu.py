@@ -15,10 +15,10 @@ wrong, or 2 where all are right but a part failed or was stopped.
 import argparse
 import json
 import os
-import queue
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -56,61 +56,50 @@ def environment(smoke: bool) -> dict[str, str]:
     return own | os.environ | {"PYTHONPATH": path}
 
 
-def run_part(name: str, smoke: bool, seconds: float, found) -> dict:
-    """Run a part in a process; found(row) is called for each line as it comes.
+def run_part(name: str, smoke: bool, limit: float, found) -> dict:
+    """Run a part in a process, `limit` seconds at most; found(row) gets each line as it comes.
 
     Returns {"status", "seconds"}: "done", or why it is not.
     """
-    command = [sys.executable, "-m", "labs.kernels.gpu_parts", name, "--seconds", str(seconds - 5)]
+    command = [sys.executable, "-m", "labs.kernels.gpu_parts", name, "--seconds", str(limit - 5)]
+    command += ["--smoke"] * smoke
     began = time.monotonic()
-    process = subprocess.Popen(
-        [*command, *(["--smoke"] if smoke else [])],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(smoke),
-    )
-    lines: queue.Queue = queue.Queue()
-    errors: list[str] = []
-    threads = [
-        threading.Thread(target=lambda: [lines.put(line) for line in process.stdout], daemon=True),
-        threading.Thread(target=lambda: errors.extend(process.stderr), daemon=True),
-    ]
-    for thread in threads:
-        thread.start()
-    status = None
-    while status is None:
-        try:
-            line = lines.get(timeout=0.1)
-        except queue.Empty:
-            if time.monotonic() - began > seconds:
-                process.kill()
-                status = f"stopped after {seconds:.0f} s"
-            elif process.poll() is not None and not threads[0].is_alive() and lines.empty():
-                threads[1].join(timeout=5)
-                status = "done" if process.returncode == 0 else failure(process, errors)
-        else:
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment(smoke)
+        )
+        clock = threading.Timer(limit, process.kill)
+        clock.start()
+        for line in process.stdout:
             if line.startswith("{"):
                 found(json.loads(line))
-    process.wait()
-    return {"status": status, "seconds": round(time.monotonic() - began, 1)}
+        process.wait()
+        clock.cancel()
+        errors.seek(0)
+        seconds = time.monotonic() - began
+        if process.returncode == 0:
+            status = "done"
+        elif seconds >= limit:
+            status = f"stopped after {limit:.0f} s"
+        else:
+            status = failure(process.returncode, errors.readlines())
+    return {"status": status, "seconds": round(seconds, 1)}
 
 
-def failure(process, errors: list[str]) -> str:
+def failure(code: int, errors: list[str]) -> str:
     """Why a process ended as it did: the last line of what it said."""
     said = [line.strip() for line in errors if line.strip() and not line.startswith("---")]
     raised = [line for line in said if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
-    last = (raised or said or [f"exit status {process.returncode}"])[-1][:300]
+    last = (raised or said or [f"exit status {code}"])[-1][:300]
     return f"could not run: {last}" if raised else last
 
 
 def table(rows: list[dict]) -> list[str]:
     """Markdown: a column for each field that any row has."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
-    for row in rows:
-        lines.append("| " + " | ".join(str(row.get(name, "")) for name in columns) + " |")
-    return [*lines, ""]
+    cells = [columns, ["---"] * len(columns)]
+    cells += [[str(row.get(name, "")) for name in columns] for row in rows]
+    return [f"| {' | '.join(line)} |" for line in cells] + [""]
 
 
 def report(results: dict) -> str:
@@ -122,12 +111,12 @@ def report(results: dict) -> str:
         lines += [f"## {name}", "", f"{part['status']}, {part.get('seconds', 0)} s.", ""]
         rows = [predicted(row, device) for row in part["rows"]]
         if name == "correct":
-            right = [row for row in rows if row.get("ok")]
-            asked = [row for row in rows if "ok" in row]
-            lines += [f"{len(right)} of {len(asked)} agree with float64.", ""]
-            rows = [row for row in rows if row not in right]  # what is wrong, or was not run
-        for what in dict.fromkeys(row.get("what", "") for row in rows):
-            lines += table([row for row in rows if row.get("what", "") == what])
+            asked = sum("ok" in row for row in rows)
+            right = sum(row.get("ok", False) for row in rows)
+            lines += [f"{right} of {asked} agree with float64.", ""]
+            rows = [row for row in rows if not row.get("ok")]  # what is wrong, or was not run
+        for what in dict.fromkeys(row.get("what") for row in rows):
+            lines += table([row for row in rows if row.get("what") == what])
     return "\n".join(lines)
 
 
@@ -162,13 +151,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all when left out")
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all when left out")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--times", type=float, default=1, metavar="N", help="as long for each part")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="a folder")
     args = parser.parse_args()
-    if unknown := [name for name in args.parts if name not in PARTS]:
-        parser.error(f"parts: expected some of {', '.join(PARTS)}, got {unknown[0]}")
     results: dict = {"smoke": args.smoke, "date": time.strftime("%Y-%m-%d"), "parts": {}}
     # What the device is called names the file: that part comes first, whatever is asked for.
     for name in [x for x in PARTS if x == "device" or x in (args.parts or PARTS)]:

@@ -134,33 +134,32 @@ def local(smoke: bool) -> Iterator[dict]:
 
 def cluster(smoke: bool) -> Iterator[dict]:
     """One kernel that merges within clusters of thread blocks against split-K's two or more."""
-    why = cluster_merge.missing()
-    if not why and not smoke and not cluster_merge.on_hopper():
-        why = f"only Hopper GPUs run it, and this is {jax.devices()[0].device_kind}"
-    if why:
+    if why := cluster_merge.missing() if smoke else cluster_merge.obstacle():
         yield {"what": "cluster", "why not": why}
         return
-    split_k = functools.partial(attend, implementation=split_k_attend)
     in_cluster = functools.partial(cluster_merge.cluster_attend, cluster=2 if smoke else 8)
+    ways = {"split-K": split_k_attend, "cluster": in_cluster}
+    split_k, program = (jax.jit(functools.partial(attend, implementation=f)) for f in ways.values())
     for n in (256,) if smoke else (2**12, 2**16, 2**18):
-        q, k, v = cluster_merge.draw(4, n, 1, 64) if smoke else cluster_merge.draw(HEADS, n, 8)
-        expected = finalize(jax.jit(split_k)(q, k, v))[0]
-        program = jax.jit(in_cluster)
+        heads, h_kv, d = (4, 1, 64) if smoke else (HEADS, 8, DIM)
+        q = jax.random.normal(jax.random.key(1), (1, 1, heads, d), jnp.bfloat16)
+        pairs = random_pairs((1, n, h_kv, d), q.dtype, 1 if smoke else 16)
+        k, v = pairs[0]
+        expected = finalize(split_k(q, k, v))[0]
         runs = 1 if smoke else 300  # whether a race moves a bit
         with cluster_merge.interpreted() if smoke else nullcontext():
             states = [jax.block_until_ready(program(q, k, v)) for _ in range(1 + runs)]
-        pairs = [zip(states[0], x, strict=True) for x in states[1:]]
-        same = all(bool(jnp.array_equal(x, y)) for pair in pairs for x, y in pair)
+        same = all(
+            bool(jnp.array_equal(x, y))
+            for state in states[1:]
+            for x, y in zip(states[0], state, strict=True)
+        )
         off = float(jnp.abs(finalize(states[0])[0] - expected).max())
         yield {"what": "cluster", "keys": n, "runs": runs, "off": off, "ok": same and off < 1e-3}
-        for name, f in {} if smoke else {"split-K": split_k, "cluster": in_cluster}.items():
-            pairs = random_pairs((1, n, 8, DIM), q.dtype, 16)
-            t = call_seconds(_output_of(f), q, pairs, calls=16, smoke=smoke)
+        for name, way in () if smoke else ways.items():
+            f = functools.partial(attention, implementation=way)
+            t = call_seconds(f, q, pairs, calls=16, smoke=smoke)
             yield {"what": "cluster", "kernel": name, "keys": n, "µs": 1e6 * t}
-
-
-def _output_of(f):
-    return lambda q, k, v: finalize(f(q, k, v))[0]
 
 
 def tree(smoke: bool) -> Iterator[dict]:

@@ -1,17 +1,14 @@
-"""What GPUs would be given to run, compiled without one of them: `make gpu-programs`.
-
-    python -m labs.kernels.gpu_programs labs/kernels/results/gpu_programs.md
+"""What GPUs would be given to run, compiled without one of them: `make gpu-programs` writes it.
 
 XLA compiles for a described GPU as for a present one, NVIDIA's assembler included. That shows
 whether a kernel compiles, how many kernels a call starts, what they leave in memory between them,
 and what eight H100s would send each other; not how long anything takes, nor that it is right.
 """
 
+import contextlib
 import functools
 import re
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +16,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from labs.kernels import cluster_merge
-from labs.kernels.described_gpus import H100, described, h100s, like_an_h100
+from labs.kernels.cluster_merge import cluster_attend
+from labs.kernels.described_gpus import gpu
 from labs.kernels.mosaic_decode import mosaic_attend
 from labs.kernels.split_k import split_k_attend
 from treeattn import attend, collectives, ring_decode, tree_decode
@@ -36,9 +33,15 @@ METHODS = "allreduce", "butterfly", "gather", "all_to_all"
 KEYS = 65_536  # of a cache in eight shards
 
 
-def gpu(capability: tuple[int, int]) -> jax.Device:
-    """A described GPU of that compute capability, one of `GPUS`."""
-    return described(H100, 1)[0] if capability == (9, 0) else like_an_h100(*capability)
+def on_cuda(kind: str = "NVIDIA H100 80GB HBM3"):
+    """A context in which programs are lowered for such a GPU: since JAX 0.11 Pallas asks for it."""
+    try:
+        about = jax.sharding.AbstractDevice(kind, 132, "cuda")
+    except (AttributeError, TypeError):  # an older JAX
+        return contextlib.nullcontext()
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=auto, abstract_device=about)
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def compiled(f, device, *shapes, dtype=jnp.bfloat16, **options):
@@ -49,10 +52,7 @@ def compiled(f, device, *shapes, dtype=jnp.bfloat16, **options):
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         for name, x in options.items()
     }
-    about = jax.sharding.AbstractDevice(device.device_kind, 132, "cuda")
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=auto, abstract_device=about)
-    with jax.sharding.use_abstract_mesh(mesh):
+    with on_cuda(device.device_kind):
         return jax.jit(f).trace(*arrays, **options).lower().compile()
 
 
@@ -76,12 +76,12 @@ def kernel_table() -> Iterator[str]:
     yield "| for | case | by | kernels | temporary, kB |"
     yield "|---|---|---|---|---|"
     for capability, name in GPUS.items():
-        device = gpu(capability)
+        device = gpu(*capability)
         for case, (l, h, h_kv, d, n, dtype) in CASES.items():
             ways = {"split-K": state_of(split_k_attend)}
             if capability == (9, 0) and dtype == jnp.bfloat16:
                 ways |= {"Mosaic": state_of(mosaic_attend)}
-                ways |= {"a cluster of 8": cluster_merge.cluster_attend}
+                ways |= {"a cluster of 8": state_of(cluster_attend)}
             for way, f in ways.items():
                 program = decoding(f, device, l, h, h_kv, d, n, dtype)
                 held = program.memory_analysis().temp_size_in_bytes / 1e3
@@ -111,29 +111,16 @@ def message_table(devices) -> Iterator[str]:
         yield f"| {name} | {count} | {sum(c.count * c.operand_bytes for c in found):,} |"
 
 
-def main() -> None:
-    try:
-        devices = h100s(8)
-    except NotImplementedError as missing:
-        sys.exit(str(missing))
-    lines = [
-        "# Programs for GPUs that are not there",
-        "",
-        f"Compiled without a GPU by jax {jax.__version__} (`make gpu-programs`). Nothing was run.",
-        "",
-        "The *state* of one query, or 64: 32 heads on 8 key heads of 128, or 16 of 256.",
-        "",
-    ]
-    for line in kernel_table():
-        lines.append(line)
-        print(line, flush=True)
-    lines += ["", "Eight H100s, one query of 16 heads on 8 key heads of 128, 65,536 keys.", ""]
-    for line in message_table(devices):
-        lines.append(line)
-        print(line, flush=True)
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+def page(devices) -> Iterator[str]:
+    """The lines of the page of results."""
+    yield "# Programs for GPUs that are not there"
+    yield ""
+    yield f"Compiled without a GPU by jax {jax.__version__} (`make gpu-programs`). Nothing was run."
+    yield ""
+    yield "The *state* of one query, or 64: 32 heads on 8 key heads of 128, or 16 of 256."
+    yield ""
+    yield from kernel_table()
+    yield ""
+    yield "Eight H100s, one query of 16 heads on 8 key heads of 128, 65,536 keys."
+    yield ""
+    yield from message_table(devices)

@@ -47,9 +47,9 @@ KEYS_A_SPLIT = 256  # at least
 
 def missing() -> str | None:
     """What this JAX lacks; None if it lacks nothing."""
-    if hasattr(plgpu, "mma") and hasattr(plgpu, "InterpretGPUParams"):
+    if all(hasattr(plgpu, name) for name in ("mma", "cluster_ref", "InterpretGPUParams")):
         return None
-    return f"Mosaic's kernel needs JAX 0.11.2 or newer, and this is {jax.__version__}"
+    return f"Mosaic's kernels need JAX 0.11.2 or newer, and this is {jax.__version__}"
 
 
 def is_compiled() -> bool:
@@ -87,44 +87,65 @@ def mosaic_attend(q, k, v, *, scale, kv_lengths=None) -> AttentionState:
     lengths may be anything. No gradient. Raises a ValueError that names the argument for what the
     kernel cannot take.
     """
+    return attend_by(q, k, v, scale, kv_lengths)
+
+
+def attend_by(q, k, v, scale, kv_lengths, cluster: int = 0, merge=None) -> AttentionState:
+    """The same. With a cluster of so many thread blocks, each takes a split, and `merge` makes one
+    state of theirs (cluster_merge.py)."""
     if (reason := obstacle(q, k, v)) is not None:
         raise ValueError(reason)
     (b, l, h, d), (n, h_kv, dv) = q.shape, v.shape[1:]
-    group = h // h_kv
-    rows = max(pl.next_power_of_2(l * group), COLUMNS)
+    rows = max(pl.next_power_of_2(l * h // h_kv), COLUMNS)
     splits = pl.next_power_of_2(min(pl.cdiv(PROGRAMS, b * h_kv), pl.cdiv(n, KEYS_A_SPLIT)))
+    # Mosaic turns the grid round: CUDA's first dimension, which has no end, is that of heads.
+    grid = {"grid": (b, splits, h_kv), "grid_names": ("text", "split", "head")}
+    if cluster:
+        grid = {"grid": (b, h_kv), "grid_names": ("text", "head")}
+        grid |= {"cluster": (cluster,), "cluster_names": ("split",)}
     stages = max(1, min(4, ROOM // (KEYS * (d + dv) * 2)))
-    # The queries of a key head, and their scale, as columns of a product: (b, h_kv, d, rows).
-    tile = jnp.moveaxis(q.reshape(b, l, h_kv, group, d), 2, 1).reshape(b, h_kv, l * group, d)
-    tile = jnp.pad(tile, [(0, 0), (0, 0), (0, rows - l * group), (0, 0)]).swapaxes(2, 3)
+    scratch = _scratch(q.dtype, d, dv, rows, stages)
+    if cluster:
+        shapes = [(rows,), (rows,)] + [(CHUNK, rows)] * (dv // CHUNK)
+        scratch["mine"] = [plgpu.SMEM(shape, jnp.float32) for shape in shapes]
+        scratch["together"] = plgpu.ClusterBarrier(collective_axes=("split",))
+    # The queries of a key head as columns of a product: (b, h_kv, d, rows).
+    tile = by_key_heads(q, h_kv, rows).swapaxes(2, 3)
     lengths = jnp.full(b, n) if kv_lengths is None else kv_lengths
     flat = (x.reshape(b, n, -1) for x in (k, v))
     interpret = not is_compiled()
-    each = splits, b, h_kv
+    each = 1 if cluster else splits, b, h_kv
     call = plgpu.kernel(
-        functools.partial(_program, stages=stages, interpret=interpret),
+        functools.partial(_program, splits=cluster or splits, merge=merge, interpret=interpret),
         out_type=[
             jax.ShapeDtypeStruct(shape, jnp.float32)
             for shape in ((*each, rows), (*each, rows), (*each, dv, rows))
         ],
-        scratch_types=_scratch(q.dtype, d, dv, rows, stages),
-        # Mosaic turns the grid round: CUDA's first dimension, which has no end, is that of heads.
-        grid=(b, splits, h_kv),
-        grid_names=("text", "split", "head"),
+        scratch_types=scratch,
         num_threads=1,
         thread_name="warpgroup",
         kernel_name="treeattn_mosaic_split_k",
+        **grid,
         **({"interpret": plgpu.InterpretGPUParams(detect_races=True)} if interpret else {}),
     )
     scale = jnp.asarray(scale, jnp.float32).reshape(1)
     m, denominator, numerator = call(tile, *flat, lengths.astype(jnp.int32), scale)
-
-    def of_heads(x):  # (splits, b, h_kv, rows, …) to (splits, b, l, h, …)
-        x = x[:, :, :, : l * group].reshape(splits, b, h_kv, l, group, *x.shape[4:])
-        return jnp.moveaxis(x, 2, 3).reshape(splits, b, l, h, *x.shape[5:])
-
     states = (m, denominator, jnp.swapaxes(numerator, 3, 4))
-    return reduce_tree(AttentionState(*map(of_heads, states)))
+    return reduce_tree(AttentionState(*(by_heads(x, l, h) for x in states)))
+
+
+def by_key_heads(q, h_kv: int, rows: int):
+    """Queries (b, l, h, d) as a tile for each key head, (b, h_kv, rows, d), which zeros fill up."""
+    b, l, _, d = q.shape
+    tile = jnp.moveaxis(q.reshape(b, l, h_kv, -1, d), 2, 1).reshape(b, h_kv, -1, d)
+    return jnp.pad(tile, [(0, 0), (0, 0), (0, rows - tile.shape[2]), (0, 0)])
+
+
+def by_heads(x, l: int, h: int):
+    """Results of such tiles, (splits, b, h_kv, rows, …), as (splits, b, l, h, …)."""
+    splits, b, h_kv = x.shape[:3]
+    x = x[:, :, :, : l * h // h_kv].reshape(splits, b, h_kv, l, -1, *x.shape[4:])
+    return jnp.moveaxis(x, 2, 3).reshape(splits, b, l, h, *x.shape[5:])
 
 
 def _scratch(dtype, d: int, dv: int, rows: int, stages: int) -> dict:
@@ -141,19 +162,19 @@ def _scratch(dtype, d: int, dv: int, rows: int, stages: int) -> dict:
     }
 
 
-def _program(q, k, v, lengths, scale, m_out, d_out, n_out, *, stages, interpret, **scratch):
+def _program(q, k, v, lengths, scale, *out, splits: int, merge, interpret: bool, **scratch):
     """One program: the state of the queries of a key head after one split of its keys.
 
     References to q (b, h_kv, d, rows), k (b, n, h_kv · d), v (b, n, h_kv · dv), lengths (b,), scale
-    (1,); then to the state's fields, (splits, b, h_kv, rows) and (splits, b, h_kv, dv, rows).
+    (1,); then to the state's fields, (splits, b, h_kv, rows) and (splits, b, h_kv, dv, rows),
+    or to those of a single state where blocks merge theirs.
     """
     tile, keys, values, weights = (scratch[x] for x in ("tile", "keys", "values", "weights"))
     keys_there, values_there = scratch["keys_there"], scratch["values_there"]
     text, split, head = map(lax.axis_index, ("text", "split", "head"))
-    d, rows = tile.shape
-    n, dv = k.shape[1], values.shape[2]
+    (d, rows), (stages, _, dv), n = tile.shape, values.shape, k.shape[1]
     length = jnp.clip(lengths[text], 0, n)
-    keys_a_split = ceil(ceil(length, KEYS), n_out.shape[0]) * KEYS
+    keys_a_split = ceil(ceil(length, KEYS), splits) * KEYS
     start = split * keys_a_split
     stop = jnp.minimum(start + keys_a_split, length)
     blocks = ceil(jnp.maximum(stop - start, 0), KEYS)
@@ -199,14 +220,14 @@ def _program(q, k, v, lengths, scale, m_out, d_out, n_out, *, stages, interpret,
         s = scores(i, slot)
         pivot = jnp.maximum(m, jnp.max(s, axis=0))
         weight = jnp.exp(finite(m) - finite(pivot))
-        p = jnp.exp(s - _columns(finite(pivot), s))
+        p = jnp.exp(s - columns(finite(pivot), s))
         for target, part in zip(weights, split_float(p * (1 / most), v.dtype), strict=True):
             target[...] = part
         plgpu.commit_smem()  # the weights; and the keys have been read
         fetch(k, keys, keys_there, i + stages)
         plgpu.barrier_wait(values_there.at[slot])
         numerator = tuple(
-            add_values(i, slot, chunk, x * _columns(weight, x))
+            add_values(i, slot, chunk, x * columns(weight, x))
             for chunk, x in zip(_chunks(dv), numerator, strict=True)
         )
         plgpu.commit_smem()  # the values have been read
@@ -223,13 +244,23 @@ def _program(q, k, v, lengths, scale, m_out, d_out, n_out, *, stages, interpret,
     numerator = tuple(_sums(jnp.zeros((x.size, rows), jnp.float32)) for x in _chunks(dv))
     state = m, jnp.zeros_like(m), numerator
     m, denominator, numerator = lax.fori_loop(jnp.int32(0), blocks, add_block, state)
-    here = split, text, head
-    _store(m_out.at[here], m)
-    _store(d_out.at[here], denominator)
-    for chunk, x in zip(_chunks(dv), numerator, strict=True):
-        total = finite(x * most)
-        seen = _columns(denominator, total) != 0
-        _store(n_out.at[*here, chunk], jnp.where(seen, total, jnp.zeros_like(total)))
+    totals = (finite(x * most) for x in numerator)
+    numerator = (jnp.where(columns(denominator, x) != 0, x, jnp.zeros_like(x)) for x in totals)
+    state = m, denominator, *numerator
+    if merge is None:
+        _store_state(out, (split, text, head), state)
+    else:
+        write(scratch["mine"], state)
+        merge(scratch["mine"], splits, scratch["together"])
+        pl.when(split == 0)(lambda: _store_state(out, (0, text, head), read(scratch["mine"])))
+
+
+def _store_state(out, here, state) -> None:
+    m, denominator, *numerator = state
+    _store(out[0].at[here], m)
+    _store(out[1].at[here], denominator)
+    for chunk, x in zip(_chunks(out[2].shape[3]), numerator, strict=True):
+        _store(out[2].at[*here, chunk], x)
 
 
 # Reads, writes and products. Which thread holds which numbers Mosaic finds out by trial, in a long
@@ -246,7 +277,7 @@ def _sums(x):
     return plgpu.layout_cast(x, layout.reduce(0) if x.ndim == 1 else layout)
 
 
-def _columns(x, like):
+def columns(x, like):
     """A number for each column of `like`."""
     return _sums(lax.broadcast_in_dim(x, like.shape, [1]))
 
@@ -263,6 +294,16 @@ def _product(sums, a, b, *, interpret: bool):
     if interpret:
         return sums + lax.dot(a, b, preferred_element_type=jnp.float32)
     return plgpu.mma(sums, a, b)
+
+
+def read(refs):
+    """A state, (m, d and the chunks of n), from shared memory."""
+    return [_sums(plgpu.load(ref)) for ref in refs]
+
+
+def write(refs, state) -> None:
+    for ref, x in zip(refs, state, strict=True):
+        ref[...] = x
 
 
 def _load(x, layout):

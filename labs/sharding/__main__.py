@@ -10,6 +10,7 @@ import treeattn
 from labs.sharding.layer import Cache, Sizes, Weights, cache_specs, layer_step, weight_specs
 
 LLAMA_8B = Sizes(width=4096, heads=32, kv_heads=8, head_dim=128, mlp_width=14336)
+SLOTS = 8192  # of each row's cache
 
 
 def described(sizes: Sizes, batch: int, n: int, mesh) -> tuple[Weights, Cache]:
@@ -67,14 +68,12 @@ def crossings(found, mesh) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch", type=int, default=2, help="devices along the rows (2)")
-    parser.add_argument("--heads", type=int, default=2, help="devices along the heads (2)")
-    parser.add_argument("--kv", type=int, default=2, help="devices along the keys (2)")
-    parser.add_argument("--keys", type=int, default=8192, help="slots of the cache (8192)")
+    for axis in ("batch", "heads", "kv"):
+        parser.add_argument(f"--{axis}", type=int, default=2, help=f"devices along {axis} (2)")
     asked = parser.parse_args()
     treeattn.simulate_devices(asked.batch * asked.heads * asked.kv)
     mesh = treeattn.kv_mesh(batch=asked.batch, heads=asked.heads)
-    compiled = program(LLAMA_8B, asked.batch, asked.keys, mesh)
+    compiled = program(LLAMA_8B, asked.batch, SLOTS, mesh)
     held = treeattn.memory(compiled)
     print(f"A layer of Llama 3.1 8B's sizes, float32, one token a row, on {dict(mesh.shape)}\n")
     print(crossings(treeattn.collectives(compiled), mesh))

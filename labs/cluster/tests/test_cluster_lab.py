@@ -159,7 +159,6 @@ def test_a_missing_tool_is_named():
         ),
         ("--keys 1001", "--keys: expected multiples of 8, the number of ranks, got 1001"),
         ("--inter fast", "argument --inter: "),
-        ("--delay 5parsec", "argument --delay: "),
     ],
 )
 def test_what_cannot_be_run_is_refused(options, message):

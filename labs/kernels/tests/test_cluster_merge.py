@@ -1,4 +1,4 @@
-"""The merge through a cluster's shared memory: interpreted, with races looked for; and lowered."""
+"""The kernels by Mosaic: interpreted, with races looked for; and lowered for an H100."""
 
 import functools
 import re
@@ -7,102 +7,99 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracles import dense_attention, dense_weights
 
 import treeattn
-from labs.kernels import cluster_merge as example
+from labs.kernels import cluster_merge
+from labs.kernels.gpu_checks import difference, draw, right
+from labs.kernels.gpu_programs import on_cuda
+from labs.kernels.mosaic_decode import missing, mosaic_attend
 from labs.kernels.split_k import split_k_attend
-from treeattn import finalize, merge
 
 pytestmark = pytest.mark.slow
-
-if example.missing():
-    pytest.skip(example.missing(), allow_module_level=True)
+is_new = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
 
-def draw(shape, dtype="bfloat16", seed=0):
-    b, l, h, h_kv, n, d, dv = shape
-    rng = np.random.default_rng(seed)
-    shapes = (b, l, h, d), (b, n, h_kv, d), (b, n, h_kv, dv)
-    return [jnp.asarray(rng.normal(size=x), dtype) for x in shapes]
+def attending(implementation, **options):
+    """`attend` by it, or by a part of it."""
+    f = functools.partial(implementation, **options)
+    return jax.jit(functools.partial(treeattn.attend, implementation=f))
 
 
-def run(q, k, v, lengths=None, **sizes):
-    f = jax.jit(functools.partial(example.cluster_attend, **sizes))
-    with example.interpreted():
-        return jax.block_until_ready(f(q, k, v, kv_lengths=lengths))
+def run(arrays, cluster, **options):
+    kernel = {"cluster": cluster} if cluster else {}
+    f = attending(cluster_merge.cluster_attend if cluster else mosaic_attend, **kernel)
+    with cluster_merge.interpreted():
+        return jax.block_until_ready(f(*arrays, **options))
 
 
-def check(arrays, state, lengths=None):
-    assert {x.dtype for x in state} == {jnp.dtype("float32")}
-    out, lse = finalize(state)
-    q, k, v = (np.asarray(x, np.float64) for x in arrays)
-    options = {} if lengths is None else {"kv_lengths": lengths}
-    np.testing.assert_allclose(out, dense_attention(q, k, v, **options), atol=1e-5)
-    np.testing.assert_allclose(lse, dense_weights(q, k, **options)[1], rtol=1e-6, atol=2e-6)
-
-
+@is_new
 @pytest.mark.parametrize(
-    ("cluster", "clusters", "shape", "lengths", "dtype"),
+    ("cluster", "shape", "lengths", "dtype"),
     [
-        (1, 1, (1, 1, 1, 1, 40, 64, 64), None, "bfloat16"),  # fewer keys than a block takes
-        (2, 1, (2, 1, 4, 2, 301, 64, 64), [-1, 290], "bfloat16"),  # a text without keys
-        (4, 1, (1, 3, 8, 2, 520, 64, 128), None, "float16"),  # a tile of grouped queries
-        (8, 1, (1, 1, 9, 1, 1100, 128, 64), [1037], "bfloat16"),
-        (8, 1, (1, 1, 2, 1, 130, 64, 64), None, "bfloat16"),  # five blocks without keys
-        (2, 3, (1, 1, 2, 1, 600, 64, 64), [601], "bfloat16"),  # clusters that merge outside
+        (0, (1, 1, 4, 2, 600, 64, 128), [600], "bfloat16"),  # splits; the last block overlaps
+        (0, (2, 3, 8, 2, 304, 128, 64), [0, 290], "float16"),  # a text without keys
+        (2, (2, 1, 4, 2, 304, 64, 64), [0, 290], "bfloat16"),
+        (4, (1, 3, 8, 2, 520, 64, 128), [520], "float16"),  # a tile of grouped queries
+        (8, (1, 1, 9, 1, 1104, 128, 64), [1037], "bfloat16"),
+        (8, (1, 1, 2, 1, 136, 64, 64), [130], "bfloat16"),  # five blocks without keys
     ],
     ids=str,
 )
-def test_against_float64(cluster, clusters, shape, lengths, dtype):
-    arrays = draw(shape, dtype)
-    lengths = None if lengths is None else np.array(lengths, np.int32)
-    state = run(*arrays, lengths, cluster=cluster, clusters=clusters)
-    check(arrays, state, lengths)
+def test_against_float64(cluster, shape, lengths, dtype):
+    """What lies past the lengths may be anything."""
+    q, k, v = draw(shape, dtype)
+    options = {"kv_lengths": np.array(lengths, np.int32)}
+    past = (np.arange(shape[4]) >= options["kv_lengths"][:, None])[..., None, None]
+    arrays = q, *(jnp.where(past, jnp.nan, x) for x in (k, v))
+    state = run(arrays, cluster, **options)
+    assert {x.dtype for x in state} == {jnp.dtype("float32")}
+    (out, lse), expected = treeattn.finalize(state), right(*arrays, **options)
+    assert difference(out, expected[0]) < 1e-5
+    assert difference(lse, expected[1]) < 2e-6
 
 
-def test_no_keys_give_the_identity_and_states_merge():
-    q, k, v = draw((1, 1, 4, 2, 200, 64, 64))
-    none = run(q, k, v, np.array([0]), cluster=4)
-    assert np.all(np.isneginf(none.max)) and not np.any(none.numerator)
-    assert not np.any(none.denominator)
-    rest = treeattn.attend(q, k[:, 120:], v[:, 120:])
-    state = merge(none, merge(run(q, k, v, np.array([120]), cluster=4), rest))
-    check((q, k, v), state)
-
-
+@is_new
 def test_a_missing_barrier_is_a_race(monkeypatch):
     """The interpreter would find it, had a block read a state that may not be there."""
-    monkeypatch.setattr(example, "_everybody", lambda together: None)
+    monkeypatch.setattr(cluster_merge, "_everybody", lambda together: None)
     with pytest.raises(Exception, match=r"(?i)race"):
-        run(*draw((1, 1, 1, 1, 130, 64, 64)), cluster=2)
+        run(draw((1, 1, 1, 1, 136, 64, 64), "bfloat16"), 2)
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
     interpret_pallas_call.reset_gpu_interpret_mode_state()
 
 
-def test_what_does_not_fit_is_refused():
-    q, k, v = draw((1, 9, 8, 1, 100, 64, 64))
-    for changes in ({}, {"cluster": 3}):
-        with pytest.raises(ValueError, match="q: 72 rows, of 64; cluster: "):
-            example.cluster_attend(q, k, v, **changes)
+@is_new
+def test_what_does_not_fit_is_refused(unchecked):
+    fits = {"b": 1, "l": 1, "h": 8, "h_kv": 2, "n": 64, "d": 64, "dv": 64}
+    for changes, dtype, match in (
+        ({"l": 9}, "float16", r"^q: .* takes 32 queries a key head, got 36"),
+        ({"n": 60}, "float16", r"^k: .* 64 keys or more, a multiple of 8, got 60"),
+        ({"d": 96}, "float16", r"^q: .* head_dims of 64, 128, 192 or 256, got 96"),
+        ({}, "float32", r"^q: .* float16 or bfloat16, got float32"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            mosaic_attend(*draw((fits | changes).values(), dtype), scale=1.0)
+    with pytest.raises(ValueError, match=r"^cluster: expected a power of two, got 3"):
+        run(draw(fits.values(), "float16"), 3)
+
+
+def test_an_older_jax_is_told():
+    if not missing():
+        pytest.skip("this JAX has Mosaic")
+    with pytest.raises(ValueError, match=r"need JAX 0\.11\.2 or newer"):
+        mosaic_attend(*draw((1, 1, 2, 1, 64, 64, 64), "float16"), scale=1.0)
 
 
 # Lowered for an H100, without one.
 
-CALL = "custom_call @__gpu$xla.gpu.triton"
+# What a merge of states is made of, where no kernel does it; sums of no elements XLA drops.
+OUTSIDE = r"stablehlo\.(exponential|(maximum|multiply|add) .*f32)"
 
 
-def on_cuda():
-    """A context in which programs are lowered for an H100."""
-    about = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", 132, "cuda")
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=auto, abstract_device=about)
-    return jax.sharding.use_abstract_mesh(mesh)
-
-
-# What a merge of states is made of, where no kernel does it.
-OUTSIDE = r"stablehlo\.(reduce|exponential|(maximum|multiply|add) .*f32)"
+def lowered(f, arrays, **options):
+    with on_cuda():
+        return f.trace(*arrays, **options).lower(lowering_platforms=("cuda",))
 
 
 def modules(program):
@@ -121,34 +118,28 @@ def modules(program):
         yield str(ir.Module.parse(module, program.context))
 
 
-@pytest.mark.parametrize("cluster", [1, 2, 8])
-@pytest.mark.parametrize(("d", "dv"), [(64, 128), (128, 64)])
+@is_new
+@pytest.mark.parametrize(("cluster", "d", "dv"), [(1, 64, 128), (2, 128, 64), (8, 64, 128)])
 def test_one_kernel_and_a_tree_of_reads(cluster, d, dv):
-    q, k, v = draw((2, 1, 16, 4, 1000, d, dv))
-    f = jax.jit(functools.partial(example.cluster_attend, cluster=cluster))
-    with on_cuda():
-        traced = f.trace(q, k, v, kv_lengths=np.array([9, 1000]))
-        lowered = traced.lower(lowering_platforms=("cuda",))
-    (kernel,) = modules(lowered.compiler_ir())
+    arrays = draw((2, 1, 16, 4, 1000, d, dv), "bfloat16")
+    f = attending(cluster_merge.cluster_attend, cluster=cluster)
+    program = lowered(f, arrays, kv_lengths=np.array([9, 1000]))
+    (kernel,) = modules(program.compiler_ir())
     rounds = cluster.bit_length() - 1
     # Once a round, an address of each field's in the other block's shared memory: JAX 0.11 writes
-    # an operation of MLIR's for it, 0.12 the instruction itself.
+    # an operation of MLIR's for it, 0.12 the instruction itself. A numerator has chunks of 64.
     addresses = re.findall(r'nvvm\.mapa"|"mapa\.shared::cluster\.u32 \$0, \$1, \$2;"', kernel)
-    assert len(addresses) == 3 * rounds
+    assert len(addresses) == (2 + dv // 64) * rounds
     # Once a round, and in the end, all blocks wait for each other; a block alone for nobody.
     waits = kernel.count("mbarrier.arrive.shared::cluster")
     assert waits == (rounds + 1 if rounds else 0)
     # Outside the kernel no numbers of states are compared, multiplied or added.
-    assert not re.search(OUTSIDE, lowered.as_text())
+    assert not re.search(OUTSIDE, program.as_text())
 
 
 def test_split_k_merges_in_a_second_kernel():
     """And a tree of merges is what the search finds where there is one."""
-    q, k, v = draw((2, 1, 16, 4, 1000, 64, 64))
-    f = functools.partial(treeattn.attend, implementation=split_k_attend)
-    with on_cuda():
-        text = jax.jit(f).trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text()
-    numbers = OUTSIDE.replace("reduce|", "")  # there are sums of no elements, which XLA drops
-    assert text.count(CALL) == 2 and not re.search(numbers, text)
+    arrays = draw((2, 1, 16, 4, 1000, 64, 64), "bfloat16")
+    assert not re.search(OUTSIDE, lowered(attending(split_k_attend), arrays).as_text())
     states = treeattn.AttentionState.identity((8, 2, 1, 16), 64)
-    assert re.search(numbers, jax.jit(treeattn.reduce_tree).lower(states).as_text())
+    assert re.search(OUTSIDE, jax.jit(treeattn.reduce_tree).lower(states).as_text())

@@ -1,7 +1,5 @@
 """A NaN is not lost on CUDA, whose max and min drop it: the kernel interpreted with those."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +10,10 @@ from jax.interpreters import mlir
 from oracles import dense_attention, dense_weights
 
 from labs.kernels import split_k, tiles
+from labs.kernels.gpu_checks import draw
 
 ERROR = {"float32": 2e-6, "bfloat16": 3e-5}
-B, L, H, H_KV, N, D, DV = 2, 3, 4, 2, 600, 32, 24
+B, L, H, H_KV, N, D, DV = SHAPE = 2, 3, 4, 2, 600, 32, 24
 
 
 @pytest.fixture(autouse=True)
@@ -62,22 +61,16 @@ def test_the_rules_drop_a_nan():
     assert largest == 1
 
 
-def inputs(dtype, seed=0):
-    rng = np.random.default_rng(seed)
-    shapes = (B, L, H, D), (B, N, H_KV, D), (B, N, H_KV, DV)
-    return [np.array(jnp.asarray(rng.normal(size=shape), dtype)) for shape in shapes]
-
-
-@functools.partial(jax.jit, static_argnames="causal")
-def written(q, k, v, scale, options, causal=False):
-    """(out, lse) of the state that the two kernels write, of several splits."""
+@jax.jit
+def written(q, k, v, scale, options):
+    """The state that the two kernels write, of several splits."""
     assert tiles.tile_of(q, v).splits > 1
-    names = "mask", "bias", "kv_lengths"
-    options = {name: options.get(name) for name in names}
-    return split_k._call(q, k, v, jnp.float32(scale), options, causal=causal, interpret=True)
+    options = {"mask": None, "bias": None, "kv_lengths": None} | options
+    return split_k._call(q, k, v, jnp.float32(scale), options, causal=False, interpret=True)
 
 
 def finalized(m, d, n):
+    """In NumPy, since JAX's maximum is replaced here."""
     m, d, n = (np.asarray(x, np.float64) for x in (m, d, n))
     with np.errstate(divide="ignore"):
         return n / np.where(d == 0, 1, d)[..., None], m + np.log(d)
@@ -88,7 +81,7 @@ def finalized(m, d, n):
 def test_what_is_nan_is_what_dense_attention_has_as_nan(where, dtype):
     for seed in range(4):
         rng = np.random.default_rng(seed)
-        q, k, v = inputs(dtype, seed)
+        q, k, v = (np.array(x) for x in draw(SHAPE, dtype, seed))
         lengths = rng.integers(3, N + 1, B).astype(np.int32)
         bias = rng.normal(size=(1, H, 1, N)).astype(np.float32)
         bias[..., 1] = -np.inf
@@ -115,8 +108,8 @@ def test_what_is_nan_is_what_dense_attention_has_as_nan(where, dtype):
 @pytest.mark.parametrize("hidden", ["mask", "bias"])
 def test_a_query_without_keys_reads_no_nan(hidden):
     """Its state is (−∞, 0, 0) whatever the values are; that of the others is NaN."""
-    q, k, v = inputs("float32")
-    v[:] = np.nan
+    q, k, v = draw(SHAPE, "float32")
+    v = jnp.full_like(v, np.nan)
     seen = np.ones((1, 1, L, N), bool)
     seen[:, :, 1] = False
     options = {"mask": seen} if hidden == "mask" else {"bias": np.where(seen, 0.0, -np.inf)}

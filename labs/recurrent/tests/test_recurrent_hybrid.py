@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracles import dense_attention
 
-from labs.recurrent.hybrid import RECURRENT, Memory, accept, draw, prefill, step
+from labs.recurrent.hybrid import RECURRENT, Memory, draw, prefill, step
 from treeattn import collectives, kv_mesh
 
 ROWS, WIDTH, SLOTS = 3, 4, 64
@@ -104,28 +104,6 @@ def test_a_drafted_text_is_the_plain_one(seed):
         assert text == TEXT[: len(text)]
     np.testing.assert_allclose(memory.states, by_hand(MODEL, text[:-1])[1], atol=1e-12)
     assert passes < len(text) - len(PROMPT) - 1
-
-
-def test_plain_decoding_is_a_beam_of_one_token():
-    mesh = kv_mesh(jax.devices()[:8])
-    first, memory = begin(MODEL, jnp.array(PROMPT), slots=SLOTS, mesh=mesh)
-    text = [*PROMPT, int(first)]
-    while len(text) < len(TEXT):
-        beam = np.array([[text[-1]]])
-        new, count, memory = run(MODEL, memory, beam, sharding=NamedSharding(mesh, P(None, "kv")))
-        assert count == 1
-        text.append(int(new[0]))
-    assert text == TEXT
-
-
-def test_acceptance():
-    beam = np.array([[5, 1, 2, 3], [5, 1, 7, 3], [5, 8, 2, 3]])
-    nodes = np.array([[0, 1, 2, 3], [0, 1, 4, 5], [0, 6, 7, 8]])
-    said = np.array([1, 7, 0, 0, 9, 0, 2, 3, 0])  # after 5, 5 1, 5 1 2, …, 5 1 7, …
-    path, count = accept(beam, nodes, said)
-    assert count == 3 and list(path) == [0, 1, 4, 5]
-    path, count = accept(beam, nodes, np.full(9, 39))
-    assert count == 1 and path[0] == 0
 
 
 def test_a_pass_sends_what_the_layer_of_attention_sends():
