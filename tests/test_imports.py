@@ -73,13 +73,13 @@ BUDGET = {
     "treeattn_conformance": 31_300,
     "figures": 21_000,
     "benchmarks": 7_800,
-    "labs.acceptance": 4_900,
+    "labs.acceptance": 4_550,
     "labs.cluster": 5_000,
     "labs.cost": 14_750,
     "labs.exact": 9_200,
-    "labs.kernels": 16_000,
+    "labs.kernels": 14_800,
     "labs.recurrent": 3_000,
-    "labs.sharding": 2_050,
+    "labs.sharding": 1_900,
     "labs.training": 12_050,
 }
 LINES = 400  # of a file of the packages and the figures
