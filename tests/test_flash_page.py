@@ -1,16 +1,14 @@
 """The code of site/flash_attn_jax.md: it imports, traces and lowers; its axes and +∞ are mended."""
 
-import re
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pages import SITE, blocks
 
 from treeattn_conformance import attend, check_attention
 
-PAGE = Path(__file__).parent.parent / "site" / "flash_attn_jax.md"
+PAGE = SITE / "flash_attn_jax.md"
 
 
 @pytest.fixture
@@ -19,8 +17,8 @@ def page(flash, monkeypatch):
     for module in flash.load():
         monkeypatch.setattr(module, "get_sm_count", module.get_sm_count)
     names = {}
-    for code in re.findall(r"(?s)```python\n(.*?)```", PAGE.read_text(encoding="utf-8")):
-        exec(code, names)
+    for block in blocks(PAGE):
+        exec(block.code, names)
     return names
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from readme_blocks import blocks
+from pages import blocks
 
 PAGE = Path(__file__).parent.parent / "site" / "variants.md"
 P, B, N, H, G, D = 4, 2, 32, 4, 2, 8  # devices, rows, keys, heads, key heads, head_dim

@@ -1,29 +1,17 @@
 """The page that compares JAX's own attention: its table is measured again, and its code runs."""
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
-from readme_blocks import blocks, run
+from pages import SITE, blocks, run_code, text
 
-SITE = Path(__file__).parent.parent / "site"
 PAGE = SITE / "why_not_jax.md"
-
-
-@pytest.fixture
-def why_not_jax(monkeypatch):
-    monkeypatch.syspath_prepend(str(SITE))
-    import why_not_jax
-
-    yield why_not_jax
-    sys.modules.pop("why_not_jax", None)
 
 
 def stored() -> dict[str, list]:
     """The rows of the page's table: numbers where cells are numbers."""
     rows = {}
-    for line in re.findall(r"(?m)^\| (.*) \|$", PAGE.read_text(encoding="utf-8"))[1:]:
+    for line in re.findall(r"(?m)^\| (.*) \|$", text(PAGE))[1:]:
         name, *cells = line.split(" | ")
         numbers = all(x[0].isdecimal() for x in cells)
         rows[name] = [int(x.replace(",", "")) if numbers else x for x in cells]
@@ -31,7 +19,10 @@ def stored() -> dict[str, list]:
 
 
 @pytest.mark.slow
-def test_the_table_is_what_is_measured(why_not_jax, optimized):
+def test_the_table_is_what_is_measured(monkeypatch, optimized):
+    monkeypatch.syspath_prepend(str(SITE))
+    import why_not_jax
+
     table = stored()
     measured = {**why_not_jax.measured(), **why_not_jax.answered()}
     assert list(table) == list(measured)
@@ -46,4 +37,4 @@ def test_the_table_is_what_is_measured(why_not_jax, optimized):
 @pytest.mark.slow
 def test_its_code_runs():
     (block,) = blocks(PAGE)
-    assert run(block.code) == block.prints
+    assert run_code(block.code) == block.prints
