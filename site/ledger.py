@@ -7,7 +7,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parent.parent
 NOTEBOOKS = REPOSITORY / "notebooks"
-SPECIAL = str.maketrans({character: f"\\{character}" for character in "*_<$|[]"})
+SPECIAL = re.compile(r"`[^`]*`|[*_<$|[\]]")  # but a piece of code is what it is
 LANGUAGES = {"English": "en", "Vietnamese": "vi", "Chinese": "zh"}
 ID = re.compile(r"(?<![\w-])(?:2024|2025|expl|note|pack)-[A-Z]\w*(?![\w-])")
 INTRODUCTION = """# The ledger, row by row
@@ -31,6 +31,11 @@ def read(name: str = "ledger.tsv") -> list[dict[str, str]]:
     return [dict(zip(header.split("\t"), line.split("\t"), strict=True)) for line in lines]
 
 
+def escaped(text: str) -> str:
+    """Text whose characters mean nothing to Markdown, but for pieces of code."""
+    return SPECIAL.sub(lambda found: found[0] if found[0][0] == "`" else f"\\{found[0]}", text)
+
+
 def link(place: str) -> str:
     """ "01: 4. The moments" as a link to that section; off the main road a notebook's name stands
     in place of a number."""
@@ -39,7 +44,7 @@ def link(place: str) -> str:
     patterns = (f"notebooks/{number}_*.ipynb", *beside)
     (path,) = [path for pattern in patterns for path in REPOSITORY.glob(pattern)]
     slug = re.sub(r"[^-\w ]", "", heading).replace(" ", "-").lower()
-    told = f"{number.replace('_', ' ')}, {heading.translate(SPECIAL)}"
+    told = f"{number.replace('_', ' ')}, {escaped(heading)}"
     return f"[{told}]({path.relative_to(REPOSITORY)}#{slug})"
 
 
@@ -55,7 +60,7 @@ def with_links(text: str, ids: set[str]) -> str:
         id = found[0]
         return f'<a href="#{id}">{id}</a>' if id in ids else id
 
-    return ID.sub(to_row, text.translate(SPECIAL))
+    return ID.sub(to_row, escaped(text))
 
 
 def parts(text: str) -> list[str]:
@@ -71,8 +76,8 @@ def line(row: dict[str, str], ids: set[str], language: str) -> str:
     note = " ".join(filter(None, (with_links(row["note"], ids), twins and f"(As {twins}.)")))
     cells = (
         f'<a id="{id}" class="row" href="#{id}" {facts}>{id}</a>'
-        f"<br>{row['item'].translate(SPECIAL)}",
-        f'{row["says"].translate(SPECIAL)}<br><q lang="{language}">{literal(row["quote"])}</q>',
+        f"<br>{escaped(row['item'])}",
+        f'{escaped(row["says"])}<br><q lang="{language}">{literal(row["quote"])}</q>',
         f"**{verdict}** {note}".strip(),
         "<br>".join([*map(link, parts(row["notebook"])), *tests]),
     )
@@ -116,7 +121,7 @@ def ledger_page() -> str:
         source = sources[name]
         language = LANGUAGES[source["language"].partition(",")[0]]
         title = source["name"].removeprefix("the ").capitalize()
-        about = f"{source['what']} Read in: {source['language']}.".translate(SPECIAL)
+        about = escaped(f"{source['what']} Read in: {source['language']}.")
         if source["link"]:
             about += f" [{source['name']}]({source['link']})"
         head = "| row | what it says | verdict | shown and tested in |\n|---|---|---|---|"

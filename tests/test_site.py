@@ -1,33 +1,28 @@
-"""What the site is made with: the check of its links, and the page of the API."""
+"""What the site is made with: the check of its links, the page of the API, the ledger's rows."""
 
 import inspect
 import re
 import shutil
-import sys
-from pathlib import Path
 from xml.etree import ElementTree
 
+import ledger
+import mistune
 import pytest
 from browser import Browser, chromium
-from readme_blocks import blocks, run
+from bs4 import BeautifulSoup
+from docstrings import as_restructured_text
+from faults import anchors, fault_links
+from found import for_the_site, write_for_finders
+from links import Page, broken, fetched
+from llms import llms_text
+from pages import NOTEBOOKS, REPOSITORY, SITE, blocks, run_code, text
 
 import treeattn
 
-SITE = Path(__file__).parent.parent / "site"
+ROWS = ledger.read()
 
 
-@pytest.fixture
-def site(monkeypatch):
-    """The modules beside site/build.py can be imported."""
-    monkeypatch.syspath_prepend(str(SITE))
-    yield
-    for name in ("docstrings", "faults", "found", "ledger", "links", "llms"):
-        sys.modules.pop(name, None)
-
-
-def test_broken_links_and_what_needs_a_network_are_found(site, tmp_path):
-    from links import broken, fetched
-
+def test_broken_links_and_what_needs_a_network_are_found(tmp_path):
     (tmp_path / "a b.html").write_text('<h1 id="here">one</h1><a href="#here">fine</a>')
     (tmp_path / "two.html").write_text(
         """<a href="a%20b.html#here">fine</a> <a href="https://nowhere.invalid/x">not followed</a>
@@ -40,9 +35,7 @@ def test_broken_links_and_what_needs_a_network_are_found(site, tmp_path):
     assert fetched(pages) == ["two.html: https://cdn.invalid/x.js"]
 
 
-def test_the_site_is_found_and_a_lost_visitor_finds_back(site, tmp_path):
-    from found import write_for_finders
-
+def test_the_site_is_found_and_a_lost_visitor_finds_back(tmp_path):
     (tmp_path / "a").mkdir()
     pages = [tmp_path / "index.html", tmp_path / "a" / "b&c.html"]
     write_for_finders(pages, tmp_path, "")
@@ -51,15 +44,15 @@ def test_the_site_is_found_and_a_lost_visitor_finds_back(site, tmp_path):
     urls = ElementTree.parse(tmp_path / "sitemap.xml").getroot()
     found = [url[0].text.removeprefix("https://x.invalid/docs/") for url in urls]
     assert found == ["a/b&c.html", "index.html"]
-    assert '<base href="https://x.invalid/docs/">' in (tmp_path / "404.html").read_text("utf-8")
+    assert '<base href="https://x.invalid/docs/">' in text(tmp_path / "404.html")
 
 
 def test_the_api_has_every_public_name_once():
     """Those of the core by name; autodoc lists those of the other two packages."""
-    page = (SITE / "api.md").read_text("utf-8")
-    entries = re.findall(r"^\.\. auto(?:class|function):: (\w+)", page, re.MULTILINE)
+    page = text(SITE / "api.md")
+    entries = re.findall(r"(?m)^\.\. auto(?:class|function):: (\w+)", page)
     assert sorted(entries) == sorted(treeattn.__all__)
-    whole = re.findall(r"^\.\. automodule:: ([\w.]+)", page, re.MULTILINE)
+    whole = re.findall(r"(?m)^\.\. automodule:: ([\w.]+)", page)
     assert whole == ["treeattn_llama", "treeattn_conformance"]
 
 
@@ -69,185 +62,43 @@ HOW_TO = [(page, block) for page in sorted(SITE.glob("howto_*.md")) for block in
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "block"), HOW_TO, ids=lambda x: getattr(x, "stem", ""))
 def test_the_answers_of_how_do_i_run(page, block):
-    assert run(block.code) == block.prints != ""
+    assert run_code(block.code) == block.prints != ""
 
 
-def test_the_ledgers_page_has_every_row(site):
-    from ledger import ledger_page, line, read
-
-    page, rows = ledger_page(), read()
-    ids = {row["id"] for row in rows}
-    for id in ids:
-        assert page.count(f'<a id="{id}" class="row" href="#{id}"') == 1
-    row = next(row for row in rows if row["id"] == "2024-E04")
-    assert line(row, ids, "en") == (
-        '| <a id="2024-E04" class="row" href="#2024-E04" data-source="2024 text" '
-        'data-verdict="checked">2024-E04</a><br>eq. 4 | '
-        "A running denominator, d\\_i = d\\_{i−1} + s\\_i, and z = n/d."
-        '<br><q lang="en">d&#95;i&#94;&#123;&#40;j&#41;&#125; &#61; '
-        "d&#95;&#123;i&#45;1&#125;&#94;&#123;&#40;j&#41;&#125; &#43; "
-        "s&#95;i&#94;&#123;&#40;j&#41;&#125; &#92;quad &#40;4&#41;</q>"
-        ' | **checked** (As <a href="#2025-E03">2025-E03</a>.)'
-        " | [01, 3. A key is a dual number]"
-        "(notebooks/01_the_energy_function.ipynb#3-a-key-is-a-dual-number)<br>"
-        "`test_printed.py::test_running_sums_are_attention` |"
-    )
-    linked = set(re.findall(r'<a href="#([^"]+)">', page))
-    assert linked and linked <= ids
-
-
-def test_every_mistake_has_an_address_of_its_own(site):
-    from faults import anchors, fault_links
-
+def test_every_mistake_has_an_address_of_its_own():
     wanted = list(anchors())
-    rows = (SITE.parent / "conformance" / "names.md").read_text("utf-8")
+    rows = text(REPOSITORY / "conformance" / "names.md")
     assert sorted(re.findall(r'<a id="([^"]+)"></a>', rows)) == sorted(wanted)
     assert len(set(wanted)) == len(wanted) > 50
-    pages = [*SITE.glob("*.md"), *SITE.parent.glob("*.md"), *SITE.parent.glob("*/README.md")]
-    text = "".join(fault_links(page.read_text("utf-8"), "") for page in pages)
-    linked = set(re.findall(r'href="conformance/names\.html#([^"]+)"', text))
+    pages = [*SITE.glob("*.md"), *REPOSITORY.glob("*.md"), *REPOSITORY.glob("*/README.md")]
+    linked = "".join(fault_links(text(page), "") for page in pages)
+    linked = set(re.findall(r'href="conformance/names\.html#([^"]+)"', linked))
     assert linked and linked <= set(wanted)
-    kept = "[x](conformance/README.md#a-merge) [y](../conformance/names.md#merge-log-base-2)"
-    row = '<a href="../conformance/names.html#merge-log-base-2">y</a>'
-    assert fault_links(kept, "../") == f"[x](conformance/README.md#a-merge) {row}"
+    kept = "[x](conformance/README.md#a-merge)"
+    assert fault_links(kept, "../") == kept
 
 
-@pytest.mark.parametrize("page", sorted(SITE.glob("*.md")), ids=lambda x: x.name)
-def test_links_of_the_sites_pages_work_in_a_checkout(page):
-    links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text("utf-8"))
-    made = {"ledger.md"}  # by the site's build
-    assert [x for x in links if x not in made and not (SITE / x).exists()] == []
-
-
-def test_llms_txt_names_pages_that_are_there(site):
-    from llms import NOTEBOOKS, llms_text
-
-    text = llms_text()
-    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text)
-    assert all(x.endswith(".html") for x in links)
+def test_llms_txt_names_pages_that_are_there():
+    links = re.findall(r"\[(\S+).*?\]\(([^)#]+)\.html(?:#[^)]*)?\)", llms_text())
     made = {"ledger", "api"}
-    for link in set(links):
-        place = SITE.parent / link
-        there = [place, SITE / link]
-        sources = [x.with_suffix(kind) for x in there for kind in (".md", ".ipynb")]
-        assert any(x.exists() for x in sources) or place.stem in made, link
-    notebooks = {path.stem for kind in NOTEBOOKS for path in SITE.parent.glob(kind)}
-    assert notebooks <= {Path(x).stem for x in links}
-    assert {f"treeattn.{name}" for name in treeattn.__all__} <= set(re.findall(r"\[(\S+)\]", text))
+    for link in {link for _, link in links} - made:
+        there = [top / f"{link}{kind}" for top in (REPOSITORY, SITE) for kind in (".md", ".ipynb")]
+        assert any(x.exists() for x in there), link
+    named = {path.relative_to(REPOSITORY).with_suffix("").as_posix() for path in NOTEBOOKS}
+    assert named <= {link for _, link in links}
+    assert {f"treeattn.{name}" for name in treeattn.__all__} <= {name for name, _ in links}
 
 
-def test_the_one_page_is_the_first_page(site, tmp_path):
-    from found import for_the_site
-    from links import Page
-
-    stored = (SITE / "one_page.html").read_text("utf-8")
-    (tmp_path / "index.html").write_text(for_the_site(stored), encoding="utf-8")
+def test_the_one_page_is_the_first_page(tmp_path):
+    (tmp_path / "index.html").write_text(for_the_site(text(SITE / "one_page.html")), "utf-8")
     before, after = Page(SITE / "one_page.html").links, Page(tmp_path / "index.html").links
     assert len(after) == len(before) and not any(link.startswith("..") for link in after)
-    wanted = {
-        "contents.html",
-        "ledger.html#2024-C02",
-        "labs/cost/how_to_shard_a_cache.html#prefill",
-    }
-    assert wanted <= after
+    wanted = {"contents.html", "ledger.html#2024-C02"}
+    assert wanted | {"labs/cost/how_to_shard_a_cache.html#prefill"} <= after
 
 
-def as_html(markdown: str) -> str:
-    """The page as a browser gets it, near enough: headings, tables, links and strong words."""
-    lines, table = [], False
-    for text in markdown.splitlines():
-        if text.startswith("|"):
-            cells = re.split(r" \| ", text.strip("| "))
-            lines.append("<table>" * (not table))
-            lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-            table = True
-            continue
-        lines.append("</table></section>" * table)
-        table = False
-        title = text.startswith("## ")
-        lines.append(f"<section><h2>{text[3:]}</h2>" if title else text)
-    html = "\n".join([*lines, "</table></section>" * table])
-    html = re.sub(r"\[([^\]]+)\]\(([^)]+)\)", r'<a href="\2">\1</a>', html)
-    html = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", html)
-    return f"<!doctype html><meta charset=utf-8><title>x</title>{html}"
-
-
-@pytest.mark.slow
-def test_the_ledgers_rows_are_found_and_filtered_in_a_browser(site, tmp_path):
-    """By keyboard, from a file, without a server or a network."""
-    from ledger import ledger_page, read
-
-    if chromium() is None:
-        pytest.skip("there is no Chromium")
-    (tmp_path / "_static").mkdir()
-    shutil.copy(SITE / "static" / "ledger.js", tmp_path / "_static")
-    page = tmp_path / "ledger.html"
-    page.write_text(as_html(ledger_page()), encoding="utf-8")
-    rows = read()
-    browser = Browser(tmp_path / "profile")
-
-    def shown() -> list[str]:
-        return browser.run(
-            "[...document.querySelectorAll('a.row')].filter((a) => !a.closest('tr').hidden)"
-            ".map((a) => a.textContent)"
-        )
-
-    def wanted(test) -> list[str]:
-        return [row["id"] for row in rows if test(row)]
-
-    try:
-        browser.open(page.as_uri())
-        assert shown() == wanted(lambda row: True)
-        browser.run("document.querySelector('[name=find]').focus()")
-        browser.type("saddle")  # in a note, and nowhere else
-        assert shown() == wanted(lambda row: re.search(r"\bsaddle\b", row["note"]))
-        assert len(shown()) == 2
-        hidden = "[...document.querySelectorAll('section')].filter((s) => s.hidden).length"
-        assert browser.run(hidden) == 3  # sources with no such row
-        browser.press("Escape")
-        browser.run("new Promise((done) => setTimeout(done, 50))")
-        assert len(shown()) == len(rows)
-        for words, ids in (
-            ("transfer seamlessly", {"2024-C58", "2025-C84"}),
-            ("反向传播", {"expl-C16"}),
-            ("liền mạch", {"2025-C84"}),
-            ("pack-U3", {"pack-U3"}),
-        ):
-            browser.run("document.querySelector('[name=find]').select()")
-            browser.type(words)
-            assert set(shown()) == ids, words
-        browser.press("Escape")
-        browser.run("new Promise((done) => setTimeout(done, 50))")
-        # To the next field, and the verdict by its first letters.
-        browser.press("Tab")
-        browser.press("Tab")
-        assert browser.run("document.activeElement.name") == "verdict"
-        browser.run(
-            "document.activeElement.value = 'wrong as printed';"
-            "document.activeElement.dispatchEvent(new Event('input', {bubbles: true}))"
-        )
-        wrong = wanted(lambda row: row["verdict"] == "wrong as printed")
-        assert shown() == wrong
-        said = browser.run("document.querySelector('output').textContent")
-        assert said == f"{len(wrong)} of {len(rows)} rows"
-        browser.run(
-            "document.querySelector('[name=notebook]').value = '02';"
-            "document.querySelector('[name=notebook]')"
-            ".dispatchEvent(new Event('input', {bubbles: true}))"
-        )
-        assert shown() == [id for id in wrong if id in wanted(lambda r: "02: " in r["notebook"])]
-        browser.run("location.hash = '#2024-C58'")  # a row that is hidden now
-        browser.run("new Promise((done) => setTimeout(done, 100))")
-        assert len(shown()) == len(rows)
-        assert browser.errors == []
-    finally:
-        browser.close()
-
-
-def test_a_docstring_as_restructured_text(site):
-    from docstrings import as_restructured_text
-
-    text = """One line about `merge`, a*b and m_i:
+def test_a_docstring_as_restructured_text():
+    lines = inspect.cleandoc("""One line about `merge`, a*b and m_i:
     NaN: not a name's line, since the paragraph began before it.
 
     q, k:  arrays
@@ -256,29 +107,97 @@ def test_a_docstring_as_restructured_text(site):
 
                f(axis)
 
-           and so on.
+    >>> merge(a, b)
+    """).split("\n")
+    as_restructured_text(None, "function", "f", None, None, lines)
+    assert (
+        "\n".join(lines)
+        == r"""One line about `merge`, a\*b and m\_i:
+NaN: not a name's line, since the paragraph began before it.
+
+``q, k``
+    arrays
+``axis``
+    an axis of two lines, as in:
+
+    .. code-block:: text
+
+        f(axis)
+
+.. code-block:: pycon
 
     >>> merge(a, b)
-    """
-    lines = inspect.cleandoc(text).split("\n")
-    as_restructured_text(None, "function", "f", None, None, lines)
-    assert lines == [
-        r"One line about `merge`, a\*b and m\_i:",
-        "NaN: not a name's line, since the paragraph began before it.",
-        "",
-        "``q, k``",
-        "    arrays",
-        "``axis``",
-        "    an axis of two lines, as in:",
-        "",
-        "    .. code-block:: text",
-        "",
-        "        f(axis)",
-        "",
-        "    and so on.",
-        "",
-        ".. code-block:: pycon",
-        "",
-        "    >>> merge(a, b)",
-        "",
-    ]
+"""
+    )
+
+
+# ---------------------------------------------------------------- the ledger's page
+
+
+@pytest.fixture(scope="module")
+def html() -> str:
+    """The ledger's page, near enough to what Sphinx makes of it: a section for each source."""
+    html = mistune.create_markdown(escape=False, plugins=["table"])(ledger.ledger_page())
+    sections = "</section><section>".join(re.split("(?=<h2)", html))
+    return f"<!doctype html><meta charset=utf-8><title>x</title><section>{sections}</section>"
+
+
+def test_the_ledgers_page_has_every_row(html):
+    page = BeautifulSoup(html, "html.parser")
+    found = page.select("a.row")
+    assert [a["id"] for a in found] == [row["id"] for row in ROWS]
+    assert {a["href"][1:] for a in page.select("a[href^='#']")} == {row["id"] for row in ROWS}
+    for a, row in zip(found, ROWS, strict=True):
+        line = a.find_parent("tr")
+        assert line.q.text == row["quote"] and line.strong.text == row["verdict"]
+        assert row["says"] in line.text and row["note"].replace("`", "") in line.text
+        assert (a["data-source"], a["data-verdict"]) == (row["source"], row["verdict"])
+        assert len(line.select('a[href*=".ipynb#"]')) == len(ledger.parts(row["notebook"]))
+        tests = [test.removeprefix("tests/") for test in ledger.parts(row["test"])]
+        assert {*tests} <= {code.text for code in line.select("code")}
+
+
+@pytest.mark.slow
+def test_the_ledgers_rows_are_found_and_filtered_in_a_browser(html, tmp_path):
+    """By keyboard, from a file, without a server or a network."""
+    if chromium() is None:
+        pytest.skip("there is no Chromium")
+    (tmp_path / "_static").mkdir()
+    shutil.copy(SITE / "static" / "ledger.js", tmp_path / "_static")
+    page = tmp_path / "ledger.html"
+    page.write_text(html, encoding="utf-8")
+    browser = Browser(tmp_path / "profile")
+    browser.open(page.as_uri())
+
+    def shown_are(test) -> bool:
+        wanted = str([row["id"] for row in ROWS if test(row)]).replace("'", '"')
+        rows = "[...document.querySelectorAll('a.row')].filter((a) => !a.closest('tr').hidden)"
+        return browser.wait(f"`${{{rows}.map((a) => a.id)}}` === `${{{wanted}}}`")
+
+    assert shown_are(lambda row: True)
+    for words, where in {
+        "saddle": lambda row: re.search(r"\bsaddle\b", row["note"]),  # and nowhere else
+        "transfer seamlessly": lambda row: row["id"] in ("2024-C58", "2025-C84"),
+        "反向传播": lambda row: row["id"] == "expl-C16",
+        "pack-U3": lambda row: row["id"] == "pack-U3",
+    }.items():
+        browser.run("document.querySelector('[name=find]').select()")
+        browser.type(words)
+        assert shown_are(where)
+    sections = "[...document.querySelectorAll('section')].filter((s) => s.hidden).length"
+    assert browser.run(sections) == 4  # sources with no such row
+    browser.press("Escape")
+    assert shown_are(lambda row: True)
+    for _ in range(2):  # to the next field, and on
+        browser.press("Tab")
+    assert browser.run("document.activeElement.name") == "verdict"
+    browser.run("document.activeElement.value = 'wrong as printed'")
+    browser.run("document.activeElement.dispatchEvent(new Event('input', {bubbles: true}))")
+    assert shown_are(lambda row: row["verdict"] == "wrong as printed")
+    number = sum(row["verdict"] == "wrong as printed" for row in ROWS)
+    said = browser.run("document.querySelector('output').textContent")
+    assert said == f"{number} of {len(ROWS)} rows"
+    browser.run("location.hash = '#2024-C58'")  # a row that is hidden now
+    assert shown_are(lambda row: True)
+    browser.close()
+    assert browser.errors == []
