@@ -2,22 +2,17 @@
 
 import ast
 import functools
+import graphlib
 import importlib
 import inspect
 import io
-import json
-import re
-import subprocess
 import sys
 import tokenize
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from pages import REPOSITORY, codes, run_code, text
 
 import treeattn
-
-REPOSITORY = Path(__file__).parent.parent
 
 # The folder in which each package, or folder of scripts, stands.
 FOUND_IN = {
@@ -95,7 +90,7 @@ def modules() -> dict[str, str]:
         for file in sorted((root / top).rglob("*.py")):
             name = file.relative_to(root).with_suffix("").parts
             if "tests" not in name:
-                found[".".join(name)] = file.read_text(encoding="utf-8")
+                found[".".join(name)] = text(file)
     return found
 
 
@@ -109,10 +104,10 @@ def circle_of(name: str) -> str:
 
 
 @functools.cache  # the planted imports ask about all of the other modules again
-def imported(text: str, importer: str = "") -> frozenset[str]:
+def imported(code: str, importer: str = "") -> frozenset[str]:
     """Dotted names of all that this code imports, wherever in it: modules, or names of theirs."""
     names = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -136,8 +131,8 @@ def module_of(name: str, known: dict[str, str]) -> str | None:
 def graph(texts: dict[str, str]) -> dict[str, set[str]]:
     """For each module, the modules of ours that it imports."""
     edges = {}
-    for importer, text in texts.items():
-        names = imported(text, importer)
+    for importer, code in texts.items():
+        names = imported(code, importer)
         if importer.startswith("benchmarks."):  # scripts, which find each other by their own folder
             names |= {f"benchmarks.{name}" for name in names}
         found = {module_of(name, texts) for name in names}
@@ -168,41 +163,36 @@ def upward(edges: dict[str, set[str]]) -> set[str]:
     }
 
 
-def ring(edges: dict[str, set[str]]) -> list[str] | None:
-    """Modules of which each imports the next, and the last the first; None if there are none."""
-    done: set[str] = set()
-
-    def visit(name: str, path: list[str]) -> list[str] | None:
-        if name in path:
-            return path[path.index(name) :]
-        if name not in done:
-            for target in edges[name]:
-                if found := visit(target, [*path, name]):
-                    return found
-            done.add(name)
-        return None
-
-    return next((found for name in edges if (found := visit(name, []))), None)
+def test_imports_go_inwards_downwards_and_in_no_ring():
+    """From a circle to what it stands on; in the core to an earlier file."""
+    edges = graph(MODULES)
+    assert outward(edges) == set()
+    core = {name for name in MODULES if circle_of(name) == "treeattn"}
+    assert core == {f"treeattn.{name}" for name in CORE}
+    assert upward(edges) == set()
+    graphlib.TopologicalSorter(edges).prepare()  # a CycleError names a ring
 
 
-def test_no_circle_imports_what_is_further_out():
-    assert outward(graph(MODULES)) == set()
-
-
-def test_the_core_imports_downwards():
-    files = {name for name in MODULES if circle_of(name) == "treeattn"}
-    assert files == {f"treeattn.{name}" for name in CORE}
-    assert upward(graph(MODULES)) == set()
-
-
-def test_no_modules_import_each_other_in_a_ring():
-    assert ring(graph(MODULES)) is None
+@pytest.mark.parametrize(
+    ("rule", "module", "line", "target"),
+    [
+        (outward, "treeattn.state", "from treeattn_llama import Llama", "treeattn_llama.__init__"),
+        (outward, "treeattn.across", "def f():\n    import figures.style", "figures.style"),
+        (outward, "labs.exact.digits", "from labs.cost import network", "labs.cost.network"),
+        (upward, "treeattn.state", "from treeattn.local import attend", "treeattn.local"),
+        (upward, "treeattn.devices", "def f():\n    import treeattn", "treeattn.__init__"),
+        (upward, "treeattn.state", "from . import gradient", "treeattn.gradient"),
+    ],
+)
+def test_a_planted_import_is_found(rule, module, line, target):
+    planted = MODULES | {module: f"{MODULES[module]}\n{line}\n"}
+    assert rule(graph(planted)) == {f"{module} imports {target}"}
 
 
 def test_the_core_and_the_suite_need_little():
     for circle, allowed in OTHERS.items():
-        texts = {name: text for name, text in MODULES.items() if circle_of(name) == circle}
-        tops = {x.split(".")[0] for name in texts for x in imported(texts[name], name)}
+        names = [name for name in MODULES if circle_of(name) == circle]
+        tops = {x.split(".")[0] for name in names for x in imported(MODULES[name], name)}
         assert tops - sys.stdlib_module_names - {circle} <= allowed
 
 
@@ -211,66 +201,11 @@ def test_nobody_imports_a_lab_but_its_own_notebook_and_tests():
     ours = [top for top in REPOSITORY.iterdir() if top.is_dir() and top.name[0] != "."]
     for path in [path for top in ours for path in top.rglob("*")]:
         place = path.relative_to(REPOSITORY).parts
-        if path.suffix not in (".py", ".ipynb") or place[0] == "build":
-            continue
-        own = ".".join(place[:2])
-        for code in codes(path):
-            labs = {circle_of(name) for name in imported(code) if name.split(".")[0] == "labs"}
-            found |= {f"{path.name} imports {lab}" for lab in labs - {own}}
+        if path.suffix in (".py", ".ipynb") and place[0] != "build":
+            names = {name for code in codes(path) for name in imported(code)}
+            labs = {circle_of(name) for name in names if name.startswith("labs.")}
+            found |= {f"{path.name} imports {lab}" for lab in labs - {".".join(place[:2])}}
     assert found == set()
-
-
-@pytest.mark.parametrize(
-    ("module", "line", "target"),
-    [
-        ("treeattn.state", "from treeattn_llama import Llama", "treeattn_llama.__init__"),
-        ("treeattn.across", "def f():\n    import figures.style", "figures.style"),
-        ("treeattn_llama.model", "from labs.cost import network", "labs.cost.network"),
-        ("treeattn_conformance.merging", "from treeattn import finalize", "treeattn.__init__"),
-        ("figures.style", "import labs.cost.network as n", "labs.cost.network"),
-        ("labs.exact.digits", "from labs.cost import network", "labs.cost.network"),
-    ],
-)
-def test_a_planted_import_outwards_is_found(module, line, target):
-    planted = MODULES | {module: f"{MODULES[module]}\n{line}\n"}
-    before = outward(graph(MODULES))
-    assert outward(graph(planted)) - before == {f"{module} imports {target}"}
-
-
-@pytest.mark.parametrize(
-    ("module", "line", "target"),
-    [
-        ("treeattn.state", "from treeattn.local import attend", "treeattn.local"),
-        ("treeattn.devices", "def f():\n    from treeattn import finalize", "treeattn.__init__"),
-        ("treeattn.state", "from . import gradient", "treeattn.gradient"),
-    ],
-)
-def test_a_planted_import_upwards_is_found(module, line, target):
-    planted = MODULES | {module: f"{MODULES[module]}\n{line}\n"}
-    before = upward(graph(MODULES))
-    assert upward(graph(planted)) - before == {f"{module} imports {target}"}
-
-
-def test_a_planted_ring_is_found():
-    texts = {
-        "figures.a": "from figures import b",
-        "figures.b": "from figures.c import draw",
-        "figures.c": "def draw():\n    import figures.a",
-        "benchmarks.one": "from two import times",
-        "benchmarks.two": "times = 3",
-    }
-    assert set(ring(graph(texts))) == {"figures.a", "figures.b", "figures.c"}
-    texts["figures.c"] = ""
-    assert ring(graph(texts)) is None
-    texts["benchmarks.two"] = "import one"
-    assert set(ring(graph(texts))) == {"benchmarks.one", "benchmarks.two"}
-
-
-def run(code: str) -> str:
-    """What a fresh Python prints that runs `code`."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_importing_the_core_loads_little_and_starts_nothing():
@@ -286,43 +221,20 @@ print("jax.experimental.pallas" in sys.modules)  # a fifth of JAX's own time
 from jax._src import xla_bridge
 print(xla_bridge.backends_are_initialized())
 """
-    assert run(code).split() == ["treeattn", "False", "False"]
+    assert run_code(code).split() == ["treeattn", "False", "False"]
 
 
 # ---------------------------------------------------------------- what is public
 
 
-def blocks(markdown: str) -> Iterator[str]:
-    """The Python code of a text in Markdown."""
-    for block in re.findall(r"^```python\n(.*?)^```", markdown, re.MULTILINE | re.DOTALL):
-        lines = block.splitlines()
-        if block.startswith(">>> "):
-            lines = [line[4:] for line in lines if line.startswith((">>> ", "... "))]
-        yield "\n".join(lines)
-
-
-def codes(path: Path) -> Iterator[str]:
-    """The Python code in a module, a notebook or a page."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".py":
-        yield text
-    elif path.suffix == ".md":
-        yield from blocks(text)
-    else:
-        for cell in json.loads(text)["cells"]:
-            source = "".join(cell["source"])
-            yield from [source] if cell["cell_type"] == "code" else blocks(source)
-
-
-def users() -> Iterator[Path]:
+def users() -> list:
     """All that uses the packages as a reader would."""
-    for folder in ("examples", "benchmarks", "site", "figures", "labs", "notebooks", "conformance"):
-        for kind in ("*.py", "*.ipynb", "*.md"):
-            for path in sorted((REPOSITORY / folder).rglob(kind)):
-                if not {"tests", "treeattn_conformance"} & set(path.parts):
-                    yield path
-    yield from sorted((REPOSITORY / "llama" / "treeattn_llama").rglob("*.py"))
-    yield from sorted(REPOSITORY.glob("*.md"))
+    folders = ("examples", "benchmarks", "site", "figures", "labs", "notebooks", "conformance")
+    found = [path for folder in folders for path in (REPOSITORY / folder).rglob("*.*")]
+    found += [*REPOSITORY.glob("llama/treeattn_llama/*.py"), *REPOSITORY.glob("*.md")]
+    kinds = (".py", ".ipynb", ".md")
+    within = {"tests", "treeattn_conformance"}
+    return [path for path in found if path.suffix in kinds and not within & set(path.parts)]
 
 
 def is_public(name: str) -> bool:
@@ -331,39 +243,31 @@ def is_public(name: str) -> bool:
     return not rest or rest in importlib.import_module(top).__all__ or rest == "__version__"
 
 
-def private(code: str, own: str = "") -> set[str]:
-    """What this code imports, or reaches as `treeattn.…`, of packages not its own, not public."""
-    names = imported(code, own)
+def private(code: str) -> set[str]:
+    """What this code imports, or reaches as `treeattn.…`, of our packages, and is not public."""
+    names = set(imported(code))
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             names |= {f"{node.value.id}.{node.attr}"}
-    ours = {name for name in names if name.split(".")[0] in PACKAGES - {own.split(".")[0]}}
-    return {name for name in ours if not is_public(name)}
+    return {name for name in names if name.split(".")[0] in PACKAGES and not is_public(name)}
 
 
 def test_users_import_what_is_public_only():
     found = set()
     for path in users():
-        own = "treeattn_llama.x" if "treeattn_llama" in path.parts else ""
-        for code in codes(path):
-            found |= {(path.name, name) for name in private(code, own)}
+        own = "treeattn_llama" if "treeattn_llama" in path.parts else None
+        names = {name for code in codes(path) for name in private(code)}
+        found |= {(path.name, name) for name in names if name.split(".")[0] != own}
     assert found == set()
-
-
-@pytest.mark.parametrize(
-    ("code", "found"),
-    [
-        ("from treeattn.state import merge", {"treeattn.state.merge"}),
-        ("def f():\n    import treeattn.flash as flash", {"treeattn.flash"}),
-        ("import treeattn\n\ntreeattn.flash.load()", {"treeattn.flash"}),
-        ("from treeattn_llama import text", {"treeattn_llama.text"}),
-        ("import treeattn\n\ntreeattn.merge", set()),
-        ("from treeattn import collectives", set()),
-        ("from figures.style import palette", set()),
-    ],
-)
-def test_what_is_public(code, found):
-    assert private(code) == found
+    code = """
+from treeattn.state import merge
+import treeattn.beam as beam
+treeattn.flash.load(), treeattn.merge
+from treeattn_llama import text
+from figures.style import palette
+"""
+    planted = {"treeattn.state.merge", "treeattn.beam", "treeattn.flash", "treeattn_llama.text"}
+    assert private(code) == planted
 
 
 def test_every_public_name_is_there_and_no_other():
@@ -377,13 +281,13 @@ def test_every_public_name_is_there_and_no_other():
 # ---------------------------------------------------------------- how large
 
 
-def tokens(text: str) -> int:
+def tokens(code: str) -> int:
     """Tokens of code: what is not a comment, a docstring or white space. An f-string is one."""
     count, within, begins = 0, 0, True
     layout = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     opening = getattr(tokenize, "FSTRING_START", None)  # Python 3.12 tells f-strings' parts
     closing = getattr(tokenize, "FSTRING_END", None)
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+    for token in tokenize.generate_tokens(io.StringIO(code).readline):
         if token.type in (tokenize.COMMENT, tokenize.NL):
             continue
         within -= token.type == closing
@@ -397,39 +301,25 @@ def tokens(text: str) -> int:
     return count
 
 
-def test_what_counts_as_a_token():
-    text = (
-        '"""About."""\n\n# why\ndef f(x):\n    """More."""\n    return f"{x} or {x + 1}"  # what\n'
-    )
-    assert tokens(text) == len("def f ( x ) : return f''".split())
-
-
-def by_circle() -> dict[str, int]:
-    found: dict[str, int] = {}
-    for name, text in MODULES.items():
-        circle = circle_of(name)
-        found[circle] = found.get(circle, 0) + tokens(text)
-    return found
-
-
 def test_the_budget():
-    found = by_circle()
+    known = '"""About."""\ndef f(x):\n    """More."""\n    return f"{x} or {x + 1}"  # what\n'
+    assert tokens(known) == len("def f ( x ) : return f''".split())
+    found: dict[str, int] = {}
+    for name, code in MODULES.items():
+        found[circle_of(name)] = found.get(circle_of(name), 0) + tokens(code)
     assert set(found) == set(BUDGET), f"BUDGET has a line for each circle; their tokens: {found}"
     assert {name: n for name, n in found.items() if n > BUDGET[name]} == {}
 
 
 def test_a_file_is_what_a_reader_can_hold():
-    lines = {name: text.count("\n") for name, text in MODULES.items()}
+    lines = {name: code.count("\n") for name, code in MODULES.items()}
     held = {name for name in lines if circle_of(name) in PACKAGES | {"figures"}}
     assert {name: lines[name] for name in held if lines[name] > LINES} == {}
 
 
 def test_public_names_and_parameters_are_few():
     assert len(treeattn.__all__) <= PUBLIC_NAMES
-    many = {}
-    for name in treeattn.__all__:
-        if inspect.isfunction(inspect.unwrap(getattr(treeattn, name))):
-            parameters = set(inspect.signature(getattr(treeattn, name)).parameters)
-            if len(parameters - {"q", "k", "v"}) > PARAMETERS:
-                many[name] = len(parameters)
-    assert many == {}
+    functions = [getattr(treeattn, name) for name in treeattn.__all__]
+    for function in filter(inspect.isfunction, map(inspect.unwrap, functions)):
+        parameters = set(inspect.signature(function).parameters) - {"q", "k", "v"}
+        assert len(parameters) <= PARAMETERS, function
