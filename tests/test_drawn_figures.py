@@ -2,7 +2,6 @@
 
 import functools
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from pages import REPOSITORY, text
 from PIL import Image
 
 from figures import cheat_sheet
@@ -19,7 +19,6 @@ from treeattn import collectives, kv_mesh, ring_decode, tree_decode
 
 pytestmark = pytest.mark.slow
 
-REPOSITORY = Path(__file__).parent.parent
 FOLDER = REPOSITORY / "figures"
 FIGURES, ANIMATIONS = collect("FIGURES"), collect("ANIMATIONS")
 # Of these `make figures` alone tells. They take seconds each, or read the packaged model, or (the
@@ -32,7 +31,7 @@ LONG = {
     "llama_shard_shares",
 }
 BLOCK, TOLERANCE = 10, 0.025  # pixels; 256 colours to store in cost less than half of that
-PINNED = f"matplotlib=={matplotlib.__version__}\n" in (REPOSITORY / "requirements.txt").read_text()
+PINNED = f"matplotlib=={matplotlib.__version__}\n" in text(REPOSITORY / "requirements.txt")
 
 
 def blocks(pixels: np.ndarray) -> np.ndarray:
@@ -42,11 +41,9 @@ def blocks(pixels: np.ndarray) -> np.ndarray:
     return cut.reshape(rows, BLOCK, columns, BLOCK, 3).mean(axis=(1, 3))
 
 
-@functools.cache
-def drawn(name: str):
-    figure = FIGURES[name]()
+def drawn(figure) -> np.ndarray:
     figure.canvas.draw()
-    return np.array(figure.canvas.buffer_rgba()), figure
+    return blocks(np.array(figure.canvas.buffer_rgba()))
 
 
 def test_the_folder_holds_every_figure_and_nothing_else():
@@ -61,23 +58,20 @@ def test_the_folder_holds_every_figure_and_nothing_else():
 @pytest.mark.parametrize("name", sorted(set(FIGURES) - LONG))
 def test_the_stored_figure_is_what_is_drawn(name):
     """But for what storing in 256 colours rounds."""
-    pixels, figure = drawn(name)
+    figure = FIGURES[name]()
     with Image.open(FOLDER / f"{name}.png") as image:
-        stored = np.asarray(image.convert("RGB"))
-    assert stored.shape[:2] == pixels.shape[:2]
-    difference = np.abs(blocks(stored) - blocks(pixels))
-    assert difference.max() < TOLERANCE
+        assert image.size == figure.canvas.get_width_height()
+        stored = blocks(np.asarray(image.convert("RGB")))
+    assert np.abs(stored - drawn(figure)).max() < TOLERANCE
     assert len(figure.alt) > 40  # it is described
 
 
 def test_another_picture_is_told_from_it():
     """One digit is another."""
-    pixels, figure = drawn("cheat_sheet")
-    changed = next(t for t in figure.axes[0].texts if t.get_text() == "14,560 B")
-    changed.set_text("14,660 B")
-    figure.canvas.draw()
-    difference = np.abs(blocks(np.asarray(figure.canvas.buffer_rgba())) - blocks(pixels))
-    assert difference.max() > TOLERANCE
+    figure = FIGURES["cheat_sheet"]()
+    right = drawn(figure)
+    next(t for t in figure.axes[0].texts if t.get_text() == "14,560 B").set_text("14,660 B")
+    assert np.abs(drawn(figure) - right).max() > TOLERANCE
 
 
 def test_the_cheat_sheets_bytes_are_those_of_the_compiled_programs():

