@@ -61,7 +61,7 @@ def codes(path: Path) -> Iterator[str]:
 def run(*command: object, cwd: Path = REPOSITORY) -> str:
     """What a command prints that ends well."""
     words = [str(word) for word in command]
-    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

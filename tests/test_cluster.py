@@ -6,27 +6,14 @@ import socket
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import jax
 import pytest
+from pages import REPOSITORY
 
 import treeattn
 
-HERE = Path(__file__).parent
 WITHIN = 30.0  # seconds after a failure by which everybody must have ended
-
-
-def start_rank(script: str, port: int, processes: int, rank: int, *more) -> subprocess.Popen:
-    arguments = [f"127.0.0.1:{port}", str(processes), str(rank), *map(str, more)]
-    path = os.pathsep.join([str(HERE), str(HERE.parent)])
-    return subprocess.Popen(
-        [sys.executable, str(HERE / script), *arguments],
-        env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
 
 
 @pytest.fixture
@@ -38,8 +25,17 @@ def ranks():
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
+        path = os.pathsep.join([str(REPOSITORY / "tests"), str(REPOSITORY)])
         for rank in present:
-            started.append(start_rank("rank.py", port, 2, rank, *what))
+            words = (REPOSITORY / "tests" / "rank.py", f"127.0.0.1:{port}", 2, rank, *what)
+            process = subprocess.Popen(
+                [sys.executable, *map(str, words)],
+                env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            started.append(process)
         return started
 
     yield start
@@ -48,11 +44,11 @@ def ranks():
         process.wait()
 
 
-def read_until(process: subprocess.Popen, line: str) -> None:
-    for came in process.stdout:
-        if came.strip() == line:
-            return
-    raise AssertionError(f"the process ended without printing {line!r}")
+def ends(process: subprocess.Popen) -> str:
+    """What it prints; it ends in time, unsuccessfully, and says why."""
+    output, _ = process.communicate(timeout=WITHIN)
+    assert process.returncode != 0 and "done" not in output and "rror" in output
+    return output
 
 
 @pytest.mark.slow
@@ -70,24 +66,16 @@ def test_a_raising_rank_ends_every_rank(ranks, victim):
     processes = ranks("raise", victim)
     output, _ = processes[victim].communicate(timeout=180)
     assert processes[victim].returncode != 0 and "ArithmeticError: planted" in output
-    assert_ends(processes[1 - victim])
+    ends(processes[1 - victim])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_every_rank(ranks, victim):
     processes = ranks("wait", victim)
-    read_until(processes[victim], "waiting")
+    assert "waiting\n" in iter(processes[victim].stdout.readline, "")
     processes[victim].send_signal(signal.SIGKILL)
-    assert_ends(processes[1 - victim])
-
-
-def assert_ends(process: subprocess.Popen) -> None:
-    """In time, unsuccessfully, and saying why."""
-    output, _ = process.communicate(timeout=WITHIN)
-    assert process.returncode != 0
-    assert "done" not in output
-    assert "rror" in output
+    ends(processes[1 - victim])
 
 
 # Without process 1, process 0 waits for it; without process 0, nobody coordinates.
@@ -95,8 +83,7 @@ def assert_ends(process: subprocess.Popen) -> None:
 @pytest.mark.parametrize("present", [0, 1])
 def test_a_rank_alone_is_ended_by_xla_and_nothing_is_raised(ranks, present):
     (process,) = ranks("try", present=[present])
-    output, _ = process.communicate(timeout=WITHIN)
-    assert process.returncode != 0
+    output = ends(process)
     assert "Terminating process" in output and "RegisterTask" in output
     assert "caught" not in output
 
@@ -108,34 +95,27 @@ def test_simulated_devices_are_what_was_asked_for():
         treeattn.simulate_devices(n + 1)
 
 
-@pytest.mark.parametrize("n", [0, -3])
-def test_simulating_no_devices_is_refused(n):
-    with pytest.raises(ValueError, match="n: expected an integer of at least 1, got"):
-        treeattn.simulate_devices(n)
-
-
-@pytest.mark.parametrize("n", [2.0, "8", True, None])
-def test_simulating_other_than_a_number_is_refused(n, unchecked):
-    with pytest.raises(TypeError, match="n: expected an integer"):
+@pytest.mark.parametrize("n", [0, -3, 2.0, "8", True, None])
+def test_simulating_no_number_of_devices_is_refused(n, unchecked):
+    error = ValueError if type(n) is int else TypeError
+    with pytest.raises(error, match="n: expected an integer of at least 1, got"):
         treeattn.simulate_devices(n)
 
 
 def test_meshes():
+    """Neighbours share a node, and the keys of one part of the heads."""
     devices = jax.devices()
     assert treeattn.kv_mesh().shape == {"kv": len(devices)}
-    assert treeattn.kv_mesh(devices[:6]).shape == {"kv": 6}
-    mesh = treeattn.kv_mesh(devices[:6], nodes=2)
-    assert mesh.shape == {"node": 2, "device": 3}
-    assert list(mesh.devices[0]) == devices[:3]  # neighbours share a node
-
-
-def test_meshes_with_rows_and_heads_before_the_keys():
-    devices = jax.devices()[:8]
-    mesh = treeattn.kv_mesh(devices, heads=2, batch=2)
-    assert list(mesh.shape.items()) == [("batch", 2), ("heads", 2), ("kv", 2)]
-    mesh = treeattn.kv_mesh(devices, heads=4, nodes=1)
-    assert list(mesh.shape.items()) == [("heads", 4), ("node", 1), ("device", 2)]
-    assert list(mesh.devices[1].flat) == devices[2:4]  # neighbours share the keys
+    for n, options, shape, neighbours in (
+        (6, {}, {"kv": 6}, [0]),
+        (6, {"nodes": 2}, {"node": 2, "device": 3}, [0, 1, 2]),
+        (8, {"heads": 2, "batch": 2}, {"batch": 2, "heads": 2, "kv": 2}, [0, 1, 2, 3]),
+        (8, {"heads": 4, "nodes": 1}, {"heads": 4, "node": 1, "device": 2}, [0, 1]),
+    ):
+        mesh = treeattn.kv_mesh(devices[:n], **options)
+        assert list(mesh.shape.items()) == list(shape.items())
+        first = mesh.devices[0].flatten() if mesh.devices.ndim > 1 else mesh.devices[:1]
+        assert list(first) == [devices[i] for i in neighbours]
 
 
 @pytest.mark.parametrize(
