@@ -7,8 +7,9 @@
 # make test-all     all of it, and what is slow: processes that fail, launchers, browsers, wheels,
 #                   the README's and the site's programs, figures drawn anew, all beams of 12 tokens
 # make mutants      sixty mistakes, planted one at a time: do the tests see them? An hour
-# make test-latest  all unit tests with the newest releases of everything, in .venv-latest; with
-#                   JAX=0.11.2 that release of JAX, in .venv-latest-0.11.2
+# make test-latest  the unit tests, but those of our own files, with the newest releases of
+#                   everything, in .venv-latest; with JAX=0.11.2 that release of JAX, in
+#                   .venv-latest-0.11.2
 # make lab          JupyterLab in this folder, with notebook 00 open
 # make site         the notebooks as stored, API and more as pages under build/site, in .venv-site;
 #                   ADDRESS=https://…/ says where it will stand, if `make publish` has not said so
@@ -93,17 +94,18 @@ test-fast: $(STAMP) lint
 labs: $(STAMP) lint
 	$(BIN)/python $(PYTEST) $(NBVAL) $(BESIDE)
 
-# tests/test_reruns.py runs all notebooks and compares each cell, so nbval is left the main road.
+# No nbval: tests/test_reruns.py runs each notebook, and compares what each cell shows.
 test-all: $(STAMP) lint
-	$(BIN)/python $(PYTEST) $(NBVAL) --ignore notebooks/deeper notebooks $(MAIN) labs/*/tests
+	$(BIN)/python $(PYTEST) $(MAIN) labs/*/tests
 
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants.py
 
+# Without what is about our own files, and two labs that compute without JAX.
 test-latest: $(LATEST_STAMP)
 	@$(LATEST)/python -c 'import jax, numpy, platform as p; print( \
 		"Python", p.python_version(), "jax", jax.__version__, "numpy", numpy.__version__)'
-	$(LATEST)/python $(PYTEST)
+	$(LATEST)/python $(PYTEST) -m "not house" --ignore labs/cluster --ignore labs/cost
 
 # The server's root is this folder, because notebooks link to pictures and pages outside of theirs.
 # Its configuration opens notebook 00, lets the pages run their scripts, and shows no first line of

@@ -17,7 +17,7 @@ from figures import cheat_sheet
 from figures.__main__ import collect
 from treeattn import collectives, kv_mesh, ring_decode, tree_decode
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.house]
 
 FOLDER = REPOSITORY / "figures"
 FIGURES, ANIMATIONS = collect("FIGURES"), collect("ANIMATIONS")

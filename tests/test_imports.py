@@ -10,9 +10,11 @@ import sys
 import tokenize
 
 import pytest
-from pages import REPOSITORY, codes, run_code, text
+from pages import REPOSITORY, codes, text
 
 import treeattn
+
+pytestmark = pytest.mark.house
 
 # The folder in which each package, or folder of scripts, stands.
 FOUND_IN = {
@@ -206,22 +208,6 @@ def test_nobody_imports_a_lab_but_its_own_notebook_and_tests():
             labs = {circle_of(name) for name in names if name.startswith("labs.")}
             found |= {f"{path.name} imports {lab}" for lab in labs - {".".join(place[:2])}}
     assert found == set()
-
-
-def test_importing_the_core_loads_little_and_starts_nothing():
-    code = """
-import sys
-import jax, numpy, jaxtyping
-def tops():
-    return {name.split(".")[0] for name in sys.modules}
-before = tops()
-import treeattn
-print(*sorted(tops() - before - set(sys.stdlib_module_names)))
-print("jax.experimental.pallas" in sys.modules)  # a fifth of JAX's own time
-from jax._src import xla_bridge
-print(xla_bridge.backends_are_initialized())
-"""
-    assert run_code(code).split() == ["treeattn", "False", "False"]
 
 
 # ---------------------------------------------------------------- what is public

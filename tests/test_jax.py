@@ -5,14 +5,12 @@ import os
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import jax
 import jaxlib
 import pytest
 from packaging.requirements import Requirement
-
-PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"
+from pages import REPOSITORY, run_code, text
 
 # https://github.com/jax-ml/jax/issues/39103: on a CPU, 0.10.2 compiles such a sum to wrong numbers,
 # in silence. Up to 32,768 rows of float32 all is well; of 40,001 a fifth are wrong.
@@ -65,7 +63,7 @@ def test_the_installed_jax_computes_what_is_written(program):
 
 
 def test_the_package_allows_every_release_but_broken_ones():
-    project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads(text(REPOSITORY / "pyproject.toml"))["project"]
     requirements = [Requirement(line) for line in project["dependencies"]]
     (allowed,) = (line.specifier for line in requirements if line.name == "jax")
     for broken in ("0.10.2", "0.11.0"):
@@ -73,3 +71,19 @@ def test_the_package_allows_every_release_but_broken_ones():
     for release in ("0.8.3", "0.9.0", "0.10.1", "0.11.1", "0.11.2", "0.12.0", "0.12.0.1"):
         assert release in allowed, release
     assert jax.__version__ in allowed
+
+
+def test_importing_the_core_loads_little_and_starts_nothing():
+    code = """
+import sys
+import jax, numpy, jaxtyping
+def tops():
+    return {name.split(".")[0] for name in sys.modules}
+before = tops()
+import treeattn
+print(*sorted(tops() - before - set(sys.stdlib_module_names)))
+print("jax.experimental.pallas" in sys.modules)  # a fifth of JAX's own time
+from jax._src import xla_bridge
+print(xla_bridge.backends_are_initialized())
+"""
+    assert run_code(code).split() == ["treeattn", "False", "False"]

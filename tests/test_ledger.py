@@ -13,6 +13,8 @@ import ledger
 import pytest
 from pages import MAIN_ROAD, NOTEBOOKS, REPOSITORY, cells, text
 
+pytestmark = pytest.mark.house
+
 SOURCES_BESIDE = REPOSITORY.parent / "shared" / "sources"
 COLUMNS = "id source item says quote verdict notebook test note twin".split()
 VERDICTS = {

@@ -10,6 +10,8 @@ import pytest
 import yaml
 from pages import REPOSITORY, run, text
 
+pytestmark = pytest.mark.house
+
 LOCK = text(REPOSITORY / "requirements.lock")
 # uv's names. The last two were never run: their wheels exist, no more is known.
 PLATFORMS = ("x86_64-unknown-linux-gnu", "aarch64-apple-darwin", "x86_64-pc-windows-msvc")

@@ -9,6 +9,8 @@ import nbformat
 import pytest
 from pages import DEEPER, LINK, MAIN_ROAD, NOTEBOOKS, REPOSITORY, cells, run, text
 
+pytestmark = pytest.mark.house
+
 
 def code_cells(path) -> list:
     return [c for c in cells(path) if c.cell_type == "code" and c.source.strip()]

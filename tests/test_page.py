@@ -24,7 +24,7 @@ from treeattn import (
     ring_decode,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.house]
 
 PAGE = SITE / "one_page.html"
 STILL = {"prefers_reduced_motion": "reduce"}

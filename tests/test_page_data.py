@@ -12,6 +12,8 @@ from pages import MAIN_ROAD, SITE, codes, text
 
 from treeattn import attend, finalize
 
+pytestmark = pytest.mark.house
+
 PAGE = SITE / "one_page.html"
 SECTIONS = re.findall(r'(?s)<section id="(\w+)">(.*?)</section>', text(SITE / "page" / "page.html"))
 

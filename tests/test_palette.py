@@ -8,6 +8,8 @@ from matplotlib.colors import to_rgb
 
 from figures import style
 
+pytestmark = pytest.mark.house
+
 NAMES = ("BLUE", "ORANGE", "GREEN", "RED", "PURPLE", "SKY", "INK", "GREY", "PALE")
 
 # Of linear RGB, at full severity: Machado, Oliveira and Fernandes (2009).

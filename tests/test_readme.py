@@ -18,8 +18,15 @@ def test_a_reader_finishes_it():
     assert len(blocks()) == 5
 
 
+RUN = [README, *sorted(SITE.glob("howto_*.md")), SITE / "why_not_jax.md"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("block", blocks(), ids=lambda block: block.section)
+@pytest.mark.parametrize(
+    "block",
+    [block for page in RUN for block in blocks(page)],
+    ids=lambda block: block.section,
+)
 def test_a_block_runs_alone(block):
     assert run_code(block.code) == block.prints != ""
 

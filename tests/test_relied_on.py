@@ -5,6 +5,8 @@ import re
 import pytest
 from pages import REPOSITORY, SITE, text
 
+pytestmark = pytest.mark.house
+
 PAGES = [SITE / "relied_on.md", *sorted(REPOSITORY.glob("labs/*/README.md"))]
 TABLE = re.compile(r"(?ms)^\| what \| where \|.*?(?:\n\n|\Z)")
 ROWS = [

@@ -15,9 +15,11 @@ from faults import anchors, fault_links
 from found import for_the_site, write_for_finders
 from links import Page, broken, fetched
 from llms import llms_text
-from pages import NOTEBOOKS, REPOSITORY, SITE, blocks, run_code, text
+from pages import NOTEBOOKS, REPOSITORY, SITE, text
 
 import treeattn
+
+pytestmark = pytest.mark.house
 
 ROWS = ledger.read()
 
@@ -54,15 +56,6 @@ def test_the_api_has_every_public_name_once():
     assert sorted(entries) == sorted(treeattn.__all__)
     whole = re.findall(r"(?m)^\.\. automodule:: ([\w.]+)", page)
     assert whole == ["treeattn_llama", "treeattn_conformance"]
-
-
-HOW_TO = [(page, block) for page in sorted(SITE.glob("howto_*.md")) for block in blocks(page)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("page", "block"), HOW_TO, ids=lambda x: getattr(x, "stem", ""))
-def test_the_answers_of_how_do_i_run(page, block):
-    assert run_code(block.code) == block.prints != ""
 
 
 def test_every_mistake_has_an_address_of_its_own():

@@ -18,7 +18,7 @@ import treeattn
 import treeattn_conformance
 import treeattn_llama
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.house]
 
 # The folder of each project, by the package that it holds.
 PROJECTS = {

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from pages import SITE, blocks, run_code, text
+from pages import SITE, text
 
 PAGE = SITE / "why_not_jax.md"
 
@@ -32,9 +32,3 @@ def test_the_table_is_what_is_measured(monkeypatch, optimized):
         assert table[name] == cells, name
     small, large = (table[name] for name in table if name.startswith("temporary"))
     assert large[0] > 7 * small[0] and large[2] < 1.1 * small[2]  # the cache is 8 times as large
-
-
-@pytest.mark.slow
-def test_its_code_runs():
-    (block,) = blocks(PAGE)
-    assert run_code(block.code) == block.prints
