@@ -75,8 +75,7 @@ def line(row: dict[str, str], ids: set[str], language: str) -> str:
     twins = with_links(", ".join(parts(row["twin"])), ids)
     note = " ".join(filter(None, (with_links(row["note"], ids), twins and f"(As {twins}.)")))
     cells = (
-        f'<a id="{id}" class="row" href="#{id}" {facts}>{id}</a>'
-        f"<br>{escaped(row['item'])}",
+        f'<a id="{id}" class="row" href="#{id}" {facts}>{id}</a><br>{escaped(row["item"])}',
         f'{escaped(row["says"])}<br><q lang="{language}">{literal(row["quote"])}</q>',
         f"**{verdict}** {note}".strip(),
         "<br>".join([*map(link, parts(row["notebook"])), *tests]),
