@@ -10,7 +10,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeattn_conformance
-from labs.kernels import cluster_merge
 from labs.kernels.mosaic_decode import mosaic_attend
 from labs.kernels.split_k import split_k_attend
 from treeattn import attend, finalize, kv_mesh, tree_decode
@@ -154,11 +153,3 @@ def over_devices(smoke: bool) -> Iterator[dict]:
             row = {"what": "tree_decode", "devices": len(jax.devices()), "keys": n}
             found = verdict(difference(out, expected), ALLOWED["float32"])
             yield row | {"method": method} | found
-
-
-def cannot_run() -> dict[str, str]:
-    """The kernels that this device, this JAX, or what is installed rules out, and why."""
-    arrays = draw(SMALL["decode"], "bfloat16")
-    found = {name: checked("", name, arrays).get("why not") for name in KERNELS}
-    found["cluster"] = cluster_merge.obstacle()
-    return {name: why for name, why in found.items() if why}

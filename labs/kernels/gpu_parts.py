@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from labs.kernels import cluster_merge
-from labs.kernels.gpu_checks import KERNELS, METHODS, cannot_run, correct, one_line
+from labs.kernels.gpu_checks import KERNELS, METHODS, correct, one_line
 from labs.kernels.split_k import split_k_attend
 from treeattn import attend, attention, finalize, kv_mesh, simulate_devices, tree_decode
 
@@ -40,7 +40,6 @@ def device(smoke: bool) -> Iterator[dict]:
         "devices": len(jax.devices()),
         "jax": jax.__version__,
         "memory GB": room() / 1e9,
-        "cannot run": cannot_run(),
     }
     yield {"what": "read", "GB/s": read_bandwidth(smoke) / 1e9}
 

@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracles import dense_attention, dense_weights
 
-from labs.kernels import tiles
 from labs.kernels.gpu_checks import draw
 from labs.kernels.gpu_programs import on_cuda
 from labs.kernels.split_k import split_k_attend
@@ -133,14 +132,6 @@ def test_small_weights_in_float16():
     out, _ = finalize(run(q, k, v, scale=1.0))
     tail = (n - 1) * np.exp(-16.0)
     np.testing.assert_allclose(out[0, 0, 0], tail / (1 + tail), rtol=2e-5)
-
-
-def test_what_the_parts_of_a_factor_leave_out():
-    """As `dot` says: of a product of float32. The notebook has a weight in bfloat16."""
-    x = np.random.default_rng(0).normal(size=10_000).astype(np.float32)
-    high, low = (np.asarray(part, np.float64) for part in tiles.split_float(x, jnp.float32))
-    assert np.all(high + low == x)
-    assert 0.9 * 2**-10 < np.max(np.abs(low / x)) <= 2**-10
 
 
 @pytest.mark.parametrize("decode", [tree_decode, ring_decode])

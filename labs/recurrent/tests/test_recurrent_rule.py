@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 from labs.recurrent.devices import in_chunks, over_devices
-from labs.recurrent.maps import by_scan
 from labs.recurrent.rule import (
     Updates,
     gated_delta,
@@ -70,7 +69,6 @@ def meshed(p, size):
 
 WAYS = {
     "steps": step_by_step,
-    "scan": by_scan,
     "chunks": in_chunks,
     "chunks of 4": functools.partial(in_chunks, size=4),
     "1 device": meshed(1, 3),
