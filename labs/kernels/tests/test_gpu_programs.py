@@ -29,7 +29,7 @@ def test_the_state_compiles_for_every_gpu(capability, devices):
     }
     f = gpu_programs.state_of(split_k_attend)
     shapes = (1, 1, 4, 256), (1, 8192, 1, 256), (1, 8192, 1, 256)
-    device = gpu_programs.gpu(capability)
+    device = gpu_programs.gpu(*capability)
     program = gpu_programs.compiled(f, device, *shapes, dtype=jnp.float32, **options)
     assert program.as_text().count("__gpu$xla.gpu.triton") == 2
 
