@@ -74,8 +74,8 @@ BUDGET = {
     "labs.cluster": 5_000,
     "labs.cost": 14_750,
     "labs.exact": 9_200,
-    "labs.kernels": 14_800,
-    "labs.recurrent": 3_000,
+    "labs.kernels": 14_550,
+    "labs.recurrent": 2_970,
     "labs.sharding": 1_900,
     "labs.training": 12_050,
 }
