@@ -14,9 +14,8 @@ of which builds on those before it:
 
 from labs.cost.advice import advice_table, advise, least_devices
 from labs.cost.merges import MERGES, merge_messages, merge_seconds, sent_bytes
-from labs.cost.models import MODELS, Model, find_model
-from labs.cost.network import collective_seconds
-from labs.cost.steps import CORNERS, DATA_SHEETS, REPAIRED, Plan, Rates, Step, step_cost
+from labs.cost.models import MODELS, find_model
+from labs.cost.steps import CORNERS, DATA_SHEETS, Plan, step_cost
 from labs.cost.topology import preset
 from labs.cost.workload import Workload
 
@@ -25,15 +24,10 @@ __all__ = [
     "DATA_SHEETS",
     "MERGES",
     "MODELS",
-    "REPAIRED",
-    "Model",
     "Plan",
-    "Rates",
-    "Step",
     "Workload",
     "advice_table",
     "advise",
-    "collective_seconds",
     "find_model",
     "least_devices",
     "merge_messages",

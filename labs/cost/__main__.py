@@ -7,33 +7,50 @@ python -m labs.cost --model path/to/config.json --devices 4 --batch 16 --context
 
 import argparse
 import re
-import sys
 from collections.abc import Sequence
 
-from labs.cost.advice import advice_table, advise, best_of_each, bytes_text, least_devices
+from labs.cost.advice import advice_table, advise, best_of_each, least_devices
 from labs.cost.models import MODELS, Model, find_model
 from labs.cost.observed import observed_steps, over_measured
-from labs.cost.steps import CORNERS, HEADROOM, REPAIRED, Step
-from labs.cost.topology import PRESETS, Topology, preset
+from labs.cost.steps import CORNERS, REPAIRED, Step
+from labs.cost.topology import PRESETS, preset
 from labs.cost.workload import STORED_BYTES
 
 NEAR = 1.2  # a fifth: as far as forecasts of held-out steps may be off, and some
 UNITS = {"": 1, "k": 10**3, "m": 10**6}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The program: parse the arguments, print the advice. Returns the exit status."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parse the arguments, and print the advice."""
     parser = _parser()
     args = parser.parse_args(arguments)
-    sys.stdout.reconfigure(errors="replace")  # a terminal may lack "×"
     topology = preset(args.topology)
-    flag = "--nodes" if args.devices is None else "--devices"
-    p = args.nodes * topology.node_size if args.devices is None else args.devices
+    p = args.devices or args.nodes * topology.node_size
     if p > topology.capacity:
-        parser.error(f"argument {flag}: {args.topology} joins {topology.capacity}, got {p} devices")
+        parser.error(f"{args.topology} joins {topology.capacity} devices, got {p}")
+    case = args.model, args.batch, args.context, p, topology
     dtypes = {"weight_dtype": args.weight_dtype, "cache_dtype": args.cache_dtype}
-    print(_advice(args.model, args.batch, args.context, p, topology, dtypes))
-    return 0
+    found = {corner: advise(*case, rates, **dtypes) for corner, rates in CORNERS.items()}
+    steps = found["as repaired"]
+    what = f"{args.model.name}, batch {args.batch}, {args.context:,} keys each"
+    print(f"{what}, on {p} × {topology.device.name} ({topology.name})\n")
+    if steps[0].fits:
+        _print_advice(steps, args.model, p)
+    else:
+        least = least_devices(args.model, args.batch, args.context, topology, **dtypes)
+        print(f"nothing fits: {steps[0].memory_bytes / 1e9:,.0f} GB on each device; ", end="")
+        print(f"{least} devices would do" if least else "more devices than the network joins")
+    print(f"\n{advice_table(steps)}\n")
+    for corner, (first, *_) in found.items():
+        text = f"{first.plan}, on {first.plan.devices}: {1e3 * first.seconds:.1f} ms"
+        print(f"{corner:<12}  {text if first.fits else 'nothing fits'}")
+    rows = [row for row in observed_steps() if row["kind"] == "step"]
+    ratios = [f"{over_measured(REPAIRED, row):.2f} on {row['devices']}" for row in rows]
+    print(
+        "\nNothing overlaps in it. Published steps of Llama 3 405B on H100s, calculated so, are "
+        f"\n{', '.join(ratios)} of the measured times; the first was fitted to.\n"
+        "Plans closer than a fifth are not told apart. Measure the first two."
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -42,29 +59,23 @@ def _parser() -> argparse.ArgumentParser:
         description="How to shard a model's cache on a cluster: whole decode steps, calculated "
         "from data sheets, a library's table, and constants that published steps repaired.",
     )
+    add = parser.add_argument
     known = ", ".join(MODELS)
-    parser.add_argument(
-        "--model", type=_model, default="llama-3.1-8b", help=f"{known}, or a config.json"
-    )
-    parser.add_argument("--topology", choices=PRESETS, default="dgx-h100")
+    add("--model", type=_model, default="llama-3.1-8b", help=f"{known}, or a config.json")
+    add("--topology", choices=PRESETS, default="dgx-h100")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--nodes", type=_count, default=1, help="full nodes (default 1)")
     size.add_argument("--devices", type=_count, help="devices, which need not fill their nodes")
-    parser.add_argument("--context", type=_count, required=True, help="keys of each sequence: 128k")
-    parser.add_argument("--batch", type=_count, default=1, help="sequences (default 1)")
+    add("--context", type=_count, required=True, help="keys of each sequence: 128k")
+    add("--batch", type=_count, default=1, help="sequences (default 1)")
     for what in ("weight", "cache"):
-        parser.add_argument(
-            f"--{what}-dtype",
-            default="bfloat16",
-            choices=list(STORED_BYTES),
-            help=f"of the {what}s' numbers (default bfloat16); scales are not counted",
-        )
+        add(f"--{what}-dtype", choices=list(STORED_BYTES), default="bfloat16")
     return parser
 
 
 def _count(text: str) -> int:
     """ "128k" -> 128000, "1M" -> 1000000, "1.5M", "4096"; from 1 on."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)", text.strip().lower())
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)", text.lower())
     number = float(found[1]) * UNITS[found[2]] if found else 0
     if number < 1 or number != int(number):
         raise argparse.ArgumentTypeError(
@@ -77,76 +88,27 @@ def _model(text: str) -> Model:
     try:
         return find_model(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix("model: ")) from None
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _advice(
-    model: Model, batch: int, context: int, p: int, topology: Topology, dtypes: dict[str, str]
-) -> str:
-    """What to do, the table of plans, what is best by other constants, and what it rests on."""
-    found = {
-        corner: advise(model, batch, context, p, topology, rates, **dtypes)
-        for corner, rates in CORNERS.items()
-    }
-    steps = found["as repaired"]
-    what = f"{model.name}, batch {batch}, {context:,} keys each, on {p} × {topology.device.name}"
-    lines = [f"{what} ({topology.name})", ""]
-    if steps[0].fits:
-        lines += _do(steps, model, p)
-    else:
-        lines += _nothing_fits(steps[0], model, batch, context, topology, dtypes)
-    lines += ["", advice_table(steps), ""]
-    width = max(map(len, found))
-    for corner, (first, *_) in found.items():
-        text = f"{first.plan}, on {first.plan.devices}: {1e3 * first.seconds:.1f} ms"
-        lines.append(f"{corner:<{width}}  {text if first.fits else 'nothing fits'}")
-    rows = [row for row in observed_steps() if row["kind"] == "step"]
-    ratios = [f"{over_measured(REPAIRED, row):.2f} on {row['devices']}" for row in rows]
-    return "\n".join(lines) + (
-        "\n\nNothing overlaps in it. Published steps of Llama 3 405B on H100s, calculated so, are "
-        f"\n{', '.join(ratios)} of the measured times; the first was fitted to.\n"
-        "Plans closer than a fifth are not told apart. Measure the first two."
-    )
-
-
-def _do(steps: list[Step], model: Model, p: int) -> list[str]:
-    """The advice: the plan, its devices, what to do with the others, and what is as good."""
+def _print_advice(steps: list[Step], model: Model, p: int) -> None:
+    """The plan, its devices, what to do with the others, and how many plans are as good."""
     best = steps[0]
     plan = best.plan
     text = f"do: {plan}, {1e3 * best.seconds:.1f} ms a token"
+    replicas, idle = divmod(p, plan.devices)
     if plan.devices < p:
-        replicas, idle = divmod(p, plan.devices)
         text += f", on {plan.devices} of the {p}"
-        if replicas > 1:
-            text += f": run {replicas} replicas, each with sequences of its own"
-        text += f"; {idle} {'is' if idle == 1 else 'are'} left over" if idle else ""
-    lines = [text]
+    if replicas > 1:
+        text += f": run {replicas} replicas, each with sequences of its own"
+    print(f"{text}; {idle} left over" if idle else text)
     if plan.heads > model.kv_heads:
         copies = plan.heads // model.kv_heads
-        lines.append(f"(each key head on {copies} devices: engines run that, tree_decode does not)")
+        print(f"(each key head on {copies} devices: engines run that, tree_decode does not)")
     near = [step for step in best_of_each(steps) if step.seconds <= NEAR * best.seconds]
-    if more := len([step for step in near if step.fits]) - 1:
-        lines.append(f"within a fifth of it, so not told apart: the {more} below it")
-    return lines
-
-
-def _nothing_fits(
-    best: Step, model: Model, batch: int, context: int, topology: Topology, dtypes: dict[str, str]
-) -> list[str]:
-    """What would: more devices, or a cache and weights of a byte a number."""
-    room = f"{1 - HEADROOM:.0%} of {bytes_text(topology.device.memory_bytes)}"
-    lines = [f"nothing fits: {bytes_text(best.memory_bytes)} on each device, of {room}"]
-    for text, tried in (
-        ("as asked", dtypes),
-        ("with a cache of 8 bits", {**dtypes, "cache_dtype": "float8"}),
-        ("with cache and weights of 8 bits", {what: "float8" for what in dtypes}),
-    ):
-        n = least_devices(model, batch, context, topology, **tried)
-        where = "more than the network joins" if n is None else f"{n} devices"
-        if text == "as asked" or tried != dtypes:
-            lines.append(f"  {text}: {where}")
-    return lines
+    if more := sum(step.fits for step in near) - 1:
+        print(f"within a fifth of it, so not told apart: the {more} below it")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

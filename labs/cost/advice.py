@@ -169,7 +169,7 @@ def advice_table(steps: Sequence[Step]) -> str:
     rows = [("ms", *parts, "plan")]
     for step in best_of_each(steps):
         times = (f"{1e3 * x:.2f}" for x in (step.seconds, *step[1:6]))
-        where = (bytes_text(step.memory_bytes), str(step.plan.devices))
+        where = (f"{step.memory_bytes / 1e9:.3g} GB", str(step.plan.devices))
         text = f"{step.plan}{'' if step.fits else ': does not fit'}"
         rows.append((step.plan.family, *times, *where, text))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -178,10 +178,3 @@ def advice_table(steps: Sequence[Step]) -> str:
         middle = [text.rjust(width) for text, width in zip(middle, widths[1:-1], strict=True)]
         lines.append("  ".join([name.ljust(widths[0]), *middle, last]).rstrip())
     return "\n".join(lines)
-
-
-def bytes_text(count: float) -> str:
-    """Three digits and a decimal unit: 655360000 -> "655 MB"."""
-    units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1))
-    name, size = next((unit for unit in units if count >= 0.9995 * unit[1]), units[-1])
-    return f"{float(f'{count / size:.3g}'):g} {name}"

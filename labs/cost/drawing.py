@@ -29,10 +29,10 @@ PARTS = {
 
 
 @styled
-def steps(context: int = 10**6, p: int = 16) -> Figure:
+def steps() -> Figure:
     """Where a token's time goes, by the best plan of each kind that fits."""
     figure, axes = new_figure(7.6, 3.1)
-    shown = [x for x in best_of_each(advise(LLAMA_8B, 1, context, p, DGX)) if x.fits][:7]
+    shown = [x for x in best_of_each(advise(LLAMA_8B, 1, 10**6, 16, DGX)) if x.fits][:7]
     said = []
     for y, step in enumerate(reversed(shown)):
         left = 0.0
@@ -41,12 +41,11 @@ def steps(context: int = 10**6, p: int = 16) -> Figure:
             look = {"color": colour, "hatch": hatch, "edgecolor": "white", "height": 0.7}
             axes.barh(y, width, left=left, label=name if y == 0 else None, **look)
             left += width
-        place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 9}
-        axes.annotate(f"{left:.1f}", (left, y), **place)
+        axes.text(left, y, f" {left:.1f}", va="center", fontsize=9)
         said.append(f"{step.plan} {left:.1f}")
     names = [f"{x.plan} ({x.plan.devices})" for x in reversed(shown)]
     axes.set_yticks(range(len(shown)), names, fontsize=8)
-    axes.set(xlabel=f"ms a token: Llama 3.1 8B, {_thousands(context)} keys, {p} H100s")
+    axes.set(xlabel="ms a token: Llama 3.1 8B, 1M keys, 16 H100s")
     figure.legend(loc="outside lower center", ncols=5, fontsize=8.5)
     return figure.describe(
         "Bars of a token's milliseconds by plan, divided into reading weights, attending, merging, "
@@ -130,42 +129,34 @@ COLOURS = {
     "BS": PURPLE,
     "BHS": PALE,
     "B": RED,
-    "": "white",
 }
 DTYPES = {"deepseek-v3": {"weight_dtype": "float8"}}  # as it was published
 
 
 def letters(plan: Plan) -> str:
     """What a plan splits: (B)atch, (L)ayers, (H)eads, (S)equence."""
-    shares = (("B", plan.batch), ("L", plan.stages), ("H", plan.heads), ("S", plan.sequence))
-    return "".join(letter for letter, n in shares if n > 1)
+    return "".join(word[0].upper() for word in plan.family.split(" + ") if word != "one device")
 
 
 @functools.cache
-def _best_on(model: Model, batch: int, context: int, p: int, rates: Rates) -> Step:
-    dtypes = DTYPES.get(model.name, {})
-    found = advise(model, batch, context, p, DGX, rates, exactly=True, **dtypes)
-    return found[0]
-
-
-def _best_up_to(model: Model, batch: int, context: int, p: int, rates: Rates) -> Step:
+def _best(model: Model, batch: int, context: int, p: int, rates: Rates) -> Step:
     """The fastest step on p devices, or on half of them, a quarter, …"""
-    steps = [_best_on(model, batch, context, 1 << k, rates) for k in range(p.bit_length())]
-    return min(steps, key=lambda step: (not step.fits, round(step.seconds, 6)))
+    dtypes = DTYPES.get(model.name, {})
+    steps = advise(model, batch, context, p, DGX, rates, exactly=True, **dtypes)[:1]
+    fewer = [_best(model, batch, context, p // 2, rates)] if p > 1 else []
+    return min(fewer + steps, key=lambda step: (not step.fits, round(step.seconds, 6)))
 
 
 def best_plan(model: Model, batch: int, context: int, p: int) -> tuple[Plan | None, bool]:
     """(the fastest plan, None where nothing fits; whether no corner has one a tenth faster)."""
-    usual = _best_up_to(model, batch, context, p, REPAIRED)
+    usual = _best(model, batch, context, p, REPAIRED)
     if not usual.fits:
         return None, True
+    dtypes = DTYPES.get(model.name, {})
     sure = True
     for rates in CORNERS.values():
-        best = _best_up_to(model, batch, context, p, rates).seconds
-        same = step_cost(
-            model, usual.plan, batch, context, DGX, rates, **DTYPES.get(model.name, {})
-        )
-        sure = sure and same.seconds <= 1.1 * best
+        same = step_cost(model, usual.plan, batch, context, DGX, rates, **dtypes)
+        sure = sure and same.seconds <= 1.1 * _best(model, batch, context, p, rates).seconds
     return usual.plan, sure
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from labs.cost.topology import DATA
-from labs.cost.workload import Number, whole
+from labs.cost.workload import Number
 
 
 @dataclass(frozen=True)
@@ -113,47 +113,34 @@ def find_model(name: str | os.PathLike) -> Model:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         return _of_config(path.resolve().parent.name, config)
-    except KeyError as error:
-        raise ValueError(f"model: {path} lacks {error.args[0]!r}") from None
-    except (ValueError, AttributeError, TypeError) as error:
-        raise ValueError(f"model: {path} cannot be read: {error}") from None
+    except (KeyError, ValueError, TypeError) as error:
+        raise ValueError(f"model: {path} has no sizes of a model: {error!r}") from None
 
 
 def _of_config(name: str, config: dict) -> Model:
-    """A Llama's sizes, an MLA's, with or without experts, in Hugging Face's names."""
+    """A Llama's sizes, or those of MLA, with or without experts, by Hugging Face's names."""
     heads = config["num_attention_heads"]
-    sizes = {
-        "layers": config["num_hidden_layers"],
-        "width": config["hidden_size"],
-        "heads": heads,
-        "hidden": config["intermediate_size"],
-        "vocabulary": config["vocab_size"],
-        "tied": config.get("tie_word_embeddings", False),
-    }
+    width = config["hidden_size"]
+    hidden = config["intermediate_size"]
+    sizes = {"kv_heads": config.get("num_key_value_heads") or heads}
+    sizes["head_dim"] = config.get("head_dim") or width // heads
     if "kv_lora_rank" in config:
-        sizes |= {
-            "kv_heads": 1,
-            "head_dim": config["kv_lora_rank"] + config["qk_rope_head_dim"],
-            "value_dim": config["kv_lora_rank"],
-            "latent": True,
-            "query_rank": config["q_lora_rank"],
-            "inner_dim": config["qk_nope_head_dim"],
-        }
-    else:
-        sizes["kv_heads"] = config.get("num_key_value_heads") or heads
-        sizes["head_dim"] = config.get("head_dim") or sizes["width"] // heads
+        latent = config["kv_lora_rank"]
+        sizes = {"kv_heads": 1, "head_dim": latent + config["qk_rope_head_dim"], "latent": True}
+        sizes |= {"value_dim": latent, "query_rank": config["q_lora_rank"]}
+        sizes |= {"inner_dim": config["qk_nope_head_dim"]}
     # DeepSeek's, Mixtral's and Qwen's names for one number.
     names = "n_routed_experts", "num_local_experts", "num_experts"
-    experts = next((config[name] for name in names if config.get(name)), 0)
-    if experts:
+    if experts := next((config[name] for name in names if config.get(name)), 0):
         sizes |= {
             "experts": experts,
             "experts_used": config["num_experts_per_tok"],
             "shared_experts": config.get("n_shared_experts") or 0,
-            "expert_hidden": config.get("moe_intermediate_size") or config["intermediate_size"],
+            "expert_hidden": config.get("moe_intermediate_size") or hidden,
             "dense_layers": config.get("first_k_dense_replace", 0),
         }
-    for size, value in sizes.items():
-        if not isinstance(value, bool):
-            whole(size, value, 0)
-    return Model(name, **sizes)
+    tied = config.get("tie_word_embeddings", False)
+    layers, vocabulary = config["num_hidden_layers"], config["vocab_size"]
+    return Model(
+        name, layers, width, heads, hidden=hidden, vocabulary=vocabulary, tied=tied, **sizes
+    )

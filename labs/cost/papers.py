@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from scipy.optimize import least_squares
 
 from figures.printed import TableRow
 from labs.cost.merges import merge_seconds
@@ -63,19 +64,16 @@ class ScriptMachine(NamedTuple):
     ring_step:   seconds more of a layer in a pass of the ring
     """
 
-    bandwidth: float | np.ndarray  # arrays: many machines at once
-    utilisation: float | np.ndarray
+    bandwidth: float
+    utilisation: float
     overhead: float
     ring_step: float = 0.0
 
 
 def script_seconds(
-    setting: ScriptSetting, context: int, machine: ScriptMachine, *, repeated: bool = True
-) -> tuple[float | np.ndarray, float | np.ndarray]:
-    """Seconds of a run of the authors' script, (tree, ring): a prefill and `PASSES` passes.
-
-    repeated: whether the ring sends a key head for every query head, as the script does.
-    """
+    setting: ScriptSetting, context: int, machine: ScriptMachine
+) -> tuple[float, float]:
+    """Seconds of a run of the authors' script, (tree, ring): a prefill and `PASSES` passes."""
     model, device, p = setting
     keys = context / p
     queries = keys * model.heads * model.head_dim * 2  # bytes of a chunk, a head for every query
@@ -89,8 +87,7 @@ def script_seconds(
     # contiguous() of both; padding of both, by way of float32 (2 + 4 bytes, then 4 + 2 an element).
     more = 4 * queries + 12 * queries
     tree = model.layers * layer / memory + 2 * model.weights / memory
-    send = 2 * (queries if repeated else cached) / machine.bandwidth
-    visit = np.maximum(send, 2 * queries / memory)  # of another rank's chunk
+    visit = max(2 * queries / machine.bandwidth, 2 * queries / memory)  # of another rank's chunk
     ring = tree + model.layers * (more / memory + (p - 1) * visit + machine.ring_step)
     fixed = prefill + (1 + PASSES) * model.layers * machine.overhead
     return fixed + PASSES * tree, fixed + PASSES * ring
@@ -98,7 +95,7 @@ def script_seconds(
 
 def _prefill_seconds(
     setting: ScriptSetting, keys: float, queries: float, machine: ScriptMachine
-) -> float | np.ndarray:
+) -> float:
     """Seconds of the script's prefill, on the last of p ranks, with `keys` tokens each.
 
     queries: bytes of a chunk's queries, or of its keys with a head for every query head
@@ -107,7 +104,7 @@ def _prefill_seconds(
     flops = machine.utilisation * device.flops
     chunk = 4 * keys * keys * model.heads * model.head_dim / flops  # all queries, all keys
     send = 2 * queries / machine.bandwidth
-    attending = chunk / 2 + (p - 1) * np.maximum(chunk, send)
+    attending = chunk / 2 + (p - 1) * max(chunk, send)
     return model.layers * attending + 2 * model.weights * keys / flops
 
 
@@ -120,69 +117,37 @@ def least_seconds(setting: ScriptSetting, context: int) -> float:
     return (attending + 2 * model.weights * keys) / device.flops
 
 
+def over_printed(
+    rows: Sequence[TableRow], setting: ScriptSetting, machine: ScriptMachine
+) -> np.ndarray:
+    """(rows, 2): predicted over printed, for the tree's column and the ring's."""
+    found = [script_seconds(setting, row.context, machine) for row in rows]
+    return np.array(found) / [[row.tree.mean, row.ring.mean] for row in rows]
+
+
 def fit_machine(
-    rows: Sequence[TableRow],
-    setting: ScriptSetting,
-    *,
-    ring_step: bool = False,
-    repeated: bool = True,
+    rows: Sequence[TableRow], setting: ScriptSetting, *, ring_step: bool = False
 ) -> ScriptMachine:
     """The machine that predicts both columns of the rows best, by relative error.
 
-    Utilisation between 0.1 and 1, and the bandwidth, are searched on a grid; overheads follow by
-    least squares and are not negative. Raises ValueError with fewer numbers than parameters.
+    Utilisation is between 0.1 and 1, and overheads are not negative. The search begins at several
+    bandwidths, because it ends in a local minimum.
     """
-    if 2 * len(rows) < 3 + ring_step:
-        raise ValueError(f"rows: expected at least 2 to fit, got {len(rows)}")
-    printed = np.array([[row.tree.mean, row.ring.mean] for row in rows])
 
-    # What a second of each overhead adds to each printed time, relative to it.
-    without = ScriptMachine(bandwidth=1e9, utilisation=0.5, overhead=0.0, ring_step=0.0)
-    with_one = [without._replace(overhead=1.0)]
-    if ring_step:
-        with_one.append(without._replace(ring_step=1.0))
-    base = _predict(rows, setting, without, repeated)
-    columns = [(_predict(rows, setting, x, repeated) - base) / printed for x in with_one]
+    def machine(x) -> ScriptMachine:  # GB/s, a share, milliseconds
+        return ScriptMachine(1e9 * np.exp(x[0]), x[1], *(1e-3 * x[2:]))
 
-    # What is left for them to explain, at each point of the grid.
-    utilisation = np.linspace(0.1, 1.0, 46)[:, None]
-    bandwidth = np.geomspace(2e9, 600e9, 300)
-    predicted = _predict(rows, setting, ScriptMachine(bandwidth, utilisation, 0.0), repeated)
-    left = 1 - predicted / printed[..., None, None]
-    error, overheads = _not_negative(columns, left.reshape(printed.size, -1))
-    best = int(np.argmin(error))
-    i, j = np.unravel_index(best, predicted.shape[2:])
-    return ScriptMachine(
-        float(bandwidth[j]), float(utilisation[i, 0]), *map(float, overheads[:, best])
-    )
-
-
-def _predict(rows, setting, machine, repeated) -> np.ndarray:
-    """(rows, 2, …): what the script takes by tree and by ring, on a machine or a grid of them."""
-    pairs = [script_seconds(setting, row.context, machine, repeated=repeated) for row in rows]
-    grid = np.broadcast(*pairs[0]).shape
-    times = [np.broadcast_to(seconds, grid) for pair in pairs for seconds in pair]
-    return np.reshape(times, (len(rows), 2, *grid))
-
-
-def _not_negative(columns: list[np.ndarray], targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(errors (m,), coefficients (columns, m)): least squares of targets (n, m), none below 0.
-
-    columns: each with n numbers. The best of all choices of columns whose own least squares are
-    not negative.
-    """
-    a = np.stack([x.ravel() for x in columns], axis=1)
-    best = (targets**2).sum(axis=0)
-    extra = np.zeros((len(columns), targets.shape[1]))
-    for chosen in range(1, 2 ** len(columns)):
-        used = [k for k in range(len(columns)) if chosen >> k & 1]
-        x = np.linalg.lstsq(a[:, used], targets, rcond=None)[0]
-        error = ((targets - a[:, used] @ x) ** 2).sum(axis=0)
-        better = (x >= 0).all(axis=0) & (error < best)
-        best = np.where(better, error, best)
-        extra[:, better] = 0.0
-        extra[np.ix_(used, np.nonzero(better)[0])] = x[:, better]
-    return best, extra
+    n = 3 + ring_step
+    lower, upper = (np.log(2), 0.1, 0, 0)[:n], (np.log(600), 1, 100, 100)[:n]
+    fits = [
+        least_squares(
+            lambda x: over_printed(rows, setting, machine(x)).ravel() - 1,
+            (np.log(bandwidth), 0.5, 1, 1)[:n],
+            bounds=(lower, upper),
+        )
+        for bandwidth in (4, 20, 100)
+    ]
+    return machine(min(fits, key=lambda fit: fit.cost).x)
 
 
 # ------------------------------------------------------------------------------- Figure 3

@@ -241,11 +241,9 @@ def _weights(
     last = model.vocabulary * model.width / plan.weights_over
     others = share * model.layers * _attention_weights(model, plan, w) + last
     feed_forward = share * model.feed_forward(tokens) / plan.weights_over
-    sizes = [
-        stored_bytes(name, dtype)
-        for name, dtype in zip(("weight_dtype", "feed_forward_dtype"), dtypes, strict=True)
-    ]
-    return others * sizes[0] + feed_forward * sizes[1], others + feed_forward
+    stored = others * stored_bytes("weight_dtype", dtypes[0])
+    stored += feed_forward * stored_bytes("feed_forward_dtype", dtypes[1])
+    return stored, others + feed_forward
 
 
 def _attention_weights(model: Model, plan: Plan, w: Workload) -> int:

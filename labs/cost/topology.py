@@ -69,7 +69,7 @@ class Protocol:
     near: Number
     far: Number
     shares: tuple[Number, Number]
-    between: tuple[Number, Number] = (math.inf, math.inf)
+    between: tuple[Number, Number]
 
     def scaled(self, latency: Number, bandwidth: Number) -> "Protocol":
         """This protocol with all times, and the bound on what enters a node, scaled."""
@@ -205,21 +205,19 @@ DEVICES = {name: Device(**x) for name, x in DATA["devices"].items()}
 
 def _protocols(far: Number | None) -> tuple[Protocol, ...]:
     """The library's table in seconds; `far`, where given, replaces its hops between nodes."""
-    found = []
-    for name, algorithm, launch, alone, near, between, shares, *most in DATA["protocols"]:
-        found.append(
-            Protocol(
-                name,
-                algorithm,
-                launch=1e-6 * launch,
-                alone=1e-6 * alone,
-                near=1e-6 * near,
-                far=far or 1e-6 * between,
-                shares=tuple(shares),
-                between=tuple(1e9 * x for x in most) or (math.inf, math.inf),
-            )
+    return tuple(
+        Protocol(
+            name,
+            algorithm,
+            launch=1e-6 * launch,
+            alone=1e-6 * alone,
+            near=1e-6 * near,
+            far=far or 1e-6 * hop,
+            shares=tuple(shares),
+            between=(1e9 * two, 1e9 * more),
         )
-    return tuple(found)
+        for name, algorithm, launch, alone, near, hop, shares, two, more in DATA["protocols"]
+    )
 
 
 def preset(name: str) -> Topology:

@@ -47,12 +47,9 @@ def exact_state(
     return _exact_state(q, k, v, jnp.asarray(scale, jnp.float32), options, causal)
 
 
-def exact_attend(
-    q, k, v, *, scale, mask=None, bias=None, kv_lengths=None, causal=False
-) -> AttentionState:
+def exact_attend(q, k, v, **options) -> AttentionState:
     """`exact_state`, rounded: the state (lse, 1, out), for `attend`'s `implementation`."""
-    options = {"mask": mask, "bias": bias, "kv_lengths": kv_lengths, "causal": causal}
-    return exact_state(q, k, v, scale=scale, **options).rounded()
+    return exact_state(q, k, v, **options).rounded()
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(5,))

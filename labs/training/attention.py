@@ -17,13 +17,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from labs.training.rows import check_ends, check_nodes
-from treeattn import AttentionState, attend, finalize, merge
+from treeattn import AttentionState, attend, finalize, merge, visit_shards
 
 BLOCK = 256  # queries, and keys, of a pair
 NOBODY = np.iinfo(np.int32).max  # the number of a place without a node: it sees no key
 
 
-def tree_attention(q, k, v, ends, *, scale=None):
+def tree_attention(q, k, v, ends):
     """Attention of every node of a tree over itself and its ancestors, (b, n, h, dv) in q's dtype.
 
     q:    (b, n, h, d); k (b, n, h_kv, d), v (b, n, h_kv, dv), as in `treeattn.attend`
@@ -33,12 +33,12 @@ def tree_attention(q, k, v, ends, *, scale=None):
     what `treeattn.attend` raises.
     """
     numbers = jnp.arange(q.shape[1], dtype=jnp.int32)
-    state = tree_states(q, k, v, numbers, numbers, check_ends(ends), scale=scale)
+    state = tree_states(q, k, v, numbers, numbers, check_ends(ends))
     return finalize(state)[0].astype(q.dtype)
 
 
-@functools.partial(jax.jit, static_argnames="scale")
-def tree_states(q, k, v, query_numbers, key_numbers, ends, *, scale=None) -> AttentionState:
+@jax.jit
+def tree_states(q, k, v, query_numbers, key_numbers, ends) -> AttentionState:
     """The states of some of a tree's nodes after others' keys: fields (b, l, h) and (b, l, h, dv).
 
     query_numbers: (l,) the nodes of the queries, in any order; NOBODY for one that is none
@@ -60,7 +60,7 @@ def tree_states(q, k, v, query_numbers, key_numbers, ends, *, scale=None) -> Att
         visible = (j[:, None] <= i[:, :, None]) & (i[:, :, None] < end[:, None])  # (b, l, n)
 
         def see(state):
-            return merge(state, attend(q, k, v, mask=visible[:, None], scale=scale))
+            return merge(state, attend(q, k, v, mask=visible[:, None]))
 
         return lax.cond(visible.any(), see, lambda state: state, state), None
 
@@ -87,7 +87,7 @@ def _blocks(arrays, length: int, filler: int):
     return jax.tree.map(split, arrays)
 
 
-def tree_ring_attention(q, k, v, ends, *, mesh, nodes=None, scale=None):
+def tree_ring_attention(q, k, v, ends, *, mesh, nodes=None):
     """`tree_attention` with the nodes dealt over a mesh: their keys visit the queries in a ring.
 
     Along all axes of the mesh. With the keys travel the two integers that say who sees them; a
@@ -112,28 +112,20 @@ def tree_ring_attention(q, k, v, ends, *, mesh, nodes=None, scale=None):
             raise ValueError(f"nodes: expected {places} places, shared by {p} devices evenly")
     of_places = jnp.pad(ends, ((0, 0), (0, 1)))[:, numbers]  # of place −1 the added one, 0
     numbers = jnp.asarray(np.where(numbers < 0, NOBODY, numbers), jnp.int32)
-    out = _ring(q, k, v, numbers, of_places, mesh, scale)
+    out = _ring(q, k, v, numbers, of_places, mesh)
     return out[:, :places]
 
 
-@functools.partial(jax.jit, static_argnums=(5, 6))
-def _ring(q, k, v, numbers, ends, mesh, scale):
+@functools.partial(jax.jit, static_argnums=5)
+def _ring(q, k, v, numbers, ends, mesh):
     axes = mesh.axis_names
-    p = mesh.size
 
     def on_device(q, k, v, own, ends):
-        def states(shard):
-            k, v, numbers, ends = shard
-            return tree_states(q, k, v, own, numbers, ends, scale=scale)
+        def visit(state, shard, owner):
+            return merge(state, tree_states(q, shard[0], shard[1], own, *shard[2:]))
 
-        def step(carry, _):
-            state, shard = carry
-            shard = jax.tree.map(lambda x: lax.ppermute(x, axes, to_next), shard)
-            return (merge(state, states(shard)), shard), None
-
-        to_next = [(i, (i + 1) % p) for i in range(p)]
         shard = k, v, own, ends
-        (state, _), _ = lax.scan(step, (states(shard), shard), length=p - 1)
+        state = visit_shards(visit, tree_states(q, k, v, own, own, ends), shard, axes)
         return finalize(state)[0].astype(q.dtype)
 
     along = P(None, axes)

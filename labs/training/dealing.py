@@ -1,12 +1,10 @@
 """Which device gets which nodes of a tree, so that all have as much attention to compute.
 
 A tree's nodes are in depth-first order, and attention reads them in blocks: a block of queries
-visits the blocks of keys of which it may see some. Late blocks have
-more to see than early ones, and so has the device that holds them, when each gets a contiguous
-part. Which pairs of blocks are visited does not depend on who holds them. So blocks can be dealt in
-any order, as many to each device, and what each has to do can be counted before anything runs.
-
-All of this is NumPy's, as `pack_rows` is.
+visits the blocks of keys of which it may see some. Late blocks see more than early ones, so with
+contiguous shards the last devices compute most. Which pairs of blocks are visited does not depend
+on the devices that hold them. So blocks can be dealt in any order, as many to each device, and
+the work of each device can be counted before anything runs.
 """
 
 import numpy as np
@@ -120,8 +118,6 @@ def blocks_by_device(
     do not share evenly, or that do not hold every node once.
     """
     ends = _checked(ends)
-    if devices < 1:
-        raise ValueError(f"devices: expected at least 1, got {devices}")
     nodes = check_nodes(nodes, len(ends))
     if len(nodes) % devices:
         raise ValueError(f"nodes: expected a multiple of {devices} places, got {len(nodes)}")

@@ -11,12 +11,12 @@ is one integer a token, the end of its interval:
     The cat ran      →      token    The  cat  ran  sat  dog  barks
     The dog barks           ends     6    4    3    4    6    6
 
-For i lies in j's subtree exactly when j is i or above it, and the numbers of that subtree are
-j … ends[j] − 1. In any other order some subtree is no interval. `treeattn.pack` numbers
-a beam candidate by candidate, which is depth first only where candidates that begin alike are
-neighbours; it returns the whole mask, which is small for a beam, and works inside jit.
+Node i is in j's subtree exactly when j is i or above it, and the numbers of that subtree are
+j … ends[j] − 1. In any other order some subtree is no interval. `treeattn.pack` numbers a beam
+candidate by candidate, which is depth first only where candidates that begin alike are neighbours.
+`pack` returns the whole mask, which is small for a beam, and works inside jit.
 
-All of this is NumPy's: rows are ragged, and decide the shapes of what is compiled.
+This module uses NumPy, because rows are ragged and decide the shapes of what is compiled.
 """
 
 from collections.abc import Sequence
@@ -37,16 +37,13 @@ class RowTree(NamedTuple):
     positions: (n,) int32, where each node stands in its rows: its depth, 0 at a root
     ends:      (n,) int32, one more than the last node of each node's subtree: node i sees node j
                exactly when j ≤ i < ends[j]
-    row_map:   (rows of this tree, longest of them) int32: the node of each row's token; −1 where
-               the row is over
-    rows:      (rows of this tree,) int32: which of the rows that were given these are, ascending
+    row_map:   (rows, longest) int32: the node of each row's token; −1 where the row is over
     """
 
     tokens: Int[np.ndarray, " nodes"]
     positions: Int[np.ndarray, " nodes"]
     ends: Int[np.ndarray, " nodes"]
     row_map: Int[np.ndarray, "rows longest"]
-    rows: Int[np.ndarray, " rows"]
 
     @property
     def row_tokens(self) -> int:
@@ -80,46 +77,45 @@ class RowTree(NamedTuple):
         return xp.where(there, of_nodes[np.maximum(self.row_map, 0)], 0)
 
 
-def pack_rows(rows: Sequence, *, max_tokens: int | None = None) -> list[RowTree]:
-    """The prefix trees of rows of token ids: every distinct prefix once, in depth-first order.
+def pack_rows(rows: Sequence) -> RowTree:
+    """The prefix tree of rows of token ids: every distinct prefix once, in depth-first order.
 
-    rows:       token ids, each row a list or an array (length,) of at least one integer
-    max_tokens: the largest number of nodes of a tree; None: all rows are one tree. A tree may have
-                several roots, where its rows begin differently
+    rows: token ids, each row a list or an array (length,) of at least one integer
 
-    Every row is in exactly one tree. Children are in the order of their token ids, so the trees do
-    not depend on the order of the rows. Equal rows, and a row that begins another, share their
-    nodes and keep their own lines of `row_map`.
-
-    With `max_tokens`, rows that begin with the same token are cut, in depth-first order, into runs
-    of at most so many nodes, and the runs, the largest first, each put into the first tree that
-    has room (first-fit decreasing). Only the prefixes at the cuts are computed more than once. How
-    much is saved is sum(len(t.tokens) for t in trees) beside sum(t.row_tokens for t in trees).
+    The tree has several roots where rows begin differently. Children are in the order of their
+    token ids, so the tree does not depend on the order of the rows. Equal rows, and a row that
+    begins another, share their nodes and keep their own lines of `row_map`. How much is saved is
+    len(tree.tokens) beside tree.row_tokens.
 
     Memory and time are proportional to the number of tokens; there is no (n, n) mask.
 
     Raises TypeError for rows that are not integers, ValueError for rows that have no tokens, are
-    not one-dimensional, hold ids that are negative or beyond int32, or are longer than max_tokens.
+    not one-dimensional, or hold ids that are negative or beyond int32.
     """
     tokens = [_checked_row(number, row) for number, row in enumerate(rows)]
-    if max_tokens is not None:
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens: expected at least 1, got {max_tokens}")
-        _check_longest(tokens, max_tokens)
-    order = _depth_first(tokens)
-    shared = _shared_with_the_one_before([tokens[number] for number in order])
-    if max_tokens is None:
-        groups = [range(len(order))] if len(order) else []
-    else:
-        added = [len(tokens[number]) - common for number, common in zip(order, shared, strict=True)]
-        groups = _first_fit_decreasing(_runs(shared, added, max_tokens), max_tokens)
-    return [_tree(tokens, [order[place] for place in group]) for group in groups]
+    # The bytes of big-endian numbers compare as the numbers do, and a prefix comes first.
+    keys = [row.astype(">i4").tobytes() for row in tokens]
+    order = sorted(range(len(tokens)), key=keys.__getitem__)
+    in_order = [tokens[number] for number in order]  # rows that begin alike are neighbours
+    shared = _shared_with_the_one_before(in_order)
+    lengths = np.array([len(row) for row in in_order], int)
+    firsts = np.concatenate([[0], np.cumsum(lengths - shared)]).astype(int)  # that a row adds
+    longest = int(lengths.max(initial=0))
+    nothing = np.zeros(0, np.int32)
+    added = [row[common:] for row, common in zip(in_order, shared, strict=True)]
+    positions = [np.arange(c, n, dtype=np.int32) for c, n in zip(shared, lengths, strict=True)]
+    return RowTree(
+        np.concatenate([nothing, *added]),
+        np.concatenate([nothing, *positions]),
+        _ends(shared, lengths, firsts, longest),
+        _paths(shared, lengths, firsts, longest)[np.argsort(order)],
+    )
 
 
 def interval_mask(ends) -> Bool[np.ndarray, "nodes nodes"]:
     """(n, n) bool, of `ends` (n,): True where query i sees key j, which is where j ≤ i < ends[j].
 
-    For looking at small trees, and for attention that takes a mask: it has n² entries.
+    It has n² entries, and is for looking at small trees and for attention that takes a mask.
     """
     ends = check_ends(np.asarray(ends)[None])[0]
     node = np.arange(len(ends))
@@ -127,11 +123,11 @@ def interval_mask(ends) -> Bool[np.ndarray, "nodes nodes"]:
 
 
 def check_ends(ends) -> Array:
-    """`ends` (b, n) in int32: of each row's nodes, in depth-first order, where its subtree ends.
+    """`ends` (b, n) in int32: where the subtree of each node ends, of nodes in depth-first order.
 
-    Raises TypeError for what are no integers, and ValueError unless every node's interval, of the
-    numbers j … ends[j] − 1, begins with itself and lies within another's or apart from it. Nobody
-    can look at traced ones.
+    Raises TypeError if they are not integers, and ValueError unless every node's interval, the
+    numbers j … ends[j] − 1, begins with the node and is within another interval or apart from it.
+    Traced values cannot be inspected.
     """
     if not jnp.issubdtype(ends.dtype, jnp.integer):
         raise TypeError(f"ends: expected integers, got dtype {ends.dtype}")
@@ -140,7 +136,7 @@ def check_ends(ends) -> Array:
     if isinstance(ends, jax.core.Tracer):
         return ends.astype(jnp.int32)
     for row, line in enumerate(np.asarray(ends).tolist()):
-        open_ends = [len(line)]  # of the subtrees that the node at hand lies in, the innermost last
+        open_ends = [len(line)]  # of the subtrees that the node is in, the innermost last
         for node, end in enumerate(line):
             while open_ends[-1] <= node:
                 open_ends.pop()
@@ -182,22 +178,6 @@ def _checked_row(number: int, row) -> Int[np.ndarray, " length"]:
     return row.astype(np.int32)
 
 
-def _check_longest(tokens, max_tokens: int) -> None:
-    """Raise a ValueError that names the first row that no tree of so many tokens holds."""
-    for number, row in enumerate(tokens):
-        if len(row) > max_tokens:
-            raise ValueError(
-                f"rows[{number}]: expected at most max_tokens = {max_tokens} tokens, got {len(row)}"
-            )
-
-
-def _depth_first(tokens) -> list[int]:
-    """The rows' numbers in lexicographic order: rows that begin alike become neighbours."""
-    # The bytes of big-endian numbers compare as the numbers do, and a prefix comes first.
-    keys = [row.astype(">i4").tobytes() for row in tokens]
-    return sorted(range(len(tokens)), key=keys.__getitem__)
-
-
 def _shared_with_the_one_before(tokens) -> list[int]:
     """How many leading tokens each row shares with the one before it; 0 for the first."""
     shared = [0] * len(tokens)
@@ -211,62 +191,6 @@ def _shared_with_the_one_before(tokens) -> list[int]:
     return shared
 
 
-def _runs(shared, added, max_tokens: int) -> list[tuple[int, range]]:
-    """Rows in depth-first order cut into (nodes, places): at most `max_tokens` nodes a run.
-
-    A run begins where a row shares nothing with the one before, or does not fit any more. There a
-    row brings all of its tokens: those that it adds, and those that the run before has, too.
-    """
-    runs = []
-    first = 0
-    nodes = 0
-    for place, (common, new) in enumerate(zip(shared, added, strict=True)):
-        if place and (common == 0 or nodes + new > max_tokens):
-            runs.append((nodes, range(first, place)))
-            first = place
-            nodes = 0
-        nodes += new if nodes else common + new
-    if added:
-        runs.append((nodes, range(first, len(added))))
-    return runs
-
-
-def _first_fit_decreasing(runs, max_tokens: int) -> list[list[int]]:
-    """The places of each tree's rows, ascending: every run in the first tree that has room."""
-    room = []
-    trees = []
-    for nodes, places in sorted(runs, key=lambda run: -run[0]):
-        fits = (tree for tree, left in enumerate(room) if nodes <= left)
-        tree = next(fits, len(trees))
-        if tree == len(trees):
-            trees.append([])
-            room.append(max_tokens)
-        trees[tree] += places
-        room[tree] -= nodes
-    return [sorted(places) for places in trees]
-
-
-def _tree(tokens, order: list[int]) -> RowTree:
-    """The tree of the rows of those numbers, which are in lexicographic order."""
-    in_order = [tokens[number] for number in order]
-    shared = _shared_with_the_one_before(in_order)
-    lengths = np.array([len(row) for row in in_order])
-    firsts = np.concatenate([[0], np.cumsum(lengths - shared)])  # the first node that a row adds
-    size = int(firsts[-1])
-    longest = int(lengths.max())
-    added = [row[common:] for row, common in zip(in_order, shared, strict=True)]
-    positions = np.concatenate([np.arange(c, n) for c, n in zip(shared, lengths, strict=True)])
-    row_map = _paths(shared, lengths, firsts, longest)
-    ascending = np.argsort(order)
-    return RowTree(
-        np.concatenate(added),
-        positions.astype(np.int32),
-        _ends(shared, lengths, firsts, size, longest),
-        row_map[ascending],
-        np.array(order, np.int32)[ascending],
-    )
-
-
 def _paths(shared, lengths, firsts, longest: int):
     """(rows, longest) int32: the nodes from the root to each row's last token, then −1."""
     paths = np.full((len(shared), longest), -1, np.int32)
@@ -277,13 +201,14 @@ def _paths(shared, lengths, firsts, longest: int):
     return paths
 
 
-def _ends(shared, lengths, firsts, size: int, longest: int):
+def _ends(shared, lengths, firsts, longest: int):
     """(n,) int32: where each node's subtree ends.
 
-    A node at depth p is left behind by the next row that shares at most p tokens with the one
-    before it: that row's first new node is the end. So the rows are read from the last to the
-    first, with the end for each depth at hand.
+    The subtree of a node at depth p ends with the next row that shares at most p tokens with the
+    row before it, at that row's first new node. So the rows are read from the last to the first,
+    with the end for each depth at hand.
     """
+    size = firsts[-1]
     ends = np.empty(size, np.int32)
     end_at_depth = np.full(longest, size, np.int32)
     for place in reversed(range(len(shared))):

@@ -2,13 +2,15 @@
 
 import pytest
 
-from labs.cost.merges import MERGES, merge_messages, merge_seconds, sent_bytes
-from labs.cost.network import collective_seconds
+from labs.cost.merges import merge_messages, merge_seconds, sent_bytes
+from labs.cost.network import collective_seconds, simulate
+from labs.cost.observed import forecast
 from labs.cost.steps import DATA_SHEETS, attend_seconds
 from labs.cost.topology import preset
 from labs.cost.workload import Workload
 
 DGX = preset("dgx-h100")
+ROW = {"kind": "decode", "devices": 8, "keys": 1024}
 
 
 @pytest.mark.parametrize("p", [8, 64])
@@ -32,31 +34,6 @@ def test_what_serving_systems_send(p):
             messages = merge_messages(merge, w, p, node_size=8, gather_queries=gather)
             expected = sent + (gathered if gather else 0)
             assert sent_bytes(messages, p, 8) == pytest.approx(expected), merge
-
-
-def test_the_papers_own_workload():
-    """16 heads of 128, one token, 8 devices: the numbers that the notebook prints."""
-    w = Workload(640_000)
-    found = {
-        merge: round(sent_bytes(merge_messages(merge, w, 8, node_size=8), 8, 8)) for merge in MERGES
-    }
-    assert found["tree-joined"] == 14_560 and found["butterfly"] == 24_960
-    assert found["gather"] == 58_240 and found["helix"] == 3_696
-    assert merge_messages("tree", w, 1, node_size=8) == []
-
-
-def test_states_may_be_merged_by_nodes():
-    """One message of a share crosses; 12 devices on nodes of 8 merge in groups of four."""
-    w = Workload(1)
-    share = 2 * 4 * (128 + 2)  # two of 16 heads
-    found = merge_messages("hierarchical", w, 16, node_size=8)
-    assert [(x.kind, x.message_bytes, x.devices, x.stride) for x in found] == [
-        ("all-to-all", 8 * share, 8, 1),
-        ("all-gather", share, 2, 8),
-        ("all-gather", share, 8, 1),
-    ]
-    assert [x.devices for x in merge_messages("hierarchical", w, 12, node_size=8)] == [4, 3, 4]
-    assert [x.devices for x in merge_messages("hierarchical", w, 8, node_size=8)] == [8, 8]
 
 
 def in_pieces(merge, w, p, topology, pieces):
@@ -103,14 +80,20 @@ def test_a_prefills_ring_hides_in_a_node_and_not_beyond():
         assert (sending < multiplying) == hidden
 
 
-def test_wrong_workloads_are_named():
-    for field in ("context", "batch", "heads", "head_dim", "queries"):
-        for value, error in ((0, ValueError), (-1, ValueError), (1.5, TypeError)):
-            with pytest.raises(error, match=f"{field}: expected"):
-                Workload(**{"context": 10, field: value})
-    with pytest.raises(ValueError, match="kv_heads: expected a divisor of 16 heads, got 3"):
-        Workload(10, kv_heads=3)
-    with pytest.raises(ValueError, match=r"cache_dtype: expected one of .*, int4, got 'int3'"):
-        Workload(10, cache_dtype="int3")
-    with pytest.raises(ValueError, match=r"merge: expected one of tree, .* got 'star'"):
-        merge_messages("star", Workload(10), 8, node_size=8)
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: Workload(0), ValueError, "context: expected at least 1, got 0"),
+        (lambda: Workload(9, batch=1.5), TypeError, "batch: expected a whole number, got 1.5"),
+        (lambda: Workload(9, kv_heads=3), ValueError, "kv_heads: expected a divisor of 16 heads"),
+        (lambda: Workload(9, cache_dtype="int3"), ValueError, "cache_dtype: expected one of"),
+        (lambda: merge_messages("star", Workload(9), 8, node_size=8), ValueError, "merge: .*tree"),
+        (lambda: preset("dgx"), ValueError, "topology: expected one of dgx-h100"),
+        (lambda: collective_seconds("star", 4, 1.0, DGX), ValueError, "kind: expected one of ring"),
+        (lambda: simulate([], 5000, DGX), ValueError, "devices: dgx-h100 joins at most 4096"),
+        (lambda: forecast(DATA_SHEETS, ROW), ValueError, "kind: expected step, attend, .*decode"),
+    ],
+)
+def test_what_is_wrong_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

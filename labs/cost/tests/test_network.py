@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from labs.cost.merges import merge_seconds
 from labs.cost.network import (
@@ -15,7 +13,7 @@ from labs.cost.network import (
     simulate,
 )
 from labs.cost.observed import observed_collectives
-from labs.cost.schedules import SCHEDULES, Round, around, schedule
+from labs.cost.schedules import SCHEDULES, Round, schedule
 from labs.cost.topology import (
     DEVICES,
     PRESETS,
@@ -67,14 +65,6 @@ def nccl_latency(kind: str, p: int, g: int, protocol: Protocol) -> float:
     return protocol.launch + (steps - crossing) * near + crossing * protocol.far
 
 
-def most_crossings(p: int, g: int) -> int:
-    """Hops between nodes of g on the way twice around p devices, but for the last two hops, from
-    where there are most of them."""
-    around = [(start + hop) % p for start in range(p) for hop in range(2 * (p - 1))]
-    crosses = np.array([device // g != (device + 1) % p // g for device in around])
-    return int(crosses.reshape(p, -1).sum(axis=1).max())
-
-
 @pytest.mark.parametrize("kind", ["ring-allreduce", "tree-allreduce"])
 def test_latencies_are_those_of_nccls_own_formula(kind):
     """The simulation knows rounds, dependencies and hops; NCCL's formula, steps: they agree on a
@@ -86,19 +76,9 @@ def test_latencies_are_those_of_nccls_own_formula(kind):
         for p in (2, 8, 16, 24, 64, 128):
             expected = nccl_latency(kind, p, 8, protocol)
             if kind == "ring-allreduce" and p > 8:
-                assert most_crossings(p, 8) == 2 * (p // 8)
                 expected += 2 * (protocol.far - protocol.near)
             found = collective_seconds(kind, p, 0, alone)
             assert found == pytest.approx(expected), (protocol, p)
-
-
-def test_how_far_a_ring_lies_from_nccls_formula():
-    """6 to 16 % on two nodes, 1 to 2 % on sixteen."""
-    for p, least, most in ((16, 0.055, 0.162), (128, 0.007, 0.019)):
-        for protocol in (x for x in DGX.protocols if x.algorithm == "ring"):
-            alone = replace(DGX, protocols=(protocol,))
-            found = collective_seconds("ring-allreduce", p, 0, alone)
-            assert least < found / nccl_latency("ring-allreduce", p, 8, protocol) - 1 < most
 
 
 def test_what_nccl_printed_that_it_expected():
@@ -182,88 +162,44 @@ def test_what_others_measured(table):
 
 
 def test_how_good_the_model_is():
-    """In one node up to 32 KiB within a quarter; above, and between nodes, up to three times."""
-    near = [x for x in OBSERVED if x["near"]]
-    far = [x for x in OBSERVED if not x["near"]]
-    small = [
-        r
-        for x in near
-        for r, (size, _) in zip(over_measured(x), x["rows"], strict=True)
-        if size <= 32_768
-    ]
-    large = sorted(r for x in near for r in over_measured(x))
-    between = sorted(r for x in far for r in over_measured(x))
-    assert len(small) == 36 and len(large) == 57 and len(between) == 29
-    assert sum(0.75 < r < 1.25 for r in small) == 35  # but for the row of 32 bytes
-    assert sum(0.75 <= r <= 1.25 for r in large) == 44 and large[0] > 0.3
-    assert between[14] == pytest.approx(0.54, abs=0.005)
-    healthy = [r for x in far if "RoCE" not in x["how"] for r in over_measured(x)]
-    assert min(healthy) > 0.42 and max(healthy) < 0.88
+    """In one node up to 32 KiB within a quarter, but for one row; between nodes half."""
+    small, between = [], []
+    for table in OBSERVED:
+        for ratio, (size, _) in zip(over_measured(table), table["rows"], strict=True):
+            if not table["near"]:
+                between.append(ratio)
+            elif size <= 32_768:
+                small.append(0.75 < ratio < 1.25)
+    assert len(small) == 36 and sum(small) == 35
+    assert len(between) == 29 and np.median(between) == pytest.approx(0.54, abs=0.005)
 
 
 # ----------------------------------------------------------------- the algorithms themselves
 
 
 @pytest.mark.parametrize("p", [*range(1, 18), 24, 31, 32])
-@pytest.mark.parametrize("kind", ["ring", "ring-gather"])
-def test_what_is_passed_on_visits_everybody(kind, p):
-    held = [i for i in range(p)]
-    seen = [{i} for i in range(p)]
-    for this in schedule(kind, p, 1, 8):
-        before = list(held)
-        for a, b in zip(this.source, this.target, strict=True):
-            held[b] = before[a]
-            seen[b].add(before[a])
-    assert seen == [set(range(p))] * p
+@pytest.mark.parametrize("kind", sorted({*SCHEDULES} - {"halving-scatter", "in-switch"}))
+def test_what_everybody_has_reaches_everybody(kind, p):
+    """On sets of whose numbers a device has. Of two trees, which have half of a message each, and
+    between nodes half of a round's messages, each by itself."""
+    for first in (True, False):
+        held = [{i} for i in range(p)]
+        for this in schedule(kind, p, 1.0, 8):
+            before = [{i} for i in range(p)] if this.at_once else [set(x) for x in held]
+            pairs = list(zip(this.source, this.target, strict=True))
+            if kind == "tree-allreduce" and this.message_bytes == 0.5:
+                half = len(pairs) // 2
+                pairs = pairs[:half] if first else pairs[half:]
+            for a, b in pairs:
+                held[b] |= before[a]
+        assert held == [set(range(p))] * p
 
 
-@pytest.mark.parametrize("p", [*range(1, 18), 24, 31, 32])
-@pytest.mark.parametrize("kind", ["ring-allreduce", "tree-allreduce", "butterfly"])
-def test_an_allreduce_sums_everything_once(kind, p):
-    """On sets of who has contributed to each part: what arrives is added, or is the result.
-
-    A ring has p parts, of which device i sends part i − r in round r. A tree has two, a tree each:
-    in a node, messages carry both; between nodes, the first half of a round is the first tree's.
-    """
-    parts = {"ring-allreduce": p, "tree-allreduce": 2, "butterfly": 1}[kind]
-    held = [[{i} for _ in range(parts)] for i in range(p)]
-    for r, this in enumerate(schedule(kind, p, 1.0, 8)):
-        before = [[set(part) for part in device] for device in held]
-        messages = list(zip(this.source.tolist(), this.target.tolist(), strict=True))
-        for n, (a, b) in enumerate(messages):
-            if kind == "ring-allreduce":
-                which = [(a - r) % p]
-            elif this.message_bytes == 0.5:
-                which = [int(n >= len(messages) // 2)]
-            else:
-                which = range(parts)
-            for part in which:
-                mine, theirs = held[b][part], before[a][part]
-                assert not mine & theirs or mine <= theirs  # nothing counts twice
-                held[b][part] = mine | theirs
-    assert held == [[set(range(p))] * parts] * p
-
-
-@pytest.mark.parametrize("p", [*range(1, 18), 24, 31, 32])
-def test_a_doubling_gather_collects_everything_once_and_a_halving_scatter_is_its_reverse(p):
-    held = [[i] for i in range(p)]
-    rounds = list(schedule("doubling-gather", p, 1.0))
-    for this in rounds:
-        before = [list(x) for x in held]
-        for a, b in zip(this.source.tolist(), this.target.tolist(), strict=True):
-            held[b] += before[a][: int(this.message_bytes)]
-    assert held == [[(i + k) % p for k in range(p)] for i in range(p)]
-    back = list(schedule("halving-scatter", p, float(p)))
-    for there, here in zip(reversed(rounds), back, strict=True):
-        assert (there.source == here.target).all() and (there.target == here.source).all()
-        assert there.message_bytes == here.message_bytes
-
-
-@pytest.mark.parametrize("kind", ["all-to-all", "one-shot"])
-@pytest.mark.parametrize("p", [1, 2, 5, 8, 24])
-def test_everybody_sends_to_everybody_else(kind, p):
-    pairs = [x for r in schedule(kind, p, 1.0) for x in zip(r.source, r.target, strict=True)]
-    assert sorted(pairs) == [(a, b) for a in range(p) for b in range(p) if a != b]
+def test_a_halving_scatter_is_a_doubling_gather_backwards():
+    there, back = (list(schedule(x, 24, 24.0)) for x in ("doubling-gather", "halving-scatter"))
+    for a, b in zip(reversed(there), back, strict=True):
+        assert (a.source == b.target).all() and (a.target == b.source).all()
+        assert a.message_bytes == 24 * b.message_bytes
 
 
 def test_bytes_and_rounds():
@@ -295,11 +231,6 @@ def test_a_ring_by_hand():
         assert found == 3 * (20.0 / 2.0) + 5.0
 
 
-def test_a_ring_of_nothing_takes_the_latencies_on_its_way():
-    """Of seven hops in a ring of four on two nodes, four cross: 4 · 5 + 3 · 1."""
-    assert simulate(around(4, 0.0, 7), 4, TWO) == 4 * 5.0 + 3 * 1.0
-
-
 def test_a_tree_by_hand():
     """In each node 1 → 0, then one node's first device to the other's, and the same down.
 
@@ -316,21 +247,6 @@ def test_a_tree_by_hand():
     assert simulate(rounds, 4, TWO, pipelined=False) == 2 * (3.0 + 10.0)
 
 
-def test_devices_wait_only_for_what_they_need():
-    """A fast pair is done while a slow one is not; a sender is free when its bytes are out."""
-    two = replace(TWO, levels=(TWO.levels[0], Level("far", 4, 5.0, 1.0)))
-    fast = Round(np.array([0]), np.array([1]), 10.0)
-    slow = Round(np.array([2]), np.array([4]), 10.0)
-    assert simulate([slow], 8, two) == 15.0
-    assert simulate([slow, fast, fast], 8, two) == 15.0
-    # 2 sends again at 10, when its link is free, and not at 15, when the first has arrived.
-    assert simulate([slow, slow], 8, two) == 25.0
-    # 4 needs what came at 15; handed on as it comes, it is there 1 s after.
-    on = Round(np.array([4]), np.array([5]), 10.0)
-    assert simulate([slow, on], 8, two) == 15.0 + 1.0
-    assert simulate([slow, on], 8, two, pipelined=False) == 15.0 + 2.0
-
-
 def test_a_ring_leaves_each_node_by_one_link():
     """Of 16 messages in a round two cross between nodes of 8."""
 
@@ -338,14 +254,6 @@ def test_a_ring_leaves_each_node_by_one_link():
         return [int(np.sum(r.source // 8 != r.target // 8)) for r in rounds]
 
     assert set(crossing(schedule("ring", 16, 8320.0, 8))) == {2}
-
-
-def test_messages_to_many_leave_one_after_the_other():
-    """A device has one link to its switch. `gap` is the least between two messages."""
-    for byte_seconds, gap, seconds in ((0.1, 1e-9, 1.0 + 3 * 1.0), (1e-9, 0.5, 1.0 + 2 * 0.5)):
-        topology = Topology("t", H100, (Level("l", 4, 1.0, 1 / byte_seconds),), gap=gap)
-        found = simulate(schedule("one-shot", 4, 10.0), 4, topology)
-        assert found == pytest.approx(seconds)
 
 
 def test_links_are_shared():
@@ -362,13 +270,6 @@ def test_links_are_shared():
         assert round_seconds(both, topology) == 11.0
 
 
-def test_hundreds_of_devices():
-    """512: 9 rounds of a butterfly, 1,022 of a ring's Allreduce."""
-    for kind, rounds in (("butterfly", 9), ("tree-allreduce", 26), ("ring-allreduce", 1022)):
-        assert simulate(schedule(kind, 512, 8320.0, 8), 512, DGX) > 0
-        assert rounds == collective_rounds(kind, 512, 8)
-
-
 def test_trees_and_nodes_beat_a_flat_ring():
     """2024 §5.3: a state on 16 nodes of 8: Allreduces by a ring and by NCCL's tree; nodes first."""
     kinds = ("ring-allreduce", "tree-allreduce")
@@ -376,59 +277,6 @@ def test_trees_and_nodes_beat_a_flat_ring():
     assert times == pytest.approx([315, 56], rel=0.02)
     nodes_first = 1e6 * merge_seconds("hierarchical", Workload(1), 128, DGX)
     assert nodes_first == pytest.approx(45, rel=0.02)
-
-
-@given(
-    kind=st.sampled_from(sorted(SCHEDULES)),
-    p=st.integers(2, 64),
-    message_bytes=st.floats(1, 1e9),
-    factor=st.floats(1, 100),
-    name=st.sampled_from(sorted(PRESETS)),
-)
-def test_monotone(kind, p, message_bytes, factor, name):
-    """More bytes, slower links or longer latencies never take less time."""
-    topology = preset(name)
-
-    def seconds(topology, message_bytes):
-        return collective_seconds(kind, p, message_bytes, topology)
-
-    base = seconds(topology, message_bytes) * (1 - 1e-12)
-    assert seconds(topology, message_bytes * factor) >= base
-    assert seconds(topology.scaled(latency=factor), message_bytes) >= base
-    assert seconds(topology.scaled(bandwidth=1 / factor), message_bytes) >= base
-
-
-@given(
-    kind=st.sampled_from(sorted(SCHEDULES)),
-    p=st.integers(2, 64),
-    message_bytes=st.floats(1, 1e9),
-    unit=st.sampled_from([1e-3, 7.0, 1e6]),
-)
-def test_dimensions(kind, p, message_bytes, unit):
-    """Measured in other units, a time is the same time: the formulas mix up no dimensions.
-
-    Bytes only occur with bandwidths, and all times scale together.
-    """
-    seconds = collective_seconds(kind, p, message_bytes, THREE_LEVELS)
-    in_other_bytes = replace(
-        THREE_LEVELS,
-        levels=tuple(replace(x, bandwidth=x.bandwidth * unit) for x in THREE_LEVELS.levels),
-    )
-    in_other_seconds = replace(
-        THREE_LEVELS,
-        launch=THREE_LEVELS.launch * unit,
-        gap=THREE_LEVELS.gap * unit,
-        levels=tuple(
-            replace(x, bandwidth=x.bandwidth / unit, latency=x.latency * unit)
-            for x in THREE_LEVELS.levels
-        ),
-    )
-    assert collective_seconds(kind, p, message_bytes * unit, in_other_bytes) == pytest.approx(
-        seconds
-    )
-    assert collective_seconds(kind, p, message_bytes, in_other_seconds) == pytest.approx(
-        seconds * unit
-    )
 
 
 def all_at_once(kind, p, message_bytes, topology, stride):
@@ -463,20 +311,6 @@ def test_one_device_of_each_node():
     for p in (2, 4):
         found = collective_seconds("ring-allreduce", p, 0, alone)
         assert found == pytest.approx(6.6e-6 + 2 * (p - 1) * 5e-6)
-
-
-def test_what_is_no_topology_or_collective_is_named():
-    with pytest.raises(ValueError, match=r"topology: expected one of dgx-h100, .*, got 'dgx'"):
-        preset("dgx")
-    with pytest.raises(ValueError, match=r"kind: expected one of ring, .* got 'star'"):
-        collective_seconds("star", 4, 1.0, DGX)
-    for p, error in ((0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)):
-        with pytest.raises(error, match="devices: expected"):
-            collective_seconds("ring", p, 1.0, DGX)
-    with pytest.raises(ValueError, match="devices: dgx-h100 joins at most 4096, got 5000"):
-        simulate([], 5000, DGX)
-    with pytest.raises(ValueError, match="stride: expected at least 1, got 0"):
-        every_nth(DGX, 0)
 
 
 def test_presets_are_what_they_are_named_for():

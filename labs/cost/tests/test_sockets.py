@@ -2,11 +2,10 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from labs.cost.network import simulate
-from labs.cost.schedules import around, to_everybody
+from labs.cost.schedules import around
 from labs.cost.sockets import RESULTS, fit, forecast
 from labs.cost.topology import DEVICES, Level, Topology
 
@@ -23,12 +22,6 @@ def seconds(rounds, g: int) -> float:
     return simulate(rounds, 8, nodes_of(g), pipelined=False, rendezvous=True)
 
 
-def test_a_message_takes_a_round_trip():
-    """The receiver's word that it is ready, and then the message."""
-    assert seconds(around(8, 1.0, 1), g=1) == pytest.approx(2 * HOP)
-    assert seconds(to_everybody(8, 1.0), g=1) == pytest.approx(2 * HOP)
-
-
 @pytest.mark.parametrize("g", [1, 2, 4])
 def test_a_ring_over_two_levels_takes_as_many_round_trips_as_over_one(g):
     """Each round waits for the device that receives from another node: fast links do not help.
@@ -36,16 +29,6 @@ def test_a_ring_over_two_levels_takes_as_many_round_trips_as_over_one(g):
     assert seconds(around(8, 1.0, 14), g) == pytest.approx(14 * 2 * HOP)
     alone = simulate(around(8, 1.0, 14), 8, nodes_of(g), pipelined=False)
     assert alone <= (14 / g + 1) * HOP
-
-
-def test_a_sender_goes_on_when_its_message_has_left():
-    """A message of 100 s on the way from device 0 holds up what device 0 receives next."""
-    slow = Topology("slow", DEVICES["H100"], (Level("node", 8, 0.0, 1.0),), gap=0.0)
-    (first,) = around(8, 100.0, 1)
-    away = first._replace(source=np.array([0]), target=np.array([1]))
-    back = first._replace(source=np.array([2]), target=np.array([0]), message_bytes=1.0)
-    assert simulate([away, back], 8, slow, rendezvous=True) == pytest.approx(101)
-    assert simulate([away, back], 8, slow) == pytest.approx(100)
 
 
 if not (RESULTS / "times.json").exists():
@@ -64,23 +47,13 @@ def test_stored_forecasts_are_those_of_the_model():
     assert len(ROWS) / 2 <= len(fitted) < 0.6 * len(ROWS)
 
 
-def over_measured(*methods: str) -> list[float]:
-    """Forecast over measured, of the rows of these methods that were not fitted."""
-    return [
+@pytest.mark.parametrize("methods", [("tree", "gather"), ("ring",)], ids=" ".join)
+def test_forecasts_of_what_was_not_fitted_come_within_a_quarter(methods):
+    """Without rendezvous the forecast of a flat Allreduce was 0.37 of what was measured."""
+    ratios = [
         seconds / row["seconds"]
         for row, seconds, use in zip(ROWS, FORECASTS["seconds"], FORECASTS["fitted"], strict=True)
         if row["method"] in methods and not use
     ]
-
-
-def test_flat_collectives_over_two_levels_come_within_a_quarter():
-    """Without rendezvous the forecast of a flat Allreduce was 0.37 of what was measured."""
-    ratios = over_measured("tree", "gather")
-    assert len(ratios) >= 4
-    assert 0.8 < min(ratios) and max(ratios) < 1.25
-
-
-def test_a_ring_comes_within_a_quarter():
-    ratios = over_measured("ring")
     assert len(ratios) >= 4
     assert 0.8 < min(ratios) and max(ratios) < 1.25

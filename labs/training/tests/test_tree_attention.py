@@ -10,97 +10,67 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import dense_attention, dense_gradients
 
-from labs.training import (
-    DEALINGS,
-    deal_tree,
-    interval_mask,
-    pack_rows,
-    tree_attention,
-    tree_ring_attention,
-)
 from labs.training import attention as module
+from labs.training import deal_tree, interval_mask, pack_rows, tree_attention, tree_ring_attention
 from treeattn import kv_mesh, memory
 
-H, H_KV, D, DV = 4, 2, 6, 5
+N, H, H_KV, D, DV = 23, 4, 2, 6, 5
 
 
-def tree_of(seed, n):
-    """(ends, mask) of a random tree of exactly n nodes in depth-first order."""
+def compare(f, seed, **dealing):
+    """Values and gradients of f(q, k, v, w, ends, …) for a random tree of N nodes."""
     rng = np.random.default_rng(seed)
-    rows = [rng.integers(0, 3, rng.integers(1, 9)) for _ in range(60)]
-    (tree,) = pack_rows(rows)
-    ends = np.minimum(tree.ends[:n], n)
-    return ends, interval_mask(ends)
-
-
-def draw(seed, n):
-    rng = np.random.default_rng(seed)
-    q = rng.normal(size=(1, n, H, D))
-    k, v = rng.normal(size=(1, n, H_KV, D)), rng.normal(size=(1, n, H_KV, DV))
-    return q, k, v, rng.normal(size=(1, n, H, DV))
+    shapes = (1, N, H, D), (1, N, H_KV, D), (1, N, H_KV, DV), (1, N, H, DV)
+    q, k, v, w = (rng.normal(size=shape) for shape in shapes)
+    tree = pack_rows([rng.integers(0, 3, rng.integers(1, 9)) for _ in range(60)])
+    ends = np.minimum(tree.ends[:N], N)
+    options = {"nodes": deal_tree(ends, **dealing)} if dealing else {}
+    (_, out), grads = f(q, k, v, w, ends[None], **options)
+    mask = interval_mask(ends)[None, None]
+    np.testing.assert_allclose(out, dense_attention(q, k, v, mask=mask), atol=1e-12)
+    for got, dense in zip(grads, dense_gradients(q, k, v, w, mask=mask), strict=True):
+        np.testing.assert_allclose(got, dense, atol=1e-11)
 
 
 def with_gradient(f):
-    def loss(q, k, v, w, *more):
-        out = f(q, k, v, *more)
+    def loss(q, k, v, w, *more, **options):
+        out = f(q, k, v, *more, **options)
         return jnp.sum(out * w), out
 
-    return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+    return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
 
 
-@pytest.fixture(scope="module", params=[3, 256], ids=["many blocks", "one block"])
-def on_one_device(request):
-    """The function with blocks of that size, compiled once for the tests of this module."""
-    before, module.BLOCK = module.BLOCK, request.param
+@pytest.mark.parametrize("block", [3, 256], ids=["many blocks", "one block"])
+def test_values_and_gradients(block, monkeypatch):
+    monkeypatch.setattr(module, "BLOCK", block)
     jax.clear_caches()
-    yield with_gradient(tree_attention)
-    module.BLOCK = before
-    jax.clear_caches()
+    f = jax.jit(with_gradient(tree_attention))
 
-
-def test_values_and_gradients(on_one_device):
     @settings(max_examples=15)
     @given(st.integers(0, 2**32 - 1))
     def check(seed):
-        n = 23
-        q, k, v, w = draw(seed, n)
-        ends, mask = tree_of(seed, n)
-        (_, out), grads = on_one_device(q, k, v, w, ends[None])
-        np.testing.assert_allclose(out, dense_attention(q, k, v, mask=mask[None, None]), atol=1e-12)
-        expected = dense_gradients(q, k, v, w, mask=mask[None, None])
-        for got, dense in zip(grads, expected, strict=True):
-            np.testing.assert_allclose(got, dense, atol=1e-11)
+        compare(f, seed)
 
     check()
+    jax.clear_caches()
 
 
-@pytest.mark.parametrize("dealing", [None, *DEALINGS])
-@pytest.mark.parametrize("p", [3, 4])
+@pytest.mark.parametrize(
+    ("p", "dealing"), [(4, None), (3, "contiguous"), (4, "striped"), (3, "balanced")]
+)
 def test_in_a_ring(p, dealing):
-    """Wherever the nodes lie; with a dealing some places are empty."""
-    n = 23
-    q, k, v, w = draw(p, n)
-    ends, mask = tree_of(p, n)
+    """With keys and queries in order, and dealt: then some places are empty."""
     mesh = kv_mesh(jax.devices()[:p])
-    expected = dense_attention(q, k, v, mask=mask[None, None])
-    gradients = dense_gradients(q, k, v, w, mask=mask[None, None])
-    run = functools.partial(tree_ring_attention, mesh=mesh, ends=ends[None])
-    if dealing is None:
-        (_, out), grads = with_gradient(run)(q, k, v, w)
-    else:
-        nodes = deal_tree(ends, p, dealing=dealing)
-        there = nodes >= 0
-        place = np.empty(n, int)
-        place[nodes[there]] = np.flatnonzero(there)
 
-        def in_places(q, k, v):
-            dealt = (x[:, nodes] for x in (q, k, v))
-            return run(*dealt, nodes=nodes)[:, place]
+    def ring(q, k, v, ends, nodes=None):
+        run = functools.partial(tree_ring_attention, ends=ends, mesh=mesh, nodes=nodes)
+        if nodes is None:
+            return run(q, k, v)
+        places = np.argsort(np.where(nodes < 0, N, nodes), kind="stable")[:N]
+        return run(*(x[:, nodes] for x in (q, k, v)))[:, places]
 
-        (_, out), grads = with_gradient(in_places)(q, k, v, w)
-    np.testing.assert_allclose(out, expected, atol=1e-12)
-    for got, dense in zip(grads, gradients, strict=True):
-        np.testing.assert_allclose(got, dense, atol=1e-11)
+    dealt = {"devices": p, "dealing": dealing} if dealing else {}
+    compare(with_gradient(ring), p, **dealt)
 
 
 def test_memory_does_not_grow_with_the_square(optimized):
@@ -119,9 +89,11 @@ def test_memory_does_not_grow_with_the_square(optimized):
 
 
 def test_what_does_not_fit():
-    x, ends = np.ones((1, 3, 2, 4)), np.array([[3, 2, 3]])
+    x = np.ones((1, 3, 2, 4))
     with pytest.raises(ValueError, match="ends: expected depth-first order"):
         tree_attention(x, x, x, np.array([[2, 3, 3]]))
+    ring = functools.partial(tree_ring_attention, x, x, x, np.array([[3, 2, 3]]))
     with pytest.raises(ValueError, match="nodes: expected each of 3 nodes at one place"):
-        nodes = np.array([0, 1, 1])
-        tree_ring_attention(x, x, x, ends, mesh=kv_mesh(jax.devices()[:3]), nodes=nodes)
+        ring(mesh=kv_mesh(jax.devices()[:3]), nodes=np.array([0, 1, 1]))
+    with pytest.raises(ValueError, match="nodes: expected 3 places, shared by 2 devices evenly"):
+        ring(mesh=kv_mesh(jax.devices()[:2]), nodes=np.array([0, 1, 2]))
