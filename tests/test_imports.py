@@ -72,12 +72,12 @@ BUDGET = {
     "benchmarks": 7_800,
     "labs.acceptance": 4_550,
     "labs.cluster": 5_000,
-    "labs.cost": 14_750,
-    "labs.exact": 9_200,
+    "labs.cost": 14_450,
+    "labs.exact": 8_150,
     "labs.kernels": 14_550,
     "labs.recurrent": 2_970,
     "labs.sharding": 1_900,
-    "labs.training": 12_050,
+    "labs.training": 8_350,
 }
 LINES = 400  # of a file of the packages and the figures
 PUBLIC_NAMES = 36

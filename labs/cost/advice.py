@@ -8,7 +8,7 @@ from labs.cost.steps import HEADROOM, REPAIRED, Plan, Rates, Step, held_bytes, s
 from labs.cost.topology import Topology
 from labs.cost.workload import whole
 
-# Of all merges one of these is the fastest, or within a hundredth of it (tests/test_advice.py).
+# One of these is the fastest of all merges, or within a hundredth (tests/test_cost_advice.py).
 FASTEST = ("gather", "one-shot", "hierarchical", "butterfly", "a2a", "helix")
 
 

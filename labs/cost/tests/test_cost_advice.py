@@ -196,7 +196,7 @@ def test_what_does_not_fit_says_how_many_devices_would():
     assert least_devices(LLAMA, 1, 10**12, DGX) is None
     for model, batch, context in ((LLAMA, 7, 300_000), (DEEPSEEK, 1, 10_000)):
         least = least_devices(model, batch, context, DGX)
-        for p in (*range(1, 8), *range(8, least + 1, 8)):
+        for p in (x for x in (*range(1, 8), *range(8, least + 1, 8)) if x <= least):
             steps = advise(model, batch, context, p, DGX, merges=("gather",), exactly=True)
             assert bool(steps and steps[0].fits) == (p == least)
 
@@ -229,10 +229,7 @@ def test_the_table_and_the_best_of_each_kind(capsys):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (
-            "--nodes 2 --context 8k",
-            "on 8 of the 16: run 2 replicas, each with sequences of its own",
-        ),
+        ("--nodes 2 --context 8k", ", on 8 of the 16: run 2 replicas"),
         ("--devices 9 --context 8k", ", on 8 of the 9; 1 left over"),
         ("--nodes 2 --context 10M", "nothing fits: 83 GB on each device; 24 devices would do"),
         ("--nodes 2 --context 10M", "slow network  nothing fits"),
@@ -243,7 +240,7 @@ def test_the_table_and_the_best_of_each_kind(capsys):
         ("--context many", "argument --context: expected a whole number from 1 on"),
         ("--context 9 --nodes 9999", "dgx-h100 joins 4096 devices, got 79992"),
         ("--context 9 --model gpt", "--model: model: expected a config.json or one of"),
-        ("--context 9 --nodes 1 --devices 1", "not allowed with argument --nodes"),
+        ("--context 9 --nodes 2 --devices 1", "not allowed with argument --nodes"),
     ],
 )
 def test_command_line(capsys, tmp_path, arguments, expected):

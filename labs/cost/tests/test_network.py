@@ -195,13 +195,6 @@ def test_what_everybody_has_reaches_everybody(kind, p):
         assert held == [set(range(p))] * p
 
 
-def test_a_halving_scatter_is_a_doubling_gather_backwards():
-    there, back = (list(schedule(x, 24, 24.0)) for x in ("doubling-gather", "halving-scatter"))
-    for a, b in zip(reversed(there), back, strict=True):
-        assert (a.source == b.target).all() and (a.target == b.source).all()
-        assert a.message_bytes == 24 * b.message_bytes
-
-
 def test_bytes_and_rounds():
     """What the textbooks have, for 24 devices on three nodes, of a message of 2,400 bytes."""
     for kind, rounds, sent in (
@@ -302,15 +295,6 @@ def test_every_nth_device_meets_what_it_would_meet_among_all(name, stride):
                 found = collective_seconds(kind, p, size, every_nth(topology, stride))
                 expected = all_at_once(kind, p, size, topology, stride)
                 assert found == pytest.approx(expected, rel=0.02), (kind, p, size)
-
-
-def test_one_device_of_each_node():
-    """NCCL's formula with one GPU a node: the tree's hops, as many as there are."""
-    alone = every_nth(DGX, DGX.node_size)
-    assert alone.node_size == 1
-    for p in (2, 4):
-        found = collective_seconds("ring-allreduce", p, 0, alone)
-        assert found == pytest.approx(6.6e-6 + 2 * (p - 1) * 5e-6)
 
 
 def test_presets_are_what_they_are_named_for():

@@ -2,10 +2,8 @@
 
 import pytest
 
-from labs.cost import drawing
 from labs.cost.observed import (
     forecast,
-    observed_collectives,
     observed_steps,
     over_measured,
     repairs,
@@ -62,9 +60,3 @@ def test_no_repair_has_seen_a_row_that_is_held_out():
     """Whatever those rows say, the rates are the same."""
     changed = [row | {"microseconds": 1.0} if row["use"] == "held out" else row for row in ROWS]
     assert repairs(changed) == repairs(ROWS)
-
-
-def test_the_referee_has_a_dot_for_every_row():
-    dots = [line for line in drawing.referee().axes[0].lines if line.get_marker() == "o"]
-    rows = sum(len(table["rows"]) for table in observed_collectives())
-    assert sum(len(line.get_xdata()) for line in dots) == rows == 86

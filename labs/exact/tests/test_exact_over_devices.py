@@ -15,7 +15,7 @@ from treeattn import finalize, kv_mesh, memory, tree_decode
 
 decode = jax.jit(
     functools.partial(tree_decode, implementation=exact_state, method=merge_exact, return_lse=True),
-    static_argnames=("sharding", "striped"),
+    static_argnames="sharding",
 )
 
 
@@ -47,14 +47,6 @@ def test_any_mesh_has_the_bits_of_one_device(spec):
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("a", "b", "c"))
     found = decode(q, k, v, mask=mask, sharding=NamedSharding(mesh, spec))
     assert_same_bits(found, exact(q, k, v, mask=mask))
-
-
-def test_striped_caches():
-    q, k, v = inputs()
-    slots = np.arange(24).reshape(3, 8).T.ravel()  # key i in slot (i mod 8) · 3 + i div 8
-    striped = {"sharding": over(8), "striped": True, "kv_lengths": np.array([13])}
-    found = decode(q, k[:, slots], v[:, slots], **striped)
-    assert_same_bits(found, exact(q, k[:, :13], v[:, :13]))
 
 
 def test_a_mesh_of_ones_own_and_new_keys():

@@ -66,7 +66,7 @@ def separately(rows, weights):
 
 
 def packed(rows, weights):
-    (tree,) = pack_rows(rows)
+    tree = pack_rows(rows)
     nodes = [line[1 : len(row)] for line, row in zip(tree.row_map, rows, strict=True)]
     visible = interval_mask(tree.ends)
     arrays = tree.tokens, tree.positions, visible, tree.parents

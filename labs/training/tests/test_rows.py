@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from plain_trie import plain_mask, plain_trie
 
 from labs.training import interval_mask, pack_rows
-from treeattn import pack
 
 TOKENS = np.iinfo(np.int32).max, 0, 255, 256  # whose bytes are in another order than they are
 some_rows = st.lists(st.lists(st.sampled_from(TOKENS), min_size=1, max_size=6), max_size=12)
@@ -30,15 +29,6 @@ def test_the_tree_of_rows(rows):
     # The two integers say what walking up says.
     expected = np.array(plain_mask(parents), bool).reshape(len(tokens), len(tokens))
     np.testing.assert_array_equal(interval_mask(tree.ends), expected)
-
-
-def test_in_another_order_a_subtree_is_no_interval():
-    """As `pack` numbers candidates that begin alike and stand apart: node 0 sees 0, 1 and 4."""
-    rows = np.array([[1, 2], [3, 4], [1, 5]])
-    seen_by = np.array(pack(rows[None]).attention_mask[0])[:, 0]
-    np.testing.assert_array_equal(np.flatnonzero(seen_by), [0, 1, 4])
-    in_order = pack(rows[None, [0, 2, 1]]).attention_mask[0]
-    np.testing.assert_array_equal(in_order, interval_mask(pack_rows(rows).ends))
 
 
 @pytest.mark.usefixtures("unchecked")
