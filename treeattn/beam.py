@@ -33,8 +33,8 @@ from treeattn.checks import (
     Array,
     Numbers,
     as_array,
+    as_integers,
     bounded,
-    check_integers,
     check_rank,
     integer,
     namespace,
@@ -173,8 +173,7 @@ def unpack(
      [7 9]]
     """
     packed = as_array("packed", packed)
-    unpack_map = as_array("unpack_map", unpack_map)
-    check_integers(unpack_map=unpack_map)
+    unpack_map = as_integers("unpack_map", unpack_map)
     check_rank(3, "(batch, M, C)", unpack_map=unpack_map)
     if packed.ndim < 2 or packed.shape[0] != unpack_map.shape[0]:
         raise ValueError(
@@ -215,7 +214,12 @@ def _pack(xp, beam, lengths, pad_token):
     width = beam.shape[2]
     common = _common_prefix(xp, beam, lengths)
     start, owner, offsets, real = _nodes(xp, common, lengths, width)
-    unpack_map = _node_numbers(xp, common, lengths, start, width)
+    # A token's number is its position plus the `start` of the candidate that owns its prefix.
+    encoding = _encode(xp, common, width)
+    owners_start = xp.take_along_axis(start, _rows_joined(encoding), axis=1)
+    column = xp.arange(width, dtype=xp.int32)[None, None]
+    numbers = owners_start.reshape(encoding.shape) + column
+    unpack_map = xp.where(column < lengths[..., None], numbers, 0)
     tokens = xp.take_along_axis(_rows_joined(beam), owner * width + offsets, axis=1)
     tokens = xp.where(real, tokens, xp.asarray(pad_token, dtype=beam.dtype))
     mask = _mask(xp, common, owner, offsets, real)
@@ -252,18 +256,6 @@ def _nodes(xp, common, lengths, width):
     owner = xp.minimum(owner, rows - 1)
     offsets = xp.where(real, node - xp.take_along_axis(start, owner, axis=1), 0)
     return start, owner, offsets, real
-
-
-def _node_numbers(xp, common, lengths, start, width):
-    """(B, M, C): the node of each candidate's token c; 0 beyond its length.
-
-    The number is the position plus the `start` of the candidate that owns the prefix.
-    """
-    encoding = _encode(xp, common, width)
-    owners_start = xp.take_along_axis(start, _rows_joined(encoding), axis=1)
-    column = xp.arange(width, dtype=xp.int32)[None, None]
-    numbers = owners_start.reshape(encoding.shape) + column
-    return xp.where(column < lengths[..., None], numbers, 0)
 
 
 def _rows_joined(table):
@@ -334,13 +326,11 @@ def _to_namespace(name, x, xp):
 
 def _checked(beam, lengths) -> tuple[Any, Array, Array]:
     """(numpy or jax.numpy, beam, lengths in int32). Raises as `pack` does."""
-    beam = as_array("beam", beam)
-    check_integers(beam=beam)
+    beam = as_integers("beam", beam)
     check_rank(3, "(batch, M, C)", beam=beam)
     shape = beam.shape[:2]
     width = beam.shape[2]
-    lengths = np.full(shape, width) if lengths is None else as_array("lengths", lengths)
-    check_integers(lengths=lengths)
+    lengths = np.full(shape, width) if lengths is None else as_integers("lengths", lengths)
     if lengths.shape != shape:
         raise ValueError(f"lengths: expected shape (batch, M) = {shape}, got {lengths.shape}")
     xp = namespace(beam, lengths)

@@ -17,8 +17,14 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from treeattn import products
-from treeattn.inputs import Inputs, pad_axis
-from treeattn.plain import by_key_head, by_query, unused_keys, visible_keys
+from treeattn.inputs import (
+    Inputs,
+    by_key_head,
+    by_query,
+    pad_axis,
+    unused_keys,
+    visible_keys,
+)
 from treeattn.state import AttentionState, finite, merge
 
 SCORES = 1 << 20  # at most about so many scores at a time: more do not fit a CPU's caches
@@ -26,22 +32,22 @@ CAUSAL_BLOCK = 128  # at most so many queries under one mask, which hides half o
 
 
 def attend_blockwise(inputs: Inputs) -> AttentionState:
-    """The state of checked queries after all keys that they see: (b, l, h) and (b, l, h, dv)."""
-    b, l, h, _ = inputs.q.shape
+    """The state of checked queries after all keys that they see: (b, l, h) and (b, l, h, dv).
+
+    Expects at least one query and one key.
+    """
     without_options = inputs.mask is inputs.bias is inputs.lengths is None
-    if inputs.q.size == 0 or inputs.k.shape[1] == 0:
-        return AttentionState.identity((b, l, h), inputs.v.shape[-1], inputs.dtype)
-    if inputs.causal and without_options and l > CAUSAL_BLOCK:
+    if inputs.causal and without_options and inputs.q.shape[1] > CAUSAL_BLOCK:
         return _attend_causal(inputs)
-    return by_query(_attend(_group_heads(inputs)))
+    return jax.tree.map(by_query, _attend(_group_heads(inputs)))
 
 
 def _attend_causal(inputs: Inputs) -> AttentionState:
     """The state of causal queries, without mask, bias and lengths.
 
     The text is halved until its parts are short: 1,000 tokens become 8 parts of 125. Each part
-    attends to itself. On the way back up, the second of two neighbours attends to all
-    of the first, and its states merge. This tree over the text computes few hidden scores.
+    attends to itself. On the way back up, the second of two neighbours attends to all of the first,
+    and its states merge. This tree over the text computes few hidden scores.
     """
     b, length = inputs.q.shape[:2]
     parts = 1

@@ -32,23 +32,21 @@ def accumulation_dtype(*arrays: Array) -> np.dtype[Any]:
     return jnp.result_type(jnp.float64 if double else jnp.float32)
 
 
-def integer(name: str, x, least: int | None = None, most: int | None = None) -> int:
+def integer(name: str, x, least: int, most: int | None = None) -> int:
     """`x` as an int, from any whole number of Python, NumPy or JAX, but not from a bool or a float.
 
     Raises TypeError for anything else, and ValueError below `least` or above `most`.
     """
-    expected = "an integer"
+    expected = f"an integer of at least {least}"
     if most is not None:
-        expected += f" from {least} to {most}"
-    elif least is not None:
-        expected += f" of at least {least}"
+        expected = f"an integer from {least} to {most}"
     try:
         number = None if isinstance(x, bool) else operator.index(x)
     except TypeError:  # NumPy's and JAX's booleans and traced values raise it, too
         number = None
     if number is None:
         raise TypeError(f"{name}: expected {expected}, got {x!r}")
-    if (least is not None and number < least) or (most is not None and number > most):
+    if number < least or (most is not None and number > most):
         raise ValueError(f"{name}: expected {expected}, got {number}")
     return number
 
@@ -74,26 +72,24 @@ def as_array(name: str, x) -> Array:
     return array
 
 
+def as_integers(name: str, x) -> Array:
+    """`x` as by `as_array`. Raises TypeError for an array that does not hold integers, too."""
+    array = as_array(name, x)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{name}: expected an array of integers, got dtype {array.dtype}")
+    return array
+
+
 def check_floating(**arrays: Array) -> None:
     """Raise TypeError for the first array that is not float16, bfloat16, float32 or float64."""
     for name, x in arrays.items():
-        _check_kind(name, x, jnp.floating, "a floating-point array")
+        if not isinstance(x, Array | np.generic):
+            as_array(name, x)  # another library's tensor gets its own error
+            raise TypeError(f"{name}: expected an array, got {type(x).__name__}")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name}: expected a floating-point array, got dtype {x.dtype}")
         if jnp.dtype(x.dtype).itemsize < 2:
             raise TypeError(f"{name}: expected 16 bits or more, got dtype {x.dtype}: use .astype")
-
-
-def check_integers(**arrays: Array) -> None:
-    """Raise TypeError for the first array that does not hold integers."""
-    for name, x in arrays.items():
-        _check_kind(name, x, jnp.integer, "an array of integers")
-
-
-def _check_kind(name: str, x, kind, expected: str) -> None:
-    if not isinstance(x, Array | np.generic):
-        as_array(name, x)  # another library's tensor gets its own error
-        raise TypeError(f"{name}: expected an array, got {type(x).__name__}")
-    if not jnp.issubdtype(x.dtype, kind):
-        raise TypeError(f"{name}: expected {expected}, got dtype {x.dtype}")
 
 
 def bounded(name: str, x: Array, least: int, most, expected: str) -> Array:
@@ -121,7 +117,8 @@ def bounded(name: str, x: Array, least: int, most, expected: str) -> Array:
 
 
 def check_same_dtype(**arrays: Array) -> None:
-    """Raise TypeError, with all dtypes, if they are not all the same."""
+    """Raise TypeError unless all arrays have the same floating-point dtype."""
+    check_floating(**arrays)
     if len({jnp.dtype(x.dtype) for x in arrays.values()}) > 1:
         dtypes = ", ".join(f"{name} {x.dtype}" for name, x in arrays.items())
         raise TypeError(f"expected one dtype, got {dtypes}")
@@ -165,12 +162,3 @@ def check_scale(scale, d: int, dtype) -> Array | float:
         beyond = f", which {dtype} does not hold" if np.isfinite(float(scale)) else ""
         raise ValueError(f"scale: expected a finite number, got {scale}{beyond}")
     return scale
-
-
-def check_broadcasts(name: str, x: Array, target: tuple[int, ...], layout: str) -> None:
-    """Raise ValueError unless `x` has `target`'s rank and each axis is 1 or `target`'s."""
-    fits = x.ndim == len(target) and all(n in (1, m) for n, m in zip(x.shape, target, strict=True))
-    if not fits:
-        raise ValueError(
-            f"{name}: expected a shape that broadcasts to {layout} = {target}, got {x.shape}"
-        )

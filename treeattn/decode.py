@@ -43,10 +43,6 @@ from treeattn.local import Implementation, attend_inputs, check_implementation
 from treeattn.ring import visit_shards
 from treeattn.state import finalize, merge
 
-# `heads` is q's; "all_to_all" rounds it up to a multiple of the devices.
-Output = Float[jax.Array, "b l heads dv"]
-OutputAndLse = tuple[Output, Float[jax.Array, "b l heads"]]
-
 
 def tree_decode(
     q: Queries,
@@ -141,8 +137,8 @@ def run_on_mesh(program, inputs, sharding, striped, method, implementation, retu
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _decode(
     inputs: Inputs, layout: Layout, method: Method | None, implementation: Implementation
-) -> OutputAndLse:
-    """(out, lse), shaped (b, l, h, dv) and (b, l, h). `method` None is a ring."""
+) -> tuple[Float[jax.Array, "b l heads dv"], Float[jax.Array, "b l heads"]]:
+    """(out, lse). `method` None is a ring; "all_to_all" rounds heads up to fill the devices."""
     check_inputs(inputs)
 
     def on_device(rank, inputs):
@@ -159,7 +155,7 @@ def _decode(
     heads = layout.heads
     if method == "all_to_all":
         heads += layout.keys
-    result = P(layout.batch or None, None, heads or None)
+    result = P(layout.batch, None, heads)
     return on_devices(on_device, layout, inputs, specs, result)
 
 
@@ -184,4 +180,4 @@ def ring_state(inputs: Inputs, layout: Layout, rank, implementation: Implementat
 
     shard = inputs.k, inputs.v, inputs.mask, inputs.bias
     own = state_of(shard, rank, inputs.causal)
-    return visit_shards(visit, own, shard, layout.keys) if layout.keys else own
+    return visit_shards(visit, own, shard, layout.keys)

@@ -94,8 +94,6 @@ def flash_attend(inputs: Inputs) -> AttentionState:
     The kernel's scale is compiled in. A dynamic factor multiplies the queries instead, and is
     rounded with them.
     """
-    if inputs.k.shape[1] == 0:
-        return attend_blockwise(inputs)
     q, k, v = inputs.q, inputs.k, inputs.v
     q = q if inputs.factor is None else (q * inputs.factor).astype(q.dtype)
     options = {"softmax_scale": inputs.scale, "is_causal": inputs.causal}

@@ -195,7 +195,6 @@ def _scores(zeta, q, k, v, scale):
 
 def _check_inputs(q, k, v, mask=None, rank: int = 1) -> Array | None:
     """The mask as an array. Raises TypeError or ValueError if the arguments do not fit."""
-    check_floating(q=q, k=k, v=v)
     check_same_dtype(q=q, k=k, v=v)
     check_rank(rank, "(d,)" if rank == 1 else "(n, d)", q=q)
     check_rank(2, "(n, d)", k=k)

@@ -16,10 +16,9 @@ from treeattn.checks import (
     Array,
     accumulation_dtype,
     as_array,
+    as_integers,
     bounded,
-    check_broadcasts,
     check_floating,
-    check_integers,
     check_rank,
     check_same_dtype,
     check_scale,
@@ -87,8 +86,7 @@ def gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal=False) -> Input
     mask = None if mask is None else _with_four_axes("mask", mask)
     bias = None if bias is None else _with_four_axes("bias", bias)
     if kv_lengths is not None:
-        kv_lengths = as_array("kv_lengths", kv_lengths)
-        check_integers(kv_lengths=kv_lengths)
+        kv_lengths = as_integers("kv_lengths", kv_lengths)
         if kv_lengths.ndim == 0 and q.ndim:
             kv_lengths = namespace(kv_lengths).broadcast_to(kv_lengths, q.shape[:1])
         n = k.shape[1] if k.ndim > 1 else 0
@@ -112,7 +110,6 @@ def _with_four_axes(name: str, x) -> Array:
 def check_inputs(inputs: Inputs) -> None:
     """Raise the TypeError or ValueError that `attend` documents, naming the argument."""
     q, k, v = inputs.q, inputs.k, inputs.v
-    check_floating(q=q, k=k, v=v)
     check_same_dtype(q=q, k=k, v=v)
     check_rank(4, "(batch, length, heads, head_dim)", q=q, k=k, v=v)
     b, l, h, d = q.shape
@@ -138,26 +135,74 @@ def check_inputs(inputs: Inputs) -> None:
         if l < n:
             text += f"; for the last {l} tokens pass mask=jnp.tri({l}, {n}, {n - l}, dtype=bool)"
         raise ValueError(text)
-    layout = "(batch, heads, q_len, kv_len)"
-    if inputs.mask is not None:
-        if inputs.mask.dtype != jnp.bool_:
-            raise TypeError(
-                f"mask: expected booleans, got dtype {inputs.mask.dtype}: use .astype(bool), or "
-                "pass what is added to the scores as bias="
-            )
-        check_broadcasts("mask", inputs.mask, (b, h, l, n), layout)
+    if inputs.mask is not None and inputs.mask.dtype != jnp.bool_:
+        raise TypeError(
+            f"mask: expected booleans, got dtype {inputs.mask.dtype}: use .astype(bool), or "
+            "pass what is added to the scores as bias="
+        )
     if inputs.bias is not None:
         check_floating(bias=inputs.bias)
-        check_broadcasts("bias", inputs.bias, (b, h, l, n), layout)
+    target = b, h, l, n
+    for name, x in (("mask", inputs.mask), ("bias", inputs.bias)):
+        if x is None:
+            continue
+        fits = x.ndim == 4 and all(x.shape[i] in (1, target[i]) for i in range(4))
+        if not fits:
+            layout = "(batch, heads, q_len, kv_len)"
+            raise ValueError(
+                f"{name}: expected a shape that broadcasts to {layout} = {target}, got {x.shape}"
+            )
     if inputs.lengths is not None and inputs.lengths.shape != (b,):
         shape = inputs.lengths.shape
         raise ValueError(f"kv_lengths: expected shape ({b},), one for each row, got {shape}")
 
 
-def pad_axis(x: Array | None, axis: int, size: int) -> Array | None:
+def pad_axis(x: Array, axis: int, size: int) -> Array:
     """`x` with zeros (or False) at the end of `axis`, up to `size`."""
-    if x is None or x.shape[axis] == size:
+    if x.shape[axis] == size:
         return x
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, size - x.shape[axis])
     return jnp.pad(x, widths)
+
+
+def visible_keys(inputs: Inputs, position):
+    """True where a query sees a key; broadcasts to (b, h_kv, group, l, n). None: everywhere.
+
+    position: (n,) the keys' numbers, to be compared with lengths
+    """
+    conditions = []
+    if inputs.mask is not None:
+        conditions.append(by_key_head(inputs.mask, inputs.k.shape[2]))
+    if inputs.bias is not None:
+        conditions.append(by_key_head(inputs.bias, inputs.k.shape[2]) != -jnp.inf)
+    if inputs.lengths is not None:
+        lengths = inputs.lengths[:, None, None, None, None]
+        conditions.append(position[None, None, None, None] < lengths)
+    if inputs.causal:  # there are as many queries as keys
+        query = jnp.arange(inputs.k.shape[1], dtype=jnp.int32)[:, None]
+        conditions.append((position[None] <= query)[None, None, None])
+    visible = None
+    for condition in conditions:
+        visible = condition if visible is None else visible & condition
+    return visible
+
+
+def unused_keys(visible):
+    """True for keys that no query of their head sees: (b, n, h_kv, 1), in the layout of the keys.
+
+    An axis is 1 if all share its entries.
+    """
+    return jnp.moveaxis(~visible.any(axis=(2, 3)), 1, 2)[..., None]
+
+
+def by_query(x):
+    """`x` (b, h_kv, group, l, …) as (b, l, h, …), the layout of queries."""
+    b, h_kv, group, l, *rest = x.shape
+    return jnp.moveaxis(x, 3, 1).reshape(b, l, h_kv * group, *rest)
+
+
+def by_key_head(x, h_kv: int):
+    """`x` (b, h, l, n) as (b, h_kv, group, l, n); (b, 1, 1, l, n) if one entry is for all heads."""
+    heads = (1, 1) if x.shape[1] == 1 else (h_kv, x.shape[1] // h_kv)
+    return x.reshape(len(x), *heads, *x.shape[2:])

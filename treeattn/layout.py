@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from treeattn.across import Axes
-from treeattn.checks import Array, as_array, check_integers, integer
+from treeattn.checks import Array, as_integers, integer
 from treeattn.inputs import Inputs, pad_axis
 
 
@@ -45,7 +45,7 @@ class Layout(NamedTuple):
 
     def spec(self, length: Axes = ()) -> P:
         """The spec of (batch, length, heads, …) with axis 1 sharded along the axes `length`."""
-        return P(self.batch or None, length or None, self.heads or None)
+        return P(self.batch, length, self.heads)
 
 
 def layout_of(inputs: Inputs, sharding: NamedSharding | None, striped: bool = False) -> Layout:
@@ -143,7 +143,7 @@ def _explicit(spec: P, mesh: AbstractMesh | Mesh) -> P:
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     hidden = [name for name, kind in kinds if kind != AxisType.Explicit]
     entries = [[x for x in axes if x not in hidden] for axes in _entries(spec)]
-    return P(*(tuple(axes) or None for axes in entries))
+    return P(*map(tuple, entries))
 
 
 def _entries(spec: P) -> list[Axes]:
@@ -160,9 +160,12 @@ def onto_mesh(inputs: Inputs, layout: Layout) -> Inputs:
     `jax.jit` refuses arguments that are committed to different devices. Keys and values are sharded
     if the devices can share them evenly; the others among them are replicated.
     """
+    held = [_on_one_device(x) for x in jax.tree.leaves(inputs)]
+    if isinstance(layout.mesh, AbstractMesh) or not any(held):
+        return inputs
 
     def put(x, spec: P):
-        if isinstance(layout.mesh, AbstractMesh) or not _on_one_device(x):
+        if not _on_one_device(x):
             return x
         sharding = NamedSharding(layout.mesh, spec)
         try:
@@ -218,7 +221,7 @@ def deal(inputs: Inputs, layout: Layout) -> tuple[Inputs, Inputs]:
             return x, P()
         axes = layout.batch, layout.heads, (), layout.keys
         sharded = zip(axes, x.shape, strict=True)
-        spec = P(*(names or None if size != 1 else None for names, size in sharded))
+        spec = P(*(names if size != 1 else () for names, size in sharded))
         return x if x.shape[-1] == 1 else pad_axis(x, -1, padded), spec
 
     mask, mask_spec = spread(inputs.mask)
@@ -232,7 +235,7 @@ def deal(inputs: Inputs, layout: Layout) -> tuple[Inputs, Inputs]:
         v=of_keys,
         mask=mask_spec,
         bias=bias_spec,
-        lengths=P(layout.batch or None),
+        lengths=P(layout.batch),
         factor=P(),
     )
     return dealt, specs
@@ -262,8 +265,7 @@ def on_devices(body, layout: Layout, inputs: Inputs, specs: Inputs, out_specs):
         raise ValueError(f"sharding: expected the context's mesh {expected}, got {got}")
 
     def with_rank(inputs):
-        rank = lax.axis_index(layout.keys) if layout.keys else jnp.int32(0)
-        return body(rank, inputs)
+        return body(lax.axis_index(layout.keys), inputs)
 
     mapped = jax.shard_map(
         with_rank,
@@ -338,8 +340,7 @@ def shard_lengths(
 
 def _check_slots(name: str, x: ArrayLike, kv_len: int, devices: int) -> tuple[Array, int]:
     """(x as an array of integers, slots of each device)."""
-    x = as_array(name, x)
-    check_integers(**{name: x})
+    x = as_integers(name, x)
     devices = integer("devices", devices, 1)
     kv_len = integer("kv_len", kv_len, 0)
     if kv_len % devices:

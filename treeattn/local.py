@@ -174,6 +174,8 @@ def choose_implementation(implementation: Implementation, inputs: Inputs) -> Imp
 
 def attend_inputs(inputs: Inputs, implementation: Implementation):
     """`attend` for checked inputs, inside a trace: a state, or a user's state of another kind."""
+    if inputs.q.size == 0 or inputs.k.shape[1] == 0:  # most kernels fail on empty arrays
+        return AttentionState.identity(inputs.q.shape[:3], inputs.v.shape[-1], inputs.dtype)
     if callable(implementation):
         return _attend_by_function(inputs, implementation)
     if implementation == "plain":
@@ -194,13 +196,10 @@ def _attend_by_function(inputs: Inputs, kernel: Callable):
     Raises what `_as_state` raises, and Python's own TypeError if the kernel lacks an option.
     """
     options = {"mask": inputs.mask, "bias": inputs.bias, "kv_lengths": inputs.lengths}
+    options |= {"causal": inputs.causal or None}
     options = {name: x for name, x in options.items() if x is not None}
-    options |= {"causal": True} if inputs.causal else {}
-    if 0 in (*inputs.q.shape, *inputs.v.shape):  # most kernels fail on empty arrays
-        dv = inputs.v.shape[-1]
-        return AttentionState.identity(inputs.q.shape[:3], dv, inputs.dtype)
     result = kernel(inputs.q, inputs.k, inputs.v, scale=inputs.total_scale, **options)
-    return _as_state(result, inputs, name_of(kernel))
+    return _as_state(result, inputs, getattr(kernel, "__name__", kernel))
 
 
 def _as_state(result: Any, inputs: Inputs, name: str):
@@ -234,10 +233,3 @@ def _as_state(result: Any, inputs: Inputs, name: str):
             raise ValueError(f"{expected} of shape {queries + values}, got {x.shape}")
     arrays = [jnp.asarray(x).astype(dtype) for x in parts.values()]
     return from_output(*arrays) if pair else AttentionState(*arrays)
-
-
-def name_of(function: Callable) -> str:
-    """How errors call a function."""
-    if isinstance(function, functools.partial):
-        return name_of(function.func)
-    return getattr(function, "__name__", type(function).__name__)

@@ -9,11 +9,10 @@ Queries are (b, l, h, d), keys and values (b, n, h_kv, ·). Scores, masks and bi
 (b, h_kv, group, l, n) with group = h / h_kv: query head i is entry (i // group, i % group).
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from treeattn.inputs import Inputs
+from treeattn.inputs import Inputs, by_key_head, by_query, unused_keys, visible_keys
 from treeattn.state import AttentionState, finite
 
 
@@ -41,50 +40,4 @@ def attend_plain(inputs: Inputs) -> AttentionState:
     m = jnp.where(jnp.isnan(d), lax.stop_gradient(d), m)  # XLA's maximum may ignore a NaN
     n = jnp.einsum("bkgln,bnkd->bkgld", p, v, precision="highest")
     n = jnp.where((m == -jnp.inf)[..., None], 0, finite(n))
-    return by_query(AttentionState(m, d, n))
-
-
-def visible_keys(inputs: Inputs, position):
-    """True where a query sees a key; broadcasts to (b, h_kv, group, l, n). None: everywhere.
-
-    position: (n,) the keys' numbers, to be compared with lengths
-    """
-    conditions = []
-    if inputs.mask is not None:
-        conditions.append(by_key_head(inputs.mask, inputs.k.shape[2]))
-    if inputs.bias is not None:
-        conditions.append(by_key_head(inputs.bias, inputs.k.shape[2]) != -jnp.inf)
-    if inputs.lengths is not None:
-        lengths = inputs.lengths[:, None, None, None, None]
-        conditions.append(position[None, None, None, None] < lengths)
-    if inputs.causal:  # there are as many queries as keys
-        query = jnp.arange(inputs.k.shape[1], dtype=jnp.int32)[:, None]
-        conditions.append((position[None] <= query)[None, None, None])
-    visible = None
-    for condition in conditions:
-        visible = condition if visible is None else visible & condition
-    return visible
-
-
-def unused_keys(visible):
-    """True for keys that no query of their head sees: (b, n, h_kv, 1), in the layout of the keys.
-
-    An axis is 1 if all share its entries.
-    """
-    return jnp.moveaxis(~visible.any(axis=(2, 3)), 1, 2)[..., None]
-
-
-def by_query(state: AttentionState) -> AttentionState:
-    """The state with fields (b, l, h, …) in place of (b, h_kv, group, l, …)."""
-
-    def ungroup(x):
-        b, h_kv, group, l, *rest = x.shape
-        return jnp.moveaxis(x, 3, 1).reshape(b, l, h_kv * group, *rest)
-
-    return jax.tree.map(ungroup, state)
-
-
-def by_key_head(x, h_kv: int):
-    """`x` (b, h, l, n) as (b, h_kv, group, l, n); (b, 1, 1, l, n) if one entry is for all heads."""
-    heads = (1, 1) if x.shape[1] == 1 else (h_kv, x.shape[1] // h_kv)
-    return x.reshape(len(x), *heads, *x.shape[2:])
+    return AttentionState(by_query(m), by_query(d), by_query(n))

@@ -181,16 +181,12 @@ def collectives_table(collectives: Iterable[Collective]) -> str:
         numbers = f"{c.count:,}", f"{c.total_bytes:,}", f"{c.sent_bytes:,}"
         rows.append((c.kind, *numbers, " ".join(c.shapes)))
     totals = [total(collectives) for total in (count_collectives, total_bytes, sent_bytes)]
-    return _columns([*rows, ("all", *(f"{n:,}" for n in totals), "")])
-
-
-def _columns(rows: list[tuple[str, ...]]) -> str:
-    """Lines of aligned columns: the first and the last to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.append(("all", *(f"{n:,}" for n in totals), ""))
+    w0, w1, w2, w3, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines = []
-    for name, *middle, last in rows:
-        middle = [text.rjust(width) for text, width in zip(middle, widths[1:-1], strict=True)]
-        lines.append("  ".join([name.ljust(widths[0]), *middle, last]).rstrip())
+    for kind, runs, put_in, sent, operands in rows:
+        line = f"{kind:{w0}}  {runs:>{w1}}  {put_in:>{w2}}  {sent:>{w3}}  {operands}"
+        lines.append(line.rstrip())
     return "\n".join(lines)
 
 

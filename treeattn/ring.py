@@ -41,7 +41,7 @@ def visit_shards(
     [10. 10. 10. 10.]
     """
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    p = lax.axis_size(axes) if axes else 1
+    p = lax.axis_size(axes)
     if p == 1:
         return state
     rank = lax.axis_index(axes)

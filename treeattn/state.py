@@ -287,7 +287,6 @@ def check_state(**states: AttentionState) -> None:
         if not isinstance(state, AttentionState):
             raise TypeError(f"{name}: expected an AttentionState, got {type(state).__name__}")
         fields = {f"{name}.{field}": x for field, x in state._asdict().items()}
-        check_floating(**fields)
         check_same_dtype(**fields)
         m, d, n = (x.shape for x in state)
         if n == () or not m == d == n[:-1]:
@@ -300,10 +299,8 @@ def check_state(**states: AttentionState) -> None:
 def _axis_first(states: AttentionState, axis: int) -> AttentionState:
     """The states with `axis`, an axis of `max`, moved to the front."""
     check_state(states=states)
-    axis = integer("axis", axis)
     rank = states.max.ndim
-    if not -rank <= axis < rank:
-        raise ValueError(f"axis: expected one of the {rank} axes of states.max, got {axis}")
+    axis = integer("axis", axis, -rank, rank - 1)
     return jax.tree.map(lambda x: jnp.moveaxis(x, axis % rank, 0), states)
 
 

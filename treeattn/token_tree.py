@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int, Integer
 
-from treeattn.checks import Array, Numbers, as_array, bounded, check_integers, namespace
+from treeattn.checks import Array, Numbers, as_integers, bounded, namespace
 
 
 def ancestor_mask(
@@ -68,8 +68,7 @@ def _at(xp, x, node):
 
 def _checked_parents(parents) -> tuple[Any, Array]:
     """(numpy or jax.numpy, parents in int32). Raises as `ancestor_mask` does."""
-    parents = as_array("parents", parents)
-    check_integers(parents=parents)
+    parents = as_integers("parents", parents)
     if jnp.issubdtype(parents.dtype, jnp.unsignedinteger):
         raise TypeError(f"parents: expected a signed dtype, for −1 at a root, got {parents.dtype}")
     if parents.ndim == 0:
