@@ -270,12 +270,6 @@ def test_all_queries_cost_quadratically():
         assert large / small == pytest.approx(times, rel=0.02)
 
 
-def test_a_maximum_over_devices_has_no_derivative():
-    """Why every maximum here is held fixed."""
-    with pytest.raises(NotImplementedError, match="pmax"):
-        jax.vmap(jax.grad(lambda x: x - jax.lax.pmax(x, "i")), axis_name="i")(np.ones(2))
-
-
 GOOD = {"zeta": np.ones(3), "q": np.ones(4), "k": np.ones((5, 4)), "v": np.ones((5, 3))}
 NO_SOURCE = {name: GOOD[name] for name in "qkv"}
 CAUSAL = GOOD | {"zeta": np.ones((5, 3)), "q": np.ones((5, 4))}

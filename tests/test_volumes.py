@@ -18,14 +18,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from treeattn import (
-    AttentionState,
     attend,
-    attention,
     collectives,
     finalize,
     kv_mesh,
     memory,
-    merge_across,
     ring_decode,
     tree_decode,
 )
@@ -136,29 +133,6 @@ def test_partially_reduced_objects_are_less_to_send_and_to_hold():
     assert sent("gather keys") == 4 * 7 * numel_kv(1, 4096, D)
     held = [memory(compiled(name)).held_bytes for name in ("tree", "gather", "gather keys")]
     assert held[0] < 1.01 * held[1] and 7 * held[0] < held[2]
-
-
-def queries_travel(q, k, v):
-    """On a device: its text's query (1, 1, h, d), and its keys of all texts (p, t, h, d)."""
-    states = attend(jax.lax.all_gather(q, "kv", axis=0, tiled=True), k, v)  # (p, 1, h)
-    m, d = (jnp.moveaxis(x, 0, -1) for x in states[:2])
-    texts_last = AttentionState(m, d, jnp.moveaxis(states.numerator, 0, -2))
-    return jnp.moveaxis(finalize(merge_across(texts_last, "kv", method="all_to_all"))[0], -2, 0)
-
-
-def test_queries_that_travel_send_the_same_for_every_context():
-    """Beside the tree's states they send the queries: of 8 texts on 8 devices."""
-    mesh = kv_mesh(jax.devices()[:8])
-    specs = {"in_specs": (P("kv"), P(None, "kv"), P(None, "kv")), "out_specs": P("kv")}
-    program = jax.jit(jax.shard_map(queries_travel, mesh=mesh, **specs))
-    queries, states = 7 * 4 * 2 * 4, 7 * 4 * 2 * (4 + 2)
-    for keys in (64, 1024):
-        shapes = (8, 1, 2, 4), (8, keys, 2, 4), (8, keys, 2, 4)
-        q, k, v = (np.random.default_rng(0).normal(size=x).astype(np.float32) for x in shapes)
-        compiled = program.lower(q, k, v).compile()
-        np.testing.assert_allclose(compiled(q, k, v), attention(q, k, v), atol=1e-6)
-        found = [(c.kind, c.sent_bytes) for c in collectives(compiled)]
-        assert found == [("all-gather", queries), ("all-to-all", states)]
 
 
 @pytest.mark.usefixtures("optimized")
