@@ -36,6 +36,7 @@ def add(total, shard, _):
     return jax.tree.map(jnp.add, total, shard)
 
 
+@functools.cache
 def calls(dtype, seed=0) -> dict:
     """A call of every public function of arrays, by name; other seeds give other values."""
     draw = np.random.default_rng(seed).standard_normal
