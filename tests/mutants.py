@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,9 +102,8 @@ def faults(file: Path) -> Iterator[dict]:
             code = f"({ast.unparse(wrong)})" if operation else ast.unparse(wrong)
             line = lines[node.lineno - 1]
             changed = line[: node.col_offset] + code.encode() + line[node.end_col_offset :]
-            before, after = line.decode().strip(), changed.decode().strip()
-            name = str(file.relative_to(REPOSITORY))
-            row = (name, node.lineno, kind, before, after, "", "")
+            place = (str(file.relative_to(REPOSITORY)), node.lineno, kind)
+            row = (*place, line.decode().strip(), changed.decode().strip(), "", "")
             yield dict(zip(COLUMNS, row, strict=True))
 
 
@@ -127,18 +126,15 @@ def defined(file: Path) -> set[str]:
 
 
 def likeliest(fault: dict) -> list[str]:
-    """The tests about this circle, those first that name most often what the file defines."""
+    """The tests about this circle, those first that name most often what the file defines, or what
+    files define that import it."""
     file = REPOSITORY / fault["file"]
-    weights = Counter({name: 3 for name in defined(file)})
-    imports = rf"^(from \S*\b|from .* import .*\b|import .*\b){file.stem}\b"
-    for user in file.parent.glob("*.py"):  # what is inside is tested through what uses it
-        if re.search(imports, user.read_text(encoding="utf-8"), re.MULTILINE):
-            weights.update(defined(user))
+    users = [x for x in file.parent.glob("*.py") if f"{file.stem} import" in x.read_text("utf-8")]
+    names = defined(file).union(*map(defined, users))
 
     def score(path: Path) -> int:
-        words = Counter(re.findall(r"\w+", path.read_text(encoding="utf-8")))
-        mentions = sum(weight * words[name] for name, weight in weights.items())
-        return mentions + 1000 * (path.stem == f"test_{file.stem}")
+        words = re.findall(r"\w+", path.read_text(encoding="utf-8"))
+        return sum(word in names for word in words) + 1000 * (path.stem == f"test_{file.stem}")
 
     found = []
     _, folders = CIRCLES[str(Path(fault["file"]).parent)]
@@ -148,8 +144,16 @@ def likeliest(fault: dict) -> list[str]:
     return [str(path.relative_to(REPOSITORY)) for path in found]
 
 
-def first_failure(copy: Path, tests: list[str]) -> str:
-    """The first of these tests that fails in the copy, or "survived"."""
+def ask(fault: dict, copy: Path, tests: list[str]) -> str:
+    """The first of these tests that fails with the mistake planted in the copy, or "survived"."""
+    file = copy / fault["file"]
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+    same = [i for i, line in enumerate(lines) if line.strip() == fault["before"]]
+    if not same:
+        return "gone: the line is no more"
+    nearest = min(same, key=lambda i: abs(i + 1 - int(fault["line"])))
+    wrong = lines[nearest].replace(fault["before"], fault["after"])
+    file.write_text("".join([*lines[:nearest], wrong, *lines[nearest + 1 :]]), encoding="utf-8")
     ours = os.pathsep.join(str(copy / folder) for folder in (".", "llama", "conformance"))
     limit = SECONDS * len(tests)
     done = subprocess.run(
@@ -161,28 +165,11 @@ def first_failure(copy: Path, tests: list[str]) -> str:
         text=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (limit, limit)),
     )
+    file.write_text("".join(lines), encoding="utf-8")
     if done.returncode not in (0, 1, 2):  # by a signal where it was out of time, or crashed
         return f"pytest ended with {done.returncode}"
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    failed = re.search(r"(?m)^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout)
     return failed[1] if failed else "survived"
-
-
-def ask(fault: dict, copy: Path, tests: list[str]) -> str:
-    """Plants a mistake in the copy, asks the tests, and takes it out again."""
-    file = copy / fault["file"]
-    if not file.exists():
-        return "gone: the file is no more"
-    right = file.read_text(encoding="utf-8")
-    lines = right.splitlines(keepends=True)
-    same = [i for i, line in enumerate(lines) if line.strip() == fault["before"]]
-    if not same:
-        return "gone: the line is no more"
-    nearest = min(same, key=lambda i: abs(i + 1 - int(fault["line"])))
-    lines[nearest] = lines[nearest].replace(fault["before"], fault["after"])
-    file.write_text("".join(lines), encoding="utf-8")
-    result = first_failure(copy, tests)
-    file.write_text(right, encoding="utf-8")
-    return result
 
 
 def write(table: list[dict]) -> None:
@@ -207,11 +194,11 @@ def main() -> None:
             known = fault["result"]
             if known and which != "all" and (which != "survivors" or known != "survived"):
                 continue
-            if SEEN.match(known):  # this test first
-                fault["result"] = ask(fault, copy, [known])
-            if not SEEN.match(fault["result"]):
-                tests = likeliest(fault)[: None if which == "survivors" else LIKELIEST]
-                fault["result"] = ask(fault, copy, tests)
+            tests = likeliest(fault)[: None if which == "survivors" else LIKELIEST]
+            for asked in ([known], tests) if SEEN.match(known) else (tests,):
+                fault["result"] = ask(fault, copy, asked)
+                if SEEN.match(fault["result"]):
+                    break
             write(table)
     for folder in CIRCLES:
         results = [row["result"] for row in table if str(Path(row["file"]).parent) == folder]

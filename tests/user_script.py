@@ -31,15 +31,11 @@ def local(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return treeattn.attention(q, k, v, causal=True) + out
 
 
-def sink(q: jax.Array, k: jax.Array, v: jax.Array, logits: jax.Array) -> jax.Array:
-    out, lse = treeattn.finalize(treeattn.attend(q, k, v))
-    return out * jax.nn.sigmoid(lse - logits)[..., None]
-
-
 def chunk(state: treeattn.AttentionState, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     merged = treeattn.merge(state, treeattn.attend(q, k, v))
     pivot: jax.Array = merged.max
-    return treeattn.finalize(merged)[0] + pivot[..., None]
+    out, lse = treeattn.finalize(merged)
+    return out + (pivot + lse)[..., None]
 
 
 def on_device(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -48,37 +44,28 @@ def on_device(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     )[0]
 
 
-def softcap(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    s = 20 * jnp.tanh(jnp.einsum("blhd,bnhd->blhn", q, k) / 20)
-    return jnp.einsum("blhn,bnhd->blhd", jax.nn.softmax(s), v), jax.nn.logsumexp(s, axis=-1)
+def kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return q, jax.nn.logsumexp(q, axis=-1)
 
 
-def capped(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    return treeattn.attention(q, k, v, implementation=softcap)
+def by_kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return treeattn.attention(q, k, v, implementation=kernel)
 
 
-out, lse = treeattn.finalize(
-    treeattn.merge(treeattn.from_output([[1.0]], [0.0]), treeattn.from_output([[4.0]], [0.0]))
-)
+one = treeattn.from_output([[1.0]], [0.0])
 empty: treeattn.AttentionState = treeattn.AttentionState.identity((2, 3), 4, jnp.bfloat16)
-reduced = treeattn.finalize(treeattn.reduce_tree(treeattn.scan_states(empty, axis=1), arity=3))[0]
-mean: jax.Array = jax.grad(treeattn.energy)(
-    jnp.zeros(3), jnp.ones(4), jnp.ones((5, 4)), jnp.ones((5, 3))
-)
-masked = treeattn.cumulant(2, jnp.ones(4), jnp.ones((2, 4)), jnp.ones((2, 3)), mask=[True, False])
+reduced = treeattn.reduce_tree(treeattn.scan_states(treeattn.merge(one, empty), axis=1), arity=3)
+x = jnp.ones((2, 4))
+mean: jax.Array = jax.grad(treeattn.energy)(x[0], x[0], x, x)
+masked = treeattn.cumulant(2, x[0], x, x, mask=[True, False])
 
 print(treeattn.depths([-1, 0, 0, 2]), treeattn.ancestor_mask(np.array([-1, 0])).sum())
-packed = treeattn.pack([[[7, 8], [7, 9]]], [[2, 2]])
-indices = treeattn.packed_token_indices([[[7, 8], [7, 9]]]) + treeattn.prefix_encoding(
-    [[[7, 8], [7, 9]]]
-)
-hidden = jnp.ones((1, packed.packed_beam.shape[1], 16))
-logits = jnp.asarray(treeattn.unpack(hidden, packed.unpack_map)) @ jnp.ones((16, 4))
+beam = [[[7, 8], [7, 9]]]
+packed = treeattn.pack(beam, [[2, 2]])
+indices = treeattn.packed_token_indices(beam) + treeattn.prefix_encoding(beam)
+logits = jnp.asarray(treeattn.unpack(jnp.ones(packed.packed_beam.shape), packed.unpack_map))
 
-compiled = jax.jit(decode).lower(hidden, hidden, hidden).compile()
-sent = [c.sent_bytes * c.count for c in treeattn.collectives(compiled) if c.groups]
-print(
-    treeattn.collectives_table(treeattn.collectives(compiled)),
-    treeattn.memory(compiled).held_bytes,
-    sum(sent),
-)
+compiled = jax.jit(decode).lower(x, x, x).compile()
+found = treeattn.collectives(compiled)
+sent = [c.sent_bytes * c.count for c in found if c.groups]
+print(treeattn.collectives_table(found), treeattn.memory(compiled).held_bytes, sum(sent))
