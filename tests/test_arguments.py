@@ -1,22 +1,22 @@
 """What calls take: each wrong argument raises a ValueError or a TypeError that names it."""
 
 import functools
+import inspect
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attentions import draw, over
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from treeattn import (
     AttentionState,
-    collectives,
-    cumulant,
-    from_output,
+    attend,
+    attention,
     kv_mesh,
-    memory,
     merge_across,
     pack,
     reduce_chain,
@@ -25,31 +25,26 @@ from treeattn import (
     ring_decode,
     scan_states,
     simulate_devices,
+    striped_position,
+    striped_slot,
     tree_decode,
     ulysses_attention,
-    unpack,
 )
 
 # What each argument is not
 NO_INTEGER = (2.5, 2.0, "2", None, [2], True, np.array([2]), np.float32(2), np.bool_(True), 1j)
-NO_NUMBER = ("1", [[1.0], []], np.ones(2), 1j, float("nan"), float("inf"), object())
 POSITIVE = (*NO_INTEGER, 0, -1)
 
 STATES = AttentionState(np.zeros(3), np.ones(3), np.ones((3, 2)))
-ONE = AttentionState(np.zeros(()), np.ones(()), np.ones(2))
 BEAM = np.zeros((1, 2, 3), int)
-Q, K = np.ones((1, 4, 2, 8), np.float32), np.ones((1, 4, 2, 8), np.float32)
-
-
-def over(devices=2, *spec):
-    return NamedSharding(kv_mesh(jax.devices()[:devices]), P(*(spec or (None, "kv"))))
+Q, K = np.ones((2, 3, 4, 8), np.float32), np.ones((2, 5, 2, 8), np.float32)
 
 
 def takes(function, given, **wrong):
     """(argument, call) for each wrong value of each argument, beside those that are given."""
     for argument, values in wrong.items():
         for value in values:
-            call = functools.partial(function, **given() | {argument: value})
+            call = functools.partial(function, **given | {argument: value})
             shown = re.sub(" at 0x[0-9a-f]+", "", repr(value))  # the same in every process
             name = f"{getattr(function, '__name__', 'call')} {argument}={shown:.30}"
             yield pytest.param(argument, call, id=name)
@@ -57,51 +52,131 @@ def takes(function, given, **wrong):
 
 def across(**options):
     """`merge_across` on a device of a mesh of two."""
-    mesh = over().mesh
-    options = {"state": STATES, "axis_name": "kv"} | options
-    body = functools.partial(merge_across, **options)
-    return jax.shard_map(lambda: body(), mesh=mesh, in_specs=(), out_specs=P())()
+    body = functools.partial(merge_across, **{"state": STATES, "axis_name": "keys"} | options)
+    return jax.shard_map(lambda: body(), mesh=over(keys=2).mesh, in_specs=(), out_specs=P())()
 
 
-SHARDINGS = (3, "kv", P(None, "kv"), over(2, None, None, None, "kv"))
-SHARDINGS += (over(3, "kv"), over(3, None, None, "kv"))
-DECODES = {"mask": [np.ones((1, 1, 4, 4))], "bias": [np.ones((2, 2))], "kv_lengths": [[5], [0.5]]}
+SLOTS = {"kv_len": (10,), "devices": POSITIVE}
+# Of states, beams, energies and programs their own tests ask more.
 CALLS = [
-    *takes(kv_mesh, dict, devices=([], [1], "kv"), nodes=(*POSITIVE[:3], 0, -1, 7), heads=(0, 1.5)),
-    *takes(simulate_devices, dict, n=POSITIVE),
-    *takes(cumulant, lambda: {"q": Q[0, 0, 0], "k": K[0, :, 0], "v": K[0, :, 0]}, order=NO_INTEGER),
-    *takes(reduce_tree, lambda: {"states": STATES}, arity=(*POSITIVE, 1), axis=(*NO_INTEGER, 1)),
-    *takes(reduce_chain, lambda: {"states": STATES}, axis=(*NO_INTEGER, -2)),
-    *takes(scan_states, lambda: {"states": STATES}, axis=NO_INTEGER, states=(None, tuple(ONE))),
-    *takes(from_output, lambda: {"out": K[0], "lse": K[0, ..., 0]}, out=(None, [[1], []], "a")),
-    *takes(from_output, lambda: {"out": K[0], "lse": K[0, ..., 0]}, lse=(K[0], 0.0)),
-    *takes(AttentionState.identity, lambda: {"shape": (), "value_dim": 2}, dtype=(int, "int8")),
-    *takes(across, dict, method=("tree", 3, None, "auto", "reduce_scatter"), state=(None, 3, ())),
-    *takes(pack, lambda: {"beam": BEAM}, beam=(None, 3, "a", BEAM[0], BEAM + 0.5, [[[1], []]])),
-    *takes(pack, lambda: {"beam": BEAM}, pad_token=(*NO_INTEGER, 2**70)),
-    *takes(pack, lambda: {"beam": BEAM}, lengths=([[1, 9]], [[1, -1]], [1, 1], "a", [[0.5, 1]])),
-    *takes(unpack, lambda: {"packed": K, "unpack_map": BEAM}, unpack_map=(None, BEAM[0], BEAM + 4)),
-    *takes(unpack, lambda: {"packed": K, "unpack_map": BEAM}, packed=(K[0, 0, 0], [[1], []])),
-    *takes(collectives, dict, program=(None, 3, "nothing", print)),
-    *takes(memory, dict, compiled=(None, "nothing", print)),
+    *takes(kv_mesh, {}, devices=([], [1], "kv"), nodes=(*POSITIVE[:3], 0, -1, 7), heads=(0, 1.5)),
+    *takes(simulate_devices, {}, n=POSITIVE),
+    *takes(reduce_tree, {"states": STATES}, arity=(*POSITIVE, 1), axis=(*NO_INTEGER, 1)),
+    *takes(reduce_chain, {"states": STATES}, axis=(*NO_INTEGER, -2)),
+    *takes(scan_states, {"states": STATES}, axis=NO_INTEGER, states=(None, tuple(STATES))),
+    *takes(AttentionState.identity, {"shape": (), "value_dim": 2}, dtype=(int, "int8")),
+    *takes(across, {}, method=("tree", 3, None, "auto", "reduce_scatter"), state=(None, 3, ())),
+    *takes(across, {"method": "gather"}, axis_name=(("keys", "keys"),)),
+    *takes(pack, {"beam": BEAM}, beam=(None, 3, "a"), pad_token=(*NO_INTEGER, 2**70)),
+    *takes(striped_slot, {"kv_len": 8, "devices": 4, "position": 3}, position=(3.0,), **SLOTS),
+    *takes(striped_position, {"kv_len": 8, "devices": 4, "slot": 3}, slot=(3.0,), **SLOTS),
 ]
-for decode in tree_decode, ring_decode, ring_attention, ulysses_attention:
-    given = lambda: {"q": Q, "k": K, "v": K, "sharding": over()}  # noqa: E731
-    CALLS += takes(
-        decode, given, sharding=SHARDINGS, scale=NO_NUMBER, q=(None, "a", Q[0], Q.astype(int))
-    )
-    CALLS += takes(
-        decode, given, k=(K[0], K[:, :, :, :3]), v=(K[:, :3],), implementation=("fast", 3)
-    )
-    if decode in (tree_decode, ring_decode):
-        CALLS += takes(decode, given, **DECODES)
-CALLS += takes(tree_decode, given, method=("tree", 3, None, "exact", "auto"))
 
 
 @pytest.mark.parametrize("argument, call", CALLS)
 def test_a_wrong_argument_is_named(unchecked, argument, call):
     with pytest.raises((ValueError, TypeError), match=rf"^{argument}\b.*: |^{argument}: "):
         call()
+
+
+class _Tensor:
+    """Another library's array, as far as it can be told."""
+
+    dtype, shape, ndim = np.dtype("float32"), (2, 3, 4, 8), 4
+
+    def __dlpack__(self):
+        raise AssertionError("not to be read without being asked")
+
+
+class _Unhashable:
+    __hash__ = None
+
+    def __call__(self, *arrays, **options):
+        raise AssertionError("never called")
+
+
+# What no attention takes: (arguments, the error).
+SMALL = {name: jnp.asarray(x, jnp.float8_e4m3fn) for name, x in (("q", Q), ("k", K), ("v", K))}
+NOT_OVER = ["kv", over(keys=2).mesh]
+ATTENTIONS = [
+    ({"q": "a"}, TypeError, "q: "),
+    ({"q": Q.astype(int)}, TypeError, "q: expected a floating-point"),
+    ({"q": [[1.0], []]}, TypeError, "q: expected an array, got a ragged list"),
+    ({"q": np.longdouble(Q)}, TypeError, "q: expected at most 64 bits, got dtype"),
+    ({"q": _Tensor()}, TypeError, "q: .*_Tensor: use jnp.from_dlpack"),
+    (SMALL, TypeError, "q: expected 16 bits or more.*float8"),
+    ({"k": K.astype(np.float16)}, TypeError, "expected one dtype.*k float16"),
+    ({"q": Q[0]}, ValueError, r"q: expected 4 axes.*\(3, 4, 8\)"),
+    ({"k": K[:1], "v": K[:1]}, ValueError, r"k: expected.*batch 2.*\(1, 5, 2, 8\)"),
+    ({"k": K[..., :7]}, ValueError, r"k: expected.*head_dim 8"),
+    ({"v": K[:, :4]}, ValueError, r"v: expected k's.*\(2, 4, 2, 8\)"),
+    ({"q": Q[:, :, :3]}, ValueError, r"q: expected.* multiple of k's 2, got \(.*, 3, "),
+    ({"q": Q[..., :0], "k": K[..., :0]}, ValueError, "q: expected a head_dim"),
+    ({"mask": np.ones((2, 1, 3, 5), np.float32)}, TypeError, r"mask: .*float32: use .astype\(bool"),
+    ({"mask": np.ones((2, 3, 5), bool)}, ValueError, "mask: expected a shape"),
+    ({"mask": [True, False]}, ValueError, "mask: expected a shape"),
+    ({"mask": [[True], [True, True]]}, TypeError, "mask: .*got a ragged list"),
+    ({"bias": np.ones((2, 4, 3, 4))}, ValueError, "bias: expected a shape"),
+    ({"bias": np.ones((1, 1, 1, 5), int)}, TypeError, "bias: expected"),
+    ({"kv_lengths": np.ones(3, int)}, ValueError, r"kv_lengths:.*\(2,\)"),
+    ({"kv_lengths": np.ones(2)}, TypeError, "kv_lengths: .* integers"),
+    ({"kv_lengths": [1.5, 2]}, TypeError, "kv_lengths: .*integers"),
+    *[
+        ({"kv_lengths": x}, ValueError, "kv_lengths: expected 0 to kv_len = 5 keys, got")
+        for x in (6, [-1, 3], np.array([3, 2**33]))
+    ],
+    ({"scale": float("nan")}, ValueError, "scale: .*finite.*nan"),
+    ({"scale": float("inf")}, ValueError, "scale: .*finite.*inf"),
+    ({"scale": 1e39}, ValueError, "scale: .*1e.39, which float32 does"),
+    ({"scale": 1j}, ValueError, "scale: expected a real number"),
+    ({"scale": np.ones(2)}, ValueError, r"scale: .*\(2,\)"),
+    *[({"scale": x}, TypeError, "scale: ") for x in ("1", object())],
+    ({"causal": True}, ValueError, r"q: .*queries as keys, 5, got 3; .* mask=jnp.tri\(3, 5, 2, d"),
+    ({"implementation": "flash"}, ValueError, "implementation: 'flash' needs a CUDA device, got"),
+    *[
+        ({"implementation": x}, ValueError, "implementation: expected one of .*, or a function")
+        for x in ("pallas", 3, np.ones(3))
+    ],
+    ({"implementation": _Unhashable()}, TypeError, "implementation: .* that can be hashed"),
+    *[({"sharding": x}, TypeError, "sharding: expected a NamedSharding") for x in NOT_OVER],
+    ({"sharding": None}, ValueError, "sharding: k's sharding is unknown"),
+    (
+        {"sharding": NamedSharding(over(keys=2).mesh, P(*[None] * 3, "keys"))},
+        ValueError,
+        "sharding: ",
+    ),
+    ({"sharding": over(rows=3)}, ValueError, "sharding: the 3 devices .* cannot share 2 rows"),
+    ({"sharding": over(heads=3)}, ValueError, "sharding: .* cannot share 2 key heads"),
+    ({"striped": True}, ValueError, "sharding: .* cannot share 5 slots"),
+    *[({"method": x}, ValueError, "method: expected one of") for x in ("ring", 3, None)],
+    ({"method": _Unhashable()}, TypeError, "method: expected a function that can be hashed"),
+]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    "function", [attend, attention, tree_decode, ring_decode, ring_attention, ulysses_attention]
+)
+def test_what_no_attention_takes(function):
+    parameters = inspect.signature(function).parameters
+    given = {"q": Q, "k": K, "v": K}
+    given |= {"sharding": over(keys=2)} if "sharding" in parameters else {}
+    given |= {"causal": False} if "causal" in parameters else {}
+    for wrong, error, message in ATTENTIONS:
+        if set(wrong) <= set(parameters):
+            with pytest.raises(error, match=f"^{message}"):
+                function(**given | wrong)
+
+
+def test_ulysses_wants_heads_for_everybody(unchecked):
+    with pytest.raises(ValueError, match="q: expected heads that 3 devices can share"):
+        ulysses_attention(K, K, K, sharding=over(keys=3))
+
+
+def test_the_mask_that_an_error_names_is_the_last_rows():
+    q, k, v = draw(l=8, n=8)
+    last = attention(q[:, 5:], k, v, mask=jnp.tri(3, 8, 5, dtype=bool))
+    np.testing.assert_allclose(last, attention(q, k, v, causal=True)[:, 5:], atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -111,4 +186,5 @@ def test_anybodys_whole_numbers_are_taken(unchecked, n):
     assert pack(BEAM, [[1, 1]], pad_token=n).packed_beam.tolist() == [[0]]
     assert reduce_tree(STATES, arity=n).max == 0
     assert kv_mesh(jax.devices()[:7], nodes=n).shape == {"node": 7, "device": 1}
+    assert attention(Q, K, K, scale=2**70).shape == Q.shape
     simulate_devices(n + 2)  # as many as there are

@@ -3,13 +3,18 @@
 A stand-in has the kernel's signature, axes and lse; the program for CUDA is lowered, not run.
 """
 
+import functools
 import types
+from itertools import pairwise
 
+import attentions
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracles import dense_attention, dense_gradients
+from attentions import PREFILLS, check, check_gradients, kernel
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import treeattn.flash as flash
 from treeattn import attend, finalize
@@ -17,67 +22,61 @@ from treeattn.inputs import gather_inputs
 
 
 def draw(dtype="float16", l=3, n=40, d=16):
-    rng = np.random.default_rng(0)
-    sizes = (2, l, 4, d), (2, n, 2, d), (2, n, 2, d)
-    return [jnp.asarray(rng.normal(size=size), dtype) for size in sizes]
+    return [jnp.asarray(x, dtype) for x in attentions.draw(l=l, n=n, d=d)]
 
 
-def by_rows(q, k, v, starts_q, starts_k, *, softmax_scale, is_causal):
-    """Segment i has the queries from starts_q[i] on and the keys from starts_k[i] on: (t, h, d)."""
-    of_query, of_key = (
-        jnp.searchsorted(starts, jnp.arange(len(x)), side="right")
-        for starts, x in ((starts_q, q), (starts_k, k))
-    )
-    k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
-    s = jnp.einsum("qhd,khd->hqk", q, k).astype(jnp.float32) * softmax_scale
-    seen = of_query[:, None] == of_key
-    lse = jax.nn.logsumexp(s, axis=-1, where=seen)
-    p = jnp.where(seen, jnp.exp(s - jnp.where(jnp.isinf(lse), 0, lse)[..., None]), 0)
-    return jnp.einsum("hqk,khd->qhd", p, v), jnp.where(jnp.isinf(lse), jnp.inf, lse)  # (h, q)
+def flashs_lse(lse):
+    """(b, l, h) as (b, h, l), with ∞ for no keys."""
+    return jnp.where(jnp.isinf(lse), jnp.inf, lse).swapaxes(1, 2)
 
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    def mha(q, k, v, *, window_size_left, window_size_right, **options):
-        assert (window_size_left, window_size_right) == (-1, -1)
-        ends = [jnp.array([0, x.shape[1]]) for x in (q, k)]
-        return jax.vmap(lambda q, k, v: by_rows(q, k, v, *ends, **options))(q, k, v)
+    def mha(q, k, v, *, window_size_left, window_size_right, softmax_scale, is_causal):
+        assert (window_size_left, window_size_right, is_causal) == (-1, -1, False)
+        out, lse = kernel(q, k, v, scale=softmax_scale)
+        return out, flashs_lse(lse)
 
-    def varlen(q, k, v, starts_q, starts_k, *, max_seqlen_q, max_seqlen_k, **options):
-        out, lse = by_rows(q, k, v, starts_q, starts_k, **options)
-        segments = [lse[:, int(i) : int(i) + max_seqlen_q] for i in starts_q[:-1]]
-        return out, jnp.stack(
-            [jnp.pad(x, ((0, 0), (0, max_seqlen_q - x.shape[1]))) for x in segments]
-        )
+    def varlen(q, k, v, starts_q, starts_k, *, max_seqlen_q, max_seqlen_k, softmax_scale, **_):
+        """Segment i has the queries from starts_q[i] on and the keys from starts_k[i] on."""
+        outs, lses = [], []
+        for (i, j), (m, n) in zip(pairwise(starts_q), pairwise(starts_k), strict=True):
+            out, lse = kernel(q[None, i:j], k[None, m:n], v[None, m:n], scale=softmax_scale)
+            outs.append(out[0])
+            lses.append(jnp.pad(flashs_lse(lse)[0], ((0, 0), (0, max_seqlen_q - (j - i)))))
+        return jnp.concatenate(outs), jnp.stack(lses)
 
     forward = types.SimpleNamespace(flash_mha_fwd=mha)
     rows = types.SimpleNamespace(flash_mha_varlen_fwd=varlen)
     monkeypatch.setattr(flash, "load", lambda: (forward, rows))
 
 
-@pytest.mark.parametrize("lengths", [None, [40, 0], [7, 33]])
-@pytest.mark.parametrize("scale", [None, 0.5, np.float32(0.5)])
-def test_the_states_are_those_of_dense_attention(stand_in, lengths, scale):
-    q, k, v = draw()
-    given = jnp.asarray(scale) if isinstance(scale, np.float32) else scale
-    inputs = gather_inputs(q, k, v, None, None, lengths, given)
-    out, lse = finalize(flash.flash_attend.__wrapped__(inputs))
-    expected = dense_attention(q, k, v, kv_lengths=lengths, scale=scale)
-    np.testing.assert_allclose(out, expected, atol=2e-3)
-    assert np.array_equal(np.isinf(lse).all(axis=(1, 2)), np.array(lengths or [1, 1]) == 0)
+def run(q, k, v, kv_lengths=None, scale=None):
+    return finalize(flash.flash_attend(gather_inputs(q, k, v, None, None, kv_lengths, scale)))
+
+
+OPTIONS = [
+    {},
+    {"kv_lengths": [40, 0], "scale": 0.5},
+    {"kv_lengths": [7, 33]},
+    {"scale": jnp.float32(0.5)},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_states_are_those_of_dense_attention(stand_in, options):
+    arrays = draw()
+    out, lse = run(*arrays, **options)
+    check(out, *arrays, atol=2e-3, **options)
+    empty = np.array(options.get("kv_lengths", [1, 1])) == 0
+    assert np.array_equal(np.isinf(lse).all(axis=(1, 2)), empty)
 
 
 def test_the_gradient_is_that_of_the_plain_form(stand_in):
     q, k, v = draw()
     w = np.random.default_rng(1).normal(size=q.shape)
-
-    def loss(q, k, v):
-        inputs = gather_inputs(q, k, v, None, None, None, None)
-        return jnp.sum(w * finalize(flash.flash_attend(inputs))[0])
-
-    found = jax.grad(loss, (0, 1, 2))(q, k, v)
-    for x, y in zip(found, dense_gradients(q, k, v, w), strict=True):
-        np.testing.assert_allclose(x, y, atol=5e-3 * np.abs(y).max())
+    found = jax.jit(jax.grad(lambda *x: jnp.sum(w * run(*x)[0]), (0, 1, 2)))(q, k, v)
+    check_gradients(found, q, k, v, w, atol=2e-3)
 
 
 REFUSED = {
@@ -103,17 +102,24 @@ def test_what_the_kernel_does_not_take_is_refused(message):
         jax.jit(lambda *x: attend(*x, implementation="flash")).lower(q, k, v[..., :8])
 
 
-def test_where_it_cannot_run_it_is_refused():
-    with pytest.raises(ValueError, match=r"'flash' needs a CUDA device, got a cpu device"):
-        attend(*draw(), implementation="flash")
-
-
 @pytest.mark.parametrize("lengths", [None, np.array([40, 3])])
 def test_a_program_for_cuda_calls_the_kernel(request, lengths):
     request.getfixturevalue("flash")
     program = jax.jit(lambda *x: attend(*x, kv_lengths=lengths, implementation="flash"))
     text = program.trace(*draw()).lower(lowering_platforms=("cuda",)).as_text()
     assert "custom_call @flash_mha" in text and "dot_general" not in text
+
+
+def test_flash_prefill_is_lowered_with_its_causal_kernel(request):
+    request.getfixturevalue("flash")
+    sharding = NamedSharding(AbstractMesh((8,), ("kv",)), P(None, "kv"))
+    q, kv = (jax.ShapeDtypeStruct((1, 4096, h, 64), jnp.bfloat16) for h in (16, 8))
+    for prefill in PREFILLS.values():
+        f = functools.partial(prefill, sharding=sharding, implementation="flash")
+        text = jax.jit(f).trace(q, kv, kv).lower(lowering_platforms=("cuda",)).as_text()
+        calls = [line for line in text.splitlines() if "custom_call @flash_mha_fwd" in line]
+        assert any("is_causal = true" in line for line in calls)
+        assert "4096x4096" not in text  # no mask anywhere
 
 
 def test_unasked_it_is_taken_for_long_texts_on_a_gpu(monkeypatch):

@@ -1,15 +1,15 @@
 """Each row of site/variants.md: the page's own code against dense attention, in float64."""
 
+import functools
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pages import blocks
+from pages import SITE, blocks, text
 
-PAGE = Path(__file__).parent.parent / "site" / "variants.md"
+PAGE = SITE / "variants.md"
 P, B, N, H, G, D = 4, 2, 32, 4, 2, 8  # devices, rows, keys, heads, key heads, head_dim
 LENGTH, SIZE, L = 27, 9, 3  # keys that count, of a window; queries
 
@@ -58,32 +58,28 @@ STRIPED = np.arange(N).reshape(-1, P).T.ravel()  # the position of the key in ea
 IN_WINDOW = (AT < LENGTH) & (AT >= LENGTH - SIZE)
 
 
-def of_two(q, k, v, new_k, new_v, own):
-    """Dense attention to the first LENGTH keys and to new ones, as `own` (…, l, l) lets them."""
-    old = jnp.broadcast_to(AT < LENGTH, (B, L, N))
+def of_two(q, k, v, length, new_k, new_v, own):
+    """Dense attention to the first keys and to new ones, as `own` (…, l, l) lets them."""
+    old = jnp.broadcast_to(AT < length, (B, L, N))
     mask = jnp.concatenate([old, jnp.broadcast_to(own, (B, L, L))], axis=-1)[:, None]
     return dense(q, *join((k, new_k), (v, new_v)), mask=mask)
 
 
-def latents():
-    """(page's arguments, how the dense oracle makes keys and values of them)."""
-    rank, rope = 6, 4
-    arguments = (
-        normal(7, B, 1, H, D),
-        normal(8, B, 1, H, rope),
-        normal(9, B, N, 1, rank + rope),
-        normal(10, rank, H, D),
-        normal(11, rank, H, D + 1),
-    )
+RANK, ROPE = 6, 4
+LATENTS = (
+    normal(7, B, 1, H, D),
+    normal(8, B, 1, H, ROPE),
+    normal(9, B, N, 1, RANK + ROPE),
+    normal(10, RANK, H, D),
+    normal(11, RANK, H, D + 1),
+)
 
-    def wanted(q, q_rope, latents, w_k, w_v):
-        c, key = latents[:, :, 0, :rank], latents[..., rank:]
-        k = jnp.einsum("bnc,chd->bnhd", c, w_k)
-        k = jnp.concatenate([k, jnp.broadcast_to(key, (B, N, H, rope))], axis=-1)
-        v = jnp.einsum("bnc,chd->bnhd", c, w_v)
-        return dense(jnp.concatenate([q, q_rope], axis=-1), k, v)
 
-    return arguments, wanted
+def of_latents(q, q_rope, latents, w_k, w_v):
+    c, key = latents[:, :, 0, :RANK], latents[..., RANK:]
+    k, v = (jnp.einsum("bnc,chd->bnhd", c, w) for w in (w_k, w_v))
+    k = jnp.concatenate([k, jnp.broadcast_to(key, (B, N, H, ROPE))], axis=-1)
+    return dense(jnp.concatenate([q, q_rope], axis=-1), k, v)
 
 
 PREFIX = K[:1], V[:1]
@@ -92,7 +88,7 @@ OWN = jnp.array([0, 4])  # lengths of the suffixes
 PARENT = jnp.array([1, 1])
 
 
-def of_prefix(q, pre_k, pre_v, k, v):
+def of_prefix(q, pre_k, pre_v, k, v, *_):
     shared = [jnp.repeat(x, B, axis=0) for x in (pre_k, pre_v)]
     mask = jnp.concatenate([jnp.ones((B, N), bool), jnp.arange(5) < OWN[:, None]], axis=1)
     return dense(q, *join((shared[0], k), (shared[1], v)), mask=mask[:, None, None])
@@ -108,13 +104,13 @@ HELD = jnp.array(RNG.integers(0, TABLE * PAGE_SIZE + 1, (P, B))).at[2].set(0)
 POOLS = normal(15, P * PAGES, PAGE_SIZE, G, D), normal(16, P * PAGES, PAGE_SIZE, G, D)
 
 
-def of_pages(q, *pools):
+def of_pages(q, k, v, *_):
     def rows(pool):
         taken = [pool[TABLES[r] + r * PAGES].reshape(B, -1, G, D) for r in range(P)]
         return jnp.concatenate(taken, axis=1)
 
     counts = [jnp.arange(TABLE * PAGE_SIZE) < HELD[r][:, None] for r in range(P)]
-    return dense(q, *map(rows, pools), mask=jnp.concatenate(counts, axis=1)[:, None, None])
+    return dense(q, rows(k), rows(v), mask=jnp.concatenate(counts, axis=1)[:, None, None])
 
 
 TEXT = normal(17, B, N, H, D), K, V, SINK
@@ -127,8 +123,8 @@ def of_ring(q, k, v, sink):
     return dense(q, k, v, mask=mask[:, None], sink=sink)
 
 
-def by_ring(page, order):
-    def f(q, k, v, sink):
+def by_ring(order):
+    def f(page, q, k, v, sink):
         q, k, v = (x[:, order] for x in (q, k, v))
         out = page["ring"](q, k, v, AT[order], SEGMENT[:, order], SIZE, sink)
         return out[:, jnp.argsort(order)]
@@ -136,122 +132,78 @@ def by_ring(page, order):
     return f
 
 
-def rolled(page):
+def zigzag(page, *arrays):
+    return by_ring(page["zigzag"](N))(page, *arrays)
+
+
+def rolled(page, q, k, v):
     """All steps of a rolling window of 8 keys; the last output is the window's."""
-
-    def f(q, k, v):
-        buffers = jnp.zeros((B, 8, G, D)), jnp.zeros((B, 8, G, D))
-        for i in range(11):
-            *buffers, out = page["rolling_window"](q, *buffers, k[:, i], v[:, i], jnp.int32(i))
-        return out
-
-    return f
+    buffers = jnp.zeros((B, 8, G, D)), jnp.zeros((B, 8, G, D))
+    for i in range(11):
+        *buffers, out = page["rolling_window"](q, *buffers, k[:, i], v[:, i], jnp.int32(i))
+    return out
 
 
-TIES = jnp.array(np.random.default_rng(18).integers(0, 4, N) * 1.0)  # eight keys of each score
+def in_stripes(name):
+    return lambda page, q, k, v, *rest: page[name](q, k[:, STRIPED], v[:, STRIPED], *rest)
+
+
+def of_paths(page, *arguments):
+    tree, _ = page["tree_of_paths"]([[1], [0]])
+    return page["drafts"](*arguments, tree[None].repeat(B, 0))
+
+
+TIES = jnp.array(np.random.default_rng(18).integers(0, 4, N))  # eight keys of each score
 HIGHEST = jnp.zeros(N, bool).at[np.lexsort((AT, -TIES))[:SIZE]].set(True)
 
 
-def in_stripes(f, *options):
-    return lambda q, k, v: f(q, k[:, STRIPED], v[:, STRIPED], *options)
+def masked(mask):
+    """The oracle of a function whose options are all in its mask."""
+    return lambda q, k, v, *_: dense(q, k, v, mask=mask)
 
 
-# name: (the page's function as one of these arguments, the oracle, the arguments)
-LATENTS, OF_LATENTS = latents()
+def alibi(q, k, v, length, slopes):
+    bias = slopes[:, None, None] * (AT - length + 1)
+    return dense(q, k, v, mask=AT < length, bias=bias)
+
+
+LAST = jnp.arange(L)[:, None]  # a query's place among the queries
+WINDOW = (Q1, K, V, LENGTH, SIZE)
+CHUNK = (QL, K, V, LENGTH, *NEW)
+SUFFIX = (Q1, *PREFIX, *SUFFIXES)
+# name: (the oracle, the arguments); called with both, the page's function, unless BY has another.
 ROWS = {
-    "with_sink": (
-        lambda page: page["with_sink"],
-        lambda q, k, v, s: dense(q, k, v, sink=s),
-        (Q1, K, V, SINK),
-    ),
-    "window": (
-        lambda page: lambda *x: page["window"](*x, LENGTH, SIZE),
-        lambda *x: dense(*x, mask=IN_WINDOW),
-        (Q1, K, V),
-    ),
-    "striped_window": (
-        lambda page: in_stripes(page["striped_window"], LENGTH, SIZE),
-        lambda *x: dense(*x, mask=IN_WINDOW),
-        (Q1, K, V),
-    ),
-    "rolling_window": (
-        rolled,
-        lambda *x: dense(*x, mask=(AT < 11) & (AT >= 3)),
-        (Q1, K, V),
-    ),
-    "soft_cap": (
-        lambda page: lambda *x: page["soft_cap"](*x, 1.5),
-        lambda *x: dense(*x, cap=1.5),
-        (QL, K, V),
-    ),
-    "alibi": (
-        lambda page: lambda q, k, v, s: page["alibi"](q, k, v, LENGTH, s),
-        lambda q, k, v, s: dense(
-            q, k, v, mask=AT < LENGTH, bias=s[:, None, None] * (AT - LENGTH + 1)
-        ),
-        (Q1, K, V, SLOPES),
-    ),
-    "mla": (lambda page: page["mla"], OF_LATENTS, LATENTS),
-    "last_queries": (
-        lambda page: page["last_queries"],
-        lambda *x: dense(*x, mask=AT <= N - L + jnp.arange(L)[:, None]),
-        (QL, K, V),
-    ),
-    "chunk": (
-        lambda page: lambda q, k, v, *new: page["chunk"](q, k, v, LENGTH, *new),
-        lambda *x: of_two(*x, CAUSAL),
-        (QL, K, V, *NEW),
-    ),
-    "cascade": (
-        lambda page: lambda *x: page["cascade"](*x, OWN),
-        of_prefix,
-        (Q1, *PREFIX, *SUFFIXES),
-    ),
+    "with_sink": (lambda q, k, v, s: dense(q, k, v, sink=s), (Q1, K, V, SINK)),
+    "window": (masked(IN_WINDOW), WINDOW),
+    "striped_window": (masked(IN_WINDOW), WINDOW),
+    "rolling_window": (masked((AT < 11) & (AT >= 3)), (Q1, K, V)),
+    "soft_cap": (lambda q, k, v, cap: dense(q, k, v, cap=cap), (QL, K, V, 1.5)),
+    "alibi": (alibi, (Q1, K, V, LENGTH, SLOPES)),
+    "mla": (of_latents, LATENTS),
+    "last_queries": (masked(AT <= N - L + LAST), (QL, K, V)),
+    "chunk": (lambda *x: of_two(*x, CAUSAL), CHUNK),
+    "cascade": (of_prefix, (*SUFFIX, OWN)),
     "beams": (
-        lambda page: lambda *x: page["beams"](*x, PARENT, OWN),
-        lambda q, pre_k, pre_v, k, v: of_prefix(q, pre_k, pre_v, k[PARENT], v[PARENT]),
-        (Q1, *PREFIX, *SUFFIXES),
+        lambda q, pre_k, pre_v, k, v, *_: of_prefix(q, pre_k, pre_v, k[PARENT], v[PARENT]),
+        (*SUFFIX, PARENT, OWN),
     ),
-    "drafts": (
-        lambda page: lambda q, k, v, *new: page["drafts"](q, k, v, LENGTH, *new, TREE),
-        lambda *x: of_two(*x, TREE),
-        (QL, K, V, *NEW),
-    ),
-    "drafts_in_the_cache": (
-        lambda page: in_stripes(page["drafts_in_the_cache"], LENGTH),
-        lambda *x: dense(*x, mask=AT <= LENGTH + jnp.arange(L)[:, None]),
-        (QL, K, V),
-    ),
-    "tree_of_paths": (
-        lambda page: (
-            lambda q, k, v, *new: page["drafts"](
-                q, k, v, LENGTH, *new, page["tree_of_paths"]([[1], [0]])[0][None].repeat(B, 0)
-            )
-        ),
-        lambda *x: of_two(*x, TREE),
-        (QL, K, V, *NEW),
-    ),
-    "top_k": (
-        lambda page: lambda *x: page["top_k"](*x, TIES, SIZE),
-        lambda *x: dense(*x, mask=HIGHEST),
-        (QL, K, V),
-    ),
-    "paged": (
-        lambda page: lambda *x: page["paged"](*x, TABLES, HELD),
-        of_pages,
-        (Q1, *POOLS),
-    ),
-    "ring": (lambda page: by_ring(page, AT), of_ring, TEXT),
-    "zigzag": (lambda page: by_ring(page, page["zigzag"](N)), of_ring, TEXT),
+    "drafts": (of_two, (*CHUNK, TREE)),
+    "drafts_in_the_cache": (masked(AT <= LENGTH + LAST), (QL, K, V, LENGTH)),
+    "tree_of_paths": (lambda *x: of_two(*x, TREE), CHUNK),
+    "top_k": (masked(HIGHEST), (Q1, K, V, TIES, SIZE)),
+    "paged": (of_pages, (Q1, *POOLS, TABLES, HELD)),
+    "ring": (of_ring, TEXT),
+    "zigzag": (of_ring, TEXT),
 }
+BY = {name: in_stripes(name) for name in ("striped_window", "drafts_in_the_cache")}
+BY |= {"rolling_window": rolled, "tree_of_paths": of_paths, "ring": by_ring(AT), "zigzag": zigzag}
 
 
 def test_every_function_of_the_page_is_a_row_here():
     """And every row of its table leads to a heading of the page."""
-    text = PAGE.read_text(encoding="utf-8")
-    assert set(re.findall(r"(?m)^def (\w+)", text)) == set(ROWS)
-    table = re.findall(r"(?m)^\| .*?\]\(#([^)]+)\)", text)
-    headings = re.findall(r"(?m)^## (.+)$", text)
+    assert set(re.findall(r"(?m)^def (\w+)", text(PAGE))) == set(ROWS)
+    table = re.findall(r"(?m)^\| .*?\]\(#([^)]+)\)", text(PAGE))
+    headings = re.findall(r"(?m)^## (.+)$", text(PAGE))
     places = [re.sub(r"[^\w -]", "", x.lower()).replace(" ", "-") for x in headings]
     assert set(table) == set(places)
 
@@ -259,18 +211,23 @@ def test_every_function_of_the_page_is_a_row_here():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_the_pages_code_is_dense_attention(name, page):
-    made, wanted, arguments = ROWS[name]
+    wanted, arguments = ROWS[name]
+    arrays = [i for i, x in enumerate(arguments) if isinstance(x, jax.Array)]
+    arrays = [i for i in arrays if jnp.issubdtype(arguments[i].dtype, jnp.floating)]
 
     def value_and_gradients(f):
         def loss(*x):
-            out = f(*x)
+            given = dict(enumerate(arguments)) | dict(zip(arrays, x, strict=True))
+            out = f(*given.values())
             return jnp.sum(jnp.sin(3 * out)), out
 
-        every = tuple(range(len(arguments)))
-        return jax.jit(jax.value_and_grad(loss, every, has_aux=True))(*arguments)
+        every = tuple(range(len(arrays)))
+        given = [arguments[i] for i in arrays]
+        return jax.jit(jax.value_and_grad(loss, every, has_aux=True))(*given)
 
+    by = functools.partial(BY[name], page) if name in BY else page[name]
     with jax.numpy_rank_promotion("allow"):
-        (_, out), gradients = value_and_gradients(made(page))
+        (_, out), gradients = value_and_gradients(by)
         (_, wanted_out), wanted_gradients = value_and_gradients(wanted)
     assert out.dtype == jnp.float64
     np.testing.assert_allclose(out, wanted_out, atol=1e-12)
@@ -284,10 +241,9 @@ def test_zigzag_balances_what_devices_compute(page):
         return (np.asarray(order).reshape(P, -1) + 1).sum(axis=1).tolist()
 
     assert visible_scores(page["zigzag"](64)) == [520] * 4
-    text = PAGE.read_text(encoding="utf-8")
     for order in np.arange(64), np.arange(64).reshape(-1, P).T.ravel():
         scores = visible_scores(order)
-        assert f"{min(scores)} to {max(scores)}" in text
+        assert f"{min(scores)} to {max(scores)}" in text(PAGE)
 
 
 def test_medusas_paths(page):

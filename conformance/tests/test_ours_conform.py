@@ -75,7 +75,7 @@ def test_bfloat16_rounds_as_jax_does():
     np.testing.assert_array_equal(bfloat16(x), expected)
 
 
-# tests/test_state.py and tests/test_attend.py ask about float32
+# tests/test_state.py asks about float32
 @pytest.mark.parametrize(
     ("reduce", "dtype"),
     [
