@@ -13,8 +13,7 @@ from typing import NamedTuple
 import mutants
 import numpy as np
 import public_bugs
-import test_a_third_reader
-import test_strangers
+import test_planted
 import test_verifier
 from test_bed import ALIVE, CHECKS, RIGHT
 
@@ -36,14 +35,7 @@ def met_in_public() -> Iterator[Fault]:
 
 
 def planted() -> Iterator[Fault]:
-    for kind, faults in (
-        ("merge", test_strangers.MERGES),
-        ("attention", test_strangers.KERNELS),
-        ("tree", test_strangers.TREES),
-    ):
-        for function, names in faults.values():
-            yield Fault(CHECKS[kind], function, names)
-    for ask, _, function, names in test_a_third_reader.PLANTED:
+    for ask, _, function, names in test_planted.PLANTED:
         yield Fault(ask, function, names)
     for fault, names in test_verifier.PLANTED.items():
         yield Fault(check_verifier, test_verifier.chain(fault), names)

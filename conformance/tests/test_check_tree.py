@@ -1,189 +1,87 @@
 """The conformance suite's trees: ours pass, and each planted mistake is named, and nothing else."""
 
-import itertools
-
 import numpy as np
 import pytest
+from public_bugs import changed
+from right_ones import build, commit
 
 from treeattn_conformance import check_tree
 from treeattn_conformance.token_trees import tree_batches
 from treeattn_conformance.trees import TREE_CURES
 
-
-def ancestors(parent, node):
-    """The node, its parent, and so on to a root."""
-    path = []
-    while node >= 0:
-        path.append(node)
-        node = int(parent[node])
-    return path
+TO_RETURN = "    return {"
 
 
-def walk_links(parents):
-    """(next_token, next_sibling) of dictionaries of children; the last child comes first."""
-    links = np.full((2, *parents.shape), -1)
-    for r, parent in enumerate(parents):
-        children = {}
-        for i, p in enumerate(parent.tolist()):
-            children.setdefault(p, []).append(i)
-        for p, found in children.items():
-            order = found if p < 0 else found[::-1]
-            if p >= 0:
-                links[0, r, p] = order[0]
-            for one, other in itertools.pairwise(order):
-                links[1, r, one] = other
-    return links
-
-
-def build(parents, lengths):
-    b, n = parents.shape
-    mask = np.zeros((b, n, n), bool)
-    positions = np.zeros((b, n), int)
-    for r, i in np.ndindex(b, n):
-        path = ancestors(parents[r], i)
-        mask[r, i, path] = True
-        positions[r, i] = lengths[r] + len(path) - 1
-    next_token, next_sibling = walk_links(parents)
-    return {
-        "mask": mask,
-        "positions": positions,
-        "next_token": next_token,
-        "next_sibling": next_sibling,
-    }
-
-
-def commit(cache, lengths, accepted):
-    cache = cache.copy()
-    counts = []
-    for row, length, path in zip(cache, lengths, accepted, strict=True):
-        kept = [node for node in path.tolist() if node >= 0]
-        row[length : length + len(kept)] = row[[length + node for node in kept]]
-        counts.append(len(kept))
-    return cache, lengths + np.array(counts)
-
-
-def changed(**changes):
-    """`build` with other fields: name=f(the right answer, parents, lengths)."""
-
-    def wrong(parents, lengths):
-        answer = build(parents, lengths)
-        return answer | {name: f(answer, parents, lengths) for name, f in changes.items()}
-
-    return wrong
-
-
-def of_first_row(parents, lengths):
-    same = build(np.repeat(parents[:1], len(parents), 0), lengths)
-    return same | {"positions": same["positions"] - lengths[:, None] + lengths[:, None]}
-
-
-def levels(answer, parents, lengths):
-    d = answer["positions"] - lengths[:, None]
-    return (d[:, None] < d[:, :, None]) | np.eye(d.shape[1], dtype=bool)
-
-
-def causal(answer, parents, lengths):
-    n = parents.shape[1]
-    return np.tile(np.tri(n, dtype=bool), (len(parents), 1, 1))
-
-
-def parent_alone(answer, parents, lengths):
-    mask = np.zeros_like(answer["mask"])
-    for r, i in np.ndindex(*parents.shape):
-        mask[r, i, ancestors(parents[r], i)[:2]] = True
-    return mask
-
-
-def seen_by_root(answer, parents, lengths):
-    mask = answer["mask"].copy()
-    mask[:, 0] = True
-    return mask
-
-
-def strict(answer, parents, lengths):
-    return answer["mask"] & ~np.eye(parents.shape[1], dtype=bool)
-
-
-def by_level(answer, parents, lengths):
-    """The next node at the same depth, as a breadth-first list has it."""
-    positions = answer["positions"]
-    links = np.full_like(parents, -1)
-    for r, i in np.ndindex(*parents.shape):
-        later = [j for j in range(i + 1, parents.shape[1]) if positions[r, j] == positions[r, i]]
-        links[r, i] = later[0] if later else -1
-    return links
-
-
-def first_child(answer, parents, lengths):
-    links = np.full_like(parents, -1)
-    for r, i in np.ndindex(*parents.shape):
-        children = np.flatnonzero(parents[r] == i)
-        links[r, i] = children[0] if len(children) else -1
-    return links
-
-
-def last_child(answer, parents, lengths):
-    links = np.full_like(parents, -1)
-    for r, i in np.ndindex(*parents.shape):
-        links[r, parents[r, i]] = i if parents[r, i] >= 0 else links[r, parents[r, i]]
-    return links
-
-
-def next_child(answer, parents, lengths):
-    links = np.full_like(parents, -1)
-    for r, i in np.ndindex(*parents.shape):
-        later = [j for j in np.flatnonzero(parents[r] == parents[r, i]) if j > i]
-        links[r, i] = later[0] if later else -1
-    return links
-
-
-def next_index(answer, parents, lengths):
-    n = parents.shape[1]
-    return np.tile([*range(1, n), -1], (len(parents), 1))
-
-
-def none(answer, parents, lengths):
-    return np.full_like(parents, -1)
-
-
-def zeroed(links):
-    return lambda *arguments: np.maximum(links(*arguments), 0)
+def at_the_end(line):
+    return changed(build, (TO_RETURN, f"    {line}\n{TO_RETURN}"))
 
 
 def at(offset):
-    return lambda answer, parents, lengths: answer["positions"] + offset
+    return at_the_end(f"positions = positions + {offset}")
 
 
-def by_index(answer, parents, lengths):
-    return lengths[:, None] + np.arange(parents.shape[1])
+def of_first_tree(parents, lengths):
+    return build(np.repeat(parents[:1], len(parents), 0), lengths)
 
 
-def one_length(answer, parents, lengths):
-    return answer["positions"] - lengths[:, None] + lengths.max()
+def by_level(parents, lengths):
+    """The next node at the same depth, as a breadth-first list has it."""
+    answer = build(parents, lengths)
+    for r, row in enumerate(answer["positions"]):
+        for i, x in enumerate(row):
+            later = i + 1 + np.flatnonzero(row[i + 1 :] == x)
+            answer["next_sibling"][r, i] = later[0] if len(later) else -1
+    return answer
+
+
+def last_child_last(parents, lengths):
+    """Walked rightly: the last child comes first, and each names the one before it."""
+    answer = build(parents, lengths)
+    links = answer["next_token"], answer["next_sibling"]
+    for r, parent in enumerate(parents):
+        for p in range(len(parent)):
+            children = np.flatnonzero(parent == p)[::-1]
+            links[0][r, p] = [*children, -1][0]
+            links[1][r, children] = [*children[1:], -1][: len(children)]
+    return answer
 
 
 WRONG_BUILDERS = [
-    ("one row's tree for all", of_first_row),
-    ("causal mask", changed(mask=causal)),
-    ("whole levels seen", changed(mask=levels)),
-    ("only the parent seen", changed(mask=parent_alone)),
-    ("a node does not see itself", changed(mask=strict)),
-    ("mask transposed", changed(mask=lambda answer, *_: answer["mask"].swapaxes(1, 2))),
-    ("True means hidden", changed(mask=lambda answer, *_: ~answer["mask"])),
-    ("root sees drafts", changed(mask=seen_by_root)),
-    ("positions by index", changed(positions=by_index)),
+    ("one row's tree for all", of_first_tree),
+    ("causal mask", at_the_end("mask[:] = np.tri(n, dtype=bool)")),
     (
-        "positions without the prefix",
-        changed(positions=lambda a, p, n: a["positions"] - n[:, None]),
+        "whole levels seen",
+        at_the_end("mask |= positions[:, None] < positions[:, :, None]"),
     ),
-    ("one prefix length for all", changed(positions=one_length)),
-    ("positions off by one", changed(positions=at(1))),
-    ("positions off by one", changed(positions=at(-1))),
-    ("next sibling by level", changed(next_token=first_child, next_sibling=by_level)),
-    ("only first children", changed(next_token=first_child, next_sibling=none)),
-    ("next token by index", changed(next_token=next_index, next_sibling=next_child)),
-    ("last child first", changed(next_token=last_child, next_sibling=next_child)),
-    ("0 for none", changed(next_token=zeroed(first_child), next_sibling=zeroed(next_child))),
+    (
+        "only the parent seen",
+        changed(build, ("mask[r, i] = mask[r, p]", "mask[r, i, p] = True")),
+    ),
+    ("a node does not see itself", at_the_end("mask &= ~np.eye(n, dtype=bool)")),
+    ("mask transposed", at_the_end("mask = mask.swapaxes(1, 2)")),
+    ("True means hidden", at_the_end("mask = ~mask")),
+    ("root sees drafts", at_the_end("mask[:, 0] = True")),
+    ("positions by index", at_the_end("positions = lengths[:, None] + np.arange(n) + 0 * parents")),
+    ("positions without the prefix", at_the_end("positions = positions - lengths[:, None]")),
+    (
+        "one prefix length for all",
+        at_the_end("positions = positions - lengths[:, None] + lengths.max()"),
+    ),
+    ("positions off by one", at(1)),
+    ("positions off by one", at(-1)),
+    ("next sibling by level", by_level),
+    ("only first children", at_the_end("next_sibling[:] = -1")),
+    ("next token by index", at_the_end("next_token[:] = [*range(1, n), -1]")),
+    (
+        "last child first",
+        changed(build, ("            elif p >= 0:", "            if p >= 0:")),
+    ),
+    (
+        "0 for none",
+        at_the_end(
+            "next_token, next_sibling = (np.maximum(x, 0) for x in (next_token, next_sibling))"
+        ),
+    ),
 ]
 
 
@@ -212,8 +110,9 @@ WRONG_COMMITS = [
 ]
 
 
-def test_plain_dictionaries_and_loops_pass():
-    report = check_tree(build, commit)
+@pytest.mark.parametrize("builder", [build, last_child_last])
+def test_plain_loops_pass(builder):
+    report = check_tree(builder, commit)
     assert report.names("passed") == ["mask", "positions", "walk", "commit"], str(report)
 
 
@@ -255,7 +154,7 @@ def test_what_is_not_there_is_skipped_and_what_raises_fails():
 
 
 def test_an_unknown_mistake_is_placed():
-    report = check_tree(changed(positions=at(7)))
+    report = check_tree(at(7))
     assert report.names("failed") == ["positions"] and report.fingerprints == set()
     assert "one node: [0, 0] is 10, expected 3" in str(report)
 
@@ -277,7 +176,7 @@ def test_batches_are_the_same_every_time_and_parents_come_first():
 
 
 def test_a_part_that_is_known_to_fail():
-    wrong = changed(positions=at(7))
+    wrong = at(7)
     report = check_tree(wrong, expect={"positions": "counted from 7 on"})
     assert report and report.names("expected") == ["positions"], str(report)
     assert check_tree(wrong, only=["mask"]).names("passed") == ["mask"]

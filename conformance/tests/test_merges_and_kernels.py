@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from right_ones import visible
+from public_bugs import GUARD, UNREAD, changed
+from right_ones import kernel, kernel_by_blocks, merge_at_once, visible
 
 import treeattn_conformance
 from treeattn_conformance import CURES, bfloat16, check_attention, check_merge, merge
@@ -19,7 +20,6 @@ from treeattn_conformance.kernel_mistakes import kernel_mistakes
 from treeattn_conformance.merge_mistakes import merge_mistakes
 from treeattn_conformance.merging import merge_questions
 from treeattn_conformance.rounding import TOLERANCES, rounded
-from treeattn_conformance.solving import Family
 
 DTYPES = tuple(TOLERANCES)
 PACKAGE = Path(treeattn_conformance.__file__).parent
@@ -134,84 +134,21 @@ def test_asked_from_a_shell(tmp_path, monkeypatch, capsys):
 # What fails, and with which fingerprint
 
 
-def stacked(parts):
-    return (np.stack(x).astype(np.float64) for x in zip(*parts, strict=True))
-
-
-def no_pivot(parts):
-    """exp(lse) as it stands, in float32."""
-    out, lse = (np.float32(x) for x in stacked(parts))
-    w = np.where(np.isinf(lse), 0, np.exp(lse))
-    out = np.where(np.isinf(lse)[..., None], 0, out)
-    d = w.sum(0)
-    return (out * w[..., None]).sum(0) / np.where(d == 0, 1, d)[..., None], np.log(d)
-
-
-def unguarded(parts, *, plus=False, where=True):
-    """With −∞ − (−∞), or +∞ − ∞, or 0 · NaN: as it is asked to leave one of them in."""
-    out, lse = stacked(parts)
-    if not plus:
-        lse = np.where(np.isposinf(lse), -np.inf, lse)
-    if where:
-        out = np.where(np.isneginf(lse)[..., None], 0, out)
-    m = lse.max(0)
-    if plus or not where:
-        m = np.where(np.isneginf(m), 0, m)
-    w = np.exp(lse - m)
-    d = w.sum(0)
-    n = (out * w[..., None]).sum(0)
-    return n / np.where(d == 0, 1, d)[..., None], m + np.log(d)
-
-
-def lowest_for_infinity(parts):
-    """A lowest number instead of −∞, whose softmax is uniform; lse is then written as −∞."""
-    out, lse = stacked(parts)
-    out = np.where(np.isinf(lse)[..., None], np.nan_to_num(out), out)
-    lse = np.where(np.isinf(lse), -1e30, lse)
-    lse_out = np.logaddexp.reduce(lse)
-    w = np.exp(lse - lse_out)
-    out = (out * w[..., None]).sum(0) / w.sum(0)[..., None]
-    return out, np.where(lse_out < -1e29, -np.inf, lse_out)
-
-
-def finite_for_no_keys(answer):
-    out, lse = answer
-    return out, np.maximum(lse, -1e30)
-
-
-def pairwise(parts, carry_out=lambda x: x, carry_lse=lambda x: x):
-    def step(a, b):
-        out, lse = merge([a, b])
-        return carry_out(out), carry_lse(lse)
-
-    return functools.reduce(step, parts)
-
-
-def added(parts):
-    out, _ = pairwise(parts)
-    return out, sum(x[1] for x in parts)
-
-
-def turned(parts):
-    """Weights as if lse were (b, h, l)."""
-    out, lse = stacked(parts)
-    empty, right = np.isinf(lse), merge(parts)
-    w = np.where(empty, 0, np.exp(lse - np.where(np.isinf(right[1]), 0, right[1])))
-    return (np.where(empty[..., None], 0, out) * w.swapaxes(2, 3)[..., None]).sum(0), right[1]
-
-
 def half(x):
     return x.astype(np.float16).astype(np.float64)
 
 
-def base_2(parts):
-    out, lse = merge([(out, lse * np.log(2)) for out, lse in parts])
-    return out, lse / np.log(2)
+def in_turn(carry_out=lambda x: x, carry_lse=lambda x: x):
+    def step(a, b):
+        out, lse = merge([a, b])
+        return carry_out(out), carry_lse(lse)
+
+    return lambda parts: functools.reduce(step, parts)
 
 
 def not_rescaled(parts):
     """An online softmax that forgets its old sums when a larger maximum comes."""
-    out, lse = stacked(parts)
+    out, lse = (np.stack(x).astype(np.float64) for x in zip(*parts, strict=True))
     lse = np.where(np.isposinf(lse), -np.inf, lse)
     m = np.maximum.accumulate(lse)
     w = np.where(np.isneginf(lse), 0, np.exp(lse - np.where(np.isneginf(m), 0, m)))
@@ -220,57 +157,56 @@ def not_rescaled(parts):
     return n / np.where(d == 0, 1, d)[..., None], m[-1] + np.log(d)
 
 
-def reshaped(parts):
-    """Weights of lse (b, h, l) in memory, which are read as (b, l, h)."""
-    out, lse = stacked(parts)
-    empty, right = np.isinf(lse), merge(parts)
-    w = np.where(empty, 0, np.exp(lse - np.where(np.isinf(right[1]), 0, right[1])))
-    w = w.transpose(0, 1, 3, 2).reshape(w.shape)
-    return (np.where(empty[..., None], 0, out) * w[..., None]).sum(0), right[1]
-
-
 def zero_for_none(parts):
     """Shards without keys leave their memory as it was: zeros."""
-    left = []
-    for out, lse in parts:
-        empty = np.isinf(lse)
-        left.append((np.where(empty[..., None], 0, out), np.where(empty, 0, lse)))
-    return merge(left)
+    return merge(
+        [
+            (np.where(np.isinf(lse)[..., None], 0, out), np.where(np.isinf(lse), 0, lse))
+            for out, lse in parts
+        ]
+    )
 
 
-def with_epsilon(parts, epsilon):
-    """An epsilon against the division by 0, after the pivot, and in lse."""
-    out, lse = stacked(parts)
-    lse = np.where(np.isposinf(lse), -np.inf, lse)
-    m = np.where(np.isneginf(lse.max(0)), 0, lse.max(0))
-    w = np.exp(lse - m)
-    d = w.sum(0) + epsilon
-    n = (np.where(np.isneginf(lse)[..., None], 0, out) * w[..., None]).sum(0)
-    return n / d[..., None], m + np.log(d)
-
-
+READS = "np.where(np.isposinf(lse), -np.inf, lse)"
+SUM = "d = w.sum(axis=0)"
+SHARES = (  # each weight divided before it is multiplied, by a weight of this form
+    (SUM, f"{SUM}\n    w = w / np.where(d > 0, d, 1)"),
+    (" / np.where(d > 0, d, 1)[..., None], pivot", ", pivot"),
+)
+WEIGHED = "out, 0) * w[..., None]"
 WRONG_MERGES = [
     ("stale pivot", not_rescaled),
     ("no keys as lse 0", zero_for_none),
-    ("epsilon in the sum", functools.partial(with_epsilon, epsilon=1e-10)),
-    ("axes of lse", reshaped),
-    ("log base 2", base_2),
+    ("epsilon in the sum", changed(merge_at_once, (SUM, f"{SUM} + 1e-10"))),
+    (
+        "axes of lse",
+        changed(
+            merge_at_once,
+            *SHARES,
+            (WEIGHED, "out, 0) * w.swapaxes(2, 3).reshape(w.shape)[..., None]"),
+        ),
+    ),
+    (
+        "axes of lse",
+        changed(merge_at_once, *SHARES, (WEIGHED, "out, 0) * w.swapaxes(2, 3)[..., None]")),
+    ),
     ("log base 2", lambda parts: (merge(parts)[0], merge(parts)[1] / np.log(2))),
-    ("lse +inf for no keys", functools.partial(unguarded, plus=True)),
-    ("finite lse for no keys", lambda parts: finite_for_no_keys(merge(parts))),
-    ("mean(V) for no keys", lowest_for_infinity),
-    ("NaN for no keys", unguarded),
-    ("stale NaN", functools.partial(unguarded, where=False)),
-    ("lse in bfloat16", lambda parts: merge([(o, bfloat16(l)) for o, l in parts])),
-    ("lse in bfloat16", functools.partial(pairwise, carry_lse=bfloat16)),
+    ("lse +inf for no keys", changed(merge_at_once, (READS, "lse"))),
+    (
+        "mean(V) for no keys",
+        changed(
+            merge_at_once,
+            (READS, "np.where(np.isinf(lse), -1e30, lse)"),
+            ("pivot + np.log(d)", "np.where(m < -1e29, -np.inf, pivot + np.log(d))"),
+        ),
+    ),
+    ("stale NaN", changed(merge_at_once, ("np.where(w[..., None] > 0, out, 0)", "out"))),
+    ("lse in bfloat16", in_turn(carry_lse=bfloat16)),
     ("lse in float16", lambda parts: merge([(o, half(l)) for o, l in parts])),
-    ("lse in float16", functools.partial(pairwise, carry_lse=half)),
-    ("lse + block_lse", added),
-    ("sums in 16 bits", functools.partial(pairwise, carry_out=bfloat16)),
-    ("sums in 16 bits", functools.partial(pairwise, carry_out=half)),
-    ("axes of lse", turned),
-    ("exp overflows", no_pivot),
-    ("NaN lost", lambda parts: merge([(np.nan_to_num(o), l) for o, l in parts])),
+    ("lse in float16", in_turn(carry_lse=half)),
+    ("lse + block_lse", lambda parts: (merge(parts)[0], sum(lse for _, lse in parts))),
+    ("sums in 16 bits", in_turn(carry_out=bfloat16)),
+    ("sums in 16 bits", in_turn(carry_out=half)),
     ("NaN lost", lambda parts: (np.nan_to_num(merge(parts)[0]), merge(parts)[1])),
 ]
 
@@ -311,20 +247,6 @@ def lse_as(change):
     return as_kernel(lambda answer: (answer[0], change(answer[1])))
 
 
-def plain_softmax(q, k, v, *, pivot=True, hidden=-np.inf, sinks=None, scale=0.25, **options):
-    """In float32: without a pivot if asked, and with another score than −∞ for hidden keys."""
-    if sinks is not None:
-        return reference(q, k, v, sinks=sinks)
-    mask = visible(q, k, **options)
-    k, v = (np.repeat(np.nan_to_num(x), q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    s = np.float32(np.where(mask, np.einsum("blhd,bnhd->bhln", q, k) * scale, hidden))
-    m = s.max(-1, keepdims=True) if pivot else np.float32(0)
-    p = np.exp(s - m)
-    d = p.sum(-1, keepdims=True)
-    lse = (m + np.log(d))[..., 0].swapaxes(1, 2)
-    return np.einsum("bhln,bnhd->blhd", p / np.where(d == 0, 1, d), v), lse
-
-
 def shards_with_sinks(q, k, v, *, sinks=None, **options):
     if sinks is None:
         return reference(q, k, v, **options)
@@ -358,61 +280,50 @@ def as_stripes_of_one_key(q, k, v, *, query_positions=None, key_positions=None, 
     return reference(q, k, v, **positions, **options)
 
 
-def nan_of_no_keys(q, k, v, **options):
-    out, lse = reference(q, k, v, **options)
-    return np.where(np.isneginf(lse)[..., None], np.nan, out), lse
-
-
-def stale(q, k, v, **options):
-    out, lse = reference(q, k, v, **options)
-    return out + 0 * v.sum(axis=(1, 2, 3))[:, None, None, None], lse
-
-
-def mean_of_nothing(*qkv, **options):
-    out, lse = plain_softmax(*qkv, hidden=-1e30, **options)
-    return out, np.where(lse < -1e29, -np.inf, lse)
-
-
-def maximum_of_all(q, k, v, *, sinks=None, **options):
+def maximum_of_all(q, k, v, *, scale=0.25, sinks=None, **options):
     """One path gives the maximum, of all keys, and another the sum, of the seen ones."""
-    if sinks is not None:
-        return reference(q, k, v, sinks=sinks, **options)
-    out, lse = reference(q, k, v, **options)
-    k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
-    s = np.einsum("blhd,bnhd->blhn", np.float64(q), k) * options.get("scale", 0.25)
-    seen = np.ones(s.shape, bool)
-    if "mask" in options:
-        seen &= options["mask"].swapaxes(1, 2)
-    if "kv_lengths" in options:
-        seen &= np.arange(s.shape[-1]) < options["kv_lengths"][:, None, None, None]
-    if "query_positions" in options:
-        own = options["query_positions"][:, None, None]
-        seen &= options["key_positions"] <= own
-    largest = np.where(seen, s, -np.inf).max(-1)
-    rise = np.where(np.isneginf(largest), 0, np.nanmax(s, -1) - largest)
-    return out, lse + rise
+    out, lse = reference(q, k, v, scale=scale, sinks=sinks, **options)
+    if sinks is None:
+        k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
+        s = np.einsum("blhd,bnhd->blhn", np.float64(q), k) * scale
+        seen = visible(q, k, **options).swapaxes(1, 2)
+        largest = np.where(seen, s, -np.inf).max(-1)
+        lse = lse + np.where(np.isneginf(largest), 0, np.nanmax(s, -1) - largest)
+    return out, lse
 
 
-def two_by_two(answer):
-    out, lse = answer
-    return out[:, :, np.r_[0 : out.shape[2] : 2, 1 : out.shape[2] : 2]], lse[
-        :, :, np.r_[0 : out.shape[2] : 2, 1 : out.shape[2] : 2]
-    ]
+def two_by_two(x):
+    return x[:, :, np.r_[0 : x.shape[2] : 2, 1 : x.shape[2] : 2]]
 
 
+def forgetful(size, *changes):
+    """FlashAttention's loop: its pivot is the largest score so far, and sums keep an old one."""
+    return changed(kernel_by_blocks, ("16", str(size)), *changes)
+
+
+OLD_D, OLD_N = ("d * old", "d"), ("n * old[..., None]", "n")
 WRONG_KERNELS = [
     ("maximum of other keys", maximum_of_all),
-    ("heads regrouped", as_kernel(two_by_two)),
+    ("heads regrouped", as_kernel(lambda answer: tuple(map(two_by_two, answer)))),
     ("heads regrouped", as_kernel(lambda answer: (np.roll(answer[0], 1, 2), answer[1]))),
     ("no keys as lse 0", lse_as(lambda lse: np.where(np.isneginf(lse), 0, lse))),
     ("finite lse for no keys", lse_as(lambda lse: np.where(np.isneginf(lse), -49993.98, lse))),
     ("axes of lse", lse_as(lambda lse: lse.swapaxes(1, 2).reshape(lse.shape))),
-    ("log base 2", lse_as(lambda lse: lse / np.log(2))),
-    ("lse +inf for no keys", lse_as(lambda lse: np.where(np.isneginf(lse), np.inf, lse))),
-    ("finite lse for no keys", as_kernel(finite_for_no_keys)),
-    ("mean(V) for no keys", mean_of_nothing),
-    ("NaN for no keys", nan_of_no_keys),
-    ("stale NaN", stale),
+    ("axes of lse", lse_as(lambda lse: lse.swapaxes(1, 2))),
+    (
+        "mean(V) for no keys",
+        changed(
+            kernel,
+            ("s = np.where(seen, s, -np.inf)", "s = np.where(seen, s, -1e30)"),
+            ("np.where(seen, np.exp(s - m[..., None]), 0)", "np.exp(s - m[..., None])"),
+            (UNREAD, "v = np.nan_to_num(v)"),
+            ("(m + np.log(d))", "np.where(m < -1e29, -np.inf, m + np.log(d))"),
+        ),
+    ),
+    (
+        "NaN for no keys",
+        as_kernel(lambda answer: (answer[0] + 0 / np.isfinite(answer[1])[..., None], answer[1])),
+    ),
     ("lse in bfloat16", lse_as(bfloat16)),
     ("lse in float16", lse_as(half)),
     ("out in 16 bits", as_kernel(lambda answer: (bfloat16(answer[0]), answer[1]))),
@@ -420,8 +331,12 @@ WRONG_KERNELS = [
     ("sinks ignored", as_kernel(sinks=None)),
     ("local positions", local_bounds),
     ("local positions", as_stripes_of_one_key),
-    ("axes of lse", lse_as(lambda lse: lse.swapaxes(1, 2))),
-    ("exp overflows", functools.partial(plain_softmax, pivot=False)),
+    ("exp overflows", changed(kernel, (GUARD, "m = np.zeros_like(m)"))),
+    *(
+        ("stale pivot", forgetful(size, *changes))
+        for size in (8, 32)
+        for changes in ([OLD_N], [OLD_D], [OLD_D, OLD_N])
+    ),
 ]
 
 
@@ -441,7 +356,7 @@ def test_what_is_not_planted_here_is_named_as_the_suite_has_it(kind):
     known = {name for name, _ in WRONG_MERGES + WRONG_KERNELS}
     for mistake in mistakes:
         if mistake.name not in known:
-            number = {"number": 7.0} if isinstance(mistake, Family) else {}
+            number = {"number": 7.0} if hasattr(mistake, "low") else {}
             report = check(functools.partial(mistake.wrong, **number))
             assert mistake.name in report.fingerprints, str(report)
             known.add(mistake.name)
@@ -515,30 +430,3 @@ def test_what_raises_or_has_another_shape_fails_and_what_is_not_there_is_skipped
     assert report.names("skipped") == without and not report.names("passed")
     assert "ValueError: cannot mask" in str(report) and "no sinks" in str(report)
     assert "shapes [(2, 3, 4, 16), (3, 4)], expected [(2, 3, 4, 16), (2, 3, 4)]" in str(report)
-
-
-@pytest.mark.parametrize("forgotten", [("out",), ("sum",), ("out", "sum")], ids="-".join)
-@pytest.mark.parametrize("size", [8, 32])
-def test_online_softmax_that_forgets_to_rescale(forgotten, size):
-    """FlashAttention's loop: its pivot is the largest score so far, and sums keep an old one."""
-
-    def kernel(q, k, v, forgotten=forgotten):
-        group = q.shape[2] // k.shape[2]
-        scores = np.einsum("blhd,bnhd->blhn", q, k.repeat(group, 2)) * q.shape[-1] ** -0.5
-        v = v.repeat(group, 2)
-        m = np.full(q.shape[:3], -np.inf, q.dtype)
-        total, out = np.zeros_like(m), np.zeros((*m.shape, v.shape[-1]), q.dtype)
-        for i in range(0, k.shape[1], size):
-            block = scores[..., i : i + size]
-            new = np.maximum(m, block.max(axis=-1))
-            p, factor = np.exp(block - new[..., None]), np.exp(m - new)
-            total = total * (1 if "sum" in forgotten else factor) + p.sum(axis=-1)
-            out = out * (1 if "out" in forgotten else factor[..., None])
-            out = out + np.einsum("blhn,bnhd->blhd", p, v[:, i : i + size])
-            m = new
-        return out / total[..., None], m + np.log(total)
-
-    with np.errstate(all="ignore"):
-        report = check_attention(kernel)
-        assert report.fingerprints == {"stale pivot"}, str(report)
-        assert check_attention(lambda q, k, v: kernel(q, k, v, ()))

@@ -15,8 +15,7 @@ No keys are out 0 and lse −∞. This folder needs NumPy alone and can be copie
     calling            copies, options, and what NumPy can read
     right answers      reference, rounding
     merge, attention   merging, attention: the questions; pairs: how (out, lse) are compared;
-                       merge_mistakes, merge_forms, kernel_mistakes, key_mistakes,
-                       signs, solving
+                       merge_mistakes, kernel_mistakes, signs
     gradients          gradients
     tree               trees: the questions; token_trees
     verifier           verifying: the questions; outcomes; steps: the right one, and faults

@@ -5,6 +5,7 @@ answer, the right ones and the wrong ones; or if a few mistakes do so together, 
 of them. Otherwise no name is given, and the report says what is off, where, and by how much.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -43,19 +44,19 @@ class Mistake:
         self.wrong = wrong
         self._given: dict[str, Any] = {}
 
-    def fit(self, asked: Sequence[Asked]) -> "Mistake | None":
-        """Itself; a family of mistakes finds the member that may have given these answers."""
-        return self
+    def fit(self, asked: Sequence[Asked]) -> "list[Mistake]":
+        """Itself; a family of mistakes finds the members that may have given these answers."""
+        return [self]
 
     def explains(self, asked: Asked, same: Callable) -> np.ndarray:
         """Which numbers of the answer it gives."""
-        question = asked.question
-        if question.name not in self._given:
-            self._given[question.name] = self.gives(question)
-        return same(question, asked.answer, self._given[question.name])
+        return same(asked.question, asked.answer, self.given(asked.question))
 
-    def gives(self, question: Question) -> Any:
-        return self.wrong(*question.arguments.values(), **question.options)
+    def given(self, question: Question) -> Any:
+        if question.name not in self._given:
+            arguments = question.arguments.values()
+            self._given[question.name] = self.wrong(*arguments, **question.options)
+        return self._given[question.name]
 
 
 class Subject(NamedTuple):
@@ -174,8 +175,8 @@ def named(answers: Sequence[Asked], subject: Subject) -> list[tuple[str, ...]]:
 def _possible(answers: Sequence[Asked], subject: Subject) -> list[tuple[str, dict]]:
     """(name, which numbers it gives of each answer, by place) of the mistakes that give all that
     is right, and something of what is wrong. Nothing, where a wrong number is none of theirs."""
-    fitted = [mistake.fit(answers) for mistake in subject.mistakes]
-    left: list[tuple[Mistake, dict]] = [(mistake, {}) for mistake in fitted if mistake]
+    fitted = itertools.chain(*(mistake.fit(answers) for mistake in subject.mistakes))
+    left: list[tuple[Mistake, dict]] = [(mistake, {}) for mistake in fitted]
     wrong = [place for place, x in enumerate(answers) if not x.right.all()]
     right = [place for place, x in enumerate(answers) if x.right.all()]
     for place in wrong + right:

@@ -1,7 +1,8 @@
 """Mistakes that are known of kernels of attention, each as a kernel that makes it.
 
-A kernel merges its keys, of which each is a shard: its mistakes are those of its scores, here, and
-those of its merge, which `merge_mistakes` has.
+A kernel merges its keys, of which each is a shard. Either its scores are wrong, and then merged
+rightly: that is the right kernel with other options or other arguments. Or its scores are right,
+and one of `merge_mistakes` merges them.
 """
 
 import functools
@@ -11,13 +12,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from . import merge_mistakes as merges
-from .judge import Mistake
-from .key_mistakes import of_keys, of_masks, of_sinks, shared_sinks
-from .merge_forms import merged
-from .merge_mistakes import MERGE_CURES, Wrongs
+from .judge import Asked, Mistake
+from .merge_mistakes import MERGE_CURES, Wrongs, merged
+from .pairs import Family, PairMistake
 from .reference import attend, scores, softmax
-from .signs import NO_KEYS, SIGNS, SIXTEEN_BITS
-from .solving import Family
+from .signs import SIGN_CURES, SIGNS
 
 SHARED = (  # with merges
     "log base 2",
@@ -33,8 +32,7 @@ SHARED = (  # with merges
     "epsilon in the sum",
 )
 KERNEL_CURES = (
-    NO_KEYS
-    | SIXTEEN_BITS
+    SIGN_CURES
     | {name: MERGE_CURES[name] for name in SHARED}
     | {
         "log base 10": "lse is in base 10: multiply by log 10",
@@ -70,14 +68,19 @@ KERNEL_CURES = (
 )
 
 
+POSITIONS = ("query_positions", "key_positions")
+
+
 def kernel_mistakes() -> Iterator[Mistake]:
     """Known mistakes; several for one that has several forms."""
-    yield from SIGNS
-    for family in (of_scores, of_heads, of_lse, of_sums, of_keys, of_masks, of_sinks, of_the_merge):
-        for name, wrong in family():
-            yield Mistake(name, wrong)
+    yield from (*SIGNS, Regrouped("heads regrouped", attend))
+    for name, wrong in itertools.chain(of_heads(), of_lse(), of_keys(), of_masks(), of_sums()):
+        yield Mistake(name, wrong)
+    for name, wrong in itertools.chain(of_numbers(), of_sinks(), of_logs()):
+        yield PairMistake(name, wrong)
     for rule in (
         lambda given, d, c: (given or d**-0.5) * c,
+        lambda given, d, c: (given or d**-0.5) ** c,
         lambda given, d, c: given or c,
         lambda given, d, c: c,
         lambda given, d, c: (given or 1) * c,
@@ -85,78 +88,60 @@ def kernel_mistakes() -> Iterator[Mistake]:
         yield Family("scale", functools.partial(scaled, rule=rule), 1e-4, 1e4)
     yield Family("a cap on scores", capped, 0.5, 5000.0)
     yield Family("sinks once a shard", shared_sinks, 1.5, 5000.0, whole=True)
-    for name, wrong in merges.epsilons():
-        yield Family(name, of_shards(wrong, 1), 1e-20, 0.1)
+    for wrong in merges.epsilons():
+        yield Family("epsilon in the sum", of_shards(wrong), 1e-20, 0.1)
 
 
-# What a kernel has in common with a merge
+# Right scores, merged wrongly
 
 
-def of_shards(wrong: Callable, block: int, apart: bool = False) -> Callable:
+def of_shards(wrong: Callable, block: int = 1, *, apart: bool = False, maxima: bool = False):
     """A kernel that merges blocks of so many keys with a wrong merge.
 
     apart: sinks are merged after it, and rightly; else they are one more shard
+    maxima: the merge gets the largest score of each block, too
     """
 
-    def kernel(q, k, v, *, sinks=None, number=None, **options):
+    def kernel(q, k, v, *, sinks=None, **options):
+        number = {"number": options.pop("number")} if "number" in options else {}
         s = np.moveaxis(scores(q, k, **options), -1, 0)
         values = np.repeat(np.asarray(v, np.float64), q.shape[2] // k.shape[2], axis=2)
         values = np.broadcast_to(values.swapaxes(0, 1)[:, :, None], (*s.shape, v.shape[-1]))
+        blocks = [slice(i, i + block) for i in range(0, len(s), block)]
+        largest = {"maxima": [s[x].max(axis=0) for x in blocks]} if maxima else {}
         if block > 1:
-            blocks = [slice(i, i + block) for i in range(0, len(s), block)]
             parts = [merged(values[x], s[x]) for x in blocks]
             values, s = map(np.stack, zip(*parts, strict=True))
-        sink = None
-        if sinks is not None:
-            sink = np.zeros((1, *values.shape[1:])), np.broadcast_to(sinks, (1, *s.shape[1:]))
-        if sink is not None and not apart:
-            values, s = map(np.concatenate, zip((values, s), sink, strict=True))
-        found = wrong(values, s) if number is None else wrong(values, s, number=number)
-        if sink is None or not apart:
-            return found
-        both = zip(found, (x[0] for x in sink), strict=True)
-        return merged(*map(np.stack, both))
+        if sinks is None:
+            return wrong(values, s, **largest, **number)
+        sink = np.zeros((1, *values.shape[1:])), np.broadcast_to(sinks, (1, *s.shape[1:]))
+        if apart or maxima:
+            keys = wrong(values, s, **largest, **number)
+            return merged(*(np.stack([x, y[0]]) for x, y in zip(keys, sink, strict=True)))
+        return wrong(*map(np.concatenate, zip((values, s), sink, strict=True)), **number)
 
     return kernel
 
 
-def of_the_merge() -> Wrongs:
-    for name, wrong in merges.of_pivots():
+def of_sums() -> Wrongs:
+    for name, wrong in merges.wrong_pivots():
         for apart in (False, True):
-            yield name, of_shards(wrong, 1, apart)
-    for family in (merges.of_divisions, merges.of_logs, merges.of_turned_lse):
-        for name, wrong in family():
-            yield name, of_shards(wrong, 1)
-    for block in (1, 4, 8, 16, 32):
-        for name, wrong in merges.in_blocks():
-            yield name, of_shards(wrong, block)
-    for block, rescaled in itertools.product((4, 8, 16, 32), ("", "d", "n")):
-        yield "stale pivot", functools.partial(online, block=block, rescaled=rescaled)
+            yield name, of_shards(wrong, apart=apart)
+    for name, wrong in merges.wrong_sums():
+        yield name, of_shards(wrong)
+    for block, wrong, maxima in itertools.product((4, 8, 16, 32), merges.STALE, (False, True)):
+        yield "stale pivot", of_shards(wrong, block, maxima=maxima)
 
 
-def online(q, k, v, *, block, rescaled, sinks=None, **options):
-    """A loop over blocks whose maximum is one of scores, and whose sums keep an old one."""
-    s = scores(q, k, **options)
-    m, d, n = np.full(s.shape[:3], -np.inf), 0, 0
-    for i in range(0, s.shape[-1], block):
-        part = slice(i, i + block)
-        out, lse = softmax(s[..., part], v[:, part])
-        new = np.maximum(m, s[..., part].max(axis=-1))
-        old, w = (np.where(np.isneginf(x), 0, np.exp(x - new)) for x in (m, lse))
-        d = d * (old if rescaled == "d" else 1) + w
-        n = n * (old if rescaled == "n" else np.ones_like(old))[..., None] + w[..., None] * out
-        m = new
-    found = n / np.where(d == 0, 1, d)[..., None], m + np.log(d)
-    if sinks is None:
-        return found
-    sink = np.zeros_like(found[0]), np.broadcast_to(sinks, m.shape)
-    return merged(*map(np.stack, zip(found, sink, strict=True)))
+def of_logs() -> Wrongs:
+    for name, wrong in (*merges.wrong_logs(), *merges.of_turned_lse()):
+        yield name, of_shards(wrong)
 
 
-# Scores, heads, and what becomes of lse
+# Other scores
 
 
-def scaled(q, k, v, *, rule, number=None, **options):
+def scaled(q, k, v, *, rule, number, **options):
     options["scale"] = rule(options.get("scale"), q.shape[-1], number)
     return attend(q, k, v, **options)
 
@@ -166,42 +151,32 @@ def capped(q, k, v, *, number, sinks=None, **options):
     return softmax(np.where(np.isneginf(s), s, number * np.tanh(s / number)), v, sinks)
 
 
-def of_scores() -> Wrongs:
-    for rule in (
-        lambda given, d, _: d**-0.5,
-        lambda given, d, _: (given or d**-0.5) ** 2,
-        lambda given, d, _: (given or 1) * d**-0.5,
-    ):
-        yield "scale", functools.partial(scaled, rule=rule)
-
-
 def of_heads() -> Wrongs:
     def tiled(q, k, v, **options):
         groups = q.shape[2] // k.shape[2]
         return attend(q, *(np.concatenate([x] * groups, axis=2) for x in (k, v)), **options)
 
-    def first(q, k, v, *, of_queries=False, **options):
+    def first(q, k, v, *, of_queries, **options):
         q = np.repeat(q[:, :, :1], q.shape[2], axis=2) if of_queries else q
         return attend(q, k[:, :, :1], v[:, :, :1], **options)
-
-    def regrouped(q, k, v, *, order, in_out, in_lse, **options):
-        out, lse = attend(q, k, v, **options)
-        heads = order(np.arange(q.shape[2]))
-        return out[:, :, heads] if in_out else out, lse[:, :, heads] if in_lse else lse
-
-    def in_groups(heads, groups):
-        return heads.reshape(groups, -1).T.ravel() if len(heads) % groups == 0 else heads
 
     yield "heads tiled", tiled
     for of_queries in (False, True):
         yield "first head for all", functools.partial(first, of_queries=of_queries)
-    orders = [functools.partial(np.roll, shift=by) for by in (-3, -2, -1, 1, 2, 3)]
-    orders += [functools.partial(in_groups, groups=groups) for groups in (2, 3)]
-    orders += [lambda heads: heads[::-1]]
-    both = ((True, True), (True, False), (False, True))
-    for order, (in_out, in_lse) in itertools.product(orders, both):
-        options = {"order": order, "in_out": in_out, "in_lse": in_lse}
-        yield "heads regrouped", functools.partial(regrouped, **options)
+
+
+class Regrouped(Mistake):
+    """Heads in another order, of out, of lse, or of both: the answer says in which."""
+
+    def explains(self, asked: Asked, same: Callable) -> np.ndarray:
+        found = list(asked.question.right)
+        for i, (x, right) in enumerate(zip(asked.answer, asked.question.right, strict=True)):
+            if x is not None and x.shape == right.shape:
+                heads = [np.moveaxis(np.nan_to_num(y), 2, 0) for y in (x, right)]
+                off = [[np.abs(one - other).sum() for other in heads[1]] for one in heads[0]]
+                order = np.argmin(off, axis=1)
+                found[i] = right[:, :, order] if len({*order.tolist()}) == len(order) else right
+        return same(asked.question, asked.answer, found)
 
 
 def of_lse() -> Wrongs:
@@ -214,40 +189,173 @@ def of_lse() -> Wrongs:
 
     yield "log base 10", functools.partial(times, factor=lambda scale: 1 / np.log(10))
     yield "lse of other scores", of_unscaled
-    for power in (-2, -1, 1, 2):
-        yield "lse of other scores", functools.partial(times, factor=lambda x, p=power: x**p)
-    for c in (np.log(2), np.log(2) ** 2, 1 / np.log(2) ** 2):
-        yield "lse of other scores", functools.partial(times, factor=lambda scale, c=c: c)
+    for factor in (lambda x: x, lambda x: 1 / x, lambda x: np.log(2)):
+        yield "lse of other scores", functools.partial(times, factor=factor)
 
 
-def of_sums() -> Wrongs:
-    def maximum(q, k, *, sinks=None, **options):
-        m = scores(q, k, **options).max(axis=-1)
-        return m if sinks is None else np.maximum(m, sinks)
-
-    def one_more(q, k, v, *, one, guarded, in_out, in_lse, **options):
+def of_numbers() -> Wrongs:
+    def one_more(q, k, v, *, one, guarded, **options):
         out, lse = attend(q, k, v, **options)
-        m = maximum(q, k, **options)
+        m = scores(q, k, **{x: y for x, y in options.items() if x != "sinks"}).max(axis=-1)
+        m = np.maximum(m, options.get("sinks", -np.inf))
         pivot = np.where(np.isneginf(m), 0, m)
         d = np.exp(lse - pivot)
         total = d + one(pivot)
         wrong = pivot + np.log(total)
-        wrong = wrong if guarded else np.where(np.isneginf(m), m, wrong)
-        return out * (d / total)[..., None] if in_out else out, wrong if in_lse else lse
+        return out * (d / total)[..., None], wrong if guarded else np.where(d == 0, lse, wrong)
 
-    def of_all_keys(q, k, v, *, sinks=None, in_out, in_lse, **options):
+    def of_all_keys(q, k, v, *, sinks=None, **options):
         """Sums relative to the maximum of the seen keys, and another maximum added again."""
         out, lse = attend(q, k, v, sinks=sinks, **options)
         seen = scores(q, k, **options).max(axis=-1)
         rise = np.fmax.reduce(scores(q, k, scale=options.get("scale")), axis=-1) - seen
         rise = np.where(np.isneginf(seen), 0, rise)
-        smaller = out * np.exp(-rise)[..., None]
-        return smaller if in_out else out, lse + rise if in_lse else lse
+        return out * np.exp(-rise)[..., None], lse + rise
 
-    ones = (np.ones_like, lambda m: np.exp(-m), lambda m: np.exp(np.float32(-m)))
-    both = ((True, True), (True, False), (False, True))
-    for in_out, in_lse in both:
-        for one, guarded in itertools.product(ones, (True, False)):
-            options = {"one": one, "guarded": guarded, "in_out": in_out, "in_lse": in_lse}
-            yield "one more in the sum", functools.partial(one_more, **options)
-        yield "maximum of other keys", functools.partial(of_all_keys, in_out=in_out, in_lse=in_lse)
+    for one, guarded in itertools.product((np.ones_like, lambda m: np.exp(-m)), (True, False)):
+        yield "one more in the sum", functools.partial(one_more, one=one, guarded=guarded)
+    yield "maximum of other keys", of_all_keys
+
+
+# Other keys
+
+
+def with_(**changes: Callable) -> Callable:
+    """A kernel whose options are changed where they are given: name=change(its value)."""
+
+    def wrong(q, k, v, **options):
+        changed = {
+            name: change(options[name]) for name, change in changes.items() if name in options
+        }
+        return attend(q, k, v, **options | changed)
+
+    return wrong
+
+
+def without(*names: str) -> Callable:
+    def wrong(q, k, v, **options):
+        return attend(q, k, v, **{name: x for name, x in options.items() if name not in names})
+
+    return wrong
+
+
+def some_keys(kept: Callable, or_all: bool = True) -> Callable:
+    """A slice of n keys; where it is empty, all of them or none."""
+
+    def wrong(q, k, v, **options):
+        n = k.shape[1]
+        seen = np.isin(np.arange(n), np.arange(n)[kept(n)])
+        seen = options.get("mask", True) & (seen | (or_all and not seen.any()))
+        return attend(
+            q, k, v, **options | {"mask": np.broadcast_to(seen, (len(q), 1, q.shape[1], n))}
+        )
+
+    return wrong
+
+
+def lengths(rule: Callable) -> Callable:
+    return with_(kv_lengths=lambda x: np.maximum(rule(x), 0))
+
+
+def of_keys() -> Wrongs:
+    def twice(q, k, v, *, sinks=None, **options):
+        return softmax(scores(q, k, **options) + np.log(2), v, sinks)
+
+    for b in (1, 2, 4, 8, 10, 16, 20, 32):
+        for kept in (
+            lambda n, b=b: slice(0, max(n - b, 0)),
+            lambda n, b=b: slice(0, max(-(-n // b) - 1, 0) * b),
+            lambda n, b=b: slice(b, None),
+            lambda n, b=b: slice(0, b),
+        ):
+            yield "keys left out", some_keys(kept)
+            yield "keys left out", some_keys(kept, or_all=False)
+        if b > 1:
+            yield "a partial block left out", some_keys(lambda n, b=b: slice(0, n // b * b))
+            yield "a partial block left out", lengths(lambda x, b=b: x // b * b)
+            yield "keys beyond the length", lengths(lambda x, b=b: -(-x // b) * b)
+        yield "keys beyond the length", lengths(lambda x, b=b: (x // b + 1) * b)
+    yield "keys left out", lengths(lambda x: x - 1)
+    yield "counted twice", twice
+    for of_all in (lambda x: x[0], lambda x: x[-1], np.max, np.min):
+        yield "one row's length for all", lengths(lambda x, f=of_all: np.full(len(x), f(x)))
+    yield "lengths ignored", without("kv_lengths")
+    yield "mask ignored", without("mask")
+    yield "positions ignored", without(*POSITIONS)
+
+
+def of_masks() -> Wrongs:
+    yield "mask inverted", with_(mask=np.logical_not)
+    for one in (np.s_[:1], np.s_[:, :, :1], np.s_[:, :, -1:]):
+        yield "one row's mask for all", with_(mask=lambda x, i=one: np.broadcast_to(x[i], x.shape))
+
+    def other_scores(q, k, v, *, names, change, sinks=None, **options):
+        """Hidden keys that one of these options hides have another score than −∞."""
+        s = scores(q, k, **{name: x for name, x in options.items() if name not in names})
+        changed = change(s, ~np.isneginf(scores(q, k, **options))) if names & options.keys() else s
+        return softmax(changed, v, sinks)
+
+    def after_the_softmax(q, k, v, *, names, **options):
+        _, lse = without(*names)(q, k, v, **options)
+        seen, lse_of_seen = attend(q, k, v, **options)
+        share = np.where(np.isneginf(lse_of_seen), 0, np.exp(lse_of_seen - lse))
+        return seen * share[..., None], lse
+
+    zero = functools.partial(other_scores, change=lambda s, seen: np.where(seen, s, 0 * s))
+    added = functools.partial(other_scores, change=np.add)
+    for names in ({"mask"}, {"kv_lengths"}, {*POSITIONS}, {"mask", "kv_lengths", *POSITIONS}):
+        yield "hidden scores are 0", functools.partial(zero, names=names)
+        yield "mask added as a number", functools.partial(added, names=names)
+        yield "masked after the softmax", functools.partial(after_the_softmax, names=names)
+
+    def bounded(q, k, v, *, bound, query_positions=None, key_positions=None, **options):
+        if query_positions is None:
+            return attend(q, k, v, **options)
+        mask = bound(query_positions[:, None], key_positions)
+        return attend(q, k, v, mask=mask[None, None], **options)
+
+    for name, bound in bounds():
+        yield name, functools.partial(bounded, bound=bound)
+
+
+def bounds() -> Wrongs:
+    """Which of a device's n keys the queries (l, 1) see where their positions are misread."""
+
+    def from_the_last(query, key, *, p):
+        """Keys dealt in stripes: number key // p of those on a device."""
+        l, at = len(query), np.arange(len(key))
+        kept = (len(key) - at % p + p - 1) // p
+        return at // p <= kept - l + np.arange(l)[:, None]
+
+    def as_single_keys(query, key):
+        """Stripes of several keys, bounded as if they were of one: ⌈(position + 1 − rank) / p⌉."""
+        jumps = np.flatnonzero(np.diff(key) > 1)
+        stripe = jumps[0] + 1 if len(jumps) else len(key)
+        p = (key[stripe] - key[0]) // stripe if len(jumps) else 1
+        rank = key[0] // stripe if len(jumps) else 0
+        return np.arange(len(key)) < (query + p - rank) // p
+
+    yield "a query does not see itself", lambda query, key: key < query
+    yield "causal from the first key", lambda query, key: np.tri(len(query), len(key), dtype=bool)
+    yield "local positions", as_single_keys
+    for p in (1, 2, 3, 4, 8, 16):
+        yield "local positions", functools.partial(from_the_last, p=p)
+
+
+def of_sinks() -> Wrongs:
+    def not_in_the_maximum(q, k, v, *, dtype, sinks=None, **options):
+        out, lse = attend(q, k, v, **options)
+        if sinks is None:
+            return out, lse
+        m = scores(q, k, **options).max(axis=-1)
+        d = np.exp(lse - m) + np.exp((sinks - m).astype(dtype))
+        return out * (np.exp(lse - m) / d)[..., None], m + np.log(d)
+
+    for dtype in ("float16", "float32", "float64"):
+        yield "sinks not in the maximum", functools.partial(not_in_the_maximum, dtype=dtype)
+    yield "sinks ignored", without("sinks")
+
+
+def shared_sinks(q, k, v, *, number, **options):
+    """A sink on every one of so many shards."""
+    return with_(sinks=lambda x: x + np.log(number))(q, k, v, **options)

@@ -4,15 +4,79 @@ out is (b, l, h, d), lse (b, l, h), a natural logarithm; lse is None of a functi
 alone, which is then judged by its out.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from .calling import as_array
-from .judge import Mistake, Question, Subject
+from .judge import Asked, Mistake, Question, Subject
 from .rounding import TOLERANCES
 
+STEPS = 50  # halvings of an interval
 Pair = tuple[np.ndarray, np.ndarray | None]
+
+
+class PairMistake(Mistake):
+    """A wrong merge or kernel: its answer, and its out or its lse alone beside what is right."""
+
+    def fit(self, asked: Sequence[Asked]) -> list[Mistake]:
+        return [Part(self, which) for which in ((0, 1), (0,), (1,))]
+
+
+class Part(Mistake):
+    def __init__(self, whole: Mistake, which: tuple[int, ...]):
+        super().__init__(whole.name, whole.wrong)
+        self.whole = whole
+        self.which = which
+
+    def given(self, question: Question) -> Pair:
+        pairs = question.right, self.whole.given(question)
+        return pairs[0 in self.which][0], pairs[1 in self.which][1]
+
+
+class Family(PairMistake):
+    """A mistake with a number in it, an epsilon or a cap: the answers themselves say which.
+
+    wrong(*arguments, number=x, **options), for any x between `low` and `high`, both positive."""
+
+    def __init__(self, name: str, wrong: Callable, low: float, high: float, whole: bool = False):
+        super().__init__(name, wrong)
+        self.low, self.high, self.whole = low, high, whole
+
+    def fit(self, asked: Sequence[Asked]) -> list[Mistake]:
+        """The member that gives the number which is furthest off: it grows, or falls, with x."""
+        furthest = [(*place, x.question) for x in asked if (place := _furthest(x))]
+        if not furthest:
+            return []
+        _, which, place, target, question = max(furthest, key=lambda x: x[0])
+
+        def off(x: float) -> float:
+            given = self.wrong(*question.arguments.values(), number=x, **question.options)
+            return given[which][place] - target
+
+        low, high = self.low, self.high
+        rises = off(low) < 0
+        if (off(high) < 0) == rises:
+            return []
+        for _ in range(STEPS):
+            middle = np.sqrt(low * high)
+            low, high = (middle, high) if (off(middle) < 0) == rises else (low, middle)
+        found = float(np.round(high) if self.whole else high)
+        return PairMistake(self.name, functools.partial(self.wrong, number=found)).fit(asked)
+
+
+def _furthest(x: Asked) -> tuple | None:
+    """(how far off, 0 of out or 1 of lse, its place, what it is): lse, where that is wrong."""
+    if x.right.all() or (x.answer[1] is None and x.right[0].all()):
+        return None
+    which = 0 if x.right[1].all() else 1
+    answer, right = x.answer[which], x.question.right[which]
+    if answer.shape != right.shape:
+        return None
+    off = np.where(np.isfinite(answer), np.abs(answer - right), -1)
+    place = np.unravel_index(np.nanargmax(off), off.shape)
+    return float(off[place]), which, place, float(answer[place])
 
 
 def pairs(

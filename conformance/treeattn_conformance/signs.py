@@ -9,25 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from .judge import Asked, Mistake, Question
-from .rounding import bfloat16
-
-NO_KEYS = {
-    "lse +inf for no keys": "write −∞ where there were no keys, and read +∞ as −∞",
-    "finite lse for no keys": "a lowest number stands for −∞: write −∞, and guard the subtraction",
-    "no keys as lse 0": "memory that begins as zeros is the mass of one key: write −∞",
-    "NaN for no keys": "(−∞) − (−∞), or 0 / 0: replace infinite pivots before subtracting",
-    "mean(V) for no keys": "a softmax over nothing was uniform: write 0, and lse −∞",
-    "stale NaN": "0 · NaN is NaN: select values with where, do not multiply them by 0",
-    "NaN lost": "a NaN of seen keys says that something is wrong: select where lse is −∞, do not "
-    "replace every NaN",
-}
-SIXTEEN_BITS = {
-    "out in 16 bits": "the result was rounded to 16 bits, though float32 was asked for: return "
-    'it in float32, or ask with dtype="bfloat16"',
-    "sums in 16 bits": "keep and send partial sums in float32: each addition rounds",
-    "lse in bfloat16": "keep lse in float32: its error is one of an exponent",
-    "lse in float16": "keep lse in float32: its error is one of an exponent",
-}
+from .rounding import rounded
 
 
 class Sign(Mistake):
@@ -36,29 +18,15 @@ class Sign(Mistake):
         lse = asked.question.right[1] if lse is None else lse
         if (out.shape, lse.shape) != tuple(x.shape for x in asked.question.right):
             return asked.right
-        return np.stack(self.wrong(asked.question, out, lse)) | asked.right
-
-
-def nowhere(question: Question) -> np.ndarray:
-    return np.zeros(question.right[1].shape, bool)
+        return np.stack(np.broadcast_arrays(*self.wrong(asked.question, out, lse))) | asked.right
 
 
 def without_keys(question: Question) -> np.ndarray:
     return np.isneginf(question.right[1])
 
 
-def infinite_lse(question, out, lse):
-    """+∞ for −∞."""
-    return nowhere(question), without_keys(question) & np.isposinf(lse)
-
-
-def finite_lse(question, out, lse):
-    """A very negative number for −∞."""
-    return nowhere(question), without_keys(question) & np.isfinite(lse) & (lse < -80)
-
-
-def lse_of_zero(question, out, lse):
-    return nowhere(question), without_keys(question) & (lse == 0)
+def lse_of_no_keys(shows: Callable) -> Callable:
+    return lambda question, out, lse: (False, without_keys(question) & shows(lse))
 
 
 def nan_of_no_keys(question, out, lse):
@@ -76,15 +44,14 @@ def uniform_mean(question, out, lse):
         mean = np.mean(values, axis=1, keepdims=True)
         means = [np.repeat(mean, out.shape[2] // mean.shape[2], axis=2)]
     alike = [np.isclose(out, mean, rtol=0.01, atol=0.01).all(axis=-1) for mean in means]
-    return without_keys(question) & np.any(alike, axis=0), nowhere(question)
+    return without_keys(question) & np.any(alike, axis=0), np.zeros(lse.shape, bool)
 
 
 def stale(question, out, lse):
     """NaN in a row of the batch whose keys or values hold one where no query may look."""
-    if "parts" in question.arguments:
-        return nowhere(question), nowhere(question)
-    k, v = (question.arguments[name] for name in "kv")
-    held = (np.isnan(k).any(axis=(1, 2, 3)) | np.isnan(v).any(axis=(1, 2, 3)))[:, None, None]
+    arrays = [x for name, x in question.arguments.items() if name in ("k", "v")]
+    held = sum((np.isnan(x).any(axis=(1, 2, 3)) for x in arrays), np.zeros(len(lse), bool))
+    held = held[:, None, None]
     return held & np.isnan(out).any(axis=-1), held & np.isnan(lse)
 
 
@@ -97,14 +64,14 @@ def lost_nan(question, out, lse):
 def _in_16_bits(x: np.ndarray) -> bool:
     """Whether all numbers are of one of the two 16-bit dtypes."""
     x = x[np.isfinite(x)]
-    return np.array_equal(x, bfloat16(x)) or np.array_equal(x, x.astype(np.float16))
+    return any(np.array_equal(x, rounded(x, dtype)) for dtype in ("bfloat16", "float16"))
 
 
 def rounded_out(question, out, lse):
     """One rounding: an error of the last of eight bits."""
     right = question.right[0]
     near = np.abs(out - right) <= np.abs(right) / 2**8 + 1e-7
-    return near.all(axis=-1) & _in_16_bits(out), nowhere(question)
+    return near.all(axis=-1) & _in_16_bits(out), np.zeros(lse.shape, bool)
 
 
 def rounded_sums(question, out, lse):
@@ -113,37 +80,66 @@ def rounded_sums(question, out, lse):
     terms = len(question.arguments.get("parts", range(8)))
     largest = np.abs(right[np.isfinite(right)]).max(initial=0)
     near = np.abs(out - right) <= min(terms * 2**-8, 0.25) * largest
-    return near.all(axis=-1) & _in_16_bits(out), nowhere(question)
+    return near.all(axis=-1) & _in_16_bits(out), np.zeros(lse.shape, bool)
 
 
-def lse_in(dtype: str):
+def rounded_lse(question, out, lse, *, dtype, bits):
     """One rounding of lse, and nothing else."""
-
-    def narrow(x):
-        return bfloat16(x) if dtype == "bfloat16" else x.astype(np.float16)
-
-    def sign(question, out, lse):
-        right = question.right[1]
-        finite = np.isfinite(right)
-        near = np.abs(lse - narrow(right)) <= np.abs(right) / 2 ** (
-            8 if dtype == "bfloat16" else 11
-        )
-        held = np.array_equal(narrow(lse)[finite], lse[finite])
-        return nowhere(question), finite & near & held
-
-    return sign
+    right = question.right[1]
+    finite = np.isfinite(right)
+    near = np.abs(lse - rounded(right, dtype)) <= np.abs(right) / 2**bits
+    held = np.array_equal(rounded(lse, dtype)[finite], lse[finite])
+    return False, finite & near & held
 
 
-SIGNS = (
-    Sign("lse +inf for no keys", infinite_lse),
-    Sign("finite lse for no keys", finite_lse),
-    Sign("no keys as lse 0", lse_of_zero),
-    Sign("NaN for no keys", nan_of_no_keys),
-    Sign("mean(V) for no keys", uniform_mean),
-    Sign("stale NaN", stale),
-    Sign("NaN lost", lost_nan),
-    Sign("out in 16 bits", rounded_out),
-    Sign("sums in 16 bits", rounded_sums),
-    Sign("lse in bfloat16", lse_in("bfloat16")),
-    Sign("lse in float16", lse_in("float16")),
-)
+# {name: (its cure, where it is seen)}
+OF_NUMBERS: dict[str, tuple[str, Callable]] = {
+    "lse +inf for no keys": (
+        "write −∞ where there were no keys, and read +∞ as −∞",
+        lse_of_no_keys(np.isposinf),
+    ),
+    "finite lse for no keys": (
+        "a lowest number stands for −∞: write −∞, and guard the subtraction",
+        lse_of_no_keys(lambda lse: np.isfinite(lse) & (lse < -80)),
+    ),
+    "no keys as lse 0": (
+        "memory that begins as zeros is the mass of one key: write −∞",
+        lse_of_no_keys(lambda lse: lse == 0),
+    ),
+    "NaN for no keys": (
+        "(−∞) − (−∞), or 0 / 0: replace infinite pivots before subtracting",
+        nan_of_no_keys,
+    ),
+    "mean(V) for no keys": (
+        "a softmax over nothing was uniform: write 0, and lse −∞",
+        uniform_mean,
+    ),
+    "stale NaN": (
+        "0 · NaN is NaN: select values with where, do not multiply them by 0",
+        stale,
+    ),
+    "NaN lost": (
+        "a NaN of seen keys says that something is wrong: select where lse is −∞, do not "
+        "replace every NaN",
+        lost_nan,
+    ),
+    "out in 16 bits": (
+        "the result was rounded to 16 bits, though float32 was asked for: return it in float32, "
+        'or ask with dtype="bfloat16"',
+        rounded_out,
+    ),
+    "sums in 16 bits": (
+        "keep and send partial sums in float32: each addition rounds",
+        rounded_sums,
+    ),
+    "lse in bfloat16": (
+        "keep lse in float32: its error is one of an exponent",
+        functools.partial(rounded_lse, dtype="bfloat16", bits=8),
+    ),
+    "lse in float16": (
+        "keep lse in float32: its error is one of an exponent",
+        functools.partial(rounded_lse, dtype="float16", bits=11),
+    ),
+}
+SIGNS = [Sign(name, sign) for name, (_, sign) in OF_NUMBERS.items()]
+SIGN_CURES = {name: cure for name, (cure, _) in OF_NUMBERS.items()}

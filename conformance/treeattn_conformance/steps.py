@@ -150,12 +150,12 @@ keyed_test = {"accepts": lambda s, at, p, q, x: s.rng.at(len(at)).random() < s.c
 keyed_end = {"instead": lambda s, path, p: s.draw(p, s.rng.at(len(path)))}
 
 
-def uncut(step: Step, logits: np.ndarray, at_temperature: bool = False) -> np.ndarray:
-    """Before the cuts; 0 is no temperature to divide by, and taken care of."""
+def uncut(step: Step, logits: np.ndarray, *, divided: bool = False) -> np.ndarray:
+    """Before top-k and top-p, and before the temperature, if it is not 0 or `divided` by."""
     temperature = step.settings.temperature
     if temperature == 0:
         return step.settings.of(logits)
-    return Settings().of(logits / temperature if at_temperature else logits)
+    return Settings().of(logits / temperature if divided else logits)
 
 
 def likeliest(step: Step, path: Path, width: int) -> Path:
@@ -171,17 +171,6 @@ def not_divided(step: Step, path: Path, p: np.ndarray) -> int:
 def of_first_q(step: Step, path: Path, p: np.ndarray) -> int:
     rest = lacking(p, step.claimed(path))
     return step.draw(rest if rest.any() else p)
-
-
-def after_all(step: Step, path: Path, p: np.ndarray) -> int:
-    """The token after all drafted ones, whichever of them were accepted."""
-    end = max(step.drawn, key=len)
-    return step.draw(step.p(end + step.drawn[end]))
-
-
-def upside_down(never: float) -> type[Step]:
-    """never: the chance of a token that the target never gives"""
-    return wrong(chance=lambda s, p, q, x: min(1.0, q[x] / p[x]) if p[x] > 0 else never)
 
 
 def argmax(step: Step, path: Path, p: np.ndarray) -> int:
@@ -218,7 +207,7 @@ STEP_FAULTS: dict[str, tuple] = {
     "q before temperature, top-k, top-p": (
         "q is what the draft was drawn from, after all cuts",
         wrong(claimed=lambda s, path: uncut(s, s.draft(path))),
-        wrong(claimed=lambda s, path: uncut(s, s.draft(path), at_temperature=True)),
+        wrong(claimed=lambda s, path: uncut(s, s.draft(path), divided=True)),
     ),
     "q after temperature, top-k, top-p": (
         "q is what the draft was drawn from: it was drawn uncut",
@@ -248,7 +237,6 @@ STEP_FAULTS: dict[str, tuple] = {
     "argmax at a temperature": (
         "draw the last token from its distribution",
         wrong(bonus=argmax, instead=argmax),
-        wrong(bonus=argmax),
         wrong(instead=argmax),
         wrong(accepts=lambda s, path, p, q, x: x == greedy(s, path), bonus=argmax, instead=greedy),
     ),
@@ -259,7 +247,6 @@ STEP_FAULTS: dict[str, tuple] = {
     "bonus from the wrong position": (
         "the last token comes from the logits after the last accepted",
         wrong(bonus=lambda s, path, p: s.draw(s.p(path[:-1]))),
-        wrong(instead=after_all),
     ),
     "accepts all drafts": (
         "accept x with min(1, p(x) / q(x))",
@@ -267,8 +254,7 @@ STEP_FAULTS: dict[str, tuple] = {
     ),
     "ratio upside down": (
         "accept x with min(1, p(x) / q(x)), the target's over the draft's",
-        upside_down(never=1.0),
-        upside_down(never=0.0),
+        wrong(chance=lambda s, p, q, x: min(1.0, q[x] / p[x]) if p[x] > 0 else 1.0),
     ),
     "drafts ignore the key": ("the draft's random numbers must differ from call to call",),
     "chance of its own": ("take all random numbers from rng, the draft's included",),

@@ -9,16 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 
-def tree_depths(parents: np.ndarray) -> np.ndarray:
-    """How many ancestors each node of a batch has: (b, n)."""
-    depths = np.zeros_like(parents)
-    for row, parent in zip(depths, parents, strict=True):
-        for i, p in enumerate(parent):
-            row[i] = 0 if p < 0 else row[p] + 1
-    return depths
-
-
-def tree_mask(parents: np.ndarray) -> np.ndarray:
+def tree_mask(parents: np.ndarray, lengths=None) -> np.ndarray:
     """mask[r, i, j]: whether node i of row r sees node j, itself or an ancestor: (b, n, n)."""
     b, n = parents.shape
     mask = np.zeros((b, n, n), bool)
@@ -30,20 +21,28 @@ def tree_mask(parents: np.ndarray) -> np.ndarray:
     return mask
 
 
-def tree_walk(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(next_token, next_sibling), (b, n) each: a node's first child, its parent's next one, or −1.
+def tree_depths(parents: np.ndarray) -> np.ndarray:
+    """How many ancestors each node of a batch has: (b, n)."""
+    return tree_mask(parents).sum(axis=-1) - 1
+
+
+def tree_positions(parents: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    return lengths[:, None] + tree_depths(parents)
+
+
+def tree_walk(parents: np.ndarray, lengths=None) -> np.ndarray:
+    """(next_token, next_sibling), (2, b, n): a node's first child, its parent's next one, or −1.
 
     Roots are each other's siblings.
     """
-    next_token = np.full_like(parents, -1)
-    next_sibling = np.full_like(parents, -1)
+    walk = np.full((2, *parents.shape), -1)
     for r, parent in enumerate(parents):
         for p in range(-1, len(parent)):
             children = np.flatnonzero(parent == p)
             if p >= 0 and len(children):
-                next_token[r, p] = children[0]
-            next_sibling[r, children[:-1]] = children[1:]
-    return next_token, next_sibling
+                walk[0, r, p] = children[0]
+            walk[1, r, children[:-1]] = children[1:]
+    return walk
 
 
 def kept_path(cache, lengths, accepted) -> list[np.ndarray]:
@@ -132,98 +131,75 @@ def cache_with_tree(parents: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 # What known mistakes give, of parents (b, n) and lengths (b,)
 
 
-def masks() -> dict[str, list[Callable]]:
-    def of_levels(compare):
-        def mask(parents, lengths):
-            depths = tree_depths(parents)
-            return compare(depths[:, None, :], depths[..., None]) | np.eye(
-                parents.shape[1], dtype=bool
-            )
+def of_masks(change: Callable) -> Callable:
+    """change(mask, gap): how many levels node i is below node j, (b, n, n)."""
 
-        return mask
+    def mask(parents, lengths):
+        depths = tree_depths(parents)
+        return change(tree_mask(parents), depths[:, :, None] - depths[:, None])
 
-    def first_sees(parents, lengths):
-        mask = tree_mask(parents)
-        mask[:, 0] = True
-        return mask
-
-    def parent_alone(parents, lengths):
-        n = parents.shape[1]
-        return (np.arange(n) == parents[..., None]) | np.eye(n, dtype=bool)
-
-    def causal(parents, lengths):
-        n = parents.shape[1]
-        return np.broadcast_to(np.tri(n, dtype=bool), (len(parents), n, n))
-
-    return {
-        "one row's tree for all": [
-            lambda parents, _: tree_mask(np.repeat(parents[:1], len(parents), 0))
-        ],
-        "causal mask": [causal],
-        "whole levels seen": [of_levels(np.less), of_levels(np.less_equal)],
-        "only the parent seen": [parent_alone],
-        "a node does not see itself": [
-            lambda parents, _: tree_mask(parents) & ~np.eye(parents.shape[1], dtype=bool)
-        ],
-        "mask transposed": [lambda parents, _: tree_mask(parents).swapaxes(1, 2)],
-        "True means hidden": [lambda parents, _: ~tree_mask(parents)],
-        "root sees drafts": [first_sees],
-    }
+    return mask
 
 
-def positions() -> dict[str, list[Callable]]:
-    def after(prefix):
-        return lambda parents, lengths: prefix(lengths[:, None]) + tree_depths(parents)
-
-    def by_index(parents, lengths):
-        return lengths[:, None] + np.broadcast_to(np.arange(parents.shape[1]), parents.shape)
-
-    def of_first(parents, lengths):
-        return lengths[:, None] + tree_depths(parents[:1])
-
-    return {
-        "one row's tree for all": [of_first],
-        "positions by index": [by_index],
-        "positions without the prefix": [after(lambda lengths: 0)],
-        "one prefix length for all": [after(lambda lengths: lengths[0]), after(np.max)],
-        "positions off by one": [after(lambda x: x + 1), after(lambda x: x - 1)],
-    }
+def of_positions(change: Callable) -> Callable:
+    """change(depths (b, n), lengths (b, 1))"""
+    return lambda parents, lengths: change(tree_depths(parents), lengths[:, None])
 
 
-def walks() -> dict[str, list[Callable]]:
-    def levels(parents, lengths):
-        """The next node of the same depth."""
-        depths, (first, _) = tree_depths(parents), tree_walk(parents)
-        links = np.full_like(parents, -1)
-        for r, i in np.ndindex(parents.shape):
-            later = np.flatnonzero(depths[r, i + 1 :] == depths[r, i])
-            links[r, i] = i + 1 + later[0] if len(later) else -1
-        return np.stack([first, links])
+def of_walks(change: Callable) -> Callable:
+    """change(parents, next_token, next_sibling), which it may write into"""
 
-    def last_first(parents, lengths):
-        last = np.full_like(parents, -1)
-        for r, i in np.ndindex(parents.shape):
-            if parents[r, i] >= 0:
-                last[r, parents[r, i]] = i
-        return np.stack([last, tree_walk(parents)[1]])
+    def walk(parents, lengths):
+        found = tree_walk(parents)
+        for r, parent in enumerate(parents):
+            change(parent, *found[:, r])
+        return found
 
-    def by_index(parents, lengths):
-        links = np.append(np.arange(1, parents.shape[1]), -1)
-        return np.stack([np.broadcast_to(links, parents.shape), tree_walk(parents)[1]])
+    return walk
 
-    def changed(change):
-        return lambda parents, lengths: np.stack(change(*tree_walk(parents)))
 
-    return {
-        "one row's tree for all": [
-            lambda parents, _: np.stack(tree_walk(np.repeat(parents[:1], len(parents), 0)))
-        ],
-        "next sibling by level": [levels],
-        "only first children": [changed(lambda child, sibling: (child, np.full_like(sibling, -1)))],
-        "next token by index": [by_index],
-        "last child first": [last_first],
-        "0 for none": [changed(lambda *links: np.maximum(links, 0))],
-    }
+def of_first_tree(right: Callable) -> Callable:
+    return lambda parents, lengths: right(np.repeat(parents[:1], len(parents), 0), lengths)
+
+
+def by_level(parent, child, sibling):
+    """The next node of the same depth."""
+    depths = tree_depths(parent[None])[0]
+    for i in range(len(parent)):
+        sibling[i] = next((j for j in range(i + 1, len(parent)) if depths[j] == depths[i]), -1)
+
+
+def last_first(parent, child, sibling):
+    for i, p in enumerate(parent):
+        child[p if p >= 0 else i] = i if p >= 0 else child[i]
+
+
+def by_index(parent, child, sibling):
+    child[:] = [*range(1, len(parent)), -1]
+
+
+MASKS = {
+    "causal mask": [lambda m, gap: np.broadcast_to(np.tri(m.shape[1], dtype=bool), m.shape)],
+    "whole levels seen": [lambda m, gap: m | (gap > 0), lambda m, gap: gap >= 0],
+    "only the parent seen": [lambda m, gap: m & (gap <= 1)],
+    "a node does not see itself": [lambda m, gap: m & (gap > 0)],
+    "mask transposed": [lambda m, gap: m.swapaxes(1, 2)],
+    "True means hidden": [lambda m, gap: ~m],
+    "root sees drafts": [lambda m, gap: m | (np.arange(m.shape[1]) == 0)[:, None]],
+}
+POSITIONS = {
+    "positions by index": [lambda depths, n: n + np.arange(depths.shape[1])],
+    "positions without the prefix": [lambda depths, n: depths],
+    "one prefix length for all": [lambda depths, n: n[0] + depths, lambda d, n: n.max() + d],
+    "positions off by one": [lambda depths, n: n + depths + 1, lambda d, n: n + d - 1],
+}
+WALKS = {
+    "next sibling by level": [by_level],
+    "only first children": [lambda parent, child, sibling: sibling.fill(-1)],
+    "next token by index": [by_index],
+    "last child first": [last_first],
+    "0 for none": [lambda parent, *links: [np.maximum(x, 0, out=x) for x in links]],
+}
 
 
 def commits() -> dict[str, list[Callable]]:
@@ -254,3 +230,16 @@ def commits() -> dict[str, list[Callable]]:
         "one row's count for all": [count(np.max), count(lambda counts: counts[0]), count(np.min)],
         "root not kept": [without_root],
     }
+
+
+def wrong_parts() -> dict[str, list[tuple[str, Callable]]]:
+    """{part: [(name, what a mistake gives)]}"""
+    found: dict = {"commit": [(x, form) for x, forms in commits().items() for form in forms]}
+    for part, wrap, right, known in (
+        ("mask", of_masks, tree_mask, MASKS),
+        ("positions", of_positions, tree_positions, POSITIONS),
+        ("walk", of_walks, tree_walk, WALKS),
+    ):
+        found[part] = [(x, wrap(form)) for x, forms in known.items() for form in forms]
+        found[part].append(("one row's tree for all", of_first_tree(right)))
+    return found

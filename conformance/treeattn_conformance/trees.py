@@ -63,14 +63,14 @@ def check_tree(
     if build is None and commit is None:
         raise TypeError("check_tree: expected a function build or commit, got None")
     results = []
-    for part, subject in PARTS.items():
+    for part in PARTS:
         f = commit if part == "commit" else build
         if only is not None and part not in only:
             continue
         if f is None:
             results.append(Result(part, "skipped"))
         else:
-            results.append(_joined(part, judge(f, tree_questions(part), subject)))
+            results.append(_joined(part, judge(f, tree_questions(part), _subject(part))))
     return Report(expected(results, expect, TREE_CURES), TREE_CURES)
 
 
@@ -155,19 +155,18 @@ def first_row(question: Question, rows: list[np.ndarray], right: np.ndarray) -> 
     raise AssertionError("one of them is wrong")
 
 
-def part(read, same, describe, known: dict[str, list[Callable]]) -> Subject:
-    mistakes = [Mistake(name, wrong) for name, forms in known.items() for wrong in forms]
-    return Subject(read, same, describe, mistakes, TREE_CURES)
-
-
-PARTS = {
-    "mask": part(mask_of, same_arrays, first_entry, trees.masks()),
-    "positions": part(positions_of, same_arrays, first_entry, trees.positions()),
-    "walk": part(
-        walk_of, same_walk, lambda question, walk, _: lost_children(question, walk), trees.walks()
-    ),
-    "commit": part(kept_of, same_arrays, first_row, trees.commits()),
+PARTS = {  # how each is read, compared and described, and what is right
+    "mask": (mask_of, same_arrays, first_entry, trees.tree_mask),
+    "positions": (positions_of, same_arrays, first_entry, trees.tree_positions),
+    "walk": (walk_of, same_walk, lambda x, walk, _: lost_children(x, walk), trees.tree_walk),
+    "commit": (kept_of, same_arrays, first_row, trees.kept_path),
 }
+
+
+@functools.cache
+def _subject(part: str) -> Subject:
+    mistakes = [Mistake(name, wrong) for name, wrong in trees.wrong_parts()[part]]
+    return Subject(*PARTS[part][:3], mistakes, TREE_CURES)
 
 
 @functools.cache
@@ -182,11 +181,5 @@ def tree_questions(part: str) -> list[Question]:
                 "lengths": lengths,
                 "accepted": trees.accepted_paths(parents),
             }
-        right = {
-            "mask": lambda parents, _: trees.tree_mask(parents),
-            "positions": lambda parents, lengths: lengths[:, None] + trees.tree_depths(parents),
-            "walk": lambda parents, _: np.stack(trees.tree_walk(parents)),
-            "commit": trees.kept_path,
-        }[part]
-        questions.append(Question(name, arguments, {}, right(*arguments.values())))
+        questions.append(Question(name, arguments, {}, PARTS[part][3](*arguments.values())))
     return questions
