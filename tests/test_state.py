@@ -181,14 +181,15 @@ def test_an_infinite_lse_means_no_keys(lse, beside):
     @jax.jit
     def run(out, lse):
         def loss(out, lse):
-            out, lse = finalize(from_output(out, lse))
+            state = from_output(out, lse)
+            out, lse = finalize(merge(state, state))
             return out.sum() + jnp.where(jnp.isinf(lse), 0, lse).sum(), (out, lse)
 
         return jax.grad(loss, (0, 1), has_aux=True)(out, lse)
 
     gradients, results = run(out, lses)
     seen = np.array([0, 1, 0, 1.0])
-    close(results, (np.repeat(seen[:, None], 3, axis=1), np.where(seen, lses, -INF)))
+    close(results, (np.repeat(seen[:, None], 3, axis=1), np.where(seen, lses + np.log(2), -INF)))
     close(gradients, (results[0], seen))
 
 
@@ -211,7 +212,7 @@ def one_state(m, d, n):
 @pytest.mark.parametrize(
     ("special", "wanted"),
     [
-        (one_state(-INF, 1.0, 5.0), 1.0),  # a pivot of −∞ hides whatever stands beside it
+        (one_state(-INF, 1.0, 5.0), 1.0),
         (one_state(INF, 1.0, 5.0), 5.0),  # an infinite score takes all the weight
         (one_state(0.0, 1.0, np.nan), np.nan),
     ],
@@ -220,6 +221,11 @@ def test_a_special_state_beside_one_of_a_value_of_one(special, wanted):
     one = one_state(0.0, 1.0, 1.0)
     for merged in merge(special, one), merge(one, special):
         np.testing.assert_array_equal(finalize(merged)[0], [[wanted]])
+
+
+def test_a_pivot_of_minus_infinity_hides_whatever_stands_beside_it():
+    out, lse = finalize(one_state(-INF, 1.0, 5.0))
+    assert out == 0 and lse == -INF
 
 
 @pytest.mark.parametrize("reduce", REDUCTIONS)
