@@ -36,6 +36,15 @@ def test_what_serving_systems_send(p):
             assert sent_bytes(messages, p, 8) == pytest.approx(expected), merge
 
 
+def test_twelve_devices_on_nodes_of_eight_merge_in_groups_of_four():
+    found = merge_messages("hierarchical", Workload(1), 12, node_size=8)
+    assert [(x.kind, x.devices, x.stride) for x in found] == [
+        ("all-to-all", 4, 1),
+        ("all-gather", 3, 4),
+        ("all-gather", 4, 1),
+    ]
+
+
 def in_pieces(merge, w, p, topology, pieces):
     """Seconds of a layer whose heads are attended to, and merged, in so many pieces: a piece is
     merged while the next one is attended to."""
