@@ -54,7 +54,7 @@ CASES = [
     ("butterfly", NODES, 5, ""),
     ("butterfly", ALL_ROLES, 5, ""),
     ("gather", {"keys": 3}, 37, ""),
-    ("hierarchical", NODES, 37, ""),
+    ("hierarchical", {"keys_a": 2, "keys_b": 3}, 37, ""),
     ("hierarchical", ALL_ROLES, 5, "a kernel"),
     ("all_to_all", {"keys": 6}, 5, ""),
     ("all_to_all", {"heads": 2, "keys": 3}, 5, ""),

@@ -157,17 +157,8 @@ def test_every_method_has_its_nan_where_a_merge_has(p, others):
         result = P(None, ("node", "device")) if method == "all_to_all" else P()
         specs = {"in_specs": P(None, "device"), "out_specs": result, "check_vma": False}
         found = jax.jit(jax.shard_map(body, mesh=mesh, **specs))(states)
-        for ours, wanted in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(np.isnan(ours), np.isnan(wanted), method)
-
-
-def test_an_infinite_pivot_survives_every_method():
-    state = ta.AttentionState(jnp.array([jnp.inf, 0.0]), jnp.ones(2), jnp.array([[5.0], [1.0]]))
-    specs = {"mesh": over(keys=2).mesh, "in_specs": P("keys"), "out_specs": P("keys")}
-    for method in METHODS[:3]:
-        body = functools.partial(ta.merge_across, axis_name="keys", method=method)
-        merged = jax.jit(jax.shard_map(body, check_vma=False, **specs))(state)
-        np.testing.assert_array_equal(ta.finalize(merged)[0], [[5.0], [5.0]])
+        np.testing.assert_allclose(found[0], expected[0], rtol=1e-6, err_msg=method)
+        np.testing.assert_array_equal(np.isnan(found[1]), np.isnan(expected[1]), method)
 
 
 # ---------------------------------------------------------------- masks, biases, lengths
