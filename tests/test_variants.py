@@ -32,10 +32,10 @@ def normal(seed: int, *shape: int):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
 
 
-def dense(q, k, v, *, mask=True, bias=0.0, scale=None, cap=None, sink=None):
+def dense(q, k, v, *, mask=True, bias=0.0, cap=None, sink=None):
     """Attention by its formula; mask and bias broadcast to (b, h, l, n)."""
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    s = jnp.einsum("blhd,bnhd->bhln", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    s = jnp.einsum("blhd,bnhd->bhln", q, k) * q.shape[-1] ** -0.5
     if cap is not None:
         s = cap * jnp.tanh(s / cap)
     e = jnp.exp(jnp.where(mask, s + bias, -jnp.inf))
