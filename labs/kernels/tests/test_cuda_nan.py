@@ -98,7 +98,9 @@ def test_what_is_nan_is_what_dense_attention_has_as_nan(where, dtype):
         else:
             scale = np.nan
         options = {"bias": bias, "kv_lengths": lengths}
-        out, lse = finalized(*written(q, k, v, scale, options))
+        state = written(q, k, v, scale, options)
+        np.testing.assert_array_equal(np.isnan(state[0]), np.isnan(state[1]))
+        out, lse = finalized(*state)
         expected = dense_attention(q, k, v, **options, scale=scale)
         np.testing.assert_allclose(out, expected, atol=5 * ERROR[dtype])
         _, expected = dense_weights(q, k, **options, scale=scale)
