@@ -67,7 +67,7 @@ OTHERS = {
 BUDGET = {
     "treeattn": 22_530,
     "treeattn_llama": 20_300,
-    "treeattn_conformance": 29_200,
+    "treeattn_conformance": 29_100,
     "figures": 21_000,
     "benchmarks": 7_800,
     "labs.acceptance": 4_550,

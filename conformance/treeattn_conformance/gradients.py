@@ -12,7 +12,7 @@ import numpy as np
 
 from .calling import as_array
 from .judge import TOGETHER, Mistake, Question, Subject, judge, together
-from .pairs import numbers, size_of
+from .pairs import along, size_of
 from .reference import scores, softmax
 from .report import Report
 from .rounding import TOLERANCES, rounded
@@ -263,9 +263,5 @@ def _off(x: np.ndarray, y: np.ndarray, tolerance: float) -> np.ndarray:
 
 def _describe(name: str, x: np.ndarray, y: np.ndarray, tolerance: float) -> str:
     off = _off(x, y, tolerance).any(axis=-1)
-    said = f"{name} {size_of(x[off], y[off])}"
-    for axis, what in enumerate(("row", "query" if name == "dq" else "key", "head")):
-        places = np.flatnonzero(off.any(axis=tuple(i for i in range(3) if i != axis)))
-        if len(places) < off.shape[axis]:
-            return f"{said}, in {numbers(what, places, off.shape[axis])}"
-    return said
+    places = along(off, ("row", "query" if name == "dq" else "key", "head"))
+    return f"{name} {size_of(x[off], y[off])}{places}"

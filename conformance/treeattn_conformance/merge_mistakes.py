@@ -168,17 +168,16 @@ def stale(out, lse, *, rescaled, maxima=None):
 STALE = [functools.partial(stale, rescaled=rescaled) for rescaled in ("", "d", "n")]
 
 
-def not_divided(out, lse, *, pivot):
+def not_divided(out, lse):
     right, total = merged(out, lse)
-    m = clean(out, lse)[1].max(axis=0) if pivot else 0
+    m = clean(out, lse)[1].max(axis=0)
     return right * np.where(np.isneginf(total), 0, np.exp(total - m))[..., None], total
 
 
 def wrong_sums() -> Wrongs:
     for wrong in STALE:
         yield "stale pivot", wrong
-    for pivot in (True, False):
-        yield "not divided", functools.partial(not_divided, pivot=pivot)
+    yield "not divided", not_divided
 
 
 def of_weights() -> Wrongs:

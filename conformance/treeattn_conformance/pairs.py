@@ -38,7 +38,8 @@ class Part(Mistake):
 class Family(PairMistake):
     """A mistake with a number in it, an epsilon or a cap: the answers themselves say which.
 
-    wrong(*arguments, number=x, **options), for any x between `low` and `high`, both positive."""
+    wrong(*arguments, number=x, **options), for any x between `low` and `high`, both positive.
+    """
 
     def __init__(self, name: str, wrong: Callable, low: float, high: float, whole: bool = False):
         super().__init__(name, wrong)
@@ -192,13 +193,19 @@ def _place(wrong: np.ndarray, question: Question) -> str:
         return ""
     if np.array_equal(wrong, np.isneginf(question.right[1])):
         return ", just where there are no keys"
-    for axis, name in enumerate(("row", "query", "head")):
-        others = tuple(i for i in range(3) if i != axis)
+    first = np.argwhere(wrong)[0].tolist()
+    somewhere = f", in {wrong.sum()} of {wrong.size} rows, first at {first}"
+    return along(wrong, ("row", "query", "head")) or somewhere
+
+
+def along(wrong: np.ndarray, names: tuple[str, ...]) -> str:
+    """Of the first axis that has places without anything wrong, those that have."""
+    for axis, name in enumerate(names):
+        others = tuple(i for i in range(len(names)) if i != axis)
         places = np.flatnonzero(wrong.any(axis=others))
         if len(places) < wrong.shape[axis]:
             return f", in {numbers(name, places, wrong.shape[axis])}"
-    first = tuple(np.argwhere(wrong)[0].tolist())
-    return f", in {wrong.sum()} of {wrong.size} rows, first at {list(first)}"
+    return ""
 
 
 def numbers(name: str, places: np.ndarray, of: int) -> str:
