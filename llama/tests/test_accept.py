@@ -33,16 +33,28 @@ def verify(beam):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_longest_path_of_the_models_own_tokens(seed):
+    """It can be committed: the nodes are a path of the tree, each below the one before."""
     rng = np.random.default_rng(seed)
     beam = rng.integers(0, 4, (5, 6, 4))
     beam[:, :, 0] = beam[:, :1, 0]  # the certain token
-    lengths = rng.integers(1, 5, (5, 6))
+    lengths = rng.integers(0, 5, (5, 6))
+    lengths[:, 0] = rng.integers(1, 5, 5)
+    lengths[4] = 0  # a text that is over
     scores = np.where(np.arange(4) < lengths[..., None], -1.0, NEVER)
     ended = np.where(scores > NEVER, beam, -1)  # no token at all stands after an end
-    got = accept_candidate_tokens(ended, scores, *verify(beam))
-    for b, tokens in enumerate(got):
-        candidates = [beam[b, m, :n].tolist() for m, n in enumerate(lengths[b])]
-        assert tokens == plain_walk(int(beam[b, 0, 0]), candidates)
+    new = accept_candidate_tokens(ended, scores, *verify(beam))
+    packed, mask, offsets, unpack_map = pack(beam, lengths)
+    nodes = new.nodes(unpack_map)
+    assert nodes.shape == (5, 4) and new.counts[4] == 0 and new[4] == []
+    for b in range(4):
+        candidates = [beam[b, m, :n].tolist() for m, n in enumerate(lengths[b]) if n]
+        assert new[b] == plain_walk(int(beam[b, 0, 0]), candidates)
+        count = new.counts[b]
+        path = nodes[b, :count]
+        text = [beam[b, 0, 0], *new[b]]
+        assert packed[b, path].tolist() == text[:count] and len(new[b]) == count
+        assert offsets[b, path].tolist() == list(range(count))
+        assert mask[b][np.ix_(path, path)].tolist() == np.tri(count, dtype=bool).tolist()
 
 
 def test_the_documents_beam():
@@ -63,28 +75,6 @@ def test_nothing_to_accept():
     assert accept_candidate_tokens(beam, scores, beam + 1, np.zeros((2, 1, 2))) == [[2], []]
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_what_was_accepted_can_be_committed(seed):
-    """The nodes are a path of the tree: its tokens are the text's, each below the one before."""
-    rng = np.random.default_rng(seed)
-    beam = rng.integers(0, 3, (5, 6, 4))
-    beam[:, :, 0] = beam[:, :1, 0]
-    lengths = rng.integers(0, 5, (5, 6))
-    lengths[4] = 0  # a text that is over
-    scores = np.where(np.arange(4) < lengths[..., None], -1.0, NEVER)
-    verified, verified_scores = verify(beam)
-    new = accept_candidate_tokens(beam, scores, verified, verified_scores)
-    packed, mask, offsets, unpack_map = pack(beam, lengths)
-    nodes = new.nodes(unpack_map)
-    assert nodes.shape == (5, 4) and new.counts[4] == 0 and new.counts.max() > 0
-    for b, (path, count) in enumerate(zip(nodes, new.counts, strict=True)):
-        path = path[:count]
-        text = [beam[b, 0, 0], *new[b]]
-        assert packed[b, path].tolist() == text[:count] and len(new[b]) == count
-        assert offsets[b, path].tolist() == list(range(count))
-        assert mask[b][np.ix_(path, path)].tolist() == np.tri(count, dtype=bool).tolist()
-
-
 def test_a_candidate_that_has_ended_is_not_what_was_accepted():
     """[c x] is filled up with the 0 that [c x 0 y] goes on with; its last place is no node."""
     c, x, y, z = 5, 6, 7, 8
@@ -98,13 +88,6 @@ def test_a_candidate_that_has_ended_is_not_what_was_accepted():
     assert new.nodes(unpack_map)[:, : new.counts[0]].tolist() == [[0, 1, 2]]
 
 
-def test_bad_nodes():
-    beam, scores = np.array([[[5, 6]]]), np.zeros((1, 1, 2))
-    new = accept_candidate_tokens(beam, scores, beam + 1, scores)
-    with pytest.raises(ValueError, match=r"unpack_map: expected integers \(1, any, any\)"):
-        new.nodes(np.zeros((2, 1, 2), np.int32))
-
-
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -115,16 +98,14 @@ def test_bad_nodes():
             r"verified_beam: expected integers \(1, 2, 3\)",
         ),
         ({"verified_scores": np.zeros((1, 3))}, "verified_scores: expected a score for each"),
+        ({"beam": np.zeros((1, 2, 3))}, "beam: expected integers"),
     ],
 )
 def test_bad_input(unchecked, change, message):
-    call = {
-        "beam": np.zeros((1, 2, 3), int),
-        "scores": np.zeros((1, 2, 3)),
-        "verified_beam": np.zeros((1, 2, 3), int),
-        "verified_scores": np.zeros((1, 2, 3)),
-    } | change
+    tokens, scores = np.zeros((1, 2, 3), int), np.zeros((1, 2, 3))
+    call = {"beam": tokens, "scores": scores, "verified_beam": tokens, "verified_scores": scores}
+    with pytest.raises(ValueError, match=r"unpack_map: expected integers \(1, any, any\)"):
+        accept_candidate_tokens(**call).nodes(np.zeros((2, 1, 2), np.int32))
+    call |= change
     with pytest.raises(ValueError, match=message):
         accept_candidate_tokens(**call)
-    with pytest.raises(ValueError, match="beam: expected integers"):
-        accept_candidate_tokens(**(call | {"beam": np.zeros((1, 2, 3))}))

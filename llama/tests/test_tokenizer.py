@@ -1,8 +1,8 @@
 """Token ids over awkward texts: the packaged tokenizer's, and those of vocabularies made here.
 
-Each vocabulary is written to a GGUF file and to a Hugging Face directory, and read back. What the
-ids must be, `plain_tokenizer` says, which knows nothing of the tokenizers library. Those of the
-packaged vocabulary are stored: `python tests/test_tokenizer.py` writes them.
+Each vocabulary becomes the metadata of a GGUF file. What the ids must be, `plain_tokenizer` says,
+which knows nothing of the tokenizers library. Those of the packaged vocabulary are stored:
+`python tests/test_tokenizer.py` writes them.
 """
 
 import functools
@@ -12,6 +12,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+import tokenizers
+from llamas import byte_tokenizer
 from plain_tokenizer import (
     BYTES,
     PATTERNS,
@@ -34,10 +36,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 # The same ones in every vocabulary; the user-defined are ordinary text to `decode`.
 CONTROLS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|begin_of_text|>"]
 USERS = ["<think>", "</think>", "xyz"]
-
-
-def test_there_are_enough_texts():
-    assert len(set(TEXTS)) == len(TEXTS) >= 200
+KINDS = dict.fromkeys(CONTROLS, CONTROL) | dict.fromkeys(USERS, USER_DEFINED)
 
 
 # The packaged model's
@@ -60,276 +59,187 @@ def packaged_tokens() -> list[list[int]]:
     return [around(text, added, encode) for text in TEXTS]
 
 
-@pytest.fixture(scope="module")
-def packaged():
-    return open_checkpoint().tokenizer
-
-
-def test_packaged_token_ids(packaged):
+def test_packaged_token_ids():
+    packaged = open_checkpoint().tokenizer
     for text, ids in json.loads(GOLDEN.read_text(encoding="utf-8")):
         assert packaged.encode(text) == ids, text
-
-
-def test_packaged_tokens_decode(packaged):
-    for text in TEXTS:
         # Control tokens are left out, and there is no token for some bytes.
         if "<|" not in text and not {*"\x1d\x1c\x1b\U0010ffff"} & {*text}:
-            assert packaged.decode(packaged.encode(text)) == text
+            assert packaged.decode(ids) == text
     assert packaged.decode(packaged.encode("<|im_start|>user\nHi<|im_end|>")) == "user\nHi"
 
 
-# Byte-level pairs
+# Vocabularies of GGUF files
 
 
-class BytePairs:
-    """A vocabulary for a way to cut texts: learned from every other one of them."""
+class Vocabulary:
+    """The metadata of a file, and the ids of a text by the book."""
 
-    def __init__(self, pre: str):
-        self.pre, self.patterns = pre, [compiled(p) for p in PATTERNS[pre]]
-        words = [as_bytes(word) for text in TEXTS[::2] for word in cut(text, self.patterns)]
-        self.merges = learn_merges(words, 200)
-        parts = [*BYTES.values(), *(a + b for a, b in self.merges)]
-        # No merge leads to these.
-        self.whole = [
-            as_bytes(x) for x in ("unreachable", " unreachable", "日本語の文章です", "''")
-        ]
-        self.tokens = [*dict.fromkeys(parts + self.whole), *CONTROLS, *USERS]
-        self.ids = {token: i for i, token in enumerate(self.tokens)}
-        kinds = dict.fromkeys(CONTROLS, CONTROL) | dict.fromkeys(USERS, USER_DEFINED)
-        self.kinds = [kinds.get(token, NORMAL) for token in self.tokens]
-        self.llama_3 = pre == "llama-bpe"
+    def __init__(self, tokens, kinds, encode, **fields):
+        tokens = list(dict.fromkeys(tokens))
+        self.ids = {token: i for i, token in enumerate(tokens)}
+        self.added = {token: self.ids[token] for token in ("<unk>", *KINDS) if token in kinds}
+        self.plain = functools.partial(encode, ids=self.ids)
+        self.fields = {
+            "tokens": tokens,
+            "token_type": [kinds.get(token, NORMAL) for token in tokens],
+            "bos_token_id": self.ids["<s>"],
+            "eos_token_id": self.ids["</s>"],
+            "eot_token_id": self.ids["<|im_end|>"],
+        }
+        self.fields |= fields
 
     def encode(self, text: str) -> list[int]:
-        encode = functools.partial(
-            byte_pairs,
-            ids=self.ids,
-            merges=self.merges,
-            patterns=self.patterns,
-            whole_words=self.llama_3,
-        )
-        added = {token: self.ids[token] for token in CONTROLS + USERS}
-        return around(text, added, encode)
+        return around(text, self.added, self.plain)
 
-    def write_gguf(self, path: Path, **changes) -> Path:
-        writer = gguf.GGUFWriter(path, "llama")
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(self.pre)
-        writer.add_token_list(self.tokens)
-        writer.add_token_types(self.kinds)
-        writer.add_token_merges([" ".join(pair) for pair in self.merges])
-        return finish(writer, self.ids, path, **changes)
+    def started(self, text: str) -> list[int]:
+        """After the token that begins a text, unless the text begins with it."""
+        ids = self.encode(text)
+        return ids if ids[:1] == [self.ids["<s>"]] else [self.ids["<s>"], *ids]
 
-    def write_directory(self, folder: Path) -> Path:
-        """As the models' own tokenizer.json has it."""
-        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-        digits = {"type": "Digits", "individual_digits": True}
-        pattern = (
-            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+"
-            r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-        )
-        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
-        cuts = {
-            "gpt-2": [byte_level | {"use_regex": True}],
-            "smollm": [digits, byte_level | {"use_regex": True}],
-            "llama-bpe": [split | {"invert": False}, byte_level | {"use_regex": False}],
-        }
-        model = {"type": "BPE", "ignore_merges": self.llama_3, "merges": self.merges}
-        return write_directory(
-            folder,
-            self.ids,
-            model,
-            normalizer=None,
-            decoder=byte_level | {"use_regex": True},
-            pre_tokenizer={"type": "Sequence", "pretokenizers": cuts[self.pre]},
-        )
+    def read(self, **changes):
+        fields = {f"tokenizer.ggml.{name}": x for name, x in (self.fields | changes).items()}
+        template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+        fields["tokenizer.chat_template"] = template
+        return from_gguf({name: lambda x=x: x for name, x in fields.items()}, Path("x.gguf"))
 
 
-def started(ids: list[int], vocabulary) -> list[int]:
-    """The ids after the token that begins a text, unless they begin with it."""
-    start = vocabulary.ids["<s>"]
-    return ids if ids[:1] == [start] else [start, *ids]
+@functools.cache
+def pairs(pre: str) -> Vocabulary:
+    """Byte-level pairs for a way to cut texts, learned from every other one of them."""
+    patterns = [compiled(p) for p in PATTERNS[pre]]
+    words = [as_bytes(word) for text in TEXTS[::2] for word in cut(text, patterns)]
+    merges = learn_merges(words, 200)
+    parts = [*BYTES.values(), *(a + b for a, b in merges)]
+    # No merge leads to these.
+    whole = [as_bytes(x) for x in ("unreachable", " unreachable", "日本語の文章です", "''")]
+    how = {"merges": merges, "patterns": patterns, "whole_words": pre == "llama-bpe"}
+    encode = functools.partial(byte_pairs, **how)
+    listed = [" ".join(pair) for pair in merges]
+    tokens = [*parts, *whole, *KINDS]
+    return Vocabulary(tokens, KINDS, encode, model="gpt2", pre=pre, merges=listed)
 
 
-def finish(writer: gguf.GGUFWriter, ids, path: Path, adds_bos: bool | None = None) -> Path:
-    writer.add_bos_token_id(ids["<s>"])
-    writer.add_eos_token_id(ids["</s>"])
-    writer.add_eot_token_id(ids["<|im_end|>"])
-    if adds_bos is not None:
-        writer.add_add_bos_token(adds_bos)
-    writer.add_chat_template("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    return path
-
-
-def write_directory(folder: Path, ids: dict[str, int], model: dict, start=None, **parts) -> Path:
-    folder.mkdir()
-    flags = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False)
-    added = [
-        {"id": ids[token], "content": token, "special": token not in USERS, **flags}
-        for token in sorted([x for x in ids if x == "<unk>"] + CONTROLS + USERS, key=ids.get)
-    ]
-    common = {"version": "1.0", "truncation": None, "padding": None, "post_processor": start}
-    model = {"dropout": None, "vocab": ids, **model}
-    fields = common | {"added_tokens": added, "model": model} | parts
-    (folder / "tokenizer.json").write_text(json.dumps(fields))
-    (folder / "config.json").write_text(json.dumps({"eos_token_id": [ids["<|im_end|>"]]}))
-    return folder
-
-
-def read_gguf(path: Path):
-    fields = {name: field.contents for name, field in gguf.GGUFReader(path).fields.items()}
-    return from_gguf(fields, path)
-
-
-@pytest.fixture(scope="module")
-def byte_pairs_of():
-    return functools.cache(BytePairs)
+@functools.cache
+def pieces() -> Vocabulary:
+    """Pieces with scores; characters of every other text only, and all bytes."""
+    words = [w for text in TEXTS[::2] for w in text.split(" ") if w.isprintable()]
+    letters = sorted({c for word in words for c in word} | {"▁"})
+    merges = learn_merges(["▁" + word for word in words], 200)
+    joined = dict.fromkeys([*(a + b for a, b in merges), "▁▁", "▁▁▁▁"])
+    order = np.random.default_rng(0).permutation(len(joined)).tolist()
+    scores = {piece: -float(i) for piece, i in zip(joined, order, strict=True)}
+    bytes_ = [f"<0x{b:02X}>" for b in range(256)]
+    kinds = KINDS | dict.fromkeys(bytes_, BYTE) | {"<unk>": UNKNOWN}
+    tokens = dict.fromkeys(["<unk>", *KINDS, *bytes_, *joined, *letters])
+    encode = functools.partial(sentence_pieces, scores=scores)
+    listed = [scores.get(token, -1e4) for token in tokens]
+    return Vocabulary(tokens, kinds, encode, model="llama", scores=listed, unknown_token_id=0)
 
 
 @pytest.mark.parametrize("pre", PATTERNS)
-def test_byte_pairs_of_gguf(byte_pairs_of, pre, tmp_path):
-    plain = byte_pairs_of(pre)
-    tokenizer = read_gguf(plain.write_gguf(tmp_path / "x.gguf"))
+def test_byte_pairs(pre):
+    plain = pairs(pre)
+    tokenizer = plain.read()
+    encode = plain.started if pre == "llama-bpe" else plain.encode
     for text in TEXTS:
-        want = plain.encode(text)
-        assert tokenizer.encode(text) == (started(want, plain) if pre == "llama-bpe" else want)
+        assert tokenizer.encode(text) == encode(text), text
         if not any(token in text for token in CONTROLS):
-            assert tokenizer.decode(want) == text
+            assert tokenizer.decode(plain.encode(text)) == text
     assert tokenizer.decode(plain.encode("a<think>b</s>c</think>")) == "a<think>bc</think>"
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe"])
-def test_byte_pairs_of_a_directory(byte_pairs_of, pre, tmp_path):
-    plain = byte_pairs_of(pre)
-    tokenizer = from_directory(plain.write_directory(tmp_path / "model"))
+def test_sentence_pieces():
+    plain = pieces()
+    tokenizer = plain.read()
     for text in TEXTS:
-        assert tokenizer.encode(text) == plain.encode(text), text
+        assert tokenizer.encode(text) == plain.started(text), text
+        if not any(token in text for token in ["▁", "<unk>", *KINDS]):
+            assert tokenizer.decode(plain.encode(text)) == text
+    assert tokenizer.decode(plain.encode("a<think>b</s>")) == "a<think> b"
+    half = [plain.ids[f"<0x{b:02X}>"] for b in "🙂".encode()[:3]]
+    assert tokenizer.decode([*plain.encode("a"), *half]) == "a" + 3 * "\ufffd"
+    spaceless = plain.read(add_space_prefix=False)
+    assert spaceless.decode(spaceless.encode(" a")) == " a"
 
 
-def test_bytes_that_are_no_utf_8(byte_pairs_of, tmp_path):
-    plain = byte_pairs_of("gpt-2")
-    tokenizer = read_gguf(plain.write_gguf(tmp_path / "x.gguf"))
+def test_bytes_that_are_no_utf_8():
+    plain = pairs("gpt-2")
+    tokenizer = plain.read()
     rng = np.random.default_rng(0)
     wild = [rng.integers(0, 256, n, np.uint8).tobytes() for n in range(1, 40)]
-    half = ["🙂é日".encode()[:n] for n in range(10)]
-    for data in wild + half:
+    for data in wild + ["🙂é日".encode()[:n] for n in range(10)]:
         ids = [plain.ids[BYTES[b]] for b in data]
         assert tokenizer.decode(ids) == data.decode(errors="replace")
     for text in ("\ud800", "a\udcffb", "🙂\udc00"):
-        with pytest.raises(ValueError, match=r"prompt: no Unicode at [01]: "):
+        with pytest.raises(ValueError, match=r"prompt: expected Unicode: .* in position [01]: "):
             tokenizer.encode(text)
 
 
-def test_where_gguf_files_say_nothing(byte_pairs_of, tmp_path):
+@pytest.mark.parametrize(
+    "pre, changes, starts",
+    [
+        ("llama-bpe", {}, 1),
+        ("llama-bpe", {"add_bos_token": False}, 0),
+        ("gpt-2", {}, 0),
+        ("gpt-2", {"add_bos_token": True}, 1),
+    ],
+)
+def test_where_gguf_files_say_nothing(pre, changes, starts):
     """Llama 3's texts begin with a token, GPT-2's do not, and templates know it either way."""
-    for pre, adds_bos, starts in (
-        ("llama-bpe", None, True),
-        ("llama-bpe", False, False),
-        ("gpt-2", None, False),
-        ("gpt-2", True, True),
-    ):
-        plain = byte_pairs_of(pre)
-        tokenizer = read_gguf(plain.write_gguf(tmp_path / "x.gguf", adds_bos=adds_bos))
-        bos, eos, eot = (plain.ids[token] for token in ("<s>", "</s>", "<|im_end|>"))
-        x = plain.ids["x"]
-        assert tokenizer.encode("x") == [bos, x][not starts :]
-        assert tokenizer.encode("<s>x") == [bos, x]
-        assert tokenizer.chat("x") == [bos, x, eos]  # not </s>'s id being the smaller one
-        assert tokenizer.stop == {eos, eot}
+    plain = pairs(pre)
+    tokenizer = plain.read(**changes)
+    bos, eos, eot, x = (plain.ids[token] for token in ("<s>", "</s>", "<|im_end|>", "x"))
+    assert tokenizer.encode("x") == [bos, x][1 - starts :]
+    assert tokenizer.encode("<s>x") == [bos, x]
+    assert tokenizer.chat("x") == [bos, x, eos]  # not </s>'s id being the smaller one
+    assert tokenizer.stop == {eos, eot}
+    assert from_gguf({}, Path("x.gguf")) is None
 
 
-# Pieces of text
+# The files of a directory
+
+NAMED = [{"name": "tool_use", "template": "y"}, {"name": "default", "template": "z"}]
+IDS = {"bos_token_id": 256, "eos_token_id": 257}
+TEXT_TOKENS = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
+# What stands around a text; tokenizer_config.json, config.json, generation_config.json; and what
+# begins and ends a text then.
+FOLDERS = [
+    (
+        "<s> $A",
+        {"chat_template": "x"},
+        {"eos_token_id": [257, 3]},
+        {},
+        (256, {257, 3}, "x", "", ""),
+    ),
+    ("$A </s>", TEXT_TOKENS | {"chat_template": NAMED}, {}, {}, (None, set(), "z", "<s>", "</s>")),
+    ("<s> $A </s>", {"chat_template": NAMED[:1]}, IDS, {}, (256, {257}, None, "<s>", "</s>")),
+    ("$A", {}, {"eos_token_id": 5}, {"eos_token_id": 0}, (None, {0}, None, "", "&")),
+    ("<s> </s> $A", {}, {}, {}, None),
+]
 
 
-class SentencePieces:
-    """A vocabulary with scores; characters of every other text only, and all bytes."""
-
-    def __init__(self):
-        words = [w for text in TEXTS[::2] for w in text.split(" ") if w.isprintable()]
-        letters = sorted({c for word in words for c in word} | {"▁"})
-        merges = learn_merges(["▁" + word for word in words], 200)
-        pieces = dict.fromkeys([*(a + b for a, b in merges), "▁▁", "▁▁▁▁"])
-        self.scores = {piece: -float(i) for i, piece in enumerate(pieces)}
-        bytes_ = [f"<0x{b:02X}>" for b in range(256)]
-        kinds = dict.fromkeys(CONTROLS, CONTROL) | dict.fromkeys(USERS, USER_DEFINED)
-        kinds |= dict.fromkeys(bytes_, BYTE) | {"<unk>": UNKNOWN}
-        self.tokens = ["<unk>", *CONTROLS, *USERS, *bytes_, *pieces, *letters]
-        self.tokens = list(dict.fromkeys(self.tokens))
-        self.kinds = [kinds.get(token, NORMAL) for token in self.tokens]
-        self.ids = {token: i for i, token in enumerate(self.tokens)}
-
-    def encode(self, text: str) -> list[int]:
-        added = {token: self.ids[token] for token in ["<unk>", *CONTROLS, *USERS]}
-        encode = functools.partial(sentence_pieces, ids=self.ids, scores=self.scores)
-        return around(text, added, encode)
-
-    def write_gguf(self, path: Path) -> Path:
-        writer = gguf.GGUFWriter(path, "llama")
-        writer.add_tokenizer_model("llama")
-        writer.add_token_list(self.tokens)
-        writer.add_token_scores([self.scores.get(token, -1e4) for token in self.tokens])
-        writer.add_token_types(self.kinds)
-        writer.add_unk_token_id(0)
-        return finish(writer, self.ids, path)
-
-    def write_directory(self, folder: Path) -> Path:
-        """As Llama 2's tokenizer.json has it: merges in the order of what they make."""
-        merges = [
-            (piece[:i], piece[i:])
-            for piece in self.scores
-            for i in range(1, len(piece))
-            if piece[:i] in self.ids and piece[i:] in self.ids
-        ]
-        spaces = [
-            {"type": "Prepend", "prepend": "▁"},
-            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
-        ]
-        decoders = [
-            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-            {"type": "ByteFallback"},
-            {"type": "Fuse"},
-            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
-        ]
-        first = {"SpecialToken": {"id": "<s>", "type_id": 0}}
-        a = {"Sequence": {"id": "A", "type_id": 0}}
-        start = {
-            "type": "TemplateProcessing",
-            "single": [first, a],
-            "pair": [first, a],
-            "special_tokens": {"<s>": {"id": "<s>", "ids": [self.ids["<s>"]], "tokens": ["<s>"]}},
-        }
-        model = {"type": "BPE", "merges": merges, "unk_token": "<unk>", "fuse_unk": True}
-        return write_directory(
-            folder,
-            self.ids,
-            model | {"byte_fallback": True},
-            start,
-            pre_tokenizer=None,
-            normalizer={"type": "Sequence", "normalizers": spaces},
-            decoder={"type": "Sequence", "decoders": decoders},
-        )
-
-
-@pytest.fixture(scope="module")
-def pieces():
-    return SentencePieces()
-
-
-@pytest.mark.parametrize("kind", ["gguf", "directory"])
-def test_sentence_pieces(pieces, kind, tmp_path):
-    if kind == "gguf":
-        tokenizer = read_gguf(pieces.write_gguf(tmp_path / "x.gguf"))
-    else:
-        tokenizer = from_directory(pieces.write_directory(tmp_path / "model"))
-    for text in TEXTS:
-        assert tokenizer.encode(text) == started(pieces.encode(text), pieces), text
-        if not any(token in text for token in ["▁", "<unk>", *CONTROLS, *USERS]):
-            assert tokenizer.decode(pieces.encode(text)) == text
-    assert tokenizer.decode(pieces.encode("a<think>b</s>")) == "a<think> b"
-    half = [pieces.ids[f"<0x{b:02X}>"] for b in "🙂".encode()[:3]]
-    assert tokenizer.decode([*pieces.encode("a"), *half]) == "a" + 3 * "\ufffd"
+@pytest.mark.parametrize("single, about, config, generation, want", FOLDERS)
+def test_tokenizer_of_a_directory(tmp_path, single, about, config, generation, want):
+    backend = byte_tokenizer().backend
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single=single, special_tokens=[("<s>", 256), ("</s>", 257)]
+    )
+    backend.enable_truncation(4)  # what belongs to the batches of a training run
+    backend.enable_padding(pad_id=3, length=12)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    for name, fields in (("tokenizer_", about), ("", config), ("generation_", generation)):
+        (tmp_path / f"{name}config.json").write_text(json.dumps(fields))
+    if want is None:
+        with pytest.raises(ValueError, match=r"tokenizer.json: .*one token .* got \[256, 257\]"):
+            from_directory(tmp_path)
+        return
+    found = from_directory(tmp_path)
+    assert (found.start, found.stop, found.chat_template, found.bos, found.eos) == want
+    ids = found.encode("abcdefgh")
+    assert len(ids) == 8 + (want[0] is not None) and found.decode(ids) == "abcdefgh"
+    assert found.encode("<s>ab").count(256) == 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Text from a Llama whose cache lies on many devices."""
+"""Text from a Llama whose cache is sharded over devices."""
 
 import argparse
 import os
@@ -20,26 +20,27 @@ EXAMPLES = """examples:
   python -m treeattn_llama "Once upon a time" --plain --temperature 0.8 --seed 1
 """
 
-# Each flag with what it takes, and what `--help` says of it.
+# Each flag: its type, default, and value, and its help.
 FLAGS = {
     "model": (str, None, "PATH", "a GGUF file or a Hugging Face directory (default: SmolLM2-135M)"),
-    "devices": (int, None, "N", "deal the cache over N simulated devices (default: the machine's)"),
+    "devices": (int, None, "N", "shard the cache over N simulated devices (default: all devices)"),
     "attention": (str, "tree", tuple(ATTENTIONS), "how the devices' parts merge (default: tree)"),
     "draft": (str, None, ("lookup",), "verify several guesses in a call (default: no guesses)"),
     "tokens": (int, 128, "N", "write at most N tokens (default: 128)"),
     "temperature": (float, 0.0, "T", "draw tokens at temperature T; 0: the likeliest (default: 0)"),
     "top-k": (int, None, "K", "draw from the K likeliest tokens only (default: from all)"),
-    "top-p": (
-        float,
-        None,
-        "P",
-        "draw from the likeliest whose probabilities reach P (default: all)",
-    ),
+    "top-p": (float, None, "P", "draw from the likeliest tokens that reach probability P in sum"),
     "seed": (int, 0, "N", "the same seed draws the same text (default: 0)"),
 }
-# What the package's errors call otherwise than the command's flags.
-ARGUMENTS = {"n": "devices", "path": "model", "max_new_tokens": "tokens"}
-ARGUMENTS |= {name.replace("-", "_"): name for name in FLAGS}
+SAMPLING = ("temperature", "top_k", "top_p", "seed")
+# The flags that have another name than the argument in the package's errors.
+ARGUMENTS = {
+    "n": "devices",
+    "path": "model",
+    "max_new_tokens": "tokens",
+    "top_k": "top-k",
+    "top_p": "top-p",
+}
 
 
 def arguments() -> argparse.Namespace:
@@ -50,12 +51,12 @@ def arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"treeattn_llama {__version__}")
-    parser.add_argument("prompt", help="what is asked, or with --plain what is to be continued")
-    for name, (kind, default, takes, said) in FLAGS.items():
-        choice = {"metavar": takes} if isinstance(takes, str) else {"choices": takes}
-        parser.add_argument(f"--{name}", type=kind, default=default, help=said, **choice)
-    said = "continue the prompt, rather than answer it (default: answer)"
-    parser.add_argument("--plain", action="store_true", help=said)
+    parser.add_argument("prompt", help="a question, or with --plain the beginning of a text")
+    for name, (kind, default, value, help_) in FLAGS.items():
+        values = {"metavar": value} if isinstance(value, str) else {"choices": value}
+        parser.add_argument(f"--{name}", type=kind, default=default, help=help_, **values)
+    help_ = "continue the prompt, rather than answer it (default: answer)"
+    parser.add_argument("--plain", action="store_true", help=help_)
     return parser.parse_args()
 
 
@@ -67,25 +68,17 @@ def run(args: argparse.Namespace) -> None:
     tokenizer = tokenizer_of(model)
     plain = args.plain or tokenizer.chat_template is None
     ids = prompt_ids(model, args.prompt)[0] if plain else tokenizer.chat(args.prompt)
-    calls = stream(
-        model,
-        [ids],
-        draft=args.draft,
-        max_new_tokens=args.tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=args.seed,
-    )
+    options = {name: getattr(args, name) for name in SAMPLING}
+    calls = stream(model, [ids], draft=args.draft, max_new_tokens=args.tokens, **options)
     began = time.perf_counter()
-    done = []  # when each call was done, that of the prompt first, and how long the text was then
+    done = []  # (time, length of the text) after each call, that of the prompt first
     for piece in pieces(tokenizer, calls):
         done.append((time.perf_counter() - began, len(calls.state.texts[0])))
         print(piece, end="", flush=True)
     print()
     devices = f"{jax.device_count()} device{'s' if mesh else ''}"
     report = f"{devices}; prompt: {len(ids)} tokens, {done[0][0]:.1f} s"
-    if calls.steps > 1:  # the first step's time is compiling, too
+    if calls.steps > 1:  # the first step compiles, so it is not counted
         (first, before), (last, after) = done[1], done[-1]
         report += f"; then {(after - before) / (last - first):.1f} tokens/s"
     if args.draft and calls.steps:
@@ -94,23 +87,22 @@ def run(args: argparse.Namespace) -> None:
 
 
 def with_flags(message: str) -> str:
-    """An error's message, with a flag's name where it begins with that of an argument."""
-    name, colon, rest = message.partition(":")
-    if name == "prompts":
-        return f"prompt:{rest}"
-    return f"--{ARGUMENTS[name]}:{rest}" if name in ARGUMENTS else name + colon + rest
+    """An error's message, with the flag's name if it begins with an argument's name."""
+    name, _, rest = message.partition(":")
+    flag = ARGUMENTS.get(name, name)
+    return f"--{flag}:{rest}" if flag in FLAGS else message
 
 
 def main() -> int:
     if sys.stdout is None:  # closed
         sys.stdout = open(os.devnull, "w")
-    sys.stdout.reconfigure(errors="replace")  # the terminal may lack letters that an answer has
+    sys.stdout.reconfigure(errors="replace")  # the terminal may lack letters of the answer
     try:
         try:
             run(arguments())
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads the answer, as `head` does, has read enough
+    except BrokenPipeError:  # the reader, for example `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush
         return 1
     except (TypeError, ValueError, OSError, RuntimeError) as error:

@@ -1,55 +1,50 @@
-"""The attentions that a model can be run with: what each device does with its shard of the cache.
+"""The attentions that a model can run with: how a device attends to its shard of the cache.
 
-Each is a function of the queries, which all devices of a text have, and of a device's own keys. Its
-result is the state after *all* devices' keys. The new tokens' own keys are in no shard yet: what
-they say is a second state, and the two merge (`layers.extend_layer`).
+Each attention is a function of the queries, which every device of a text holds, and of the device's
+own keys. It returns the state after the keys of *all* devices. The new tokens' own keys are not in
+the cache yet: `layers.extend_layer` attends to them separately, and merges the two states.
 """
 
 import functools
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
-from treeattn import AttentionState, attend, merge, merge_across
-from treeattn_llama.arguments import Array
-from treeattn_llama.cache import shard_lengths
+from treeattn import AttentionState, attend, merge, merge_across, shard_lengths, visit_shards
+from treeattn_llama.arguments import Array, Lengths, Queries, named
 from treeattn_llama.layout import Layout
 
-# q (b, l, h, d), a device's k and v (b, n, h_kv, d), how many of its keys are in use (b,), and the
-# names of the mesh's axes that share the keys: () on a single device. Called inside shard_map.
+# q (b, l, h, d), the device's k and v (b, n, h_kv, d), the number of its keys in use (b,), and the
+# names of the mesh's axes that shard the keys, () on a single device. Called inside shard_map.
 ShardAttention = Callable[[Array, Array, Array, Array, tuple[str, ...]], AttentionState]
 
 
 def attend_own(q, k, v, **options) -> AttentionState:
-    """The state of arrays that one device has. XLA cannot know that they are whole there, and would
-    keep a program ready to be split over several CPU devices, with all scores in memory."""
+    """The state of the queries after keys that this device holds.
+
+    On a CPU the implementation is named, because `attend` cannot know here that no array is sharded
+    any further: by default it would choose the one that holds all scores.
+    """
     implementation = "blockwise" if jax.default_backend() == "cpu" else None
     return attend(q, k, v, implementation=implementation, **options)
 
 
 def tree(q, k, v, lengths, axes, method: str = "allreduce") -> AttentionState:
-    """Tree Attention: attend to the own keys, and merge all devices' states."""
+    """Tree Attention: each device attends to its own keys, then the devices merge their states."""
     state = attend_own(q, k, v, kv_lengths=lengths)
     return merge_across(state, axes, method=method) if axes else state
 
 
 def ring(q, k, v, lengths, axes) -> AttentionState:
-    """Ring Attention: every shard passes by every device, in p − 1 steps."""
-    state = attend_own(q, k, v, kv_lengths=lengths)
-    if not axes:
-        return state
-    p = jax.lax.axis_size(axes)
-    neighbours = [(i, (i + 1) % p) for i in range(p)]
+    """Ring Attention: every shard visits every device, in p − 1 steps."""
 
-    def pass_on(_, carry):
-        state, shard = carry
-        shard = jax.tree.map(lambda x: jax.lax.ppermute(x, axes, neighbours), shard)
+    def visit(state, shard, _):
         k, v, lengths = shard
-        return merge(state, attend_own(q, k, v, kv_lengths=lengths)), shard
+        return merge(state, attend_own(q, k, v, kv_lengths=lengths))
 
-    return jax.lax.fori_loop(1, p, pass_on, (state, (k, v, lengths)))[0]
+    own = attend_own(q, k, v, kv_lengths=lengths)
+    return visit_shards(visit, own, (k, v, lengths), axes)
 
 
 ATTENTIONS = {
@@ -60,34 +55,32 @@ ATTENTIONS = {
 
 
 def check_attention(attention: str | ShardAttention) -> None:
-    """Raise a ValueError for an unknown name, and a TypeError for a function that is not hashable:
-    the layers' programs are compiled for it."""
-    kind = type(attention).__name__
-    if not callable(attention) and not isinstance(attention, str):
-        raise TypeError(f"attention: expected a name or a function, got {kind}")
-    if isinstance(attention, str) and attention not in ATTENTIONS:
-        raise ValueError(f"attention: expected one of {tuple(ATTENTIONS)}, got {attention!r:.40}")
-    try:
+    """Raise ValueError unless `attention` is a known name, or a function that can be hashed.
+
+    Each attention has its own compiled programs, which JAX finds by its hash.
+    """
+    with named("attention", "expected a name or a hashable function"):
         hash(attention)
-    except TypeError:
-        raise TypeError(f"attention: expected a hashable function, got {kind}") from None
+    if not callable(attention) and attention not in ATTENTIONS:
+        raise ValueError(
+            f"attention: expected a function or one of {tuple(ATTENTIONS)}, got {attention!r:.40}"
+        )
 
 
 def attend_cache(
-    q: Float[Array, "b l h d"],
+    q: Queries,
     k: Float[Array, "b n h_kv d"],
     v: Float[Array, "b n h_kv d"],
-    lengths: Int[Array, " b"],
+    lengths: Lengths,
     attention: str | ShardAttention,
     layout: Layout,
 ) -> AttentionState:
     """The state of q after one layer's cached keys; every device calls it with its shard.
 
-    lengths: how many tokens of each text all shards hold
+    lengths: the number of tokens of each text, on all devices together
     """
     rank = jax.lax.axis_index(layout.keys) if layout.keys else 0
-    own = shard_lengths(lengths, rank, layout.shards)
-    # Under `jit` lengths cannot be checked, so they are clipped to the room that there is.
-    own = jnp.minimum(own, k.shape[1])
+    p = layout.shards
+    own = shard_lengths(lengths, rank, p * k.shape[1], p, striped=True)
     run = attention if callable(attention) else ATTENTIONS[attention]
     return run(q, k, v, own, layout.keys)

@@ -1,9 +1,9 @@
-"""A cache of keys and values, dealt over the devices of a mesh in stripes.
+"""A cache of keys and values, sharded over the devices of a mesh in stripes.
 
-Token s of a text lies on device s mod p, in its row s // p: like cards dealt around a table. Any
-partition of the keys gives the same attention, and this one keeps the shards equally full, to
-within one token, while the text grows. What is in use is always the beginning of a shard, so
-that one number describes it, its length.
+Token s of a text is on device s mod p, in row s // p, as cards are dealt around a table. Any
+partition of the keys gives the same attention. This one keeps the shards equally full while the
+text grows, to within one token. The tokens of a shard fill its first rows, so one number describes
+the shard, its length.
 
     device 0   0  8  16  24 …
     device 1   1  9  17  25 …
@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from treeattn_llama.arguments import Array
+from treeattn import striped_slot
+from treeattn_llama.arguments import Array, Lengths
 from treeattn_llama.layout import Layout
 
 # A layer's keys and values, of a cache (b, capacity, h_kv, d) or of new tokens (b, l, h_kv, d).
@@ -26,16 +27,16 @@ Pair = tuple[Float[Array, "b _ h_kv d"], Float[Array, "b _ h_kv d"]]
 
 
 class Cache(NamedTuple):
-    """One pair of arrays a layer, each (batch, capacity, kv_heads, head_dim), sharded along
-    capacity, and along batch where the mesh has an axis for it; and how many tokens of each text
-    they hold.
+    """The keys and values of each layer, and the number of tokens of each text.
 
-    Shard r of p, rows r·capacity/p and on, holds tokens r, r + p, r + 2p, … (`token_rows`).
+    Arrays are (batch, capacity, kv_heads, head_dim), sharded along capacity, and along batch if the
+    mesh has an axis for it. Shard r of p has the rows from r·capacity/p on, and holds the tokens
+    r, r + p, r + 2p, … (`treeattn.striped_slot`).
     """
 
     k: tuple[Float[Array, "b capacity h_kv d"], ...]
     v: tuple[Float[Array, "b capacity h_kv d"], ...]
-    lengths: Int[Array, " b"]
+    lengths: Lengths
 
     @property
     def capacity(self) -> int:
@@ -48,50 +49,32 @@ class Cache(NamedTuple):
         return tuple(zip(self.k, self.v, strict=True))
 
 
-def shard_lengths(lengths: Int[Array, " b"], rank, p: int) -> Int[Array, " b"]:
-    """How many of the first `lengths` tokens lie on device `rank` of `p`."""
+def shard_lengths(lengths: Lengths, rank, p: int) -> Lengths:
+    """How many of the first `lengths` tokens are on device `rank` of `p`."""
     return (lengths - rank + p - 1) // p
 
 
-def token_rows(tokens, capacity: int, p: int):
-    """Where tokens lie along the capacity axis of a cache over `p` devices."""
-    return tokens % p * (capacity // p) + tokens // p
-
-
 def in_order(x: Float[Array, "b n ..."], p: int) -> np.ndarray:
-    """A cache array with its tokens in the text's order: (batch, capacity, …), on the host."""
+    """A cache's array on the host, its tokens in the order of the text: (batch, capacity, …)."""
     x = np.asarray(x)
-    return x[:, token_rows(np.arange(x.shape[1]), x.shape[1], p)]
-
-
-def empty_cache(layers: int, shape: tuple[int, int, int, int], dtype, layout: Layout) -> Cache:
-    """A cache of zeros, its capacity rounded up to a multiple of the shards.
-
-    shape: (batch, capacity, kv_heads, head_dim)
-    """
-    p = layout.shards
-    batch, capacity, *heads = shape
-    shape = batch, p * -(-capacity // p), *heads
-    where = layout.sharding(layout.of_keys)
-    k, v = (tuple(jnp.zeros(shape, dtype, device=where) for _ in range(layers)) for _ in "kv")
-    return Cache(k, v, layout.put(np.zeros(batch, np.int32)))
+    return x[:, striped_slot(np.arange(x.shape[1]), x.shape[1], p)]
 
 
 @functools.partial(jax.jit, static_argnames="layout", donate_argnames="cached")
 def append(
     cached: Pair,
     new: Pair,
-    lengths: Int[Array, " b"],
-    counts: Int[Array, " b"],
+    lengths: Lengths,
+    counts: Lengths,
     select: Int[Array, "b m"] | None = None,
     *,
     layout: Layout,
 ) -> Pair:
     """A layer's part of a cache, with new tokens after those of each text.
 
-    lengths: how many tokens of each text the cache holds
-    counts:  how many of the new tokens each text gets
-    select:  which, in order, as indices into the new tokens; the first ones when None
+    lengths: the number of tokens of each text in the cache
+    counts:  the number of new tokens for each text
+    select:  indices of the new tokens to write, in order; None for the first ones
 
     With lengths [7], counts [2] and select [[0, 2, 2]], new tokens 0 and 2 become tokens 7 and 8.
     """
@@ -101,36 +84,38 @@ def append(
             new = [jnp.take_along_axis(x, select[..., None, None], axis=1) for x in new]
         rank = jax.lax.axis_index(layout.keys) if layout.keys else 0
         p = layout.shards
-        tokens = lengths[:, None] + jnp.arange(new[0].shape[1])
-        mine = (jnp.arange(new[0].shape[1]) < counts[:, None]) & (tokens % p == rank)
-        past_the_end = cached[0].shape[1]
-        rows = jnp.where(mine, tokens // p, past_the_end)  # where nothing is written
+        index = jnp.arange(new[0].shape[1])
+        tokens = lengths[:, None] + index
+        mine = (index < counts[:, None]) & (tokens % p == rank)
+        past_the_end = cached[0].shape[1]  # `drop` writes nothing there
+        rows = jnp.where(mine, tokens // p, past_the_end)
         texts = jnp.arange(len(lengths))[:, None]
         return tuple(
             x.at[texts, rows].set(y, mode="drop") for x, y in zip(cached, new, strict=True)
         )
 
     rows = layout.of_rows
-    given = layout.of_keys, rows, rows, rows, rows
-    return layout.on_each_device(body, given, layout.of_keys)(cached, new, lengths, counts, select)
+    in_specs = layout.of_keys, rows, rows, rows, rows
+    run = layout.on_each_device(body, in_specs, layout.of_keys)
+    return run(cached, new, lengths, counts, select)
 
 
 @functools.partial(jax.jit, static_argnames="layout", donate_argnames="cached")
 def fill(cached: Pair, new: Pair, *, layout: Layout) -> Pair:
     """A layer's part of an empty cache, with the tokens of whole prompts.
 
-    new: (b, n, h_kv, d), sharded along n in the text's order, where p² divides n
+    new: (b, n, h_kv, d), sharded along n in the text's order; n is a multiple of p²
 
-    An all-to-all deals the tokens out: of 8 tokens, two devices have 0 1 2 3 and 4 5 6 7, and then
-    0 2 4 6 and 1 3 5 7.
+    An all-to-all turns neighbours into stripes: two devices that hold the tokens 0 1 2 3 and
+    4 5 6 7 hold 0 2 4 6 and 1 3 5 7 afterwards.
     """
     p = layout.shards
 
     def deal(x, y):
-        # This device's n/p neighbours as n/p² rounds of p cards, one for each device.
+        # The n/p tokens here are n/p² rounds of p cards, one for each device.
         y = y.reshape(len(y), -1, p, *y.shape[2:])
         y = jax.lax.all_to_all(y, layout.keys, split_axis=2, concat_axis=1, tiled=True)[:, :, 0]
-        y = y[:, : x.shape[1]]  # what does not fit is padding
+        y = y[:, : x.shape[1]]  # beyond the capacity there is only padding
         return jax.lax.dynamic_update_slice_in_dim(x, y, 0, axis=1)
 
     def body(cached, new):
@@ -139,14 +124,14 @@ def fill(cached: Pair, new: Pair, *, layout: Layout) -> Pair:
     return layout.on_each_device(body, (layout.of_keys,) * 2, layout.of_keys)(cached, new)
 
 
-advance = jax.jit(jnp.add)  # lengths by counts: dispatched at once, as the layers' programs are
+advance = jax.jit(jnp.add)  # lengths + counts, dispatched without waiting, as the layers are
 
 
 def wait_on_cpus(arrays, layout: Layout) -> None:
-    """Return when `arrays` are there, if simulated devices compute them: before `append`.
+    """Return when simulated devices have computed `arrays`; call it before `append`.
 
-    XLA:CPU keeps a thread for a small program while that waits for its inputs. With one for every
-    device, none is left for the collectives that the inputs come from, and nothing moves again.
+    XLA:CPU keeps a thread for a small program that waits for its inputs. If each device has such a
+    program, no thread is left for the collectives that compute the inputs: a deadlock.
     """
     if layout.mesh is not None and layout.mesh.devices.flat[0].platform == "cpu":
         jax.block_until_ready(arrays)

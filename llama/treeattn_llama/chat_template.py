@@ -1,6 +1,7 @@
 """Chat templates: a checkpoint's Jinja program that writes a conversation as one text.
 
-It is a stranger's program, so it runs in Jinja's sandbox, with what transformers gives it.
+A template is a stranger's program, so it runs in Jinja's sandbox. It gets the functions and filters
+that transformers gives it.
 """
 
 import datetime
@@ -13,9 +14,9 @@ import jinja2.sandbox
 
 
 class Generation(jinja2.ext.Extension):
-    """`{% generation %} … {% endgeneration %}` marks what an assistant has said, for training.
+    """`{% generation %} … {% endgeneration %}` marks the assistant's words, for training.
 
-    What stands inside is written as it is.
+    The text inside is written as it is.
     """
 
     tags: ClassVar = {"generation"}

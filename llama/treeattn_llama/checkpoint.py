@@ -1,7 +1,7 @@
-"""A Llama on disk: what it is, which tensors there are, and how to read one of them.
+"""A Llama on disk: its configuration, the shapes of its tensors, and a function that reads one.
 
-Tensors go by the names that Hugging Face gives them. None is read before it is asked for, so that
-a model never needs its weights twice.
+Tensors have the names that Hugging Face gives them. Each is read when it is asked for, so memory
+holds the weights once.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ from treeattn_llama.tokenizer import Tokenizer
 class Checkpoint:
     """A model on disk.
 
-    shapes:         of every tensor in it, by its Hugging Face name
-    read:           name -> the tensor, as a new numpy array
-    rotary_factors: numbers that the rotary frequencies are divided by (head_dim / 2,), or None
+    shapes:         the shape of every tensor, by its Hugging Face name
+    read:           the function from a name to the tensor, a new NumPy array
+    rotary_factors: divisors of the rotary frequencies (head_dim / 2,), or None
     """
 
     path: Path
@@ -31,40 +31,34 @@ class Checkpoint:
     rotary_factors: np.ndarray | None = None
 
     def check(self) -> None:
-        """Raise a ValueError that names tensors which are missing, misshapen or unknown."""
-        if self.config.layers > len(self.shapes):
-            layers = f"{self.config.layers} layers"
-            raise ValueError(f"{self.path}: {layers} are more than its {len(self.shapes)} tensors")
-        expected = self.config.tensors()
-        missing = [name for name in expected if name not in self.shapes]
-        if missing:
-            raise ValueError(f"{self.path}: {list_names(missing)} missing from the checkpoint")
+        """Raise ValueError, with the tensors' names, if some are missing, misshapen or unknown, or
+        if the tokenizer has more tokens than the model."""
+        config = self.config
+        if config.layers > len(self.shapes):  # checked first: it may be billions
+            raise ValueError(
+                f"{config.layers} layers are more than the checkpoint's {len(self.shapes)} tensors"
+            )
+        expected = config.tensors()
+        if missing := expected.keys() - self.shapes.keys():
+            raise ValueError(f"missing from the checkpoint: {list_names(missing)}")
+        known = expected | {"lm_head.weight": None}  # if tied, `load_weights` compares it
+        if self.rotary_factors is not None:
+            expected["rope_freqs.weight"] = (config.head_dim // 2,)
         for name, shape in expected.items():
-            if (came := self.shapes[name]) != shape:
-                wanted = f"its configuration asks for {shape}"
-                raise ValueError(f"{self.path}: {name} has shape {came}; {wanted}")
-        factors = self.rotary_factors
-        pairs = (self.config.head_dim // 2,)
-        if factors is not None and factors.shape != pairs:
-            raise ValueError(
-                f"{self.path}: rope_freqs.weight has shape {factors.shape}, not {pairs}"
-            )
-        harmless = {"lm_head.weight"}  # where tied: `load_weights` looks whether it is
-        harmless |= set() if factors is None else {"rope_freqs.weight"}
-        unknown = set(self.shapes) - set(expected) - harmless
-        unknown = sorted(n for n in unknown if not n.endswith("rotary_emb.inv_freq"))
+            if (found := self.shapes[name]) != shape:
+                raise ValueError(f"{name} has shape {found}; its configuration asks for {shape}")
+        unknown = self.shapes.keys() - known.keys() - expected.keys()
+        unknown = {name for name in unknown if not name.endswith("rotary_emb.inv_freq")}
         if unknown:
+            raise ValueError(f"not part of a Llama with this configuration: {list_names(unknown)}")
+        if self.tokenizer is not None and self.tokenizer.size > config.vocabulary:
             raise ValueError(
-                f"{self.path}: {list_names(unknown)} not part of a Llama so configured"
-            )
-        if self.tokenizer is not None and self.tokenizer.size > self.config.vocabulary:
-            raise ValueError(
-                f"{self.path}: the tokenizer has ids up to {self.tokenizer.size - 1}, the model's "
-                f"vocabulary only {self.config.vocabulary} tokens"
+                f"the tokenizer has ids up to {self.tokenizer.size - 1}, the model's vocabulary "
+                f"only {config.vocabulary} tokens"
             )
 
 
-def list_names(names: list[str]) -> str:
-    """The first of the names, and their verb, for a message."""
-    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f"{listed} {'is' if len(names) == 1 else 'are'}"
+def list_names(names: set[str]) -> str:
+    """The first of the names in order, for a message."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(sorted(names)[:3]) + more

@@ -1,4 +1,4 @@
-"""What a Llama is: its numbers, and the tensors that follow from them."""
+"""A Llama's configuration: its numbers, and the tensors that follow from them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from treeattn_llama.arguments import boolean, integer, number
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The shape of a Llama. head_dim need not be width / heads.
+    """The numbers of a Llama. head_dim need not be width / heads.
 
-    Raises a TypeError or ValueError for a size that is no whole number of at least 1, a number
-    that is not finite and above 0, and for sizes that do not fit each other.
+    Raises TypeError or ValueError unless every size is a whole number of at least 1, every other
+    number is finite and above 0, and the sizes fit each other.
     """
 
     vocabulary: int
@@ -23,19 +23,18 @@ class Config:
     kv_heads: int
     head_dim: int
     mlp_width: int
-    context: int  # the longest text that it was trained on: a larger cache is warned of
+    context: int  # the longest text that it was trained on; a larger cache gives a warning
     norm_epsilon: float
     rotary_base: float
-    rotary_scaling: "LinearScaling | Llama3Scaling | None" = None
+    rotary_scaling: "RotaryScaling | None" = None
     tied: bool = False  # the output matrix is the embedding
     attention_bias: bool = False
     mlp_bias: bool = False
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            if field.type in CHECKS:
-                checked = CHECKS[field.type](field.name, getattr(self, field.name))
-                object.__setattr__(self, field.name, checked)
+        for name, kind in Config.__annotations__.items():
+            if kind in CHECKS:
+                object.__setattr__(self, name, CHECKS[kind](name, getattr(self, name)))
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"heads: {self.heads} query heads cannot share {self.kv_heads} key heads evenly"
@@ -51,35 +50,36 @@ class Config:
         kv = self.kv_heads * self.head_dim
         d = self.width
         f = self.mlp_width
-        layer = {
-            "input_layernorm.weight": (d,),
-            "self_attn.q_proj.weight": (q, d),
-            "self_attn.k_proj.weight": (kv, d),
-            "self_attn.v_proj.weight": (kv, d),
-            "self_attn.o_proj.weight": (d, q),
-            "post_attention_layernorm.weight": (d,),
-            "mlp.gate_proj.weight": (f, d),
-            "mlp.up_proj.weight": (f, d),
-            "mlp.down_proj.weight": (d, f),
+        parts = {
+            "input_layernorm": (d,),
+            "self_attn.q_proj": (q, d),
+            "self_attn.k_proj": (kv, d),
+            "self_attn.v_proj": (kv, d),
+            "self_attn.o_proj": (d, q),
+            "post_attention_layernorm": (d,),
+            "mlp.gate_proj": (f, d),
+            "mlp.up_proj": (f, d),
+            "mlp.down_proj": (d, f),
         }
-        biased = [n for n in layer if "self_attn" in n] if self.attention_bias else []
-        biased += [n for n in layer if "mlp" in n] if self.mlp_bias else []
-        layer |= {n.replace("weight", "bias"): layer[n][:1] for n in biased}
+        biased = {"self_attn": self.attention_bias, "mlp": self.mlp_bias}
         shapes = {"model.embed_tokens.weight": (self.vocabulary, d), "model.norm.weight": (d,)}
         if not self.tied:
             shapes["lm_head.weight"] = (self.vocabulary, d)
         for i in range(self.layers):
-            shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+            for part, shape in parts.items():
+                shapes[f"model.layers.{i}.{part}.weight"] = shape
+                if biased.get(part.split(".")[0]):
+                    shapes[f"model.layers.{i}.{part}.bias"] = shape[:1]
         return shapes
 
 
 CHECKS = {
     int: lambda name, x: integer(name, x, 1),
-    float: lambda name, x: number(name, x, 1e-38),  # above 0 in float32, too
+    float: lambda name, x: number(name, x, 1e-38),  # float32 rounds a smaller one to 0
     bool: boolean,
 }
 
-# The fields that both formats have: in config.json, and in a GGUF file's metadata after "llama.".
+# The names of a field in config.json, and in a GGUF file's metadata after "llama.".
 NAMES = {
     "vocabulary": ("vocab_size", "vocab_size"),
     "width": ("hidden_size", "embedding_length"),
@@ -93,26 +93,26 @@ NAMES = {
     "rotary_base": ("rope_theta", "rope.freq_base"),
 }
 
-# What is meant where a file does not say it, by the fields before it.
+# The value of a field that a file lacks, from the fields before it.
 DEFAULTS = {
     "kv_heads": lambda known: known["heads"],
     "head_dim": lambda known: max(known["width"] // known["heads"], 1),
     "context": lambda known: 2048,
     "norm_epsilon": lambda known: 1e-6,
     "rotary_base": lambda known: 10000.0,
+    **dict.fromkeys(("tied", "attention_bias", "mlp_bias"), lambda known: False),
 }
 
 
 def read_config(names: dict[str, str], get: Callable, **given) -> Config:
-    """A `Config` of what a file says, each field checked under the name that it has there.
+    """The `Config` in a file.
 
-    names: of each field of `NAMES`, in this file
-    get:   from such a name to what the file has there; None where it has nothing
-    given: fields that are known otherwise
+    names: the file's name of each field of `NAMES`
+    get:   the function from such a name to the value in the file, None if there is none
+    given: fields that are known already
 
-    Raises a ValueError or TypeError that names the file's field.
+    Raises ValueError or TypeError, with the file's name of the field.
     """
-    kinds = {field.name: field.type for field in dataclasses.fields(Config)}
     for field, name in names.items():
         if field in given:
             continue
@@ -121,32 +121,23 @@ def read_config(names: dict[str, str], get: Callable, **given) -> Config:
             found = DEFAULTS[field](given)
         if found is None:
             raise ValueError(f"lacks {name}")
-        given[field] = CHECKS[kinds[field]](name, found)
+        given[field] = CHECKS[Config.__annotations__[field]](name, found)
     return Config(**given)
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearScaling:
-    """Every rotary pair is slowed by `factor`."""
+class RotaryScaling:
+    """Rotary pairs slowed by `factor`: all of them, or by Llama 3's rule if the other fields are
+    given. By that rule pairs whose wavelength is long, measured by the context of the first
+    training, are slowed, short ones are not, and there is a ramp between."""
 
     factor: float
-
-    def apply(self, frequencies: np.ndarray) -> np.ndarray:
-        return frequencies / self.factor
-
-
-@dataclasses.dataclass(frozen=True)
-class Llama3Scaling:
-    """The pairs whose wavelength is long against the context of the first training are slowed by
-    `factor`, the short ones left as they are, with a ramp between them."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: float
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: float | None = None
 
     def __post_init__(self):
-        if self.low_freq_factor >= self.high_freq_factor:
+        if self.low_freq_factor is not None and self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(
                 f"low_freq_factor: expected less than high_freq_factor = {self.high_freq_factor}, "
                 f"got {self.low_freq_factor}"
@@ -154,35 +145,37 @@ class Llama3Scaling:
 
     def apply(self, frequencies: np.ndarray) -> np.ndarray:
         low = self.low_freq_factor
-        high = self.high_freq_factor
+        if low is None:
+            return frequencies / self.factor
         turns = self.original_max_position_embeddings * frequencies / (2 * np.pi)
-        keep = np.clip((turns - low) / (high - low), 0, 1)  # 1: as it was, 0: slowed
+        keep = np.clip((turns - low) / (self.high_freq_factor - low), 0, 1)  # 0: slowed, 1: kept
         return frequencies * (keep + (1 - keep) / self.factor)
 
 
-SCALINGS = {"default": None, "linear": LinearScaling, "llama3": Llama3Scaling}
+# The number of fields of `RotaryScaling` that each kind has.
+SCALINGS = {"default": 0, "linear": 1, "llama3": 4}
 
 
-def rotary_scaling(fields: dict) -> LinearScaling | Llama3Scaling | None:
+def rotary_scaling(fields: dict) -> RotaryScaling | None:
     """`Config.rotary_scaling` from the fields of a config.json.
 
-    Raises a ValueError for unknown kinds, and for fields that are missing or no numbers above 0.
+    Raises ValueError or TypeError for an unknown kind, and for a field that is missing or not a
+    number above 0.
     """
     kinds = (fields.get("rope_type"), fields.get("type"), "default")
     kind = next(kind for kind in kinds if kind is not None)
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise ValueError(f"rope scaling: expected one of {tuple(SCALINGS)}, got {kind!r:.40}")
-    if kind == "default":
-        return None
-    names = [field.name for field in dataclasses.fields(SCALINGS[kind])]
-    missing = [name for name in names if name not in fields]
-    if missing:
-        raise ValueError(f"rope scaling of type {kind!r} lacks {missing[0]}")
-    return SCALINGS[kind](*(number(name, fields[name], 0) for name in names))
+    found = []
+    for field in dataclasses.fields(RotaryScaling)[: SCALINGS[kind]]:
+        if field.name not in fields:
+            raise ValueError(f"rope scaling of type {kind!r} lacks {field.name}")
+        found.append(number(field.name, fields[field.name], 0))
+    return RotaryScaling(*found) if found else None
 
 
 def rotary_frequencies(config: Config) -> np.ndarray:
-    """The angle by which each rotary pair turns a position (head_dim / 2,), float32."""
+    """The angle by which each pair rotates between two positions (head_dim / 2,), float32."""
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
     frequencies = (1 / np.float32(config.rotary_base) ** exponents).astype(np.float32)
     if config.rotary_scaling is not None:

@@ -5,12 +5,11 @@ from pathlib import Path
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
-from treeattn_llama.arguments import boolean, integer
-from treeattn_llama.guard import named
+from treeattn_llama.arguments import boolean, integer, named
 from treeattn_llama.tokenizer import Tokenizer
 
-# How a text is cut before byte pairs are merged, by the name that GGUF files give it: patterns,
-# each of which cuts what the ones before it have left.
+# How a text is cut before byte pairs are merged, by the name that GGUF files give it: a list of
+# patterns, each applied to the pieces that the ones before it have left.
 GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -28,52 +27,60 @@ CUTS = {
 UNKNOWN = 2
 CONTROL = 3
 USER_DEFINED = 4
-LLAMA_2_IDS = {"unknown": 0, "bos": 1, "eos": 2}
+LLAMA_2_IDS = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def from_gguf(fields: dict, path: Path) -> Tokenizer | None:
-    """The tokenizer in a GGUF file's metadata; None when the file has none.
+    """The tokenizer in a GGUF file's metadata, or None if the file has none.
 
-    fields: metadata names -> functions that return the value.
+    fields: functions that return the metadata, by name
 
-    Raises a ValueError that names the file for whatever is no tokenizer.
+    Raises ValueError, with the file's name, if the metadata do not describe a known tokenizer.
     """
     with named(path, "tokenizer"):
         return _from_metadata(Metadata(fields))
 
 
 class Metadata:
-    """A GGUF file's fields on its tokenizer, each of the type that it must have."""
+    """A GGUF file's fields `tokenizer.ggml.…`. Methods raise an error for a field of another type
+    than theirs."""
 
     def __init__(self, fields: dict):
         self.fields = fields
 
     def get(self, name: str, default=None):
-        """The field `tokenizer.name`, or the default where there is none."""
-        name = f"tokenizer.{name}"
+        """The field, or the default if the file does not have it."""
+        name = f"tokenizer.ggml.{name}"
         return self.fields[name]() if name in self.fields else default
 
-    def all(self, name: str, kind) -> list:
-        """The list `tokenizer.ggml.name` of values of that kind."""
-        found = self.get(f"ggml.{name}")
+    def all(self, name: str, kind, tokens: list[str] | None = None) -> list:
+        """The field as a list of values of that kind; one for each of the tokens, if given."""
+        found = self.get(name)
         if not isinstance(found, list) or not all(isinstance(x, kind) for x in found):
             raise TypeError(f"tokenizer.ggml.{name}: expected a list, got {found!r:.40}")
+        if tokens is not None and len(found) != len(tokens):
+            lengths = f"{len(tokens)} tokens, got {len(found)}"
+            raise ValueError(f"tokenizer.ggml.{name}: expected one for each of {lengths}")
         return found
 
     def flag(self, name: str, default: bool) -> bool:
-        return boolean(f"tokenizer.ggml.{name}", self.get(f"ggml.{name}", default))
+        return boolean(f"tokenizer.ggml.{name}", self.get(name, default))
 
     def id(self, name: str, tokens: list[str]) -> int | None:
-        """The number of the token that begins or ends a text, or is unknown; None without one.
-        Llama 2's numbers are llama.cpp's defaults for a vocabulary like Llama 2's."""
-        field = f"ggml.{name}_token_id"
-        default = LLAMA_2_IDS.get(name) if self.get("ggml.model") == "llama" else None
-        found = self.get(field, default)
-        return None if found is None else integer(f"tokenizer.{field}", found, 0, len(tokens) - 1)
+        """The number of the token that begins or ends a text, or is unknown; None if there is none.
+
+        A vocabulary like Llama 2's has Llama 2's numbers by default, as in llama.cpp.
+        """
+        name = f"{name}_token_id"
+        default = LLAMA_2_IDS.get(name) if self.get("model") == "llama" else None
+        found = self.get(name, default)
+        if found is None:
+            return None
+        return integer(f"tokenizer.ggml.{name}", found, 0, len(tokens) - 1)
 
 
 def _from_metadata(about: Metadata) -> Tokenizer | None:
-    kind = about.get("ggml.model")
+    kind = about.get("model")
     if kind is None:
         return None
     makers = {"gpt2": _byte_pairs, "llama": _sentence_pieces}
@@ -81,43 +88,38 @@ def _from_metadata(about: Metadata) -> Tokenizer | None:
         raise ValueError(f"expected model 'gpt2' or 'llama', got {kind!r:.40}")
     backend = makers[kind](about)
     tokens = about.all("tokens", str)
-    has_types = "tokenizer.ggml.token_type" in about.fields
-    types = about.all("token_type", int) if has_types else [1] * len(tokens)
-    _check_as_many("token_type", types, tokens)
+    types = [1] * len(tokens)
+    if "tokenizer.ggml.token_type" in about.fields:
+        types = about.all("token_type", int, tokens)
 
     def of_type(*wanted):
         found = (token for token, type_ in zip(tokens, types, strict=True) if type_ in wanted)
         return [tokenizers.AddedToken(token, normalized=False) for token in found]
 
-    backend.add_special_tokens(of_type(UNKNOWN, CONTROL))  # left out by `decode`
+    backend.add_special_tokens(of_type(UNKNOWN, CONTROL))  # `decode` leaves these out
     backend.add_tokens(of_type(USER_DEFINED))
     bos, eos, eot = (about.id(name, tokens) for name in ("bos", "eos", "eot"))
-    # What llama.cpp does where the file does not say it.
-    adds_bos = kind == "llama" or about.get("ggml.pre") in LLAMA_3_NAMES
+    # llama.cpp's defaults
+    adds_bos = kind == "llama" or about.get("pre") in LLAMA_3_NAMES
+    template = about.fields.get("tokenizer.chat_template")
     return Tokenizer(
         backend,
-        stop=frozenset(i for i in (eos, eot) if i is not None),
+        stop=frozenset({eos, eot} - {None}),
         start=bos if about.flag("add_bos_token", adds_bos) else None,
-        chat_template=about.get("chat_template"),
+        chat_template=template and template(),
         bos="" if bos is None else tokens[bos],
         eos="" if eos is None else tokens[eos],
     )
 
 
-def _check_as_many(name: str, found: list, tokens: list[str]) -> None:
-    if len(found) != len(tokens):
-        lengths = f"{len(tokens)} tokens, got {len(found)}"
-        raise ValueError(f"tokenizer.ggml.{name}: expected one for each of {lengths}")
-
-
 def _byte_pairs(about: Metadata) -> tokenizers.Tokenizer:
     """Byte-level pairs, merged in the order of the file's list: GPT-2's, Llama 3's."""
-    pre = about.get("ggml.pre", "default")
+    pre = about.get("pre", "default")
     if not isinstance(pre, str) or pre not in CUTS:
         raise ValueError(f"pre-tokenizer: expected one of {tuple(CUTS)}, got {pre!r:.40}")
     ids = {token: i for i, token in enumerate(about.all("tokens", str))}
     merges = [tuple(pair.split(" ")) for pair in about.all("merges", str)]
-    whole_words = pre in LLAMA_3_NAMES  # a piece that is a token is it, whatever the merges say
+    whole_words = pre in LLAMA_3_NAMES  # a piece that is a token is not merged from bytes
     backend = tokenizers.Tokenizer(models.BPE(ids, merges, ignore_merges=whole_words))
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in CUTS[pre]]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -127,12 +129,11 @@ def _byte_pairs(about: Metadata) -> tokenizers.Tokenizer:
 
 
 def _sentence_pieces(about: Metadata) -> tokenizers.Tokenizer:
-    """Pieces of text in which ▁ is a space, the best-scored merge first: Llama 2's."""
+    """Pieces of text in which ▁ is a space, merged by their scores, the best first: Llama 2's."""
     tokens = about.all("tokens", str)
-    scores = about.all("scores", float | int)
-    _check_as_many("scores", scores, tokens)
+    scores = about.all("scores", float | int, tokens)
     ids = {token: i for i, token in enumerate(tokens)}
-    # Any two pieces that join to a piece are a merge, as good as what they join to.
+    # Any two pieces that join to a piece are a merge, with the score of the joined piece.
     joins = [
         (-score, ids[token[:i]], ids[token[i:]])
         for token, score in zip(tokens, scores, strict=True)

@@ -1,39 +1,37 @@
-"""What a Llama's calls take: arguments checked before any work, by errors that name them.
+"""The arguments of a Llama's calls, checked before any work; errors name the argument.
 
-Arrays that are being traced pass: their values are not known.
+The values of a traced array are not known. They are not checked.
 """
 
 import os
 import sys
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import SupportsIndex
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeattn_llama.arguments import Array, as_array, integer, integers
+from treeattn_llama.arguments import Array, as_array, integer, integers, named
 from treeattn_llama.cache import Cache, Pair
 from treeattn_llama.layout import Layout
 
-# A text's token ids, and those of several texts: lists of whole numbers, or arrays.
+# The token ids of one text, and of several: lists of whole numbers, or arrays.
 Ids = Sequence[SupportsIndex] | Array
 Prompts = Sequence[Ids] | Array
 
-NewEntries = tuple[Pair, ...]  # what a step's tokens bring: each layer's keys and values
+NewEntries = tuple[Pair, ...]  # the keys and values of new tokens, layer by layer
 
 
 def floating_dtype(dtype) -> np.dtype | None:
-    """`dtype`, or None; a TypeError unless it is a float of 16 bits or more."""
+    """`dtype`, or None. Raises TypeError unless it is a float of 16 bits or more, and ValueError
+    for float64 if x64 is off."""
     if dtype is None:
         return None
-    try:
+    with named("dtype"):
         found = jnp.dtype(dtype)
-    except TypeError:
-        found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating) or found.itemsize < 2:
+    if not jnp.issubdtype(found, jnp.floating) or found.itemsize < 2:
         raise TypeError(f"dtype: expected a floating-point one of 16 bits or more, got {dtype!r}")
     if jax.dtypes.canonicalize_dtype(found) != found:
         raise ValueError(f"dtype: {found} needs jax.config.update('jax_enable_x64', True)")
@@ -41,7 +39,7 @@ def floating_dtype(dtype) -> np.dtype | None:
 
 
 def check_rows(name: str, layout: Layout, batch: int) -> None:
-    """Raise a ValueError unless the devices can share so many texts evenly."""
+    """Raise ValueError unless the mesh's batch axis can share so many texts evenly."""
     if batch % layout.rows:
         raise ValueError(
             f"{name}: expected a number of texts that {layout.rows} parts of the mesh's batch axis "
@@ -57,50 +55,52 @@ def check_tokens(tokens, vocabulary: int, layout: Layout) -> Array:
 
 
 def check_prompts(prompts: Prompts, vocabulary: int) -> list[list[int]]:
-    """The prompts as lists of ints, whatever they came as: lists or arrays, NumPy's or JAX's.
+    """The prompts as lists of ints, from lists or arrays of NumPy or JAX.
 
-    Raises a TypeError for what is no sequence, and a ValueError for one that does not hold lists
-    of ids in the vocabulary, none of them empty.
+    Raises ValueError unless they are a sequence of sequences, none of them empty, of ids in the
+    vocabulary.
     """
-    try:
-        rows = [as_array("prompts", prompts[i]) for i in range(len(prompts))]
-    except (TypeError, KeyError):  # no length, no order, ragged rows
-        raise TypeError(
-            f"prompts: expected lists of token ids, got {type(prompts).__name__} {prompts!s:.40}"
-        ) from None
+    with named("prompts", "expected lists of token ids"):
+        rows = [as_array(f"text {i}", prompts[i]) for i in range(len(prompts))]
     lengths = [len(row) if row.ndim == 1 else 0 for row in rows]
     if not rows or not all(lengths):
         raise ValueError(
-            f"prompts: expected lists of token ids, none of them empty, got lengths {lengths} of "
-            f"{prompts!s:.40}"
+            f"prompts: expected texts or lists of ids, none of them empty, got lengths {lengths} "
+            f"of {prompts!s:.40}"
         )
     return [integers("prompts", row, (None,), "ids", vocabulary - 1).tolist() for row in rows]
 
 
 def check_cache(cache: Cache, model) -> None:
-    """Raise a TypeError or ValueError unless `cache` is one of such a model, on its devices."""
+    """Raise TypeError or ValueError unless `cache` is one of this model's, on its devices."""
     if not isinstance(cache, Cache):
         raise TypeError(f"cache: expected a Cache, as new_cache makes it, got {cache!r:.40}")
     config = model.config
     k = cache.k[0]
-    came = len(cache.k), *k.shape[2:], k.dtype.name
+    found = len(cache.k), *k.shape[2:], k.dtype.name
     dtype = model.weights.embedding.dtype
     expected = config.layers, config.kv_heads, config.head_dim, dtype.name
-    if came != expected:
-        shape = "layers, key heads, a head_dim and a dtype of"
-        raise ValueError(f"cache: expected {shape} {expected}, as the model has, got {came}")
+    if found != expected:
+        raise ValueError(
+            f"cache: expected layers, key heads, head_dim and dtype {expected}, as the model has, "
+            f"got {found}"
+        )
     if isinstance(k, jax.core.Tracer):
         return
-    lies = model.layout.sharding(model.layout.of_keys)
-    same = len(k.devices()) == 1 if lies is None else k.sharding.is_equivalent_to(lies, k.ndim)
+    wanted = model.layout.sharding(model.layout.of_keys)
+    same = len(k.devices()) == 1 if wanted is None else k.sharding.is_equivalent_to(wanted, k.ndim)
     if not same:
-        expected = "on one device" if lies is None else lies
-        raise ValueError(f"cache: the model's lie {expected}, got one that lies {k.sharding}")
+        raise ValueError(
+            f"cache: expected {wanted or 'one device'}, as the model, got {k.sharding}"
+        )
 
 
 def check_new(tokens: Array, cache: Cache, positions, mask) -> tuple[Array, Array | None]:
-    """(positions, mask) as arrays (b, l) and (b, l, l), if they and the tokens fit each other, the
-    cache, and the room in it: with a mask, for one token of each text that has any."""
+    """(positions (b, l), mask (b, l, l) or None) for tokens after those of the cache.
+
+    Raises ValueError if their shapes or the number of texts do not fit, or the cache has no room:
+    with a mask, for one token of each text that has any.
+    """
     b, l = tokens.shape
     if b != len(cache.lengths):
         raise ValueError(f"tokens: the cache has {len(cache.lengths)} texts, got {b} rows")
@@ -118,40 +118,39 @@ def check_new(tokens: Array, cache: Cache, positions, mask) -> tuple[Array, Arra
     if isinstance(mask, jax.core.Tracer):
         return positions, jnp.broadcast_to(mask, (b, l, l))
     mask = np.broadcast_to(np.asarray(mask), (b, l, l))
-    # Padding sees nothing, not even itself.
+    # A token that does not see itself is padding.
     check_room(cache, mask.diagonal(axis1=1, axis2=2).any(axis=1))
     return positions, mask
 
 
 def check_commit(cache: Cache, new: NewEntries, counts, select) -> tuple[Array, Array | None]:
-    """(counts, select) as arrays, if they fit each other, the cache, and `new`: a TypeError unless
-    that is what `extend` returned for such a cache."""
+    """(counts (b,), select (b, m) or None) for what `extend` returned.
+
+    Raises TypeError unless `extend` can have returned `new` for such a cache, and ValueError if
+    counts, indices or the number of texts do not fit, or the cache has no room.
+    """
     arrays = jax.tree.leaves(new)
     heads = cache.k[0].shape[2:]
     fits = all(isinstance(x, Array) and x.ndim == 4 and x.shape[2:] == heads for x in arrays)
     if not fits or jax.tree.structure(new) != jax.tree.structure(cache.layers):
-        kind = f"what extend returns, {len(cache.k)} layers of heads {heads}"
-        raise TypeError(f"new: expected {kind}, got {type(new).__name__} {new!r:.40}")
+        raise TypeError(
+            f"new: expected what extend returns, {len(cache.k)} layers of heads {heads}, "
+            f"got {type(new).__name__} {new!r:.40}"
+        )
     batch, most = new[0][0].shape[:2]
     if batch != len(cache.lengths):
         raise ValueError(f"new: the cache has {len(cache.lengths)} texts, got those of {batch}")
     if select is not None:
         select = integers("select", select, (batch, None), "indices", most - 1)
         most = select.shape[1]
-    return check_counts(counts, most, cache), select
-
-
-def check_counts(counts, most: int, cache: Cache) -> Array:
-    """`counts` as an array (batch,), `most` of each text when None; the cache has room for them."""
-    batch = len(cache.lengths)
     counts = np.full(batch, most) if counts is None else counts
     counts = integers("counts", counts, (batch,), "numbers of tokens", most)
     check_room(cache, counts)
-    return counts.astype(np.int32)
+    return counts.astype(np.int32), select
 
 
 def check_room(cache: Cache, counts, name: str = "tokens") -> None:
-    """Raise a ValueError unless `counts` more tokens of each text fit."""
+    """Raise ValueError unless `counts` more tokens of each text fit."""
     if isinstance(cache.lengths, jax.core.Tracer) or isinstance(counts, jax.core.Tracer):
         return
     needed = int(np.max(np.asarray(cache.lengths) + np.asarray(counts)))
@@ -160,11 +159,11 @@ def check_room(cache: Cache, counts, name: str = "tokens") -> None:
 
 
 def check_capacity(capacity, context: int) -> int:
-    """`capacity` as an integer; a warning, at the line of this package's user, where it is more
-    than a model was trained on."""
+    """`capacity` as an integer. Warns, at the caller's line outside of this package, if it is more
+    than the model was trained on."""
     capacity = integer("capacity", capacity, 1)
     if capacity > context:
-        here = f"{Path(__file__).parent}{os.sep}"
+        here = os.path.dirname(__file__) + os.sep
         frame = sys._getframe()
         level = 1
         while frame is not None and frame.f_code.co_filename.startswith(here):

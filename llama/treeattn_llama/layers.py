@@ -1,16 +1,15 @@
-"""What a Llama computes around its attention: its layers, as compiled programs.
+"""The layers of a Llama, as compiled programs: all that it computes around its attention.
 
-A layer attends to the cache and to its own new tokens separately, and merges the states: nothing
-is written before everything is read, and the new tokens may see each other in any way that a mask
-says, a tree of candidates included. Writing is a program of its own (`cache.append`): in one that
-reads a cache in a loop and then writes to it, XLA would copy all of the cache.
+New tokens attend to the cache and to each other separately, and the two states merge. So nothing is
+written before everything is read, and the new tokens may see each other by any mask, for example
+that of a tree of candidates. Writing is a program of its own (`cache.append`), because XLA would
+copy the whole cache in a program that reads it in a loop and writes it afterwards.
 
-Each layer of a step is a program of its own, the same for all: compiling takes a second instead of
-half a minute, and the memory that one layer needs is free again for the next. Every device runs it
-on the texts of its part of the batch; only the attention looks across.
+All layers of a step run one program, one after the other. It compiles in a second, all layers in
+one program in half a minute, and the memory that a layer needs is free again for the next layer.
+Every device runs the program on its texts; only the attention communicates.
 """
 
-import dataclasses
 import functools
 import math
 from typing import NamedTuple
@@ -18,28 +17,22 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 
 from treeattn import finalize, merge, ring_attention
-from treeattn_llama.arguments import Array
+from treeattn_llama.arguments import Array, Hidden, Keys, Lengths, Queries, Tokens
 from treeattn_llama.attention import ShardAttention, attend_cache, attend_own
 from treeattn_llama.cache import Pair, fill
 from treeattn_llama.config import Config
 from treeattn_llama.layout import Layout
-from treeattn_llama.products import linear, rms_norm
 from treeattn_llama.weights import Layer
 
-
-class Rotation(NamedTuple):
-    """By which angle each pair of each token's queries and keys is turned."""
-
-    cos: Float[Array, "b l half"]
-    sin: Float[Array, "b l half"]
+# The cosines and sines of the angles by which the pairs of each token are rotated.
+Rotation = tuple[Float[Array, "b l half"], Float[Array, "b l half"]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Static:
-    """What the programs depend on besides arrays: another one compiles anew."""
+class Static(NamedTuple):
+    """The static argument of the layers' programs; each value compiles its own."""
 
     config: Config
     layout: Layout
@@ -48,33 +41,33 @@ class Static:
 
 @jax.jit
 def embed(
-    tokens: Int[Array, "b l"],
-    positions: Int[Array, "b l"],
+    tokens: Tokens,
+    positions: Tokens,
     embedding: Float[Array, "n width"],
     frequencies: Float[Array, " half"],
-) -> tuple[Float[Array, "b l width"], Rotation]:
-    """The first layer's input, and the rotation of its tokens, computed in float32."""
+) -> tuple[Hidden, Rotation]:
+    """The first layer's input, and the rotation of the tokens, computed in float32."""
     angles = positions[..., None].astype(jnp.float32) * frequencies
-    rotation = Rotation(jnp.cos(angles), jnp.sin(angles))
-    return embedding[tokens], jax.tree.map(lambda x: x.astype(embedding.dtype), rotation)
+    dtype = embedding.dtype
+    return embedding[tokens], (jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype))
 
 
 @functools.partial(jax.jit, static_argnames="static")
 def extend_layer(
-    x: Float[Array, "b l width"],
+    x: Hidden,
     w: Layer,
     rotation: Rotation,
     *,
     mask: Bool[Array, "b l l"] | None = None,
     cached: Pair | None = None,
-    lengths: Int[Array, " b"] | None = None,
+    lengths: Lengths | None = None,
     static: Static,
-) -> tuple[Float[Array, "b l width"], Pair]:
-    """A layer over new tokens: its output, and their keys and values (b, l, h_kv, d).
+) -> tuple[Hidden, Pair]:
+    """A layer over new tokens: its output, and the tokens' keys and values (b, l, h_kv, d).
 
-    mask:   which of the new tokens each of them sees; None: causal
+    mask:   True where a new token sees another; None is causal
     cached: the layer's keys and values in the cache (b, capacity, h_kv, d), of which `lengths`
-            are in use; None where there are none to see
+            are in use; None if the cache is empty
     """
 
     def body(x, w, rotation, mask, cached, lengths):
@@ -88,8 +81,8 @@ def extend_layer(
         return after_attention(x, w, out, static.config), (k, v)
 
     rows = static.layout.of_rows
-    given = rows, P(), rows, rows, static.layout.of_keys, rows
-    run = static.layout.on_each_device(body, given, rows)
+    in_specs = rows, P(), rows, rows, static.layout.of_keys, rows
+    run = static.layout.on_each_device(body, in_specs, rows)
     return run(x, w, rotation, mask, cached, lengths)
 
 
@@ -99,7 +92,7 @@ def prefill_layer(
 ) -> tuple[Float[Array, "b n width"], Pair]:
     """A layer over whole prompts, sharded along n: its output, and the empty cache filled.
 
-    Ring Attention: queries are dealt out as the keys are.
+    The attention is Ring Attention, with queries sharded as the keys are.
     """
     q, k, v = queries_keys_values(x, w, rotation, static.config)
     layout = static.layout
@@ -109,16 +102,18 @@ def prefill_layer(
 
 @functools.partial(jax.jit, static_argnames="epsilon")
 def read_out(
-    x: Float[Array, "b l width"],
+    x: Hidden,
     norm: Float[Array, " width"],
     head: Float[Array, "n width"],
-    last: Int[Array, " b"] | None = None,
+    last: Lengths | None = None,
     *,
     epsilon: float,
 ) -> Float[Array, "b *l n"]:
-    """The logits after each token, or (b, n) after each row's token `last`; float32, or float64 for
-    a model of float64."""
-    if last is not None:  # −1 in a row that has none
+    """The logits after each token, or (b, n), those after token `last` of each row.
+
+    They are in float32, or float64 if the model is.
+    """
+    if last is not None:  # −1 in a row without tokens
         x = x[jnp.arange(len(x)), jnp.maximum(last, 0)]
     x = rms_norm(x, norm, epsilon)
     return linear(x, head, dtype=jnp.promote_types(x.dtype, jnp.float32))
@@ -126,9 +121,9 @@ def read_out(
 
 @functools.partial(jax.jit, static_argnames="config")
 def queries_keys_values(
-    x: Float[Array, "b l width"], w: Layer, rotation: Rotation, config: Config
-) -> tuple[Float[Array, "b l h d"], Float[Array, "b l h_kv d"], Float[Array, "b l h_kv d"]]:
-    """What a layer's attention gets, from the layer's input x: rotary embedding included."""
+    x: Hidden, w: Layer, rotation: Rotation, config: Config
+) -> tuple[Queries, Keys, Keys]:
+    """The queries, keys and values of a layer with input x, after the rotary embedding."""
     normed = rms_norm(x, w.attention_norm, config.norm_epsilon)
     h = config.heads
     h_kv = config.kv_heads
@@ -138,10 +133,8 @@ def queries_keys_values(
     return rotate(q, rotation), rotate(k, rotation), v
 
 
-def after_attention(
-    x: Float[Array, "b l width"], w: Layer, out: Float[Array, "b l h d"], config: Config
-) -> Float[Array, "b l width"]:
-    """The layer's output, from its input x and its attention's `out`."""
+def after_attention(x: Hidden, w: Layer, out: Queries, config: Config) -> Hidden:
+    """The output of a layer with input x and attention `out`."""
     out = out.reshape(*out.shape[:2], math.prod(out.shape[2:]))
     x = x + linear(out, w.output, w.output_bias)
     normed = rms_norm(x, w.mlp_norm, config.norm_epsilon)
@@ -149,8 +142,43 @@ def after_attention(
     return x + linear(jax.nn.silu(gate) * up, w.down, w.down_bias)
 
 
-def rotate(x: Float[Array, "b l h d"], rotation: Rotation) -> Float[Array, "b l h d"]:
-    """Rotary embedding: the pair (x_i, x_{i + d/2}) turned by angle i of its token."""
+def rotate(x: Queries, rotation: Rotation) -> Queries:
+    """Rotary embedding: the pair (x_i, x_{i + d/2}) rotated by angle i of its token."""
     cos, sin = (y[:, :, None] for y in rotation)
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+# Up to 16 tokens W xᵀ is no slower than x Wᵀ; from 32 tokens on it is slower.
+#
+# XLA:CPU rearranges the matrix for 2 tokens or more, so 2 to 8 tokens take 1.3 to 1.8 times as long
+# as one, and 16 about twice as long. No alternative was faster (3072 × 576, two cores with AVX-512,
+# jax 0.8.3 and 0.12, 2026-11-23): the transpose stored instead (2 tokens take hardly longer than
+# one, 8 as long as before), the matrix in 2 to 48 blocks (up to twice as long), tokens padded to
+# 16, one product for each token (for 8, three times as long), sums of elementwise products by 16 to
+# 64 lanes (as long, up to 30 times as long), and XLA's options for other libraries.
+FEW_TOKENS = 16
+
+
+def linear(
+    x: Float[Array, "... d"],
+    matrix: Float[Array, "out d"],
+    bias: Float[Array, " out"] | None = None,
+    dtype=None,
+) -> Float[Array, "... out"]:
+    """x Wᵀ + bias, in `dtype`, or that of x. The matrix may have another dtype."""
+    if math.prod(x.shape[:-1]) > FEW_TOKENS:
+        y = jnp.einsum("...d,od->...o", x, matrix, preferred_element_type=dtype)
+    else:  # XLA:CPU rearranges the second factor, so the smaller one comes second
+        y = jnp.einsum("od,...d->o...", matrix, x, preferred_element_type=dtype)
+        y = jnp.moveaxis(y, 0, -1)
+    return (y if bias is None else y + bias).astype(dtype or x.dtype)
+
+
+def rms_norm(
+    x: Float[Array, "... d"], weight: Float[Array, " d"], epsilon: float
+) -> Float[Array, "... d"]:
+    """weight · x / √(mean(x²) + ε) in the dtype of x, computed in float32 or wider."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + epsilon)
+    return (wide * weight).astype(x.dtype)

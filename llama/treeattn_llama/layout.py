@@ -1,6 +1,7 @@
-"""How a model's texts lie on the devices of a mesh."""
+"""How a model's texts are sharded over the devices of a mesh."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax
@@ -11,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The mesh (None: one device), and what its axes are for.
+    """A mesh (None: one device), and the roles of its axes.
 
-    batch: the axes that share out the texts of a batch: nothing crosses them
-    keys:  those that share out the keys of each text
+    batch: the axes that shard the texts of a batch. Nothing is sent along them.
+    keys:  the axes that shard the keys of each text
     """
 
     mesh: Mesh | None = None
@@ -23,52 +24,51 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """How many devices share the keys of a text."""
-        return _count(self.mesh, self.keys)
+        """The number of devices that share the keys of a text."""
+        return math.prod(self.mesh.shape[name] for name in self.keys)
 
     @property
     def rows(self) -> int:
-        """Into how many parts a batch is cut."""
-        return _count(self.mesh, self.batch)
+        """The number of parts of a batch."""
+        return math.prod(self.mesh.shape[name] for name in self.batch)
 
     @property
     def of_rows(self) -> P:
-        """(batch, …), the same on every device that shares the text."""
+        """The spec of (batch, …): replicated over the devices that share a text."""
         return P(self.batch or None)
 
     @property
     def of_keys(self) -> P:
-        """(batch, tokens, …), as a cache lies."""
+        """The spec of (batch, tokens, …), a cache's."""
         return P(self.batch or None, self.keys or None)
 
     def sharding(self, spec: P) -> NamedSharding | None:
         return None if self.mesh is None else NamedSharding(self.mesh, spec)
 
     def put(self, x: np.ndarray, spec: P | None = None) -> jax.Array:
-        """An array of the host on the devices, as `spec` says; None: whole on each of them.
-        Simulated devices share one copy."""
+        """An array of the host, sharded over the devices by `spec`, or replicated if it is None.
+
+        Simulated devices share one copy of a replicated array.
+        """
         if self.mesh is None:
             return jax.device_put(x)
-        where = self.sharding(spec or P())
-        return jax.make_array_from_callback(x.shape, where, lambda index: x[index])
+        sharding = self.sharding(spec or P())
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
-    def on_each_device(self, body: Callable, given: tuple, result) -> Callable:
-        """`body` as every device runs it on its parts of the arguments.
-
-        given, result: `PartitionSpec`s, how the arguments and the result lie
-        """
+    def on_each_device(self, body: Callable, in_specs: tuple, out_specs) -> Callable:
+        """`body` under `shard_map`: every device runs it on its own parts of the arguments."""
         if self.mesh is None:
             return body
         return jax.shard_map(
-            body, mesh=self.mesh, in_specs=given, out_specs=result, check_vma=False
+            body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
 
 def layout_of(mesh: Mesh | None) -> Layout:
-    """The axis called "batch" shares out texts, all others the keys.
+    """The layout of a mesh: its axis called "batch" shards texts, all others shard keys.
 
-    The axes become Auto ones, whatever they were: the model says itself how its arrays lie.
-    Raises a TypeError for what is no mesh.
+    All axes become Auto, because the package's own programs say how arrays are sharded. Raises
+    TypeError unless `mesh` is a Mesh or None.
     """
     if mesh is None:
         return Layout()
@@ -77,10 +77,6 @@ def layout_of(mesh: Mesh | None) -> Layout:
     names = mesh.axis_names
     return Layout(
         Mesh(mesh.devices, names),
-        batch=tuple(name for name in names if name == "batch"),
-        keys=tuple(name for name in names if name != "batch"),
+        tuple(name for name in names if name == "batch"),
+        tuple(name for name in names if name != "batch"),
     )
-
-
-def _count(mesh: Mesh | None, axes: tuple[str, ...]) -> int:
-    return int(np.prod([mesh.shape[name] for name in axes], dtype=int)) if mesh is not None else 1

@@ -1,4 +1,4 @@
-"""A draft that looks up in the text itself: no second model."""
+"""A draft that copies from the text itself, without a second model."""
 
 import numpy as np
 
@@ -6,13 +6,13 @@ from treeattn_llama.arguments import integer
 
 
 class LookupDraft:
-    """Guess that the text goes on as it did where it last went like this.
+    """Guess that the text goes on as it did after an earlier occurrence of its last tokens.
 
-    matched: so many last tokens have to have occurred before; otherwise nothing is guessed, and a
-             step costs what it costs without a draft
+    matched: how many last tokens must have occurred before. If they have not, nothing is guessed,
+             and a step costs as much as without a draft.
 
-    Of all earlier occurrences of the last `matched` tokens, the one is taken before which most of
-    the text is the same, too; of equal ones, the latest. The guess is as long as the budget.
+    Among the earlier occurrences the draft takes the one with the longest match, and among equal
+    ones the latest. The guess is as long as the budget.
     """
 
     def __init__(self, matched: int = 3):
@@ -35,7 +35,7 @@ class LookupDraft:
         return beam, scores
 
     def _longest_match(self, text: np.ndarray) -> int | None:
-        """Where the earlier occurrence of the longest repeated suffix ends; None where fewer than
+        """The end of the earlier occurrence of the longest suffix that repeats; None if fewer than
         `matched` tokens repeat."""
         ends = np.arange(1, len(text))
         n = 0

@@ -10,11 +10,10 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
-from treeattn_llama import cache as caches
 from treeattn_llama import inputs, layers, prefill
-from treeattn_llama.arguments import Array, integer
+from treeattn_llama.arguments import Array, Hidden, Keys, Lengths, Logits, Queries, Tokens, integer
 from treeattn_llama.attention import ShardAttention, check_attention
-from treeattn_llama.cache import Cache
+from treeattn_llama.cache import Cache, advance, append, wait_on_cpus
 from treeattn_llama.config import Config
 from treeattn_llama.files import open_checkpoint
 from treeattn_llama.inputs import NewEntries
@@ -25,13 +24,13 @@ from treeattn_llama.weights import Weights, load_weights, move_weights
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Llama:
-    """A model, on the devices of `mesh` (None: one device), and the attention it runs with.
+    """A model on the devices of a mesh, and the attention that it runs with.
 
-    mesh:      its axis called "batch", if it has one, shares out a batch's texts; all others share
-               out the keys of each text: token i lies on device i mod p. The weights are copied to
-               every device; simulated ones share one copy. Its axes count as Auto ones: within
-               `jax.set_mesh` of Explicit ones JAX refuses the model's programs
-    attention: towards the cache, "tree", "ring", "butterfly", or a function (`ShardAttention`)
+    mesh:      None for one device. An axis called "batch" shards the texts of a batch. All other
+               axes shard the keys of each text: token i is on device i mod p. The weights are
+               replicated; simulated devices share one copy. All axes count as Auto axes, so JAX
+               refuses the model's programs inside `jax.set_mesh` of a mesh with Explicit axes.
+    attention: "tree", "ring", "butterfly", or a function (`ShardAttention`), for the cached keys
     """
 
     config: Config
@@ -45,7 +44,7 @@ class Llama:
         layout_of(self.mesh)
 
     def __repr__(self) -> str:
-        """Everything but the weights, of which it says the dtype."""
+        """All fields, but only the dtype of the weights."""
         dtype = self.weights.embedding.dtype
         shown = f"{self.config}, mesh={self.mesh}, attention={self.attention!r}, dtype={dtype}"
         return f"Llama({shown})"
@@ -58,14 +57,16 @@ class Llama:
         attention: str | ShardAttention = "tree",
         dtype=None,
     ) -> "Llama":
-        """A GGUF file, a Hugging Face directory, or (None) the packaged SmolLM2-135M-Instruct.
+        """The model of a GGUF file, of a Hugging Face directory, or (None) the packaged
+        SmolLM2-135M-Instruct.
 
-        mesh, attention: as `Llama` says
-        dtype: of the weights and of what is computed with them; None keeps the checkpoint's
-               (float32 where it is quantized; the embedding's for what is computed)
+        mesh, attention: the fields of `Llama`
+        dtype: the dtype of weights, activations and cache. If it is None, each weight keeps the
+               dtype that it is stored in (quantized weights become float32), and activations and
+               cache have the embedding's.
 
-        Raises FileNotFoundError where nothing is there, ValueError for what is no readable Llama
-        and for an unknown attention, TypeError for another mesh or dtype.
+        Raises FileNotFoundError if the path does not exist, ValueError if it is not a Llama, the
+        file is damaged, or the attention is unknown, and TypeError for another mesh or dtype.
         """
         layout = layout_of(mesh)
         check_attention(attention)
@@ -75,28 +76,24 @@ class Llama:
         return Llama(checkpoint.config, weights, checkpoint.tokenizer, mesh, attention)
 
     def on(self, mesh: Mesh | None) -> "Llama":
-        """The same model on another mesh. On a CPU the weights stay where they are, shared."""
+        """The same model on another mesh. On a CPU both models share the weights' memory."""
         weights = move_weights(self.weights, layout_of(mesh).put)
         return dataclasses.replace(self, weights=weights, mesh=mesh)
 
     def using(self, attention: str | ShardAttention) -> "Llama":
-        """The same model with another attention towards the cache."""
+        """The same model with another attention for the cached keys."""
         return dataclasses.replace(self, attention=attention)
 
-    def logits(self, token_ids: Int[Array, "b l"]) -> Float[Array, "b l vocabulary"]:
-        """One full causal pass without a cache; float32, or float64 for a model of float64."""
+    def logits(self, token_ids: Tokens) -> Logits:
+        """One full causal pass without a cache, in float32, or float64 if the weights are."""
         x, rotation = self._start(token_ids)
         for w in self.weights.layers:
             x, _ = layers.extend_layer(x, w, rotation, static=self.static)
         return self.read_out(x)
 
-    def layers_qkv(
-        self, token_ids: Int[Array, "b l"]
-    ) -> Iterator[
-        tuple[Float[Array, "b l h d"], Float[Array, "b l h_kv d"], Float[Array, "b l h_kv d"]]
-    ]:
-        """What each layer's attention gets in a full causal pass, rotary embedding included:
-        queries, keys and values, layer by layer."""
+    def layers_qkv(self, token_ids: Tokens) -> Iterator[tuple[Queries, Keys, Keys]]:
+        """The queries, keys and values of each layer in a full causal pass, after the rotary
+        embedding."""
         x, rotation = self._start(token_ids)
         for w in self.weights.layers:
             yield layers.queries_keys_values(x, w, rotation, self.static.config)
@@ -104,16 +101,25 @@ class Llama:
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache for `capacity` tokens of each text, rounded up to a multiple of the
-        devices that share them. Warns of more than the model was trained on."""
+        devices that share them.
+
+        Warns if the capacity is more than the model was trained on.
+        """
         capacity = inputs.check_capacity(capacity, self.config.context)
         inputs.check_rows("batch", self.layout, integer("batch", batch, 1))
         return self.empty_cache(batch, capacity)
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
-        """`new_cache`, of checked arguments."""
+        """`new_cache` without checks and warnings."""
         c = self.config
-        shape = batch, capacity, c.kv_heads, c.head_dim
-        return caches.empty_cache(c.layers, shape, self.weights.embedding.dtype, self.layout)
+        layout = self.layout
+        shape = batch, layout.shards * -(-capacity // layout.shards), c.kv_heads, c.head_dim
+        dtype = self.weights.embedding.dtype
+        device = layout.sharding(layout.of_keys)
+        k, v = (
+            tuple(jnp.zeros(shape, dtype, device=device) for _ in range(c.layers)) for _ in "kv"
+        )
+        return Cache(k, v, layout.put(np.zeros(batch, np.int32)))
 
     def prefill(
         self, prompts: inputs.Prompts, cache: Cache
@@ -121,11 +127,11 @@ class Llama:
         """Run prompts of any lengths: (logits after each, cache). `cache` is donated: do not use it
         afterwards.
 
-        An empty cache whose keys p devices share takes them by Ring Attention, all at once, where
-        the longest has p²/2 tokens or more; otherwise they go in chunks.
+        If the cache is empty, p > 1 devices share its keys, and the longest prompt has p²/2 tokens
+        or more, the prompts run all at once, by Ring Attention. Otherwise they run in chunks.
 
-        Raises ValueError, before any work, for an empty prompt, ids outside the vocabulary, and
-        prompts that the cache has no room for.
+        Raises ValueError, before any work, for an empty prompt, for ids outside the vocabulary, and
+        if the cache has no room for a prompt.
         """
         inputs.check_cache(cache, self)
         prompts = inputs.check_prompts(prompts, self.config.vocabulary)
@@ -137,100 +143,108 @@ class Llama:
 
     def extend(
         self,
-        tokens: Int[Array, "b l"],
+        tokens: Tokens,
         cache: Cache,
         *,
-        positions: Int[Array, "b l"] | None = None,
+        positions: Tokens | None = None,
         mask: Bool[Array, "#b l l"] | None = None,
-    ) -> tuple[Float[Array, "b l vocabulary"], NewEntries]:
-        """Run tokens after the cached ones, without writing them: (logits, what to write).
+    ) -> tuple[Logits, NewEntries]:
+        """Run tokens after the cached ones, without writing them: (logits, their keys and values,
+        for `commit`).
 
-        Every token sees the whole cache. mask[b, i, j] says whether token i sees token j of
-        the same call; None is causal. positions defaults to those after the cached text.
+        positions: the tokens' places in their texts; None for those after the cached tokens
+        mask:      mask[b, i, j] says whether token i sees token j of the same call; None is causal.
+                   Every token sees the whole cache. A token that does not see itself is padding.
 
-        Raises ValueError for arguments that do not fit, and unless the cache has room for all
-        the tokens. With a mask only some of them may be committed, so that room for one token of
-        each text is enough. A token that does not see itself is padding.
+        Raises ValueError if arguments do not fit, or the cache has no room for all tokens. With a
+        mask, room for one token of each text is enough, because only some tokens of a tree are
+        committed.
         """
         x, new = self.hidden_states(tokens, cache, positions=positions, mask=mask)
         return self.read_out(x), new
 
     def hidden_states(
-        self, tokens: Int[Array, "b l"], cache: Cache, *, positions=None, mask=None
-    ) -> tuple[Float[Array, "b l width"], NewEntries]:
-        """`extend` up to the last layer's output; `read_out` makes logits of it."""
+        self, tokens: Tokens, cache: Cache, *, positions=None, mask=None
+    ) -> tuple[Hidden, NewEntries]:
+        """`extend` up to the last layer's output, from which `read_out` computes the logits."""
         tokens = inputs.check_tokens(tokens, self.config.vocabulary, self.layout)
         inputs.check_cache(cache, self)
         positions, mask = inputs.check_new(tokens, cache, positions, mask)
-        return self.run_layers(tokens, cache, positions, mask)
+        return self.run_layers(tokens, positions, mask, cache)
 
     def commit(
         self,
         cache: Cache,
         new: NewEntries,
         *,
-        counts: Int[Array, " b"] | None = None,
+        counts: Lengths | None = None,
         select: Int[Array, "b m"] | None = None,
     ) -> Cache:
-        """Write what `extend` returned. `cache` is donated: do not use it afterwards.
+        """Write keys and values from `extend` into the cache. `cache` is donated: do not use it
+        afterwards.
 
-        select: (b, m) which of the new tokens, in order, as indices; all when None
-        counts: (b,) how many of those each text gets; all when None
+        select: (b, m) indices of the new tokens to write, in order; None for all
+        counts: (b,) the number of those for each text; None for all
 
-        Raises ValueError for counts, indices or a number of texts that do not fit.
+        Raises ValueError if counts, indices or the number of texts do not fit, and TypeError for
+        `new` that `extend` cannot have returned.
         """
         inputs.check_cache(cache, self)
         counts, select = inputs.check_commit(cache, new, counts, select)
-        caches.wait_on_cpus(new, self.layout)
+        wait_on_cpus(new, self.layout)
         written = [
-            caches.append(cached, pair, cache.lengths, counts, select, layout=self.layout)
+            append(cached, pair, cache.lengths, counts, select, layout=self.layout)
             for cached, pair in zip(cache.layers, new, strict=True)
         ]
-        return Cache(*zip(*written, strict=True), caches.advance(cache.lengths, counts))
+        return Cache(*zip(*written, strict=True), advance(cache.lengths, counts))
 
-    def step(
-        self, tokens: Int[Array, "b l"], cache: Cache
-    ) -> tuple[Float[Array, "b l vocabulary"], Cache]:
+    def step(self, tokens: Tokens, cache: Cache) -> tuple[Logits, Cache]:
         """`extend` and `commit` at once: (logits, cache). `cache` is donated: do not use it
         afterwards.
 
-        Raises ValueError, before any work, for arguments that do not fit, or no room.
+        Raises ValueError, before any work, if arguments do not fit, or the cache has no room.
         """
         logits, new = self.extend(tokens, cache)
         return logits, self.commit(cache, new)
 
-    def read_out(
-        self, x: Float[Array, "b l width"], last: Int[Array, " b"] | None = None
-    ) -> Float[Array, "b *l vocabulary"]:
-        """The logits after each token's state, or (b, vocabulary) after each row's token `last`."""
+    def read_out(self, x: Hidden, last: Lengths | None = None) -> Float[Array, "b *l vocabulary"]:
+        """The logits after each token, from the last layer's output x; or (b, vocabulary), those
+        after token `last` of each row."""
         w = self.weights
         return layers.read_out(x, w.norm, w.head, last, epsilon=self.config.norm_epsilon)
 
     def run_layers(
-        self, tokens, cache: Cache, positions, mask=None, *, see_cache: bool = True
-    ) -> tuple[Float[Array, "b l width"], NewEntries]:
-        """`hidden_states`, of checked arguments. see_cache: whether there is something in it."""
-        w = self.weights
-        x, rotation = layers.embed(tokens, positions, w.embedding, w.frequencies)
+        self, tokens, positions, mask=None, cache: Cache | None = None
+    ) -> tuple[Hidden, NewEntries]:
+        """`hidden_states` without checks.
+
+        cache: None if it is empty, because the program without it is faster
+        """
+        x, rotation = self.embed(tokens, positions)
         new = []
-        for layer, cached in zip(w.layers, cache.layers, strict=True):
-            seen = {"cached": cached, "lengths": cache.lengths} if see_cache else {}
-            x, pair = layers.extend_layer(x, layer, rotation, mask=mask, static=self.static, **seen)
+        for i, w in enumerate(self.weights.layers):
+            seen = {"cached": (cache.k[i], cache.v[i]), "lengths": cache.lengths} if cache else {}
+            x, pair = layers.extend_layer(x, w, rotation, mask=mask, static=self.static, **seen)
             new.append(pair)
         return x, tuple(new)
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """How texts and their keys lie on the mesh."""
+        """How texts and their keys are sharded over the mesh."""
         return layout_of(self.mesh)
 
     @functools.cached_property
     def static(self) -> layers.Static:
-        """What the layers' programs are compiled for: the same ones for any depth."""
+        """The static argument of the layers' programs, the same for models of any depth."""
         config = dataclasses.replace(self.config, layers=1)
         return layers.Static(config, self.layout, self.attention)
 
-    def _start(self, token_ids) -> tuple[Float[Array, "b l width"], layers.Rotation]:
+    def _start(self, token_ids) -> tuple[Hidden, layers.Rotation]:
         tokens = inputs.check_tokens(token_ids, self.config.vocabulary, self.layout)
         positions = jnp.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-        return layers.embed(tokens, positions, self.weights.embedding, self.weights.frequencies)
+        return self.embed(tokens, positions)
+
+    def embed(self, tokens, positions) -> tuple[Hidden, layers.Rotation]:
+        """The first layer's input, and the rotation of the tokens."""
+        w = self.weights
+        return layers.embed(tokens, positions, w.embedding, w.frequencies)

@@ -1,4 +1,4 @@
-"""How the next token is taken from a model's logits: the likeliest, or one drawn with a key."""
+"""How the next token is chosen from a model's logits: the likeliest, or a draw with a key."""
 
 import dataclasses
 import functools
@@ -8,61 +8,58 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Key
 
-from treeattn_llama.arguments import Array, integer, number
+from treeattn_llama.arguments import Array, integer, named, number
 
-FEW = 1024  # tokens that are looked at first: a nucleus seldom has more
+FEW = 1024  # the number of likeliest tokens that are tried first: a nucleus seldom has more
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Sampling:
     """How tokens are drawn: from softmax(logits / temperature), cut to the `top_k` likeliest, then
-    to their `nucleus`; at temperature 0 the likeliest is taken.
+    to their `nucleus`. At temperature 0 the likeliest token is taken.
 
-    key: of a whole text. Its new token number i is drawn with a key made of this and i, so that the
-    text is the same however many tokens a call of the model confirms. Of several texts, the
-    first has the keys that it would have alone, and every other has keys of its own.
+    key:  of a whole text. New token number i is drawn with a key made of this key and i, so the
+          text does not depend on how many tokens a call of the model confirms. The first of several
+          texts has the keys that it would have alone; every other has keys of its own.
+    seed: makes the key, if there is none
 
-    Raises ValueError for a temperature below 0, a top_k below 1, a top_p outside (0, 1], and a
-    temperature above 0 without a key; TypeError for what is no number, and no key.
+    Raises ValueError for a temperature below 0, a top_k below 1, a top_p outside (0, 1], a
+    temperature above 0 without key and seed, and for both; TypeError for values of another type.
     """
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
     key: Key[Array, ""] | None = None
+    seed: int | None = None
 
     def __post_init__(self):
-        checked = {"temperature": number("temperature", self.temperature)}
-        if not checked["temperature"] >= 0:
+        self.temperature = number("temperature", self.temperature)
+        if self.temperature < 0:
             raise ValueError(f"temperature: expected at least 0, got {self.temperature}")
         if self.top_k is not None:
-            checked["top_k"] = integer("top_k", self.top_k, 1)
+            self.top_k = integer("top_k", self.top_k, 1)
         if self.top_p is not None:
-            checked["top_p"] = number("top_p", self.top_p)
-            if not 0 < checked["top_p"] <= 1:
-                raise ValueError(f"top_p: expected more than 0, at most 1, got {self.top_p}")
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
-        if self.temperature > 0 and self.key is None:
+            self.top_p = number("top_p", self.top_p, 0, 1)
+        if self.seed is not None:
+            if self.key is not None:
+                raise ValueError("seed: expected one of seed and key, got both")
+            self.key = jax.random.key(integer("seed", self.seed, 0, 2**32 - 1))
+        if self.key is not None:
+            with named("key", "expected a jax.random.key, or seed=0"):
+                jax.random.fold_in(self.key, 0)
+        elif self.temperature > 0:
             raise ValueError(
                 f"temperature: {self.temperature} draws at random: pass seed=0, or a key"
             )
-        if self.key is None:
-            return
-        try:
-            jax.random.fold_in(self.key, 0)
-        except (TypeError, ValueError):
-            raise TypeError(
-                f"key: expected a jax.random.key, or seed=0, got {self.key!r:.40}"
-            ) from None
 
     def next_tokens(
         self, logits: Float[Array, "b l n"], index: Int[np.ndarray, "b l"]
     ) -> Int[np.ndarray, "b l"]:
-        """What comes after each token, by the model's logits there: of text b, its new token number
-        index[b, i], from 0."""
+        """The token after each position, by the model's logits there: new token number index[b, i]
+        of text b, counted from 0."""
         if self.temperature == 0:
-            return np.asarray(logits).argmax(axis=-1).astype(np.int32)  # a CPU copies nothing
+            return np.asarray(logits).argmax(axis=-1).astype(np.int32)  # without a copy on a CPU
         drawn = np.zeros(index.shape, np.int32)
         for b, i in np.ndindex(index.shape):
             at = np.int32(index[b, i]), np.int32(b)
@@ -72,22 +69,13 @@ class Sampling:
         return drawn
 
 
-def sampling_of(temperature, top_k, top_p, key, seed) -> Sampling:
-    """The `Sampling` that a caller has asked for: by a key of JAX's, or by a seed."""
-    if key is not None and seed is not None:
-        raise ValueError("seed: expected one of seed and key, got both")
-    if seed is not None:
-        key = jax.random.key(integer("seed", seed, 0, 2**32 - 1))
-    return Sampling(temperature, top_k, top_p, key)
-
-
 @functools.partial(jax.jit, static_argnames="top_k")
 def _draw(logits, key, index, text, temperature, top_p, top_k):
-    """New token number `index` of text number `text`, by the logits (n,) there: where these and
-    Gumbel noise are largest in sum."""
+    """New token number `index` of text number `text`, by its logits (n,): the argmax of the logits
+    plus Gumbel noise, which is a draw from their softmax."""
     key = jax.random.fold_in(key, index)
     key = jnp.where(text == 0, key, jax.random.fold_in(key, text))
-    # Computed before it is compared: as one loop, that takes twice as long on a CPU.
+    # The barrier keeps XLA:CPU from joining noise and argmax in one loop, which is twice as slow.
     noise = jax.lax.optimization_barrier(jax.random.gumbel(key, logits.shape, logits.dtype))
     return jnp.argmax(settled(logits, temperature, top_k, top_p) + noise)
 
@@ -95,12 +83,12 @@ def _draw(logits, key, index, text, temperature, top_p, top_k):
 def settled(
     logits: Float[Array, " n"], temperature, top_k: int | None = None, top_p=None
 ) -> Float[Array, " n"]:
-    """logits / temperature, −∞ at the tokens that top_k and top_p leave out."""
-    least = jnp.finfo(logits.dtype).tiny  # a smaller temperature counts as 0 on a CPU
-    # Less their largest: the others may overflow to −∞, none to ∞.
+    """logits / temperature, with −∞ for the tokens that top_k and top_p leave out."""
+    least = jnp.finfo(logits.dtype).tiny  # a CPU takes a smaller temperature for 0
+    # The largest is subtracted first, so others may overflow to −∞, but none to ∞.
     logits = (logits - jnp.max(logits)) / jnp.maximum(temperature, least)
     if top_k is not None and top_k < logits.shape[-1]:
-        values, tokens = jax.lax.top_k(logits, top_k)  # of equal ones the first
+        values, tokens = jax.lax.top_k(logits, top_k)  # the first of equal ones
         logits = jnp.full_like(logits, -jnp.inf).at[tokens].set(values)
     return logits if top_p is None else nucleus(logits, top_p)
 
@@ -108,8 +96,8 @@ def settled(
 def nucleus(logits: Float[Array, " n"], top_p: float | Float[Array, ""]) -> Float[Array, " n"]:
     """The logits of the fewest likeliest tokens whose probabilities reach `top_p`; −∞ elsewhere.
 
-    Of equal ones the first. It is looked for among the likeliest `FEW`; only where these do not
-    reach `top_p` all of the vocabulary is sorted, which takes twenty times as long.
+    Among equal tokens the first are kept. The `FEW` likeliest tokens are tried first, because
+    sorting the whole vocabulary takes twenty times as long.
     """
     n = logits.shape[-1]
     total = jax.nn.logsumexp(logits)
@@ -117,8 +105,8 @@ def nucleus(logits: Float[Array, " n"], top_p: float | Float[Array, ""]) -> Floa
     def among(k: int, logits):
         values, tokens = jax.lax.top_k(logits, k)
         p = jnp.exp(values - total)
-        kept = jnp.cumsum(p) - p < top_p  # what comes before it is not enough yet
-        kept = kept.at[0].set(True)  # where float32 has 0 for top_p, too
+        kept = jnp.cumsum(p) - p < top_p  # the tokens before it do not reach top_p
+        kept = kept.at[0].set(True)  # even if top_p rounds to 0 in float32
         return jnp.full_like(logits, -jnp.inf).at[tokens].set(jnp.where(kept, values, -jnp.inf))
 
     if n <= FEW:

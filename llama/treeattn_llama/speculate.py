@@ -7,19 +7,18 @@
     tokens = accept_candidate_tokens(beam, scores, verified, verified_scores)
     cache = model.commit(cache, new, select=tokens.nodes(unpack_map), counts=tokens.counts)
 
-A model's call for one token mostly waits for its weights and its cache to be read from memory. A
-call for several tokens reads them once for all. So a draft guesses what may follow, and one call
-says what the model itself would say after each guess. The guesses that it would have made are
-accepted: the text is the one that the model writes alone, in fewer calls. (Up to rounding: where
-two tokens are as good as equally likely, a call of another size may take the other one.)
+A model's call for one token mostly waits until its weights and its cache are read from memory. A
+call for several tokens reads them once for all. So a draft guesses how the text goes on, and one
+call computes the model's own token after each guess. The guesses that the model agrees with are
+accepted, and the text is the one that the model writes alone, in fewer calls. (A call of another
+size may round differently, and take the other of two tokens that are equally likely.)
 
 `Writer` runs these steps in a loop, with tokens that are likeliest or drawn. Between two calls the
-cache holds every token of a text but the last: `context` (B,) of them. The `last` one is certain,
-but the model has not read it yet: it goes with the next call, as the first token of every
-candidate.
+cache holds all tokens of a text but the last one: `context` (B,) of them. The `last` token is
+certain, but the model has not read it yet, so it is the first token of every candidate.
 
 Arrays of candidates are (B, M, C): texts of a batch, candidates of a text, tokens of a candidate.
-Candidates of different lengths lie in one array, with scores of −∞ after their ends.
+Scores of −∞ mark the places after a candidate's end.
 """
 
 import dataclasses
@@ -31,7 +30,7 @@ import numpy as np
 from jaxtyping import Float, Int, Integer
 
 from treeattn import PackedBeam, pack, unpack
-from treeattn_llama.arguments import Array, as_array, integer, integers
+from treeattn_llama.arguments import Array, as_array, integer, integers, named
 from treeattn_llama.cache import Cache
 
 # Draft
@@ -39,24 +38,24 @@ from treeattn_llama.cache import Cache
 
 @runtime_checkable
 class Draft(Protocol):
-    """Anything that observes texts, and proposes what may follow them.
+    """An object that observes texts, and proposes how they go on.
 
-    A draft never decides what the text says; it decides how much of it one model call confirms. It
+    A draft never decides what the text says, only how much of it a call of the model confirms. It
     serves one stream at a time.
     """
 
     def observe(self, texts: list[list[int]]) -> None:
-        """The texts so far, every token of them certain. The lists are copies: the draft may keep
-        or change them."""
+        """Get the texts so far; all their tokens are certain. The lists are copies, which the draft
+        may keep or change."""
 
     def propose(self, budget: int) -> tuple[Any, Any]:
         """(beam, scores), both (B, M, C): candidates for each text, the best ones first.
 
-        budget: how many tokens the next call verifies for each text. A prefix that candidates share
-                counts once, and what is proposed beyond the budget is cut off
+        budget: the number of tokens that the next call verifies for each text. A prefix that
+                candidates share counts once. The rest of a larger proposal is cut off.
         beam:   token ids
-        scores: the log-probability that the draft gives each token after those before it; −∞ where
-                a candidate has ended. Nothing else is read of them
+        scores: the draft's log-probability of each token after those before it, −∞ after the end of
+                a candidate. Only the −∞ are used.
         """
 
 
@@ -67,54 +66,50 @@ def draft_candidate_tokens(
     budget: int = 7,
     vocabulary: int | None = None,
 ) -> tuple[Int[np.ndarray, "b m c"], Float[np.ndarray, "b m c"]]:
-    """(beam, scores), both (B, M, budget + 1): what the draft thinks may follow the texts that it
-    observed, after each text's certain token.
+    """(beam, scores), both (B, M, budget + 1): the draft's candidates for the texts that it has
+    observed, each with the text's certain token before it.
 
-    certain:    (B,) each text's last token, the first of all its candidates, with a score of 0;
-                every text has a candidate, if only this token
-    budget:     how many different prefixes of candidates are kept, candidate by candidate, the
-                certain token not counted
-    vocabulary: the model's, to check the draft's tokens against
+    certain:    (B,) each text's last token, the first of all its candidates, with a score of 0.
+                Every text has a candidate, if only this token.
+    budget:     the number of different prefixes of candidates that are kept, candidate by
+                candidate, the certain token not counted
+    vocabulary: the size of the model's, to check the draft's tokens
 
-    Raises TypeError for what is no proposal, and ValueError for tokens outside the vocabulary and
-    for scores that do not fit. The errors name the draft.
+    Raises ValueError, with the draft's name, unless it returns beam and scores for all texts, with
+    tokens in the vocabulary, and scores that fit.
     """
     budget = integer("budget", budget, 0)
     certain = np.asarray(integers("certain", certain, (None,)))
     found = draft.propose(budget)
-    try:
+    with named(f"draft: {type(draft).__name__} proposed"):
         if not isinstance(found, tuple | list) or len(found) != 2:
             raise TypeError(f"expected (beam, scores), got {type(found).__name__} {found!s:.40}")
         beam, scores = _checked_beam(*found, vocabulary)
         if len(beam) != len(certain):
             raise ValueError(f"expected candidates for {len(certain)} texts, got {len(beam)}")
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"draft: {type(draft).__name__} proposed: {error}") from None
-    # A node is a prefix that candidates share. They are numbered candidate by candidate, a prefix
-    # before what goes on with it, so that the first `budget` of them are whole beginnings.
+    # A node is a prefix that candidates share. `pack` numbers nodes candidate by candidate, and a
+    # prefix before its continuations, so the first `budget` nodes are whole beginnings.
     node = pack(beam, candidate_lengths(scores)).unpack_map
-    scores = np.where(node < budget, scores, -np.inf)
-    batch, rows, width = beam.shape
-    kept = min(width, budget)  # no candidate has more nodes
-    tokens = np.zeros((batch, max(rows, 1), budget + 1), np.int32)
-    log = np.full(tokens.shape, -np.inf)
-    tokens[..., 0] = certain[:, None]
-    tokens[:, :rows, 1 : kept + 1] = beam[..., :kept]
-    log[:, :rows, 1 : kept + 1] = scores[..., :kept]
-    goes_on = (log[..., 1:] > -np.inf).any(axis=2)
-    goes_on[:, 0] = True  # one of them stays, if only for the certain token
-    log[..., 0] = np.where(goes_on, 0.0, -np.inf)
-    return tokens, log
+    scores = np.where(node < budget, scores, -np.inf).astype(float)
+    width = min(beam.shape[2], budget)  # no candidate has more nodes
+    padding = (0, 0), (0, int(beam.shape[1] == 0)), (1, budget - width)
+    beam = np.pad(beam[..., :width], padding)
+    scores = np.pad(scores[..., :width], padding, constant_values=-np.inf)
+    has_tokens = (scores > -np.inf).any(axis=2)
+    has_tokens[:, 0] = True  # the first candidate stays, for the certain token
+    beam[..., 0] = certain[:, None]
+    scores[..., 0] = np.where(has_tokens, 0.0, -np.inf)
+    return beam, scores
 
 
 def candidate_lengths(scores: Float[Array, "b m c"]) -> Int[np.ndarray, "b m"]:
-    """(B, M) the tokens of each candidate: those before the first score of −∞."""
+    """(B, M) the number of tokens of each candidate: those before the first score of −∞."""
     real = np.asarray(scores) > -np.inf
     return np.cumprod(real, axis=2, dtype=np.int32).sum(axis=2, dtype=np.int32)
 
 
 def _checked_beam(beam, scores, vocabulary: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """A beam's tokens in int32, 0 after a candidate's end, and its scores; or an error."""
+    """A beam's tokens in int32, with 0 after a candidate's end, and its scores; or an error."""
     beam = np.asarray(integers("beam", beam, (None, None, None)))
     scores = _checked_scores("scores", scores, beam.shape)
     real = np.arange(beam.shape[2]) < candidate_lengths(scores)[..., None]
@@ -137,8 +132,10 @@ def _checked_scores(name: str, scores, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def pad_packed(packed: PackedBeam, size: int) -> PackedBeam:
-    """The tree with padding up to `size` nodes, which see nothing and are seen by none. Each size
-    of a call compiles its own programs, so use few sizes."""
+    """The tree with padding up to `size` nodes, which see nothing and are seen by none.
+
+    Use few sizes, because each compiles programs of its own.
+    """
     tokens, mask, offsets, unpack_map = packed
     size = integer("size", size, tokens.shape[1])
     more = (0, size - tokens.shape[1])
@@ -147,7 +144,7 @@ def pad_packed(packed: PackedBeam, size: int) -> PackedBeam:
 
 
 def call_size(nodes: int, budget: int) -> int:
-    """How many tokens the call has that takes so many nodes: 1, 4, 16, … or the budget."""
+    """The number of tokens of a call for so many nodes: 1, 4, 16, … or the budget."""
     size = 1
     while size < nodes:
         size *= 4
@@ -171,11 +168,11 @@ def likeliest(
 
 
 class Accepted(list):
-    """The tokens that each text goes on with, a list for each; and which candidate they follow.
+    """A list of each text's new tokens, and the candidate that they follow.
 
-    candidates: (B,) the one whose beginning was accepted, as a row of the beam
-    counts:     (B,) how many of its nodes were, the certain one included: those whose keys belong
-                in the cache, as many as the text has new tokens
+    candidates: (B,) the candidate whose beginning was accepted, as a row of the beam
+    counts:     (B,) the number of its accepted nodes, the certain one included. Their keys belong
+                in the cache. The text has as many new tokens.
     """
 
     def __init__(self, tokens: list[list[int]], candidates, counts):
@@ -201,16 +198,16 @@ def accept_candidate_tokens(
     """The tokens that each text goes on with: those accepted, and the model's own after them.
 
     beam, scores:    (B, M, C) as from `draft_candidate_tokens`, the certain token first
-    verified_beam:   (B, M, C) the token that the model itself puts *after* beam[b, m, : c + 1],
-                     likeliest or drawn: one for each prefix, whichever candidate it is read from
+    verified_beam:   (B, M, C) the model's own token *after* beam[b, m, : c + 1], likeliest or
+                     drawn, the same for all candidates with this prefix
     verified_scores: (B, M, C) its log-probability
 
-    Candidates are followed as far as each token is the model's own after those before it. What the
-    longest such path says after the certain token is accepted, and the model's token after it is
-    new: one token at least for each text that has a candidate, at most C. Scores decide nothing,
-    since a text must not depend on who drafted it; they say where candidates end.
+    A candidate is followed as long as each of its tokens is the model's own after those before it.
+    The tokens of the longest such path are accepted, and the model's token after them is new. So a
+    text that has a candidate gets at least one token, and at most C. Scores only say where
+    candidates end, because a text must not depend on the draft.
 
-    Raises ValueError when shapes do not fit, or a finite score follows −∞.
+    Raises ValueError if shapes do not fit, or a finite score follows −∞.
     """
     beam, scores = _checked_beam(beam, scores)
     verified = np.asarray(integers("verified_beam", verified_beam, beam.shape))
@@ -221,10 +218,10 @@ def accept_candidate_tokens(
 def accept(
     beam: Int[np.ndarray, "b m c"], lengths: Int[np.ndarray, "b m"], verified: np.ndarray
 ) -> Accepted:
-    """`accept_candidate_tokens`, of arrays that are known to fit.
+    """`accept_candidate_tokens` without checks.
 
-    For [7, 3, 5] and [7, 3, 6], and a model that says 3 after 7, 6 after 3, and 9 after 6, the
-    second candidate's three nodes are accepted, and the text goes on with 3, 6, 9.
+    For [7, 3, 5] and [7, 3, 6], and a model with 3 after 7, 6 after 3, and 9 after 6, the second
+    candidate's three nodes are accepted, and the text goes on with 3, 6, 9.
     """
     batch, rows, width = beam.shape
     if rows == 0:
@@ -235,8 +232,8 @@ def accept(
     counts = np.where(lengths > 0, 1 + np.cumprod(right, axis=2).sum(axis=2), 0)
     candidates = counts.argmax(axis=1)
     counts = counts.max(axis=1)
-    says = verified[np.arange(batch), candidates]
-    tokens = [row[:n].tolist() for row, n in zip(says, counts, strict=True)]
+    path = verified[np.arange(batch), candidates]
+    tokens = [row[:n].tolist() for row, n in zip(path, counts, strict=True)]
     return Accepted(tokens, candidates, counts)
 
 
@@ -244,39 +241,35 @@ def accept(
 
 
 class State(NamedTuple):
-    """Where a `Writer` stands. Each call of the model makes a new one, which takes the place of the
-    old one at once: whoever interrupts finds one of the two.
+    """The state of a `Writer` between two calls of the model. A call replaces it by a new one at
+    once, so an interrupt leaves one or the other.
 
-    texts: prompts and what was written so far
+    texts: the prompts with their new tokens
     over:  whether each text has ended
-    cache: of all tokens but each text's last; None: the texts have to be read (again)
-    new:   what the last call has brought each text
-    steps: calls after the texts were read
+    cache: holds all tokens but each text's last; None if the texts must be read (again)
+    steps: the number of calls after the texts were read
     """
 
     texts: tuple[list[int], ...]
     over: tuple[bool, ...]
     cache: Cache | None = None
-    new: tuple[list[int], ...] = ()
     steps: int = 0
 
 
 @dataclasses.dataclass(eq=False)
 class Writer:
-    """An iterator over the calls of the model: for each, the new ids of each text (a list of lists,
-    [] where it is over).
+    """An iterator that calls the model, and yields the new ids of each text: a list of lists, []
+    for a text that is over.
 
     model:    a `Llama`
     prompts:  lists of token ids
-    ending:   says where a text ends (`text.Ending`): `at(new, before)` is how many of its new ids
-              belong to it, if it ends within those after the first `before`, else None
-    sampling: takes tokens from logits (`sampling.Sampling`)
+    ending:   finds the end of a text (`text.Ending`)
+    sampling: chooses tokens from logits (`sampling.Sampling`)
     capacity: of the cache, in tokens
     draft:    a `Draft`, or None
-    budget:   the tokens of one call, the certain one included
+    budget:   the most tokens of a call, the certain one included
 
-    Nothing is kept between texts but compiled programs. An interrupt while a call is made loses no
-    token: the next one goes on from the last state.
+    An interrupt during a call loses no token: the next call goes on from the last state.
     """
 
     model: Any
@@ -289,29 +282,30 @@ class Writer:
 
     def __post_init__(self):
         self.begin = np.array([len(prompt) for prompt in self.prompts])
-        self.state = State(tuple(map(list, self.prompts)), (False,) * len(self.prompts))
+        self.state = State(tuple(self.prompts), (False,) * len(self.prompts))
 
     @property
     def steps(self) -> int:
-        """Calls of the model after the texts were read, so far."""
+        """The number of calls of the model so far, after the texts were read."""
         return self.state.steps
 
     def __iter__(self) -> "Writer":
         return self
 
     def __next__(self) -> list[list[int]]:
+        before = self.state.texts
         if all(self.state.over):
             raise StopIteration
         state = self._read() if self.state.cache is None else self._step()
-        new = list(map(list, state.new))
-        self.state = state  # and nothing after it, where an interrupt would lose what is new
+        new = [text[len(old) :] for text, old in zip(state.texts, before, strict=True)]
+        self.state = state  # last, because an interrupt after it would lose the new tokens
         return new
 
     def _read(self) -> State:
-        """Read the texts, and write the token after each."""
+        """Read the texts, and choose the token after each."""
         texts = self.state.texts
         cache = self.model.empty_cache(len(texts), self.capacity)
-        # All but the last token of a text that is over may fill the cache: nobody reads on there.
+        # A text that is over may be longer than the cache. Its last token is not read.
         logits, cache = self.model.prefill([text[: self.capacity] for text in texts], cache)
         index = self._lengths() - self.begin
         new = self.sampling.next_tokens(logits[:, None], index[:, None])
@@ -319,29 +313,30 @@ class Writer:
 
     def _step(self) -> State:
         """Draft, pack, verify, unpack, accept, commit."""
-        context = self._lengths() - 1  # what the cache holds
+        context = self._lengths() - 1  # the tokens in the cache
         beam, lengths = self._candidates()
         packed = pack(beam, lengths)
         packed = pad_packed(packed, call_size(packed.packed_beam.shape[1], self.budget))
         tokens, mask, offsets, unpack_map = packed
-        logits, keys = self.model.extend(
-            tokens, self.state.cache, positions=context[:, None] + offsets, mask=mask
-        )
-        # What comes after a node is the text's new token with this number, whoever drafted it.
-        index = (context + 1 - self.begin)[:, None] + offsets
-        says = self.sampling.next_tokens(logits, index)
-        accepted = accept(beam, lengths, unpack(says, unpack_map))
         cache = self.state.cache
-        # `commit` gives the cache up: after an interrupt from here on the texts are read anew.
+        logits, keys = self.model.extend(
+            tokens, cache, positions=context[:, None] + offsets, mask=mask
+        )
+        # The token after a node has this number in its text, for every draft.
+        index = (context + 1 - self.begin)[:, None] + offsets
+        verified = self.sampling.next_tokens(logits, index)
+        accepted = accept(beam, lengths, unpack(verified, unpack_map))
+        # `commit` donates the cache, so after an interrupt from here on the texts are read again.
         self.state = self.state._replace(cache=None)
         nodes = accepted.nodes(unpack_map)
         cache = self.model.commit(cache, keys, select=nodes, counts=accepted.counts)
-        state = self._after(accepted, cache)
-        return state._replace(steps=state.steps + 1)
+        return self._after(accepted, cache)._replace(steps=self.steps + 1)
 
     def _candidates(self) -> tuple[np.ndarray, np.ndarray]:
-        """(beam, lengths) after each text's certain last token, no more than there is room for; a
-        text that is over has no candidates."""
+        """(beam, lengths) with each text's certain last token, as far as the cache has room.
+
+        A text that is over has no candidates.
+        """
         texts = self.state.texts
         over = np.array(self.state.over)
         certain = np.array([text[-1] for text in texts], np.int32)
@@ -352,24 +347,25 @@ class Writer:
         beam, scores = draft_candidate_tokens(
             self.draft, certain=certain, budget=self.budget - 1, vocabulary=vocabulary
         )
-        room = self.capacity + 1 - self._lengths()  # of the certain token and its candidates
+        room = self.capacity + 1 - self._lengths()  # for the certain token and its candidates
         lengths = np.minimum(candidate_lengths(scores), room[:, None])
         return beam, np.where(over[:, None], 0, lengths)
 
     def _after(self, tokens: list[list[int]], cache: Cache) -> State:
-        """The state after the texts have gone on with these tokens, up to where they end."""
-        state = self.state
-        texts, over, added = [], [], []
-        for b, text in enumerate(state.texts):
-            written = text[self.begin[b] :]
-            new = [] if state.over[b] else tokens[b]
-            end = self.ending.at(written + new, len(written))
-            if end is not None:
-                new = new[: end - len(written)]
-            texts.append(text + new)
-            over.append(state.over[b] or end is not None)
-            added.append(new)
-        return state._replace(texts=tuple(texts), over=tuple(over), cache=cache, new=tuple(added))
+        """The state after the texts have got these tokens, up to their ends."""
+        texts = []
+        over = []
+        for b, text in enumerate(self.state.texts):
+            ended = self.state.over[b]
+            if not ended:
+                begin = len(self.prompts[b])
+                longer = text + tokens[b]
+                end = self.ending.at(longer[begin:], len(text) - begin)
+                ended = end is not None
+                text = longer[: begin + end] if ended else longer
+            texts.append(text)
+            over.append(ended)
+        return self.state._replace(texts=tuple(texts), over=tuple(over), cache=cache)
 
     def _lengths(self) -> Int[np.ndarray, " b"]:
         return np.array([len(text) for text in self.state.texts])

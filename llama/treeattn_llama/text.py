@@ -1,4 +1,4 @@
-"""Text from a model: streaming, generating, chatting; plainly, or with the help of a draft."""
+"""Text from a model: `stream`, `generate` and `chat`, with or without a draft."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, SupportsIndex
@@ -11,7 +11,7 @@ from treeattn_llama.arguments import Array, integer
 from treeattn_llama.inputs import Ids
 from treeattn_llama.lookup import LookupDraft
 from treeattn_llama.model import Llama
-from treeattn_llama.sampling import sampling_of
+from treeattn_llama.sampling import Sampling
 from treeattn_llama.speculate import Draft, Writer
 from treeattn_llama.tokenizer import Tokenizer
 
@@ -36,31 +36,33 @@ def stream(
 ) -> Writer:
     """Continue a prompt, or several of any lengths, a call of the model at a time.
 
-    Yields for each call the new ids of each prompt, a list of lists: the first call reads the
-    prompts, and gives each text one token; without a draft, so does every call after it, [[5],
-    [17]] for two prompts; with one, a call may confirm several, [[5, 8, 2], [17]]. A text that is
-    over gets []. What is returned counts its calls after the prompts, too: `steps`.
+    Returns an iterator that yields a list for each call, with a list of the new ids of each prompt.
+    The first call reads the prompts, and gives each text one token: [[5], [17]] for two prompts.
+    Without a draft every later call does so, too. With a draft a call may confirm several tokens:
+    [[5, 8, 2], [17]]. A text that is over gets []. The iterator's `steps` counts the calls after
+    the first.
 
-    prompts:     a text, a list of token ids, or a list of either
-    draft:       None (plain decoding); "lookup" (`LookupDraft`); or an object of yours that
-                 observes and proposes (`Draft`)
-    budget:      tokens of one call, the certain one included: a budget of 8 asks the draft for 7.
-                 A call costs what was drafted: programs are compiled for 1, 4, 16, … tokens, and
-                 for the budget itself
-    temperature: 0 is greedy; above it tokens are drawn, with a `seed` or a `key` of JAX's
-    top_k:       draws come from so many likeliest tokens
-    top_p:       draws come from the fewest tokens whose probabilities reach this
-    stop:        what ends a text: strings, at whose last token it ends; or token ids, which take
-                 the place of the checkpoint's own, and are yielded as well ([]: nothing ends it)
-    capacity:    of the cache, in tokens; by default what all of this needs, rounded up so that
-                 texts of other lengths run the same compiled programs
+    prompts:     a text, a list of token ids, or a list of texts and lists of ids
+    draft:       None for plain decoding, "lookup" for `LookupDraft`, or an object of yours with
+                 the methods of `Draft`
+    budget:      the most tokens of one call, the certain token included: with 8 the draft is asked
+                 for 7. A call with fewer tokens is cheaper, because there are programs for 1, 4,
+                 16, … tokens, and for the budget itself.
+    temperature: 0 is greedy. Above 0 tokens are drawn, with a `seed` or a JAX `key`.
+    top_k:       draw from the `top_k` likeliest tokens
+    top_p:       draw from the fewest tokens whose probabilities reach `top_p`
+    stop:        strings or token ids that end a text, and stay in it. Ids replace those of the
+                 checkpoint; with [] nothing ends a text but max_new_tokens.
+    capacity:    tokens of the cache. None is enough for this call, rounded up so that texts of
+                 other lengths run the same compiled programs.
 
-    The text is the same for every draft and budget: greedy, token for token; sampling, with the
-    same key, draw for draw. A call of 16 tokens may round otherwise than one of 1: at a near tie,
-    within the rounding of the weights' dtype, the texts may part, both being the model's.
+    The text is the same for every draft and budget, greedy or drawn with the same key. There is one
+    exception: calls of 1 and of 16 tokens round differently, so where two tokens are equally likely
+    up to the rounding of the weights' dtype, the texts may differ.
 
-    Raises, before any work, ValueError or TypeError for a wrong argument, such as a capacity that
-    is less than the longest prompt and max_new_tokens need; later for a proposal that is none.
+    Raises ValueError or TypeError for a wrong argument, before any work, for example for a capacity
+    that is too small for the longest prompt and max_new_tokens; and in a later call for a wrong
+    proposal of the draft.
     """
     prompts = prompt_ids(model, prompts)
     inputs.check_rows("prompts", model.layout, len(prompts))
@@ -76,7 +78,7 @@ def stream(
         model,
         prompts,
         ending_of(model, most, stop),
-        sampling_of(temperature, top_k, top_p, key, seed),
+        Sampling(temperature, top_k, top_p, key, seed),
         inputs.check_capacity(capacity, context),
         make_draft(draft),
         integer("budget", budget, 1),
@@ -84,11 +86,11 @@ def stream(
 
 
 class Generation(NamedTuple):
-    """What `generate` returns; lists for several prompts.
+    """The result of `generate`. text and tokens are lists if there were several prompts.
 
-    text:   what was written, without a string that stopped it; None without a tokenizer
-    tokens: the new ids
-    steps:  calls of the model after the prompts
+    text:   the text after the prompt, without a string that stopped it; None without a tokenizer
+    tokens: its ids
+    steps:  the number of calls of the model after that for the prompts
     """
 
     text: str | list[str | None] | None
@@ -97,16 +99,14 @@ class Generation(NamedTuple):
 
 
 def generate(model: Llama, prompt: Prompt | Sequence[Prompt], **options) -> Generation:
-    """Continue a prompt (a text, or a list or array of token ids), or several (a list of either).
+    """Continue a prompt (a text, or a list or array of token ids), or a list of several.
 
-    Collects what `stream` yields, and takes the same options.
+    options: those of `stream`, whose tokens are collected
     """
-    prompts = prompt_ids(model, prompt)
-    calls = stream(model, prompts, **options)
-    tokens = [[] for _ in prompts]
-    for new in calls:
-        for text, ids in zip(tokens, new, strict=True):
-            text += ids
+    calls = stream(model, prompt, **options)
+    for _ in calls:
+        pass
+    tokens = [text[n:] for text, n in zip(calls.state.texts, calls.begin, strict=True)]
     texts = [calls.ending.text(ids) for ids in tokens]
     if _is_one(prompt):
         (texts,), (tokens,) = texts, tokens
@@ -114,10 +114,10 @@ def generate(model: Llama, prompt: Prompt | Sequence[Prompt], **options) -> Gene
 
 
 def chat(model: Llama, messages: str | list[dict[str, str]], **options) -> Iterator[str]:
-    """The model's answer, in pieces as they come.
+    """The model's answer, piece by piece.
 
-    messages: what the user says, or a list of {"role": …, "content": …} for the checkpoint's
-    template; `options` as in `stream`. A string that stops the answer has been told by then.
+    messages: the user's text, or a list of {"role": …, "content": …} for the checkpoint's template
+    options:  those of `stream`. A string that stops the answer is part of it.
     """
     tokenizer = tokenizer_of(model)
     calls = stream(model, [tokenizer.chat(messages)], **options)
@@ -125,72 +125,66 @@ def chat(model: Llama, messages: str | list[dict[str, str]], **options) -> Itera
 
 
 def pieces(tokenizer: Tokenizer, calls: Iterable[list[list[int]]]) -> Iterator[str]:
-    """The text of one prompt's new ids, as `stream` yields them: a piece for each call, perhaps "";
-    at the end what was half of a character."""
+    """The text of one prompt's new ids, a piece for each call of `stream`, which may be "".
+
+    Bytes of an incomplete character wait for the next call; a last piece has those that remain.
+    """
     ids = []
     shown = 0
     whole = ""
     for (new,) in calls:
         ids += new
         whole = tokenizer.decode(ids)
-        text = whole.rstrip("\ufffd")  # half of a character: wait for the rest
+        text = whole.rstrip("\ufffd")  # an incomplete character
         yield text[shown:]
         shown = max(shown, len(text))
     yield whole[shown:]
 
 
 def prompt_ids(model: Llama, prompt: Prompt | Sequence[Prompt]) -> list[list[int]]:
-    """The ids of each prompt, of one or of several."""
+    """The ids of each prompt."""
     prompts = [prompt] if _is_one(prompt) else prompt
     if isinstance(prompts, list | tuple):
-        prompts = [_encode(model, x) if isinstance(x, str) else x for x in prompts]
+        prompts = [tokenizer_of(model).encode(x) if isinstance(x, str) else x for x in prompts]
     return inputs.check_prompts(prompts, model.config.vocabulary)
 
 
-def _encode(model: Llama, text: str) -> list[int]:
-    ids = tokenizer_of(model).encode(text)
-    if not ids:
-        raise ValueError(f"prompt: expected a text of at least one token, got {text!r:.40}")
-    return ids
-
-
 def _is_one(prompt) -> bool:
-    """Whether this is one prompt, a text or token ids, and not a list of prompts."""
+    """Whether `prompt` is a text or the ids of one, not a list of several prompts."""
     if isinstance(prompt, str):
         return True
     try:
         return len(prompt) > 0 and not isinstance(prompt[0], str) and np.ndim(prompt[0]) == 0
-    except (TypeError, KeyError, ValueError):  # `check_prompts` says what is wrong
+    except (TypeError, KeyError, ValueError):  # `check_prompts` raises the error
         return False
 
 
 def tokenizer_of(model: Llama) -> Tokenizer:
-    """The checkpoint's tokenizer, or a ValueError where it has none."""
+    """The checkpoint's tokenizer. Raises ValueError if it has none."""
     if model.tokenizer is None:
         raise ValueError("model: this checkpoint has no tokenizer: texts are lists of token ids")
     return model.tokenizer
 
 
 def make_draft(draft: str | Draft | None) -> Draft | None:
-    """The draft of that name, or the object itself; an error for what is neither."""
-    if isinstance(draft, type):
-        raise TypeError(f"draft: expected an object, got a class: pass {draft.__name__}()")
-    if draft is None or isinstance(draft, Draft):
-        return draft
+    """The draft of that name, or the object itself. Raises TypeError for an unknown name, and for
+    an object without a draft's methods."""
     if draft == "lookup":
         return LookupDraft()
-    expected = "None, 'lookup', or an object with methods observe and propose"
-    kind = ValueError if isinstance(draft, str) else TypeError
-    raise kind(f"draft: expected {expected}, got {draft!r:.40}")
+    if draft is None or (isinstance(draft, Draft) and not isinstance(draft, type)):
+        return draft
+    raise TypeError(
+        "draft: expected None, 'lookup', or an object with methods observe and propose, "
+        f"got {draft!r:.40}"
+    )
 
 
 def _rounded(tokens: int, context: int) -> int:
-    """A cache's room for so many tokens, or more: each room compiles a step's programs anew, and a
-    few rooms serve texts of all lengths. Room that is not in use is not read.
+    """The capacity of a cache for so many tokens: 130 tokens get 256, 3,000 get 3,072.
 
-    A power of two from 128 to 1,024, and above that a multiple of a quarter of the next lower power
-    of two; no more than the model's `context`, unless that is asked for: 130 tokens get 256, 3,000
-    get 3,072.
+    It is a power of two from 128 to 1,024, and above that a multiple of a quarter of the next lower
+    power of two; at most `context`, unless the tokens need more. Each capacity compiles programs of
+    its own, so few capacities serve texts of all lengths. Unused rows of a cache are not read.
     """
     power = 1 << (tokens - 1).bit_length()
     step = power if power <= 1024 else power // 8
@@ -198,7 +192,7 @@ def _rounded(tokens: int, context: int) -> int:
 
 
 class Ending(NamedTuple):
-    """What ends a text: its number of tokens, one of some ids, or one of some strings in it."""
+    """The end of a text: a number of tokens, one of some ids, or one of some strings."""
 
     most: int
     ids: frozenset[int]
@@ -206,8 +200,8 @@ class Ending(NamedTuple):
     tokenizer: Tokenizer | None
 
     def at(self, new: list[int], before: int) -> int | None:
-        """How many of a text's new ids belong to it, if it ends within those after the first
-        `before`; None while it goes on."""
+        """The number of new ids up to the text's end, looked for after the first `before` ids; None
+        if the text goes on."""
         for n in range(before + 1, len(new) + 1):
             if n == self.most or new[n - 1] in self.ids:
                 return n
@@ -216,16 +210,15 @@ class Ending(NamedTuple):
         return None
 
     def text(self, ids: list[int]) -> str | None:
-        """What the ids say, up to a string that ends it; None without a tokenizer."""
+        """The text of the ids, up to a string that ends it; None without a tokenizer."""
         if self.tokenizer is None:
             return None
         text = self.tokenizer.decode(ids)
-        found = [text.find(string) for string in self.strings]
-        return text[: min((at for at in found if at >= 0), default=len(text))]
+        return min((text.partition(x)[0] for x in self.strings), key=len, default=text)
 
 
 def ending_of(model: Llama, most: int, stop: Stop | None) -> Ending:
-    """The `Ending` that a caller has asked for."""
+    """The `Ending` for the caller's max_new_tokens and stop."""
     several = isinstance(stop, list | tuple | set | frozenset) or np.ndim(stop) > 0
     given = [] if stop is None else list(stop) if several else [stop]
     strings = [x for x in given if isinstance(x, str)]
@@ -234,7 +227,6 @@ def ending_of(model: Llama, most: int, stop: Stop | None) -> Ending:
     last = model.config.vocabulary - 1
     ids = [integer("stop", x, 0, last) for x in given if not isinstance(x, str)]
     tokenizer = tokenizer_of(model) if strings else model.tokenizer
-    own = stop is None or (strings and not ids)
-    if own and tokenizer is not None:
+    if tokenizer is not None and (stop is None or (strings and not ids)):
         ids = tokenizer.stop
     return Ending(most, frozenset(ids), strings, tokenizer)
