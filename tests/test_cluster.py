@@ -121,10 +121,14 @@ def test_meshes():
 @pytest.mark.parametrize(
     ("error", "message", "options"),
     [
-        (ValueError, "nodes: 6 devices cannot be divided over 4 nodes", {"nodes": 4}),
+        (ValueError, "nodes: 6 devices cannot be divided into 4 equal parts", {"nodes": 4}),
         (ValueError, "nodes: expected an integer of at least 1, got 0", {"nodes": 0}),
         (TypeError, "nodes: expected an integer of at least 1, got 2.0", {"nodes": 2.0}),
-        (ValueError, "heads: 3 devices cannot be divided over 2 heads", {"batch": 2, "heads": 2}),
+        (
+            ValueError,
+            "heads: 3 devices cannot be divided into 2 equal parts",
+            {"batch": 2, "heads": 2},
+        ),
         (TypeError, "batch: expected an integer", {"batch": "2"}),
         (TypeError, "devices: expected jax.devices", {"devices": [1, 2]}),
         (ValueError, "devices: expected at least one", {"devices": []}),

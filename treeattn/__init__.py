@@ -5,7 +5,7 @@ order of reading:
 
     state       (m, d, n): merge, finalize; chains, trees and scans of states
     gradient    attention is the gradient of a log-sum-exp, the energy
-    plain       plain one-device attention: all scores, then their sums as a state
+    plain       attention on one device, with all scores in memory at once
     local       choice of implementation: plain, or a faster one (blocks, products, flash)
     devices     simulated and real; meshes
     layout      how a cache is sharded over a mesh, in stripes or not

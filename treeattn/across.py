@@ -41,13 +41,14 @@ def merge_across(
         "hierarchical": within a node (the last axis) an all-to-all gives each device a share of
                         the heads, a gather across nodes merges the states of the same heads, and a
                         gather within the node completes them.
-        "all_to_all":   each device gets all states of its share of the heads, ⌈h/p⌉ of them, and
-                        keeps their merge. The last share is padded with states of no keys.
+        "all_to_all":   each device has a share of ⌈h/p⌉ heads. It gets all devices' states of these
+                        heads, and keeps their merge. The last share is padded with states of no
+                        keys.
 
-               Or a function (state, axes) that returns the merged AttentionState. It gets
-               `state` unchecked, so that may be an implementation's own kind. It returns the same
-               state on every device of all `axes`, a tuple of names, perhaps empty; that is not
-               checked.
+               Or a function (state, axes) that returns the merged AttentionState. `state` is not
+               checked, so it may be of an implementation's own kind. `axes` is a tuple of names,
+               perhaps empty. The function must return the same state on every device along these
+               axes, which is not checked.
 
     JAX can infer only for "allreduce" that all devices hold the same result. For the other methods
     call `shard_map` with check_vma=False if its `out_specs` replicate the result.

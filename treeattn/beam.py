@@ -17,8 +17,8 @@ candidate 0, then the tokens of candidate 1 that candidate 0 lacks, and so on. A
 follow from one table, `_common_prefix`: how many leading tokens two candidates share.
 
 Given NumPy arrays or nested lists, each function returns NumPy arrays. Given JAX arrays, traced
-arrays included, it returns JAX arrays. (After the document on packing a beam for Tree Attention,
-with another unpacker, see `pack`.)
+arrays included, it returns JAX arrays. The packing is that of the document on packing a beam for
+Tree Attention. The unpacking differs; `pack` says why.
 """
 
 from functools import partial
@@ -129,14 +129,14 @@ def pack(beam: Beam, lengths: Lengths = None, *, pad_token: int = 0) -> PackedBe
     and adds the third. So `unpack_map` looks up each position's owner in the encoding, and
     the node's number in a cumulative sum over the tokens that each candidate adds.
 
-    Memory: the compiled program holds at most 10·B·M·L bytes besides its arguments and
-    results, 10 / C of the mask that it returns (a sixtieth, for 64 beams of 32×16). NumPy
-    keeps every intermediate array and needs 4 to 6 times the mask.
+    Memory: besides its arguments and results, the compiled program holds at most 10·B·M·L
+    bytes, which is the size of the mask times 10 / C. For 64 beams of 32×16 it holds less, a
+    sixtieth of the mask. NumPy keeps every intermediate array and needs 4 to 6 times the mask.
 
     Raises TypeError if beam or lengths are not integers, or are ragged. Raises ValueError if
     their shapes do not fit, if a length is negative or beyond C (inside jit, lengths are
-    clipped instead), if pad_token does not fit the beam's dtype, or if NumPy's ids beside
-    JAX's lengths are beyond JAX's integers.
+    clipped instead), or if pad_token does not fit the beam's dtype. Also raises ValueError if
+    `beam` is NumPy's, `lengths` is JAX's, and a token id is too large for JAX's integers.
 
     >>> print(pack([[[7, 8], [7, 0]]], lengths=[[2, 1]]).packed_beam)
     [[7 8]]
@@ -164,8 +164,8 @@ def unpack(
                 there are no nodes.
 
     Raises TypeError or ValueError if unpack_map is not an integer array of that shape, with
-    entries from 0 to L − 1 (inside jit, entries are clipped instead), and ValueError for NumPy's
-    integers beside JAX's map that are beyond JAX's integers.
+    entries from 0 to L − 1 (inside jit, entries are clipped instead). Raises ValueError if `packed`
+    is NumPy's, `unpack_map` is JAX's, and an integer in `packed` is too large for JAX's integers.
 
     >>> packed = pack([[[7, 8], [7, 9]]])
     >>> print(unpack(packed.packed_beam, packed.unpack_map)[0])
@@ -293,7 +293,8 @@ def _look_up(table, row):
         rows_of_word = table[:, first : first + 32]
         bits = rows_of_word.astype(jnp.uint32) << bit[None, :, None]
         word = jnp.sum(bits, axis=1, dtype=jnp.uint32)
-        # A row of another word gives a shift beyond 31 (below 0 it wraps), which leaves no bit.
+        # If the row is in another word, the shift is above 31, because a negative one wraps to a
+        # large number. Such a shift leaves no bit.
         shift = row.astype(jnp.uint32) - jnp.uint32(first)
         member = member | (word[:, None] >> shift[:, :, None])
     return (member & 1) == 1

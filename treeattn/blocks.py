@@ -28,7 +28,7 @@ from treeattn.inputs import (
 from treeattn.state import AttentionState, finite, merge
 
 SCORES = 1 << 20  # at most about so many scores at a time: more do not fit a CPU's caches
-CAUSAL_BLOCK = 128  # at most so many queries under one mask, which hides half of their scores
+CAUSAL_BLOCK = 128  # at most so many queries in a causal block: half of its scores are hidden
 
 
 def attend_blockwise(inputs: Inputs) -> AttentionState:
@@ -119,9 +119,9 @@ def _attend(inputs: Inputs) -> AttentionState:
 
 
 def _attend_rows(inputs: Inputs, row) -> AttentionState:
-    """The state of the queries. Their keys and values begin with row `row` of k and v.
+    """The state of the queries: row i of q attends to row `row` + i of k and v.
 
-    So a single row of queries, (1, h_kv, group, l, d), reads its keys in place.
+    k and v are whole, so a single row of queries, (1, h_kv, group, l, d), reads its keys in place.
     """
     q = inputs.q
     n = inputs.k.shape[1]
@@ -169,7 +169,7 @@ def _attend_rows(inputs: Inputs, row) -> AttentionState:
 
 @functools.partial(_attend.defjvp, symbolic_zeros=True)
 def _attend_jvp(primals, tangents):
-    """The derivative of a second pass over the blocks, relative to the final pivot.
+    """The derivative is taken of a second pass over the blocks, relative to the final pivot.
 
     The pivot is constant, so the blocks only add up, and no block's scores have to be kept. If JAX
     differentiates a scan twice, it ignores this rule and differentiates the state as computed.
@@ -190,7 +190,9 @@ def _attend_jvp(primals, tangents):
 
     values, (d, n) = jax.jvp(sums, (moving,), (directions,))
     empty = (state.max == -jnp.inf)[..., None]
-    if inputs.k.dtype == jnp.bfloat16:  # read_block reads bits, which have no derivative
+    if inputs.k.dtype == jnp.bfloat16:
+        # The first pass reads the keys as bits, which have no derivative. If this state is
+        # differentiated once more, it has to come from the second pass.
         state = AttentionState(state.max, values[0], jnp.where(empty, 0, finite(values[1])))
     n = jnp.where(empty, 0, n)  # a hidden value may be NaN
     return state, AttentionState(jnp.zeros_like(state.max), d, n)
@@ -236,9 +238,9 @@ def _varying_as(inputs: Inputs, tree):
     """`tree` with the varying type of all inputs together, for loops inside `shard_map`.
 
     A loop's carry must vary over the same mesh axes before and after its body. Arrays are cast
-    before the loop, because the cast's transpose is an Allreduce: inside a branch, devices would
-    wait for those that skip the block. Adding an empty sum changes the varying type, not the value;
-    XLA removes it. As an integer it has no gradient.
+    before the loop, because the transpose of a cast is an Allreduce. Inside the loop's branch, the
+    devices that visit a block would wait for devices that skip it. Adding an empty sum changes the
+    varying type, not the value; XLA removes it. As an integer it has no gradient.
     """
     empty = [x[None][:0].astype(jnp.int32) for x in jax.tree.leaves(inputs)]
     zero = jnp.asarray(sum(jnp.sum(x) for x in empty))
@@ -249,9 +251,9 @@ def block_size(inputs: Inputs) -> int:
     """Keys a block, for queries (b, h_kv, group, l, d) and n keys.
 
     At most BLOCK and at most n, and nearly equal: 1,500 keys are two blocks of 750. With lengths,
-    513 keys or more are at least two blocks, so that half of a half-full cache is read. For streams
-    the size is a multiple of STREAMS. On a GPU, where each block launches kernels, it is 16 times
-    as large.
+    513 keys or more are at least two blocks, so that the empty half of a half-full cache is not
+    read. For streams the size is a multiple of STREAMS. On a GPU, where each block launches
+    kernels, it is 16 times as large.
     """
     q = inputs.q
     n = inputs.k.shape[1]
@@ -290,7 +292,7 @@ def _over_blocks(add_block, nothing, size: int, inputs: Inputs, *blocks):
 
 @jax.custom_batching.custom_vmap
 def _longest(lengths):
-    """The largest of all lengths (b,), and under `jax.vmap` of the whole batch: a scalar.
+    """The largest of the lengths (b,), a scalar. Under `jax.vmap`, the largest of the whole batch.
 
     So a batch skips the blocks that none of its rows sees. With a scalar for each row, `vmap` would
     turn the branch into a select of both sides, whose derivative JAX cannot transpose.
@@ -304,9 +306,10 @@ def _longest_of_a_batch(axis_size, in_batched, lengths):
 
 
 def _split_blocks(x, axis: int, size: int):
-    """The blocks of `x` along `axis`, along a new first axis; the last is the last `size`.
+    """`x` cut into blocks of `size` along `axis`, and the blocks stacked along a new first axis.
 
-    Keys (b, n, h_kv, d) become (⌈n / size⌉, b, size, h_kv, d).
+    Keys (b, n, h_kv, d) become (⌈n / size⌉, b, size, h_kv, d). The last block ends with the last
+    entry, and may overlap the block before.
     """
     n = x.shape[axis]
     whole = -(-n // size) - 1

@@ -93,10 +93,10 @@ def check_floating(**arrays: Array) -> None:
 
 
 def bounded(name: str, x: Array, least: int, most, expected: str) -> Array:
-    """The integers `x` as int32, each from `least` to `most`, a number or an array, within int32.
+    """The integers `x` as int32. Raises ValueError for an entry below `least` or above `most`.
 
-    Raises ValueError for an entry outside. Entries that this process cannot inspect, because they
-    are traced or on other processes' devices, are clipped.
+    `most` is a number or an array. Both bounds are within int32. Entries that this process cannot
+    inspect, because they are traced or on other processes' devices, are clipped.
     """
     unknown = isinstance(x, jax.core.Tracer)
     if isinstance(x, jax.Array) and not unknown:

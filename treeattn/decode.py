@@ -78,10 +78,11 @@ def tree_decode(
     Returns out (b, l, h, dv) in q's dtype; with return_lse also lse (b, l, h), the natural
     logarithm of the sum of exponentials, in float32 or wider.
 
-    Raises ValueError if k's sharding cannot be inferred (jit with Auto axes), k or v is not sharded
-    so, the devices cannot share rows, heads or stripes evenly, the method is unknown, the mesh is
-    not that of `jax.set_mesh`, or `attend` would; TypeError if the sharding is not a NamedSharding.
-    Under your own `shard_map` call `attend` and `merge_across` instead.
+    Raises what `attend` raises. Raises ValueError, too, if k's sharding cannot be inferred (jit
+    with Auto axes), k or v has another sharding than `sharding`, the devices cannot share rows,
+    heads or stripes evenly, the method is unknown, or the mesh is not that of `jax.set_mesh`; and
+    TypeError if the sharding is not a NamedSharding. Under your own `shard_map` call `attend` and
+    `merge_across` instead.
 
     >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> q, k, v = (jax.numpy.ones((1, n, 2, 4)) for n in (1, 8, 8))
@@ -110,9 +111,9 @@ def ring_decode(
     """Ring Attention for decoding: every shard of the cache visits every device.
 
     (Liu et al. 2023; 2024 §6.3.) Arguments, result and errors are those of `tree_decode`. In each
-    of p − 1 steps a device sends its shard on and attends to the one that arrives. It sends
-    2·b·t·h_kv·d·(p − 1) elements (if dv = d). 2024 eq. 31–32 counts p steps; the last would return
-    each shard to its owner.
+    of p − 1 steps a device sends its shard on and attends to the one that arrives. With shards of t
+    keys, and dv = d, it sends 2·b·t·h_kv·d·(p − 1) elements. 2024 eq. 31–32 counts p steps; the
+    last would return each shard to its owner.
 
     >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> q, k, v = (jax.numpy.ones((1, n, 2, 4)) for n in (1, 8, 8))
@@ -163,7 +164,8 @@ def ring_state(inputs: Inputs, layout: Layout, rank, implementation: Implementat
     """The state of a device's queries after they have seen every shard.
 
     If causal, query i has key i's position, so a device skips later devices' shards. In decoding,
-    devices' copies agree only up to rounding.
+    all devices have the same queries but merge the shards in different orders, so their states
+    agree only up to rounding.
     """
 
     def state_of(shard, owner, causal=False):

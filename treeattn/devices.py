@@ -1,4 +1,4 @@
-"""Devices to shard a cache over, simulated on a CPU or of many processes, and meshes of them."""
+"""Meshes to shard a cache over, devices simulated on a CPU, and clusters of many processes."""
 
 import os
 import socket
@@ -76,7 +76,7 @@ def kv_mesh(
     rest = flat.size
     for name, n in sizes.items():
         if rest % n:
-            raise ValueError(f"{name}: {rest} devices cannot be divided over {n} {name}")
+            raise ValueError(f"{name}: {rest} devices cannot be divided into {n} equal parts")
         rest //= n
     axes = ["node" if name == "nodes" else name for name in sizes]
     axes.append("kv" if nodes is None else "device")

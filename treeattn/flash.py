@@ -1,8 +1,8 @@
 """flash-attn-jax's CUDA kernel (FlashAttention-2) behind the interface of `attend`.
 
-The kernel returns (out, lse), which is a state (`from_output`). It has no masks and no lengths; its
-variable-length form gives each row its number of keys. The derivative is that of blocks.py, because
-the kernel's own ignores the gradient of lse, which a merge needs.
+The kernel returns (out, lse), which is a state (`from_output`). It takes no mask and no bias. With
+lengths, the kernel's variable-length form is used instead. The derivative is that of blocks.py,
+because the kernel's own ignores the gradient of lse, which a merge needs.
 
 This file was never run on a GPU; the tests lower the kernel for CUDA.
 """
@@ -20,7 +20,7 @@ from treeattn.inputs import Inputs
 from treeattn.state import AttentionState, finalize, from_output
 
 MAX_HEAD_DIM = 256
-LONG_TEXT = 128  # more queries than this use the kernel by default; fewer were never measured
+LONG_TEXT = 128  # more queries than this use the kernel by default; a guess, never measured
 
 
 @functools.cache
@@ -89,7 +89,7 @@ def is_best(inputs: Inputs) -> bool:
 
 @jax.custom_vjp
 def flash_attend(inputs: Inputs) -> AttentionState:
-    """The state by the CUDA kernel, for inputs without a reason in `why_not`.
+    """The state by the CUDA kernel, for inputs that it can compute (`why_not` gives None).
 
     The kernel's scale is compiled in. A dynamic factor multiplies the queries instead, and is
     rounded with them.

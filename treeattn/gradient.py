@@ -146,9 +146,10 @@ def log_likelihood(
 ) -> Scalar:
     """Γ(ζ, z) = z·ζ − F(ζ), one query's term of 2025 eq. 30; a scalar, ∞ if no key is visible.
 
-    Γ is the log-likelihood of ζ in the exponential family of the values, tilted from the
-    attention weights, if the observed mean of the values is z. Its only stationary point in
-    (ζ, z) is (0, attention), a saddle: neither a minimum nor a maximum.
+    The attention weights times exp(ζ·v), normalized, are an exponential family of distributions
+    over the values. If the observed values have the mean z, Γ is the log-likelihood of ζ for one
+    observation, on average, up to a term without ζ. The only stationary point of Γ in (ζ, z) is
+    (0, attention), a saddle: neither a minimum nor a maximum.
 
     >>> k, v = jnp.zeros((2, 4)), jnp.array([[1.0], [3.0]])
     >>> print(log_likelihood(jnp.zeros(1), jnp.array([2.0]), jnp.ones(4), k, v).round(4))
@@ -167,8 +168,8 @@ def log_sum_exp(s: Float[Array, "... n"]) -> Float[jax.Array, "..."]:
     (2024 eq. 1, 37; 2025 eq. 4, 36.)
 
     A score of −∞ counts as no key, and no keys give −∞, with derivatives 0 at every order. The
-    pivot m is a constant and is added back, because log Σ exp(s − m) alone is another function of
-    ζ, and so is the sum if m is differentiated in the exponent only.
+    pivot m is added back, because log Σ exp(s − m) alone is another function of ζ. m is a constant
+    in both places. Differentiating it in the exponent only would give wrong derivatives.
     """
     m = jax.lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf))
     empty = m == -jnp.inf
@@ -187,8 +188,8 @@ def _scores(zeta, q, k, v, scale):
     def dot(x, keys):  # keys first, so that XLA on CPU does not copy them to transpose them
         return jnp.einsum("nd,...d->...n", keys, x, precision="highest")
 
-    # A score out of range counts as the largest finite number, because ∞ − ∞ is NaN. The source's
-    # part is not bounded, so that the key of the largest score keeps its derivative in ζ.
+    # A score out of range counts as the largest finite number, because ∞ − ∞ is NaN. ζ·v_a is added
+    # after this bound, so that a key whose score is bounded keeps its derivative in ζ.
     s = jnp.minimum(dot(q * scale, k), jnp.finfo(dtype).max)
     return s + dot(zeta, v)
 

@@ -4,10 +4,14 @@ The text is a list of computations, each a list of instructions, which may call 
 
     %name = f32[2,16]{1,0} all-reduce(%operand), replica_groups={{0,1}}, to_apply=%region
 
-HLO writes in one of four ways between whom a collective sends: as pairs {{0,1},{1,0}}; as groups
-{{0,1},{2,3}}; as [2,2]<=[2,2]T(1,0), the rows of a transposed array of the numbers in order; or as
-the axes of a mesh, mesh['node'=2,'device'=4] {'device'}. The numbers count the devices of the
-program's mesh in order.
+HLO writes the devices that communicate in one of four ways:
+
+    {{0,1},{1,0}}                         pairs (from, to)
+    {{0,1},{2,3}}                         groups
+    [2,2]<=[2,2]T(1,0)                    groups: rows of arange(4).reshape(2, 2).transpose(1, 0)
+    mesh['node'=2,'device'=4] {'device'}  groups along axes of a mesh
+
+The numbers count the devices of the program's mesh in order.
 """
 
 import math
@@ -65,7 +69,7 @@ class Instruction(NamedTuple):
 
 
 Computation = dict[str, Instruction]  # by name
-# The first word before a parenthesis is the opcode, because a type has no parenthesis after a word.
+# The opcode is the first lower-case word with a parenthesis after it. No type contains such a word.
 _LINE = re.compile(r"(?:ROOT )?%?([\w.\-]+) = (.*?) ?([a-z][\w\-]*)\((.*)")
 
 
@@ -98,7 +102,11 @@ def array_bytes(array: str) -> int:
 
 
 def _groups_of_mesh(axes: str, devices: str, within: str) -> list[list[int]]:
-    """Groups along the axes `within`, of numbers in order or as device_ids=([3,2]T(1,0)) says."""
+    """The groups of devices along the mesh axes `within`.
+
+    The mesh holds the numbers in order, unless `devices` gives another order, as in
+    device_ids=([3,2]T(1,0)).
+    """
     sizes = {name: int(size) for name, size in re.findall(r"'(.*?)'=(\d+)", axes)}
     names = list(sizes)
     numbers = np.arange(math.prod(sizes.values()))

@@ -191,7 +191,7 @@ def visible_keys(inputs: Inputs, position):
 def unused_keys(visible):
     """True for keys that no query of their head sees: (b, n, h_kv, 1), in the layout of the keys.
 
-    An axis is 1 if all share its entries.
+    An axis has size 1 if the entries along it are all the same.
     """
     return jnp.moveaxis(~visible.any(axis=(2, 3)), 1, 2)[..., None]
 

@@ -138,7 +138,8 @@ def _check_lies(name: str, x, wanted: NamedSharding) -> None:
 def _explicit(spec: P, mesh: AbstractMesh | Mesh) -> P:
     """`spec` with Explicit axes only, because a traced array's type shows only these.
 
-    Axes that the mesh lacks stay, so the spec differs from that of any array on the mesh.
+    Axes that the mesh lacks are kept, so that `_check_lies` refuses an array sharded over another
+    mesh.
     """
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     hidden = [name for name, kind in kinds if kind != AxisType.Explicit]
@@ -157,8 +158,8 @@ def _entries(spec: P) -> list[Axes]:
 def onto_mesh(inputs: Inputs, layout: Layout) -> Inputs:
     """The inputs, with arrays committed to one device moved to the mesh.
 
-    `jax.jit` refuses arguments that are committed to different devices. Keys and values are sharded
-    if the devices can share them evenly; the others among them are replicated.
+    `jax.jit` refuses arguments that are committed to different devices. Keys and values are moved
+    to their shards if the devices can share them evenly. All else that is moved is replicated.
     """
     held = [_on_one_device(x) for x in jax.tree.leaves(inputs)]
     if isinstance(layout.mesh, AbstractMesh) or not any(held):
@@ -204,10 +205,10 @@ def _check_divides(inputs: Inputs, layout: Layout) -> None:
 def deal(inputs: Inputs, layout: Layout) -> tuple[Inputs, Inputs]:
     """(inputs, specs): the keys padded to whole shards, and the spec of each array.
 
-    10 keys (b, 10, …) over 4 devices become (b, 12, …), 3 on each device, with lengths of 10 (not
-    if causal: no query sees keys after its own). Queries are replicated along the keys' axes. So
-    are lengths, which count the keys of all shards. Raises ValueError if the devices cannot share
-    the rows, heads or stripes evenly.
+    10 keys (b, 10, …) over 4 devices become (b, 12, …), 3 on each device, with lengths of 10.
+    Causal attention gets no lengths, because its mask hides the padding, which comes last. Queries
+    are replicated along the keys' axes. So are lengths, which count the keys of all shards. Raises
+    ValueError if the devices cannot share the rows, heads or stripes evenly.
     """
     _check_divides(inputs, layout)
     n = inputs.k.shape[1]
@@ -255,8 +256,8 @@ def on_devices(body, layout: Layout, inputs: Inputs, specs: Inputs, out_specs):
     specs, out_specs: the specs of the inputs and of the result
 
     All axes of the mesh are manual, so XLA decides nothing: arrays are replicated along axes that
-    their specs do not name. Inside `shard_map` or `jax.set_mesh`, that mesh is used, and its manual
-    axes stay so. Raises ValueError if the context has another mesh.
+    their specs do not name. Inside `shard_map` or `jax.set_mesh`, the context's mesh is used, and
+    axes that are manual already stay manual. Raises ValueError if the context has another mesh.
     """
     mesh = layout.mesh
     context = jax.sharding.get_abstract_mesh()
@@ -295,7 +296,7 @@ def place(tree, specs, layout: Layout):
 
 
 def striped_slot(position: ArrayLike, kv_len: int, devices: int) -> Array:
-    """The slot of the key at `position` 0 … kv_len − 1 of its text, in a striped cache.
+    """The slot in a striped cache of the key of token `position`, 0 … kv_len − 1.
 
     Elementwise, for integers of any shape. Raises ValueError if the devices cannot share kv_len
     slots evenly, TypeError for positions that are not integers.
@@ -325,8 +326,9 @@ def shard_lengths(
 ) -> Array:
     """How many of a row's `lengths` keys are on device `rank`: 0 … kv_len / p.
 
-    Its keys are in the first slots of its shard, so these are the `kv_lengths` of `attend` on that
-    device. rank is `jax.lax.axis_index` inside `shard_map`. Raises as `striped_slot` does.
+    A row's keys fill the first slots of each shard, so the result is what `attend` on that device
+    takes as `kv_lengths`. rank is `jax.lax.axis_index` inside `shard_map`. Raises as `striped_slot`
+    does.
 
     >>> print([int(shard_lengths(5, rank, kv_len=8, devices=4)) for rank in range(4)])
     [2, 2, 1, 0]

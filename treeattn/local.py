@@ -67,17 +67,17 @@ def attend(
                     kernel(q, k, v, *, scale, mask=None, bias=None, kv_lengths=None, causal=False)
 
                 that returns (out, lse) as `from_output` reads them, an AttentionState, or a state
-                of its own kind, which the `method` of `tree_decode` then has to merge. It gets
-                checked arrays, and the options that the call has, so it needs parameters for these
-                (and for kv_lengths if devices cannot share the keys evenly). It is compiled into
-                the program and differentiated as it is. It stays in memory as long as the process,
-                and a new lambda is compiled anew.
+                of its own kind, which the `method` of `tree_decode` then has to merge. The function
+                gets checked arrays, and only the options that you pass, so it needs no parameters
+                for the others. `tree_decode` also passes kv_lengths if devices cannot share the
+                keys evenly. The function is compiled into the program and differentiated as it is.
+                It stays in memory as long as the process, and a new lambda is compiled anew.
 
-    Sharded arrays: inside jit, on several devices, None sends no more than
+    Sharded arrays: inside jit, on several devices, implementation=None sends no more than
     `jax.nn.dot_product_attention` does. For a cache that is sharded along its keys call
     `tree_decode`, which also keeps temporary memory bounded; for a sharded text `ring_attention`.
-    Pass "blockwise" if nothing is sharded, or only the batch or heads, and all scores are too many
-    to hold.
+    Pass "blockwise" if all scores together do not fit in memory, and no array is sharded along its
+    length.
 
     The state is in float32, or float64 if an input is. A score above the dtype's range counts as
     the largest finite number, and sums saturate ("plain" gives NaN if products of both signs
@@ -85,10 +85,10 @@ def attend(
     that no query of their row and head sees may be NaN or ∞. A NaN that one query sees may reach
     other queries of the head, because 0 · NaN is NaN. (2024 eq. 2–4, 2025 eq. 1–3.)
 
-    Raises TypeError if dtypes are not floating-point or differ; ValueError if shapes do not fit,
-    lengths are out of range, the scale is not finite, keys are sharded along an Explicit axis, or
-    "flash" cannot run; and both if a function returns something else, or cannot be hashed. Lengths
-    outside of jit are looked at, which waits until they are computed.
+    Raises TypeError if dtypes are not floating-point or differ, or if a function cannot be hashed.
+    Raises ValueError if shapes do not fit, lengths are out of range, the scale is not finite, keys
+    are sharded along an Explicit axis, or "flash" cannot run. Raises one of the two if a function
+    returns something else. Outside jit, the call waits until lengths are computed, to check them.
 
     >>> q, k, v = jnp.ones((1, 1, 2, 4)), jnp.ones((1, 3, 1, 4)), jnp.ones((1, 3, 1, 5))
     >>> state = attend(q, k, v)
@@ -137,8 +137,11 @@ def _attention(inputs: Inputs, implementation: Implementation):
 
 
 def check_implementation(implementation: Implementation, q) -> None:
-    """Raise ValueError unless it is a name or a function, and can run on q's device; TypeError for
-    a function that cannot be hashed, which `jax.jit` needs to recognize it."""
+    """Raise ValueError unless it is a name or a function, and can run on q's device.
+
+    Raise TypeError for a function that cannot be hashed, because `jax.jit` recognizes it by its
+    hash.
+    """
     if callable(implementation):
         check_hashable("implementation", implementation)
     elif not isinstance(implementation, str | None) or implementation not in NAMES:
@@ -152,8 +155,9 @@ def check_implementation(implementation: Implementation, q) -> None:
 def choose_implementation(implementation: Implementation, inputs: Inputs) -> Implementation:
     """The implementation for arrays as a user passes them: "plain" where XLA may split them.
 
-    Inside a program the sharding of an array along Auto axes is unknown. Blocks of keys that are
-    sharded would be sent to every device, block by block; the sums of "plain" stay where they are.
+    Inside a program the sharding of an array along Auto axes is unknown. If the keys are sharded,
+    "blockwise" sends every block of keys to every device. With "plain", each device sums over its
+    own keys, and only largest scores and sums are sent.
     Raises what `check_implementation` raises, and ValueError for keys that are sharded along
     Explicit axes.
     """
@@ -226,7 +230,8 @@ def _as_state(result: Any, inputs: Inputs, name: str):
         if not isinstance(x, Array | np.generic) or not jnp.issubdtype(x.dtype, jnp.floating):
             kind = getattr(x, "dtype", type(x).__name__)
             raise TypeError(f"{expected} to be a floating-point array, got {kind}")
-        if part != "out" and jnp.promote_types(x.dtype, dtype) != x.dtype:  # out is cast only once
+        # `out` may be narrower, because kernels round it once, at the end. Other parts may not.
+        if part != "out" and jnp.promote_types(x.dtype, dtype) != x.dtype:
             raise TypeError(f"{expected} in {dtype} or wider, got {x.dtype}")
         values = inputs.v.shape[-1:] if part in ("out", "numerator") else ()
         if x.shape != queries + values:

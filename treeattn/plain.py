@@ -1,9 +1,9 @@
 """Attention on one device, written plainly: scores, weights, and the state (m, d, n) of their sums.
 
 This is what everything else is tested against. blocks.py computes the same block by block, in less
-memory and time. It also handles sums of products beyond the dtype's range. Without a loop over
-keys, XLA can split this program over devices that share the keys. It then generates Algorithm 3: an
-Allreduce for the largest score, and one for each of the sums.
+memory and time. It also handles sums of products beyond the dtype's range. plain.py has no loop
+over keys, so XLA can split its program over devices that share the keys. XLA then generates
+Algorithm 3: an Allreduce for the largest score, and one for each of the sums.
 
 Queries are (b, l, h, d), keys and values (b, n, h_kv, ·). Scores, masks and biases are
 (b, h_kv, group, l, n) with group = h / h_kv: query head i is entry (i // group, i % group).

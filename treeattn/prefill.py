@@ -79,8 +79,9 @@ def ulysses_attention(
 
     Each device attends over the whole sequence for h / p heads (Jacobs et al. 2023, DeepSpeed
     Ulysses). If p does not divide the key heads, they are repeated as often as needed. Arguments
-    and result are those of `ring_attention`; h counts the heads of one heads shard.
-    Raises ValueError if p does not divide h, and what `ring_attention` raises.
+    and result are those of `ring_attention`, without return_lse. If the heads are sharded, too, h
+    is the number of heads in one shard. Raises ValueError if p does not divide h, and what
+    `ring_attention` raises.
 
     >>> from jax.sharding import PartitionSpec as P
     >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -108,7 +109,8 @@ def _prefill(inputs: Inputs, layout: Layout, method, implementation: Implementat
     def on_device(rank, inputs):
         t = inputs.k.shape[1]
         if layout.whole(n) > n:
-            # A masked NaN still counts (0 · NaN), and XLA:CPU may not write the padding.
+            # XLA:CPU may leave the padding unwritten. A NaN there counts even if the mask hides it,
+            # because 0 · NaN is NaN.
             real = (rank * t + jnp.arange(t) < n)[:, None, None]
             k, v = (jnp.where(real, x, 0) for x in (inputs.k, inputs.v))
             inputs = inputs.replace(k=k, v=v)

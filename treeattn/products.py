@@ -1,10 +1,16 @@
 """The scores of a block of keys, and the sums of its values: what XLA:CPU computes fast.
 
 A decoding step does little arithmetic, so it can be as fast as memory. Written as plain products
-and sums, the same loop over blocks takes 2.4 times as long for 16 heads of 128, 7.7 times with 4
-key heads, and 2.5 times for 9 heads of 64 on 3 (16,384 and 8,192 keys in float32, one query, two
-cores). Comments below say what XLA needs; benchmarks/local_attention.py measures it. Few queries
-use sums over streams; many queries, and GPUs, use matrix products.
+and sums, the same loop over blocks takes longer, for one query in float32 on two cores:
+
+    16 heads of 128, 16 key heads, 16,384 keys   2.4 times as long
+    16 heads of 128,  4 key heads, 16,384 keys   7.7 times
+     9 heads of  64,  3 key heads,  8,192 keys   2.5 times
+
+Comments below say what XLA needs; benchmarks/local_attention.py times the result. Many queries, and
+GPUs, use matrix products. Few queries use elementwise products of slices, called streams: slices of
+head_dim for the scores, of the block's keys for the sums. The streams are added first, and then
+their entries.
 
 Queries are (b, h_kv, group, l, d), keys and values (b, size, h_kv, ·), scores and weights
 (b, h_kv, group, l, size), as in treeattn/blocks.py.
@@ -17,15 +23,15 @@ from jax import lax
 from jax.sharding import AxisType
 
 BLOCK = 1024  # at most so many keys at a time
-STREAMS = 8  # terms of a sum in one expression; XLA:CPU stops fusing at 16
+STREAMS = 8  # products added in one expression; XLA:CPU does not fuse sums of 16
 EXACT = lax.Precision.HIGHEST  # by default XLA rounds to TensorFloat-32 on a GPU
 
 
 def xla_may_split(*arrays) -> bool:
     """Whether XLA may split a program with these arguments over several devices by itself.
 
-    The sharding of a traced array is unknown, except that each device runs the program by itself
-    inside `shard_map`, or that there is only one device.
+    The sharding of a traced array is unknown, so the answer is True. It is False if there is only
+    one device, or inside `shard_map`, where each device runs the program by itself.
     """
     context = jax.sharding.get_abstract_mesh()
     sizes = zip(context.axis_sizes, context.axis_types, strict=True)
@@ -42,7 +48,8 @@ def xla_may_split(*arrays) -> bool:
 def few_queries(q, n: int) -> bool:
     """Whether sums over streams are faster than matrix products, for these queries and n keys.
 
-    They are up to d / 16 queries for each key head (8 for a head_dim of 128), from 512 keys on.
+    True on a CPU for up to d / 16 queries for each key head (8 for a head_dim of 128) and at least
+    512 keys, if head_dim is at most 256 and a multiple of 8.
     """
     _, _, group, l, d = q.shape
     if jax.default_backend() != "cpu":
@@ -103,7 +110,7 @@ def matrix_scores(q, k):
 def matrix_sums(p, v):
     """(Σ p, Σ p v), with p at most 1: (b, h_kv, group, l) and (b, h_kv, group, l, dv).
 
-    Values are divided by a power of two, at least their number, to keep the sum in range.
+    To keep the sum in range, values are divided by a power of two that is not below their number.
     """
     terms = 1 << (p.shape[-1] - 1).bit_length()
     ones = jnp.ones(p.shape[-1], p.dtype)
@@ -121,8 +128,9 @@ def _sum(x, axis: int):
     """The sum over an axis, fused with the loop that computes x.
 
     From JAX 0.10 on, XLA:CPU calls a library for plain sums, and writes the summands to memory for
-    it, which takes three times as long. It does not recognize a sum with rounding to the precision
-    that it has anyway. XLA's partitioner does not either, so arrays that it may split get jnp.sum.
+    it, which takes three times as long. It does not recognize the sum if each addition is followed
+    by a rounding to the dtype's own precision, which changes nothing. XLA's partitioner does not
+    recognize it either, so arrays that XLA may split get jnp.sum.
     """
     if xla_may_split():
         return jnp.sum(x, axis=axis)
@@ -158,9 +166,9 @@ def stream_scores(parts, k):
 
 
 def _terms(d: int) -> tuple[range | tuple[int, ...], int]:
-    """(starts, width) of the slices of q and k whose products are added before the sum over width.
+    """(starts, width) of the streams of q and k: slices that begin at `starts`, all `width` wide.
 
-    For d = 128: 0, 16, 32, … 112, each of 16.
+    For d = 128 they begin at 0, 16, 32, … 112, and are 16 wide.
     """
     if 24 < d <= 64:
         # LLVM unrolls sums of up to 64 products, and then does not vectorize them. Three slices
@@ -175,8 +183,8 @@ def stream_sums(p, streams):
 
     streams: the block's values in STREAMS runs of neighbouring keys, (b, size / STREAMS, h_kv, dv)
 
-    Weights are divided by BLOCK, at least their number, to keep the sum in range. The runs are
-    contiguous, because XLA does not vectorize strided slices.
+    To keep the sum in range, weights are divided by BLOCK, which is not below their number. The
+    runs are contiguous, because XLA does not vectorize strided slices.
     """
     total = jnp.sum(p, axis=-1)
     weights = jnp.moveaxis(p / BLOCK, -1, 1)[..., None]

@@ -38,7 +38,7 @@ class Collective(NamedTuple):
     """
 
     kind: str
-    count: int  # type: ignore[assignment]  # a tuple's method of this name gives way
+    count: int  # type: ignore[assignment]  # hides the method tuple.count
     operand_bytes: int
     shapes: tuple[str, ...]
     groups: tuple[tuple[int, ...], ...] = ()
@@ -57,12 +57,12 @@ class Collective(NamedTuple):
 
     @property
     def sent_bytes(self) -> int:
-        """The least bytes that one device sends over all runs, if the network adds up nothing.
+        """The least bytes that one device sends over all runs.
 
         A device sends at least 2 (p − 1)/p of its operand in an Allreduce (2024 eq. 33, 2025
         eq. 12), and (p − 1)/p in a reduce-scatter or an all-to-all. An all-gather sends the
-        operand p − 1 times, along a ring or otherwise. Raises ValueError if the program does not
-        name the devices.
+        operand p − 1 times, along a ring or otherwise. A network whose switches add numbers
+        themselves can do with less. Raises ValueError if the program does not name the devices.
         """
         p = self.devices
         if p == 0:
@@ -96,8 +96,8 @@ def collectives(program: Any) -> list[Collective]:
 
     program: `jax.jit(f).lower(...)`, for the collectives as written; its `.compile()`, for the
              collectives that run, after XLA has joined, moved or removed some; another object
-             whose `as_text()` gives HLO; or HLO text. Of Equinox's objects pass `.lowered` or
-             `.compiled`, which are JAX's
+             whose `as_text()` gives HLO; or HLO text. For an object of Equinox pass its `.lowered`
+             or `.compiled`, which are JAX's
 
     A conditional counts the branch with the most bytes. Raises TypeError for any other program,
     and ValueError for a collective in a loop without a trip count: only XLA notes trip counts, when
@@ -141,8 +141,8 @@ def _call(name: str, program: Any, method: str) -> Any:
     if analysis is None:
         raise TypeError(
             f"{name}: expected jax.jit(f).lower(...).compile(), or an object whose {method}() "
-            f"returns what JAX's does, got {type(program).__name__} (pass the .lowered or "
-            ".compiled of Equinox's)"
+            f"returns what JAX's does, got {type(program).__name__}; for an object of Equinox pass "
+            "its .lowered or .compiled"
         )
     return analysis
 
@@ -217,7 +217,7 @@ def _walk(name: str, computations: dict[str, Computation]) -> list[Collective]:
 
 
 def _collective(kind: str, instruction: Instruction, computation: Computation) -> Collective:
-    """The instruction of this computation, which has its operands' shapes."""
+    """The instruction as a `Collective`. Its operands' shapes are looked up in the computation."""
     names = instruction.operands()
     if kind == "ragged-all-to-all":  # the other operands are the output, offsets and sizes
         names = names[:1]

@@ -12,7 +12,7 @@ from jax import lax
 from treeattn.across import Axes
 
 State = TypeVar("State")  # a pytree of arrays
-Shard = TypeVar("Shard")  # another one
+Shard = TypeVar("Shard")  # a pytree of arrays; its structure may differ from State's
 
 
 def visit_shards(
@@ -23,14 +23,15 @@ def visit_shards(
 ) -> State:
     """Inside `shard_map`: the state after visit has seen every other device's shard.
 
-    The shards go around the ring of the devices along an axis, or several, outermost first, in
-    p − 1 steps. In step i each device sends the shard that it holds to the next device, and calls
-    visit with the arriving shard, that of device rank − i.
+    The devices along the axes are a ring, and the shards go around it in p − 1 steps. In step i
+    each device sends the shard that it holds to the next device, and calls visit with the arriving
+    shard, that of device rank − i.
 
-    visit: visit(state, shard, owner) returns the new state. owner is the index of the shard's
-           device, an int32 scalar.
-    state: a pytree of arrays, usually that of the device's own shard
-    shard: a pytree of arrays, this device's own
+    visit:     visit(state, shard, owner) returns the new state. owner is the index of the shard's
+               device, an int32 scalar.
+    state:     a pytree of arrays, usually that of the device's own shard
+    shard:     a pytree of arrays, this device's own
+    axis_name: an axis of the mesh, or several, outermost first
 
     >>> from jax.sharding import PartitionSpec as P
     >>> mesh = jax.sharding.Mesh(jax.devices()[:4], "kv")
@@ -61,8 +62,8 @@ def visit_shards(
 def _send_next(tree: Any, axes: Axes) -> Any:
     """Each device's `tree` goes to the next device of the ring, in the order of `axis_index`.
 
-    `ppermute` counts devices in the mesh's order of axes, not in that of `axes` (JAX 0.8.3; later
-    versions refuse any other), so the pairs are translated.
+    `ppermute` counts devices in the mesh's order of axes even if `axes` has another order (JAX
+    0.8.3; later versions refuse another order), so the pairs are translated.
     """
     order = [name for name in jax.sharding.get_abstract_mesh().axis_names if name in axes]
     sizes = [lax.axis_size(name) for name in axes]

@@ -78,8 +78,9 @@ def finite(x: Float[jax.Array, "..."]) -> Float[jax.Array, "..."]:
 def rescale(state: AttentionState, m: Float[jax.Array, "..."]) -> AttentionState:
     """The same state relative to the pivot `m`, which must not be below the state's own.
 
-    m is not differentiated. No gradient is lost: a state's sums do not depend on its pivot, and the
-    weight carries the old pivot's gradient.
+    m is not differentiated. No gradient is lost, because the sums d·eᵐ and n·eᵐ that the state
+    stands for are the same for every m, and because the weight below is differentiated in the old
+    pivot.
     """
     m = jax.lax.stop_gradient(m)
     weight = jnp.exp(finite(state.max) - finite(m))
@@ -121,8 +122,8 @@ def _merge(a: AttentionState, b: AttentionState) -> AttentionState:
     high = where(a_is_higher, a, b)
     low = rescale(where(a_is_higher, b, a), m)
     # Only the lower state is scaled. If both were, a compiler could fuse either product into the
-    # sum (FMA), and rounding would change between programs. The higher state's weight is 1, written
-    # 1 + excess: excess is 0 and carries the pivot's gradient.
+    # sum (FMA), and rounding would change between programs. The higher state's weight is 1. It is
+    # written as 1 + excess, because excess has the value 0 but also the pivot's gradient.
     excess = jnp.expm1(finite(high.max) - finite(low.max))
     d = finite(high.denominator)
     d = d + d * excess
@@ -174,10 +175,10 @@ def from_output(
 ) -> AttentionState:
     """The state that finalizes to (out, lse), as a flash-attention kernel returns them.
 
-    lse is a natural logarithm. −∞ means no keys, and `out` is ignored. +∞ means NaN where `out`
-    holds a NaN (FlashAttention-2 writes it for NaN sums), else no keys (as other kernels write).
-    The state's dtype is float64 if out's or lse's is, else float32. Raises TypeError or ValueError
-    if dtypes or shapes do not fit.
+    lse is a natural logarithm. −∞ means no keys, and `out` is ignored. +∞ has two meanings. Where
+    `out` holds a NaN, the sums are NaN, as in FlashAttention-2. Elsewhere there are no keys, as in
+    other kernels. The state's dtype is float64 if out's or lse's is, else float32. Raises TypeError
+    or ValueError if dtypes or shapes do not fit.
 
     >>> state = from_output(jnp.ones((1, 2)), jnp.array([3.0]))
     >>> print(*finalize(state))
@@ -270,8 +271,8 @@ def scan_states(states: AttentionState, axis: int = 0) -> AttentionState:
     """All prefixes along `axis`: entry i is the merge of the states 0 … i.
 
     If each state holds one key, this is attention as a recurrence: entry i is the attention over
-    the keys 0 … i. For query i's states, entry i is causal attention. p states take fewer than 2p
-    merges, in at most 2 log₂ p rounds. Raises as `reduce_chain` does.
+    the keys 0 … i. If the states are those of query i, entry i is the causal attention of query i.
+    p states take fewer than 2p merges, in at most 2 log₂ p rounds. Raises as `reduce_chain` does.
 
     >>> three = from_output(jnp.array([[1.0], [2.0], [6.0]]), jnp.zeros(3))
     >>> print(finalize(scan_states(three))[0].ravel())

@@ -20,8 +20,8 @@ def ancestor_mask(
 
     parents: (..., L) each node's parent, an earlier node, or −1 at a root
 
-    Takes ⌈log₂ L⌉ rounds, each of which doubles the number of steps: a node's ancestors fewer than
-    2ᵏ⁺¹ steps up are its ancestors fewer than 2ᵏ steps up and those of the node 2ᵏ steps up.
+    Takes ⌈log₂ L⌉ rounds. After k rounds, every node knows its ancestors fewer than 2ᵏ steps up. In
+    the next round it adds those that the node 2ᵏ steps up knows, and so reaches twice as far.
 
     Raises TypeError if `parents` is not an array of signed integers, and ValueError if a parent is
     neither −1 nor an earlier node, which excludes cycles. Inside jit, parents are clipped instead.
