@@ -74,9 +74,10 @@ def test_values_and_gradients(name, sizes, n, how):
     slot_of_key = np.argsort(key_in_slot)
 
     def f(q, k, v, **options):
-        return tuple(
-            own_heads(x, HEADS, sizes.get("heads", 1))[0] for x in decode(q, k, v, **options)
-        )
+        found = decode(q, k, v, **options)
+        if name != "all_to_all":
+            return found
+        return tuple(own_heads(x, HEADS, sizes.get("heads", 1))[0] for x in found)
 
     @settings(max_examples=8)
     @given(st.integers(0, 2**32 - 1))
