@@ -52,8 +52,8 @@ class PackedBeam(NamedTuple):
     attention_mask:   (B, L, L)  True where node i may attend to node j: j is i or an ancestor
                                  of i. Rows and columns of pads are False throughout, so the
                                  diagonal is True at nodes and False at pads
-    position_offsets: (B, L)     int32, a node's distance from the end of the context, from 0: its
-                                 position in the model is context length + offset; 0 at a pad
+    position_offsets: (B, L)     int32, a node's position in its candidate, counted from 0. Its
+                                 position in the model is context length + offset. 0 at a pad
     unpack_map:       (B, M, C)  int32 in [0, L): the node of candidate m's token c; 0 at
                                  positions beyond a candidate's length
 
@@ -93,9 +93,9 @@ def prefix_encoding(beam: Beam, lengths: Lengths = None) -> Int[Array, "batch ro
 def packed_token_indices(beam: Beam, lengths: Lengths = None) -> Int[Array, "batch nodes"]:
     """(B, L) int32: the index in the beam, row by row, of each token of `packed_beam`.
 
-    Token c of candidate m has index m·C + c. A token that candidates share has its index in the
-    first of them. −1 after a batch row's last node. Takes, raises, and sizes its result as
-    `pack` does.
+    Token c of candidate m has index m·C + c. For a token that several candidates share, m is the
+    first of these candidates. −1 after a batch row's last node. The arguments, the errors and L are
+    those of `pack`.
 
     >>> print(packed_token_indices([[[7, 8], [7, 9]]]))
     [[0 1 3]]
@@ -130,8 +130,9 @@ def pack(beam: Beam, lengths: Lengths = None, *, pad_token: int = 0) -> PackedBe
     the node's number in a cumulative sum over the tokens that each candidate adds.
 
     Memory: besides its arguments and results, the compiled program holds at most 10·B·M·L
-    bytes, which is the size of the mask times 10 / C. For 64 beams of 32×16 it holds less, a
-    sixtieth of the mask. NumPy keeps every intermediate array and needs 4 to 6 times the mask.
+    bytes. In this program L is M·C, and the mask has B·L·L bytes, so that is the size of the
+    mask times 10 / C. For 64 beams of 32×16 it holds less, a sixtieth of the mask. NumPy keeps
+    every intermediate array and needs 4 to 6 times the mask.
 
     Raises TypeError if beam or lengths are not integers, or are ragged. Raises ValueError if
     their shapes do not fit, if a length is negative or beyond C (inside jit, lengths are
@@ -201,7 +202,7 @@ def _common_prefix(xp, beam, lengths):
 
 
 def _encode(xp, common, width):
-    """(B, M, C): the smallest row that shares row m's tokens up to c; m at its pads."""
+    """(B, M, C): the first row that shares row m's tokens up to c; m beyond row m's length."""
     row = xp.arange(common.shape[1], dtype=xp.int32)
     column = xp.arange(width, dtype=xp.int32)[None, None, None]
     shared = column < common[..., None]  # (B, M, M, C)
@@ -229,7 +230,7 @@ def _pack(xp, beam, lengths, pad_token):
 def _nodes(xp, common, lengths, width):
     """(start, owner, offsets, real): the candidate that adds each node, and its position there.
 
-    start:   (B, M) the number that a candidate's first position would have
+    start:   (B, M) the node that candidate m adds at position c has the number start[m] + c
     owner:   (B, L) the candidate that adds the node. L is M·C in jax.numpy, and the largest number
              of nodes in the batch in NumPy
     offsets: (B, L) the node's position in its owner
@@ -283,8 +284,8 @@ def _mask(xp, common, owner, offsets, real):
 def _look_up(table, row):
     """(B, L, L): table[b, row[b, i], j], for a table (B, M, L) of bools and row (B, L).
 
-    Column j of the table becomes a set of rows, stored as the bits of ⌈M / 32⌉ words, because XLA
-    takes ten times as long to gather rows as to test a bit. Row 35 is bit 3 of the second word.
+    Each column of the table is packed into ⌈M / 32⌉ words, with a bit for each row: row 35 is bit 3
+    of the second word. XLA takes ten times as long to gather rows as to test a bit.
     """
     rows = table.shape[1]
     member = jnp.zeros((), jnp.uint32)

@@ -160,7 +160,8 @@ def _attend_rows(inputs: Inputs, row) -> AttentionState:
         return merge(state, state_of_block(start))
 
     # With lengths, keep the loop even for one block: without it XLA slices the query anew for every
-    # score, which took 1.5 to 1.7 times as long (512 of 1,024 keys, 9 heads of 64 on 3).
+    # score, which took 1.5 to 1.7 times as long (9 query heads and 3 key heads of head_dim 64, a
+    # cache of 1,024 slots with 512 keys).
     if size == n and inputs.lengths is None:
         return state_of_block(jnp.int32(0))
     nothing = AttentionState.identity(q.shape[:-1], inputs.v.shape[-1], q.dtype)
@@ -169,10 +170,11 @@ def _attend_rows(inputs: Inputs, row) -> AttentionState:
 
 @functools.partial(_attend.defjvp, symbolic_zeros=True)
 def _attend_jvp(primals, tangents):
-    """The derivative is taken of a second pass over the blocks, relative to the final pivot.
+    """Differentiates `_sums`, a second pass over the blocks, instead of the first pass.
 
-    The pivot is constant, so the blocks only add up, and no block's scores have to be kept. If JAX
-    differentiates a scan twice, it ignores this rule and differentiates the state as computed.
+    `_sums` is relative to the final pivot. The pivot is constant, so the blocks only add up, and no
+    block's scores have to be kept. If JAX differentiates the gradient of a scan, it ignores this
+    rule, and differentiates the operations of the first pass.
     """
     (inputs,) = primals
     (given,) = tangents
@@ -248,12 +250,12 @@ def _varying_as(inputs: Inputs, tree):
 
 
 def block_size(inputs: Inputs) -> int:
-    """Keys a block, for queries (b, h_kv, group, l, d) and n keys.
+    """The number of keys in a block, for queries (b, h_kv, group, l, d) and n keys.
 
-    At most BLOCK and at most n, and nearly equal: 1,500 keys are two blocks of 750. With lengths,
-    513 keys or more are at least two blocks, so that the empty half of a half-full cache is not
-    read. For streams the size is a multiple of STREAMS. On a GPU, where each block launches
-    kernels, it is 16 times as large.
+    At most BLOCK and at most n, and nearly equal: 1,500 keys are two blocks of 750. For matrix
+    products with lengths, 513 keys or more are at least two blocks, so that the empty half of a
+    half-full cache is not read. For streams the size is a multiple of STREAMS. On a GPU, where each
+    block launches kernels, it is 16 times as large.
     """
     q = inputs.q
     n = inputs.k.shape[1]

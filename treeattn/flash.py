@@ -91,8 +91,8 @@ def is_best(inputs: Inputs) -> bool:
 def flash_attend(inputs: Inputs) -> AttentionState:
     """The state by the CUDA kernel, for inputs that it can compute (`why_not` gives None).
 
-    The kernel's scale is compiled in. A dynamic factor multiplies the queries instead, and is
-    rounded with them.
+    The kernel's scale is compiled into the program. A scale that is a JAX array, `inputs.factor`,
+    cannot be. It multiplies the queries, and the products are rounded to the queries' dtype.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
     q = q if inputs.factor is None else (q * inputs.factor).astype(q.dtype)

@@ -147,9 +147,9 @@ def log_likelihood(
     """Γ(ζ, z) = z·ζ − F(ζ), one query's term of 2025 eq. 30; a scalar, ∞ if no key is visible.
 
     The attention weights times exp(ζ·v), normalized, are an exponential family of distributions
-    over the values. If the observed values have the mean z, Γ is the log-likelihood of ζ for one
-    observation, on average, up to a term without ζ. The only stationary point of Γ in (ζ, z) is
-    (0, attention), a saddle: neither a minimum nor a maximum.
+    over the values. Given observed values with the mean z, the log-likelihood of ζ, averaged over
+    the observations, is Γ plus a term that does not depend on ζ. The only stationary point of Γ in
+    (ζ, z) is (0, attention), a saddle: neither a minimum nor a maximum.
 
     >>> k, v = jnp.zeros((2, 4)), jnp.array([[1.0], [3.0]])
     >>> print(log_likelihood(jnp.zeros(1), jnp.array([2.0]), jnp.ones(4), k, v).round(4))
@@ -168,8 +168,8 @@ def log_sum_exp(s: Float[Array, "... n"]) -> Float[jax.Array, "..."]:
     (2024 eq. 1, 37; 2025 eq. 4, 36.)
 
     A score of −∞ counts as no key, and no keys give −∞, with derivatives 0 at every order. The
-    pivot m is added back, because log Σ exp(s − m) alone is another function of ζ. m is a constant
-    in both places. Differentiating it in the exponent only would give wrong derivatives.
+    pivot m is subtracted in the exponent and added back to the logarithm. It is a constant in both
+    places. Differentiating it in the exponent only would give wrong derivatives.
     """
     m = jax.lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf))
     empty = m == -jnp.inf

@@ -217,7 +217,7 @@ def deal(inputs: Inputs, layout: Layout) -> tuple[Inputs, Inputs]:
     if lengths is None and padded != n and not inputs.causal:
         lengths = jnp.full(inputs.k.shape[0], n, jnp.int32)
 
-    def spread(x):  # a mask or bias is sharded along the axes that it has, others are 1
+    def spread(x):  # axes of size 1 of a mask or bias are not sharded, because they broadcast
         if x is None:
             return x, P()
         axes = layout.batch, layout.heads, (), layout.keys
@@ -243,7 +243,10 @@ def deal(inputs: Inputs, layout: Layout) -> tuple[Inputs, Inputs]:
 
 
 def local_lengths(inputs: Inputs, layout: Layout, rank):
-    """How many keys device `rank` holds of each row, (b,); inputs.lengths counts all devices'."""
+    """How many keys of each row device `rank` holds, (b,).
+
+    `inputs.lengths` counts the keys of each row on all devices together.
+    """
     if inputs.lengths is None:
         return None
     kv_len = layout.shards * inputs.k.shape[1]  # k is the device's own shard
@@ -296,7 +299,7 @@ def place(tree, specs, layout: Layout):
 
 
 def striped_slot(position: ArrayLike, kv_len: int, devices: int) -> Array:
-    """The slot in a striped cache of the key of token `position`, 0 … kv_len − 1.
+    """The slot where a striped cache holds the key of the token at `position`, 0 … kv_len − 1.
 
     Elementwise, for integers of any shape. Raises ValueError if the devices cannot share kv_len
     slots evenly, TypeError for positions that are not integers.
@@ -309,7 +312,7 @@ def striped_slot(position: ArrayLike, kv_len: int, devices: int) -> Array:
 
 
 def striped_position(slot: ArrayLike, kv_len: int, devices: int) -> Array:
-    """The position in its text of the key in `slot`, the inverse of `striped_slot`.
+    """The position of the token whose key is in `slot`: the inverse of `striped_slot`.
 
     `tree_decode` takes masks and biases in slot order. To build one from positions (a window,
     ALiBi), pass all slots, 0 … kv_len − 1. Raises as `striped_slot` does.

@@ -87,8 +87,9 @@ def attend(
 
     Raises TypeError if dtypes are not floating-point or differ, or if a function cannot be hashed.
     Raises ValueError if shapes do not fit, lengths are out of range, the scale is not finite, keys
-    are sharded along an Explicit axis, or "flash" cannot run. Raises one of the two if a function
-    returns something else. Outside jit, the call waits until lengths are computed, to check them.
+    are sharded along an Explicit axis, or "flash" cannot run. If a function's result does not
+    fit, raises TypeError for its type or dtype, and ValueError for its shape. Outside jit, the call
+    waits until lengths are computed, to check them.
 
     >>> q, k, v = jnp.ones((1, 1, 2, 4)), jnp.ones((1, 3, 1, 4)), jnp.ones((1, 3, 1, 5))
     >>> state = attend(q, k, v)
@@ -207,9 +208,12 @@ def _attend_by_function(inputs: Inputs, kernel: Callable):
 
 
 def _as_state(result: Any, inputs: Inputs, name: str):
-    """A kernel's result: (out, lse) as a state; a state, checked; its own kind of state, untouched.
+    """The state that a kernel's result stands for.
 
-    Raises TypeError if it is none of these or its sums have a narrower dtype than the
+    (out, lse) and an AttentionState are checked, and become a state in the accumulation dtype. A
+    state of the kernel's own kind is returned as it is, unchecked.
+
+    Raises TypeError if the result is none of these or its sums have a narrower dtype than the
     accumulation's, ValueError if its shapes do not fit. Both name `implementation`.
     """
     pair = type(result) in (tuple, list) and len(result) == 2

@@ -8,9 +8,10 @@ and sums, the same loop over blocks takes longer, for one query in float32 on tw
      9 heads of  64,  3 key heads,  8,192 keys   2.5 times
 
 Comments below say what XLA needs; benchmarks/local_attention.py times the result. Many queries, and
-GPUs, use matrix products. Few queries use elementwise products of slices, called streams: slices of
-head_dim for the scores, of the block's keys for the sums. The streams are added first, and then
-their entries.
+GPUs, use matrix products. For few queries the arrays are cut into slices, called streams: along
+head_dim for the scores, and along the block's keys for the sums. Streams are multiplied
+elementwise, and the products of all streams are added to one array. Then the entries of this array
+are added.
 
 Queries are (b, h_kv, group, l, d), keys and values (b, size, h_kv, ·), scores and weights
 (b, h_kv, group, l, size), as in treeattn/blocks.py.
@@ -110,7 +111,8 @@ def matrix_scores(q, k):
 def matrix_sums(p, v):
     """(Σ p, Σ p v), with p at most 1: (b, h_kv, group, l) and (b, h_kv, group, l, dv).
 
-    To keep the sum in range, values are divided by a power of two that is not below their number.
+    To keep the sum in range, each value is divided by a power of two that is at least the number of
+    values.
     """
     terms = 1 << (p.shape[-1] - 1).bit_length()
     ones = jnp.ones(p.shape[-1], p.dtype)
@@ -183,8 +185,8 @@ def stream_sums(p, streams):
 
     streams: the block's values in STREAMS runs of neighbouring keys, (b, size / STREAMS, h_kv, dv)
 
-    To keep the sum in range, weights are divided by BLOCK, which is not below their number. The
-    runs are contiguous, because XLA does not vectorize strided slices.
+    To keep the sum in range, each weight is divided by BLOCK, which is at least the number of
+    weights. The runs are contiguous, because XLA does not vectorize strided slices.
     """
     total = jnp.sum(p, axis=-1)
     weights = jnp.moveaxis(p / BLOCK, -1, 1)[..., None]

@@ -29,7 +29,8 @@ class Collective(NamedTuple):
 
     kind:          one of `COLLECTIVE_KINDS`; an asynchronous collective counts once, at its start
     count:         how often it runs, including the trip counts of the loops around it
-    operand_bytes: bytes of a device's operands in one run, all operands of a joined collective
+    operand_bytes: bytes of a device's operands in one run. If XLA has joined several collectives
+                   into one, the operands of all of them count
     shapes:        its operands, as in ("f32[1,16,128]", "f32[1,16]"), the largest first, because
                    the order in which XLA joins them means nothing
     groups:        the devices that communicate with each other, numbered in the order of the

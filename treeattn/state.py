@@ -78,9 +78,8 @@ def finite(x: Float[jax.Array, "..."]) -> Float[jax.Array, "..."]:
 def rescale(state: AttentionState, m: Float[jax.Array, "..."]) -> AttentionState:
     """The same state relative to the pivot `m`, which must not be below the state's own.
 
-    m is not differentiated. No gradient is lost, because the sums d·eᵐ and n·eᵐ that the state
-    stands for are the same for every m, and because the weight below is differentiated in the old
-    pivot.
+    `m` gets no gradient and needs none: the sums d·eᵐ and n·eᵐ that the state stands for are the
+    same for every m. The state's own pivot does get its gradient, through `weight`.
     """
     m = jax.lax.stop_gradient(m)
     weight = jnp.exp(finite(state.max) - finite(m))
@@ -123,7 +122,8 @@ def _merge(a: AttentionState, b: AttentionState) -> AttentionState:
     low = rescale(where(a_is_higher, b, a), m)
     # Only the lower state is scaled. If both were, a compiler could fuse either product into the
     # sum (FMA), and rounding would change between programs. The higher state's weight is 1. It is
-    # written as 1 + excess, because excess has the value 0 but also the pivot's gradient.
+    # written as 1 + excess, so that high.max gets its gradient: low.max is a constant of the same
+    # value, so excess is 0, but its derivative in high.max is not.
     excess = jnp.expm1(finite(high.max) - finite(low.max))
     d = finite(high.denominator)
     d = d + d * excess
@@ -270,9 +270,10 @@ def tree_round(states: AttentionState, arity: int) -> AttentionState:
 def scan_states(states: AttentionState, axis: int = 0) -> AttentionState:
     """All prefixes along `axis`: entry i is the merge of the states 0 … i.
 
-    If each state holds one key, this is attention as a recurrence: entry i is the attention over
-    the keys 0 … i. If the states are those of query i, entry i is the causal attention of query i.
-    p states take fewer than 2p merges, in at most 2 log₂ p rounds. Raises as `reduce_chain` does.
+    If each state holds one key for the same query, this is attention as a recurrence: entry i is
+    that query's attention over the keys 0 … i. If the query is query i of a text, entry i is its
+    causal attention. p states take fewer than 2p merges, in at most 2 log₂ p rounds. Raises as
+    `reduce_chain` does.
 
     >>> three = from_output(jnp.array([[1.0], [2.0], [6.0]]), jnp.zeros(3))
     >>> print(finalize(scan_states(three))[0].ravel())
