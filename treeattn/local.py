@@ -61,8 +61,8 @@ def attend(
     implementation: "plain" holds all scores, and XLA can split it over devices; "blockwise" is the
                 same in bounded memory, and faster; "flash" is flash-attn-jax's CUDA kernel, for
                 float16 and bfloat16 without mask and bias. None is flash on a CUDA device where it
-                can run, plain where XLA may split the arrays, and blockwise everywhere else. Or
-                pass a function,
+                can run and has more than 128 queries, plain where XLA may split the arrays, and
+                blockwise everywhere else. Or pass a function,
 
                     kernel(q, k, v, *, scale, mask=None, bias=None, kv_lengths=None, causal=False)
 

@@ -166,7 +166,8 @@ def sent_bytes(collectives: Iterable[Collective]) -> int:
 def collectives_table(collectives: Iterable[Collective]) -> str:
     """The collectives as lines of text: how often each runs, and its bytes over all runs.
 
-    "bytes put in" are those of a device's operands, "sent" the least that a device sends.
+    "bytes put in" are those of a device's operands, "sent" the least that a device sends. Raises
+    ValueError if a collective does not say which devices take part.
 
     >>> all_eight = (tuple(range(8)),)
     >>> print(collectives_table([Collective("all-reduce", 3, 64, ("f32[16]",), all_eight)]))
