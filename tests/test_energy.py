@@ -259,6 +259,7 @@ def test_the_gradient_costs_a_constant_factor():
     shapes = (dv,), (d,), (n, d), (n, dv)
     both = jax.value_and_grad(energy)
     (count, program), (of_energy, _) = flops(both, *shapes), flops(energy, *shapes)
+    assert flops(attention_from_energy, *shapes[1:])[0] < 1.02 * count
     assert abs(count / of_energy - (d + 2 * dv) / (d + dv)) < 0.02
     assert memory(program).temporary_bytes < 20 * n  # keys and values: 384 n
 
