@@ -6,13 +6,13 @@ the cache yet: `layers.extend_layer` attends to them separately, and merges the 
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import jax
 from jaxtyping import Float
 
 from treeattn import AttentionState, attend, merge, merge_across, shard_lengths, visit_shards
-from treeattn_llama.arguments import Array, Lengths, Queries, named
+from treeattn_llama.arguments import Array, Lengths, Queries
 from treeattn_llama.layout import Layout
 
 # q (b, l, h, d), the device's k and v (b, n, h_kv, d), the number of its keys in use (b,), and the
@@ -55,16 +55,15 @@ ATTENTIONS = {
 
 
 def check_attention(attention: str | ShardAttention) -> None:
-    """Raise ValueError unless `attention` is a known name, or a function that can be hashed.
-
-    Each attention has its own compiled programs, which JAX finds by its hash.
-    """
-    with named("attention", "expected a name or a hashable function"):
-        hash(attention)
-    if not callable(attention) and attention not in ATTENTIONS:
-        raise ValueError(
-            f"attention: expected a function or one of {tuple(ATTENTIONS)}, got {attention!r:.40}"
-        )
+    """Raise ValueError for an unknown name, and TypeError for anything else but a function that can
+    be hashed: each attention has its own compiled programs, which JAX finds by its hash."""
+    if isinstance(attention, str):
+        if attention not in ATTENTIONS:
+            names = tuple(ATTENTIONS)
+            raise ValueError(f"attention: expected a function or one of {names}, got {attention!r}")
+    elif not callable(attention) or not isinstance(attention, Hashable):
+        kind = type(attention).__name__
+        raise TypeError(f"attention: expected a name or a hashable function, got {kind}")
 
 
 def attend_cache(

@@ -167,13 +167,14 @@ def tokenizer_of(model: Llama) -> Tokenizer:
 
 
 def make_draft(draft: str | Draft | None) -> Draft | None:
-    """The draft of that name, or the object itself. Raises TypeError for an unknown name, and for
-    an object without a draft's methods."""
+    """The draft of that name, or the object itself. Raises ValueError for an unknown name, and
+    TypeError for an object without a draft's methods."""
     if draft == "lookup":
         return LookupDraft()
     if draft is None or (isinstance(draft, Draft) and not isinstance(draft, type)):
         return draft
-    raise TypeError(
+    kind = ValueError if isinstance(draft, str) else TypeError
+    raise kind(
         "draft: expected None, 'lookup', or an object with methods observe and propose, "
         f"got {draft!r:.40}"
     )
