@@ -1,15 +1,16 @@
-"""Other libraries' kernels and merges, as treeattn_conformance asks for them.
+"""Other libraries' kernels and merges, with the signatures that treeattn_conformance expects.
 
-    python conformance/adapters.py                     those whose libraries are installed
-    python conformance/adapters.py flex flash_attn     these
+    python conformance/adapters.py                     checks all whose libraries are installed
+    python conformance/adapters.py flex flash_attn     checks these two
 
-Each adapter is what a call needs around it: axes, base, and what the library has no option for. A
-kernel is kernel(q, k, v, *, mask, kv_lengths, …) -> (out, lse), a merge is merge(parts) -> (out,
-lse), both in NumPy, with out (b, l, h, d) and lse (b, l, h), natural. What is left is what the
-library returns: `check_attention` and `check_merge` name it. site/out_and_lse.md has the table.
+Each adapter converts axes and base, and adds options that the library lacks. An adapted kernel is
+kernel(q, k, v, *, mask, kv_lengths, …) -> (out, lse), and an adapted merge is merge(parts) ->
+(out, lse). Both take and return NumPy arrays, out (b, l, h, d) and a natural lse (b, l, h). The
+other differences are the library's own, and `check_attention` and `check_merge` name them.
+site/out_and_lse.md has the table.
 
-torch_sdpa and flex were run on a CPU. The others were not: in tests/test_adapters.py a stand-in
-with the signature, axes and base that their sources state takes the library's place.
+torch_sdpa and flex were run on a CPU. The others were not run. In tests/test_adapters.py a stand-in
+replaces each library, with the signature, axes and base that the library's source states.
 """
 
 import importlib.util
@@ -25,7 +26,7 @@ DEVICE = "cuda"
 
 
 def visible(q, k, *, mask=None, kv_lengths=None, query_positions=None, key_positions=None):
-    """(b, 1, l, n) of bool: which keys a query sees, from whichever options there are."""
+    """(b, 1, l, n) bool: which keys a query sees, from any of the options."""
     n = k.shape[1]
     seen = np.ones((q.shape[0], 1, q.shape[1], n), bool) if mask is None else mask
     if kv_lengths is not None:
@@ -36,14 +37,14 @@ def visible(q, k, *, mask=None, kv_lengths=None, query_positions=None, key_posit
 
 
 def without(options, *names):
-    """Skip a question whose options the library has not."""
+    """Skip a question about options that the library does not have."""
     for name in names or options:
         if name in options:
             raise NotImplementedError(name)
 
 
 def same_dimension(k, v):
-    """Skip a question whose values have another dimension than the keys, as MLA's have."""
+    """Skip a question whose values have another dimension than its keys, as in MLA."""
     if v.shape[-1] != k.shape[-1]:
         raise NotImplementedError("values of another dimension than the keys'")
 
@@ -52,7 +53,7 @@ def same_dimension(k, v):
 
 
 def torch_sdpa(q, k, v, *, scale=None, **options):
-    """The operator under scaled_dot_product_attention on a CPU, which PyTorch keeps to itself."""
+    """PyTorch's private operator for scaled_dot_product_attention on a CPU."""
     import torch
 
     without(options, "sinks")
@@ -69,7 +70,7 @@ def torch_sdpa(q, k, v, *, scale=None, **options):
 
 
 def flex(q, k, v, *, scale=None, **options):
-    """PyTorch's flex_attention, eager; before 2.9, return_lse=True in place of return_aux."""
+    """PyTorch's flex_attention, eager. Before 2.9, return_aux was return_lse=True."""
     import torch
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
@@ -151,7 +152,7 @@ def unpacked(out, lse, shape):
 
 
 def flashinfer_merge(parts):
-    """FlashInfer's merge_states. Not run. Base 2 both ways, 16 bits, heads of 64 and more.
+    """FlashInfer's merge_states. Not run. lse in base 2, out in 16 bits, d of at least 64.
 
     https://github.com/flashinfer-ai/flashinfer/blob/main/flashinfer/cascade.py
     """
@@ -168,7 +169,7 @@ def flashinfer_merge(parts):
 
 @folded
 def vllm_merge(out, lse, other_out, other_lse):
-    """vLLM's merge_attn_states. Not run. lse is (h, n), and results are written, not returned.
+    """vLLM's merge_attn_states. Not run. lse is (h, n). It writes its results into arguments.
 
     https://github.com/vllm-project/vllm/blob/main/vllm/v1/attention/ops/merge_attn_states.py
     """
@@ -184,7 +185,7 @@ def vllm_merge(out, lse, other_out, other_lse):
 
 @folded
 def sglang_merge(out, lse, other_out, other_lse):
-    """SGLang's merge_state in Triton. Not run. lse is (n, h), its first axis the token.
+    """SGLang's merge_state in Triton. Not run. lse is (n, h), with tokens first.
 
     https://github.com/sgl-project/sglang/blob/main/python/sglang/srt/layers/attention/triton_ops
     """
@@ -208,7 +209,7 @@ def gym_merge(out, lse, other_out, other_lse):
     return merged.transpose(1, 2).numpy(), merged_lse.transpose(1, 2).numpy()
 
 
-# An adapter's module, and how it is asked.
+# {adapter: (the module that it needs, its check)}
 ADAPTERS = {
     "torch_sdpa": ("torch", lambda: check_attention(torch_sdpa)),
     "flex": ("torch", lambda: check_attention(flex)),

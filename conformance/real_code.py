@@ -1,11 +1,11 @@
-"""What the suite says of merges and kernels that people use: a table, real_code.md.
+"""Checks merges and kernels that people use, and writes the table real_code.md.
 
     python conformance/real_code.py            write real_code.md, if no row is red
     python conformance/real_code.py --print    print it, and write nothing
 
-Merges that run on GPUs alone are written again here in NumPy, from the formulas of the linked
-sources. PyTorch's rows need torch. `expect` has the failures that a function's callers exclude, by
-question or by mistake, with the reason. A row with another failure is red, and the exit code 1.
+Merges that run only on GPUs are written again here in NumPy, from the formulas of the linked
+sources. PyTorch's rows need torch. `expect` maps questions or mistakes to the reason why a
+function's callers never meet them. A row with any other failure is red, and the exit code is 1.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ GITHUB = "https://github.com"
 
 @folded
 def triton(out, lse, other_out, other_lse):
-    """vLLM's and SGLang's kernels in Triton: +∞ means no keys, too, as FlashAttention 2 writes."""
+    """vLLM's and SGLang's kernels in Triton. They read +∞, which FlashAttention 2 writes, as −∞."""
     lse, other_lse = (np.where(x == np.inf, -np.inf, x) for x in (lse, other_lse))
     top = np.maximum(lse, other_lse)
     a, b = np.exp(lse - top), np.exp(other_lse - top)
@@ -40,7 +40,7 @@ def triton(out, lse, other_out, other_lse):
 
 @folded
 def flashinfer(out, lse, other_out, other_lse):
-    """Its lse are logarithms to base 2."""
+    """FlashInfer's merge_state, whose lse is in base 2."""
     s, other_s = lse / np.log(2), other_lse / np.log(2)
     top = np.maximum(s, other_s)
     a, b = np.exp2(s - top), np.exp2(other_s - top)
@@ -50,7 +50,7 @@ def flashinfer(out, lse, other_out, other_lse):
 
 @folded
 def ring_flash_attention(out, lse, block_out, block_lse):
-    """A step towards the block, by the sigmoid of the difference."""
+    """out moves towards block_out by the sigmoid of block_lse − lse."""
     share = 1 / (1 + np.exp(lse - block_lse))
     return out - share[..., None] * (out - block_out), lse + np.logaddexp(0, block_lse - lse)
 
@@ -93,7 +93,7 @@ def jax_nn(q, k, v, *, scale=None, **options):
 
 # ---------------------------------------------------------------- the table
 
-# When a failure does no harm.
+# Conditions under which a failure does no harm
 ONE_HAS_KEYS = "if one of the two always has keys"
 ZERO_WRITTEN = "if the kernel before it wrote 0 where there were no keys"
 ALL_SEE = "if every row sees a key"

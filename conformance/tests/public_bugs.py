@@ -1,6 +1,6 @@
-"""Faults that were met in public, each made anew by a change of a function in `right_ones.py`.
+"""Faults that were met in public, each remade as a change of a function in `right_ones.py`.
 
-None of this is others' code: a link says where the fault is told of, the change is the same idea.
+The code here is our own. A link leads to each fault's report, and our change has the same idea.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from treeattn_conformance import bfloat16
 class Bug(NamedTuple):
     link: str
     function: Callable
-    names: tuple[str, ...]  # that the suite gives; () where it has none
+    names: tuple[str, ...]  # names that the suite gives; () if it gives none
 
 
 def changed(right: Callable, *changes: tuple[str, str]) -> Callable:
@@ -312,7 +312,7 @@ def _scaled_lse(answer, factor):
 
 
 def _turned_groups(answer):
-    """lse of heads in groups, written as (groups, key heads) and read as (key heads, groups)."""
+    """lse of grouped heads, written as (groups, key heads) and read as (key heads, groups)."""
     out, lse = answer
     b, l, h = lse.shape
     if h % 2:

@@ -1,8 +1,8 @@
 """The README's table of faults: python conformance/tests/table.py, from the repository's root.
 
-It asks the suite of every fault again, some minutes long. The names that are right are those of
-the tests. For mutants they stand in named_mutants.tsv, whose lines were read one by one:
---mutants prints them anew.
+It checks every fault again, which takes some minutes. The right names are those that the tests
+expect. For mutants they are in named_mutants.tsv, whose lines were read one by one; --mutants
+prints this file again.
 """
 
 import sys
@@ -25,7 +25,7 @@ NAMED_MUTANTS = Path(__file__).parent / "named_mutants.tsv"
 class Fault(NamedTuple):
     ask: Callable
     function: Callable
-    names: set[str]  # those that are its own, empty where the suite has none
+    names: set[str]  # the right names; empty if the suite has no name for it
 
 
 def met_in_public() -> Iterator[Fault]:
@@ -48,7 +48,7 @@ def names_of_mutants() -> dict[str, set[str]]:
 
 
 def all_mutants() -> Iterator[tuple[str, Callable, Callable]]:
-    """(which mutant, its check, its function), those that change nothing included."""
+    """(which mutant, its check, its function), also for mutants that change nothing."""
     for kind, right, wrap in RIGHT:
         for i, (what, mutant) in enumerate(mutants.mutants(right)):
             yield f"{right.__name__} {i}: {what}", CHECKS[kind], wrap(mutant)
@@ -61,7 +61,7 @@ def dead_mutants() -> Iterator[Fault]:
 
 
 def counted(faults: Iterable[Fault]) -> dict[str, int]:
-    """How many were seen, and of those how many have their names, none, or others."""
+    """How many faults were seen, and how many of those got the right names, none, or others."""
     counts = dict.fromkeys(("all", "seen", "rightly", "none", "wrongly"), 0)
     for fault in faults:
         report = fault.ask(fault.function)

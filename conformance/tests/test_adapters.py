@@ -1,8 +1,8 @@
-"""adapters.py: what the suite finds of other libraries, and that adapters do no harm.
+"""adapters.py: known failures of other libraries are found, and adapters add none.
 
-A library that is not here is played by a stand-in, with the signature, axes and base of its
-source: what is tested then is the adapter. torch is no dependency of this project, and its tests
-are skipped where there is none.
+A stand-in replaces each library that is not installed, with the signature, axes and base of its
+source, so these tests test the adapter. torch is no dependency of this project, and its tests are
+skipped without it.
 """
 
 import functools
@@ -30,7 +30,7 @@ def adapters(monkeypatch):
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """stand_in(module, name, function): so that `from module import name` gives the function."""
+    """stand_in(module, name, function) makes `from module import name` give the function."""
 
     def put(module, name, function):
         parts = module.split(".")
@@ -88,7 +88,7 @@ def test_flash_attn_jaxs_adapter(adapters, stand_in):
 
 
 def merged(torch, *arrays, base=np.e, lse_axes=(0, 1)):
-    """The right merge of tensors (n, h, d) and lse of two axes, as those axes, in that base."""
+    """The right merge of tensors (n, h, d) and lse, with lse's axes in this order, in this base."""
     outs, lses = arrays[::2], arrays[1::2]
     factor = np.log(base)
     parts = [

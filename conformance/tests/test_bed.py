@@ -1,4 +1,4 @@
-"""Who checks the checker? Faults that were met in public, and mutants of right functions."""
+"""The suite finds faults that were met in public, and mutants of right functions."""
 
 import functools
 
@@ -42,7 +42,7 @@ def in_turn(merge_two):
 
 
 def without_names(questions):
-    """A check that says what fails, and does not look for the mistake."""
+    """A check that finds failures, and does not look for the mistake."""
     return lambda f: judge(f, questions, pairs((), {}, "float32", None))
 
 
@@ -76,8 +76,8 @@ RIGHT = [
     ],
 )
 def test_mutants_that_live_change_nothing(kind, right, wrap):
-    """Those that are left replace a number that is multiplied by 0, or stands for no keys, or
-    exchange what commutes; they were read one by one."""
+    """The surviving mutants were read one by one. They change a number that is multiplied by 0 or
+    that stands for no keys, or they exchange operands that commute."""
     report = ASK[kind](wrap(right))
     assert not report.names("failed"), str(report)
     alive = [

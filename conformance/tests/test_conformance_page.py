@@ -1,4 +1,4 @@
-"""conformance/README.md is short, its programs run as they stand; names.md is made anew."""
+"""conformance/README.md is short, and its programs run as they stand; names.md is up to date."""
 
 import contextlib
 import io

@@ -126,7 +126,7 @@ def test_torch_in_five_lines():
     assert check_gradients(f), str(check_gradients(f))
 
 
-# What went wrong in public, as functions of their own
+# Public bugs, as functions
 
 
 def shards_of(q, k, v, parts=4):

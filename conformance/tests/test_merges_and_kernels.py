@@ -25,7 +25,7 @@ DTYPES = tuple(TOLERANCES)
 PACKAGE = Path(treeattn_conformance.__file__).parent
 
 
-# What the suite says is right
+# The suite's right answers
 
 
 def test_a_sink_is_a_key_whose_value_is_zero():
@@ -131,7 +131,7 @@ def test_asked_from_a_shell(tmp_path, monkeypatch, capsys):
         assert message in capsys.readouterr().err
 
 
-# What fails, and with which fingerprint
+# Failures and their fingerprints
 
 
 def half(x):
@@ -158,7 +158,7 @@ def not_rescaled(parts):
 
 
 def zero_for_none(parts):
-    """Shards without keys leave their memory as it was: zeros."""
+    """Shards without keys leave zeros in their memory."""
     return merge(
         [
             (np.where(np.isinf(lse)[..., None], 0, out), np.where(np.isinf(lse), 0, lse))
@@ -255,7 +255,7 @@ def shards_with_sinks(q, k, v, *, sinks=None, **options):
 
 
 def local_bounds(q, k, v, *, query_positions=None, key_positions=None, **options):
-    """Four devices, each of which has every fourth key, and bounds them by its own numbers."""
+    """Four devices with every fourth key each, whose causal bound uses local key numbers."""
     if query_positions is None:
         return reference(q, k, v, **options)
     parts = []
@@ -268,7 +268,7 @@ def local_bounds(q, k, v, *, query_positions=None, key_positions=None, **options
 
 
 def as_stripes_of_one_key(q, k, v, *, query_positions=None, key_positions=None, **options):
-    """Device 1 of 2 bounds its stripes of four keys as if they were of one."""
+    """Device 1 of 2 bounds its stripes of four keys as if they were stripes of one key."""
     if query_positions is None:
         return reference(q, k, v, **options)
     n = k.shape[1]
@@ -281,7 +281,7 @@ def as_stripes_of_one_key(q, k, v, *, query_positions=None, key_positions=None, 
 
 
 def maximum_of_all(q, k, v, *, scale=0.25, sinks=None, **options):
-    """One path gives the maximum, of all keys, and another the sum, of the seen ones."""
+    """One path gives the maximum of all keys, and another the sum over the seen keys."""
     out, lse = reference(q, k, v, scale=scale, sinks=sinks, **options)
     if sinks is None:
         k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
@@ -350,7 +350,7 @@ def test_a_planted_mistake_of_a_kernel_has_its_own_fingerprint(name, wrong):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["merge", "attention"])
 def test_what_is_not_planted_here_is_named_as_the_suite_has_it(kind):
-    """One form of each mistake, asked as if it were somebody's function."""
+    """One form of each mistake, checked as a function under test."""
     check = check_merge if kind == "merge" else check_attention
     mistakes = merge_mistakes() if kind == "merge" else kernel_mistakes()
     known = {name for name, _ in WRONG_MERGES + WRONG_KERNELS}

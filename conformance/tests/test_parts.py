@@ -1,4 +1,4 @@
-"""Each part of the suite can be read alone: it imports itself, and what is common to all."""
+"""Each part of the suite can be read alone: it imports only its own files and the common ones."""
 
 import re
 from pathlib import Path

@@ -1,7 +1,6 @@
-"""Faults that three readers planted who did not know the table of names; each in a few lines.
+"""Faults in a few lines each, planted by three readers who did not know the table of names.
 
-What they are called was not known to them. A fault has a name that is its own or none, where the
-report says what is off.
+A fault gets its own name or none. If it gets none, the report still says which numbers are off.
 """
 
 import functools
@@ -54,13 +53,13 @@ def uniform_over_nothing(parts):
 
 
 def left_over(parts):
-    """What stands in the first out remains where nothing has keys."""
+    """The first out stays as it is in rows without keys."""
     out, lse = merge_at_once(parts)
     return np.where(np.isneginf(lse)[..., None], parts[0][0], out), lse
 
 
 def equal_lse_lost(parts):
-    """Neither of two is the larger, and only one counts."""
+    """If two lse are equal, only one shard counts."""
 
     def merge_two(a, b):
         hidden = np.where(a[1] == b[1], -np.inf, b[1])
@@ -93,7 +92,7 @@ def lse_of_the_first(parts):
 
 
 def sign_of_the_sigmoid(parts):
-    """The share of a is that of b."""
+    """The running out and the new block have exchanged their shares."""
     nothing = (0 * parts[0][0], np.full(parts[0][1].shape, -np.inf))
     out, lse = merge_two(nothing, parts[0])
     for part in parts[1:]:

@@ -1,4 +1,4 @@
-"""What a user's own tests rely on: copies of arguments, a report's truth, and how it prints."""
+"""Users' tests rely on copies of arguments, on a report's truth, and on its printed text."""
 
 import io
 import json
@@ -210,7 +210,7 @@ def test_json_from_a_shell(capsys):
 
 
 def test_faults_of_size_are_seen():
-    """Blocks of 64 or 128, buffers of 64 or 8, a byte for a length: right for 40 keys."""
+    """Blocks of 64 or 128, buffers of 64 or 8, one byte for a length: all are right for 40 keys."""
 
     def lengths_as_bytes(q, k, v, *, kv_lengths=None):
         return attend(

@@ -1,4 +1,4 @@
-"""check_verifier: what is lossless passes, ours included, and each planted fault is named."""
+"""check_verifier: lossless steps pass, ours included, and each planted fault is named."""
 
 from fractions import Fraction
 
@@ -104,7 +104,7 @@ def test_each_fault_is_named(name, form):
 
 
 def chain(fault=None, dtype=np.float64):
-    """A chain of two as somebody else would write it, with a fault or none."""
+    """A chain of two, written independently of `Step`, with a fault or none."""
 
     def step(target, draft, rng, *, temperature=1.0, top_k=9):
         def probabilities(logits, top_k=top_k):
@@ -206,7 +206,7 @@ def test_a_stranger_without_faults_passes():
 
 
 def test_a_wrong_step_fails_soon(monkeypatch):
-    """A fault without a name is looked for in one question, among the shapes that it can have."""
+    """A fault without a name is searched in one question, among the shapes that are possible."""
     runs = []
     answers = outcomes.Answers
     monkeypatch.setattr(outcomes, "Answers", lambda told: runs.append(told) or answers(told))

@@ -1,16 +1,17 @@
-"""Does that merge, or that kernel, do what it should? Questions to anybody's.
+"""Is your merge, kernel, backward pass, token tree or speculative step right? Five checks.
 
     assert check_merge(merge)          merge([(out, lse), …]) -> (out, lse) of all their keys
     assert check_attention(kernel)     kernel(q, k, v, **options) -> (out, lse), or out
     assert check_gradients(f)          f(q, k, v, dout) -> (dq, dk, dv)
-    assert check_tree(build)           a token tree's mask, positions and links; what is kept of it
+    assert check_tree(build)           a tree's mask, positions, links and accepted path
     assert check_verifier(step)        step(target, draft, rng) -> tokens of a speculative step
 
-In any framework: they get NumPy arrays, copies, and what they return goes through `np.asarray`. q
-is (b, l, h, d), k and v (b, n, h_kv, d), out (b, l, h, d), and lse (b, l, h), a natural logarithm.
-No keys are out 0 and lse −∞. This folder needs NumPy alone and can be copied, under any name.
+Any framework will do: your function receives copies as NumPy arrays, and `np.asarray` reads the
+arrays that it returns. q is (b, l, h, d), k and v are (b, n, h_kv, d), out is (b, l, h, d), and lse
+(b, l, h) is a natural logarithm. A query without keys has out 0 and lse −∞. This folder needs only
+NumPy and can be copied, under any name.
 
-`judge` asks, compares and names mistakes, for all checks; `report` has what came of it.
+For all checks, `judge` asks, compares and names mistakes, and `report` holds the results.
 
     calling            copies, options, and what NumPy can read
     right answers      reference, rounding

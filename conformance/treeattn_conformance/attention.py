@@ -1,4 +1,4 @@
-"""Kernels of attention: the questions to them."""
+"""check_attention and its questions to kernels of attention."""
 
 import functools
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from .rounding import rounded
 
 
 def attention_questions(dtype: str = "float32") -> list[Question]:
-    """The questions to a kernel: with d = 16 and 40 keys, and at the sizes of production."""
+    """The questions to a kernel: small ones, most with d = 16 and 40 keys, and large ones."""
     rng = np.random.default_rng(1)
 
     def qkv(b=2, l=3, h=4, h_kv=4, n=40, size=1.0, d=16, d_v=16):
@@ -31,7 +31,7 @@ def attention_questions(dtype: str = "float32") -> list[Question]:
         return [rounded(x, dtype) for x in (q, k, v)]
 
     def rows_apart():
-        """One row's scores lie near 0, and those of the others far above and far below."""
+        """Scores near 0 in one row of the batch, far above 0 in the next, far below in the last."""
         q, k, v = qkv(b=3)
         q[..., 0] = 8
         k[..., 0] = rounded(np.array([0, 500, -500])[:, None, None], dtype)
@@ -117,17 +117,20 @@ def attention_questions(dtype: str = "float32") -> list[Question]:
 def check_attention(
     kernel: Callable, *, dtype: str = "float32", tolerance=None, only=None, expect=()
 ) -> Report:
-    """Ask kernel(q, k, v, **options) -> (out, lse) what it makes of queries, keys and values.
+    """Check kernel(q, k, v, **options) -> (out, lse), an attention of queries over keys.
 
-    A kernel that returns out alone is judged by its out alone.
+    If the kernel returns out without lse, only out is judged.
 
-    Options are asked of a kernel that has them, one at a time, and then all at once: scale, a
-    number, 1/√d where it is left out; mask (b, 1, l, n), True where a query may see a key;
-    kv_lengths (b,), so many keys count, and what lies beyond may be NaN; query_positions (l,) and
-    key_positions (n,), ascending, a query sees the keys up to its own position; sinks (h,), the
-    score of one more key, whose value is 0.
+    A kernel is asked about the options that it has, one at a time, and then all at once:
 
-    dtype, tolerance, only, expect: as in `check_merge`. What raises NotImplementedError is skipped.
+    scale: a number; 1/√d where it is left out
+    mask (b, 1, l, n): True where a query may see a key
+    kv_lengths (b,): row i has kv_lengths[i] keys; the memory behind them may hold NaN
+    query_positions (l,), key_positions (n,): ascending; a query sees the keys up to its position
+    sinks (h,): the score of one more key, whose value is 0
+
+    dtype, tolerance, only, expect: as in `check_merge`. A question is skipped if the kernel raises
+    NotImplementedError.
     """
     questions, mistakes = _questions(dtype)
     subject = pairs(mistakes, KERNEL_CURES, dtype, tolerance)

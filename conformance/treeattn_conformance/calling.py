@@ -1,4 +1,4 @@
-"""Calling somebody's function: on copies, with the options that it has, its answer as arrays."""
+"""Calling the function under test: on copies, with the options that it has; arrays come back."""
 
 import copy
 import inspect
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def takes(f: Callable, option: str) -> bool:
-    """Whether f has an argument of this name, or takes any."""
+    """Whether f has an argument of this name, or takes any keyword."""
     try:
         parameters = inspect.signature(f).parameters
     except (TypeError, ValueError):  # some functions that are not written in Python
@@ -18,7 +18,7 @@ def takes(f: Callable, option: str) -> bool:
 
 
 def as_array(x) -> np.ndarray:
-    """x as an array; TypeError with a word on what to do where NumPy cannot read a tensor."""
+    """x as an array. Raises TypeError, with advice, if NumPy cannot read a tensor."""
     try:
         return np.asarray(x)
     except (TypeError, RuntimeError) as error:
@@ -30,7 +30,7 @@ def as_array(x) -> np.ndarray:
 
 
 def on_copies(f: Callable, arguments: dict, options: dict, written: set[str]):
-    """f's answer on copies of what it is asked with; to `written` the names of those it changed."""
+    """f's answer on copies; adds to `written` the names of the arguments that f changed."""
     given = copy.deepcopy(arguments), copy.deepcopy(options)
     answer = f(*given[0].values(), **given[1])
     for before, after in zip((arguments, options), given, strict=True):
@@ -39,7 +39,7 @@ def on_copies(f: Callable, arguments: dict, options: dict, written: set[str]):
 
 
 def same_bits(x, y) -> bool:
-    """Whether two arrays, or lists and mappings of arrays, hold the same."""
+    """Whether two arrays, or two lists or mappings of arrays, hold the same numbers."""
     if isinstance(x, dict):
         return x.keys() == y.keys() and all(same_bits(x[name], y[name]) for name in x)
     if isinstance(x, list | tuple):

@@ -1,7 +1,7 @@
-"""Are the gradients of an attention right, over shards or at once? If not, whose mistake is it?
+"""Are the gradients of an attention right, over shards or at once? If not, which mistake is it?
 
-Forward can be right where backward is wrong. The loss falls all the same, and the model learns
-nonsense.
+The forward pass can be right while the backward pass is wrong. The loss still falls, and the model
+learns nonsense.
 """
 
 import functools
@@ -37,17 +37,17 @@ GRADIENT_CURES = {
 
 
 class Slip(NamedTuple):
-    """What a backward pass gets wrong; as it stands, nothing."""
+    """The parts that a backward pass can get wrong. The defaults are right."""
 
     shards: int = 1  # parts of the keys
     rows: int = 1  # parts of the queries, each on the device of the same part of the keys
-    own: tuple[str, ...] = ()  # "lse", "out": a shard's own in place of the merged one
-    without: tuple[str, ...] = ()  # "out", "hiding", and "dq" or "dk" without scale
+    own: tuple[str, ...] = ()  # "lse", "out": a shard's own array in place of the merged array
+    without: tuple[str, ...] = ()  # without "out", without "hiding", "dq" or "dk" without scale
     dlse: float = 1.0  # its factor
     base: float = 1.0  # lse's factor
     ds: float = 1.0  # the factor of all scores' gradients
     heads: str = "sum"  # over the query heads of a key head: "sum", "mean", "first" or "last"
-    saved: str = ""  # whose keys a round uses: its own, the "first" ones, or the device's "own"
+    saved: str = ""  # the keys of a round: "" its own, "first" the first's, "own" the device's
     to: int = 0  # how many devices too far dk and dv end
     dq: str = "sum"  # over shards: "sum", "mean", "first" or "last"
     dkv: float = 1.0  # the factor of dk and dv
@@ -75,7 +75,7 @@ def backward(
     hidden = np.isneginf(s)
     q, dout = (np.asarray(x, np.float64) for x in (q, dout))
     dlse = np.zeros(q.shape[:3]) if dlse is None else np.asarray(dlse, np.float64)
-    read = ~hidden.all(axis=(1, 2))[..., None, None]  # what no query sees may be NaN
+    read = ~hidden.all(axis=(1, 2))[..., None, None]  # keys that no query sees may be NaN
     k, v = (np.repeat(np.where(read, x, 0).astype(np.float64), group, axis=2) for x in (k, v))
     out, lse = softmax(s, v)
     every = [
@@ -118,7 +118,7 @@ def _last(x, axis):
 
 
 def slips() -> Iterator[tuple[str, Slip]]:
-    """Known mistakes; several for one that has several forms, or needs several shards."""
+    """Known mistakes, each once for every form and every number of shards."""
     ln2 = np.log(2)
     yield "lse without a gradient", Slip(dlse=0)
     yield "dlse with the wrong sign", Slip(dlse=-1)
@@ -212,13 +212,16 @@ def check_gradients(
 
     q (b, l, h, d), k (b, n, h_kv, d), v (b, n, h_kv, d_v), dout (b, l, h, d_v).
 
-    Options are asked of an f that has them: dlse (b, l, h), of a loss Σ dout·out + Σ dlse·lse;
-    scale, a number; causal, True: query i sees key j for j ≤ i; kv_lengths (b,), so many keys
-    count, and what lies beyond may be NaN and has gradients of 0. They are asked one at a time, and
-    then all that f has at once.
+    f is asked about the options that it has, one at a time, and then all at once:
 
-    tolerance: of each gradient, in parts of the largest of its head; 5e-10, 1e-4, 1.5e-2 or 8e-2
-    by the dtype when None. dtype, only, expect: as in `check_merge`.
+    dlse (b, l, h): the loss is Σ dout·out + Σ dlse·lse
+    scale: a number; 1/√d where it is left out
+    causal: if True, query i sees key j for j ≤ i
+    kv_lengths (b,): row i has kv_lengths[i] keys; the memory behind them may hold NaN, and its
+            gradients are 0
+
+    tolerance: of each gradient, relative to the largest number of its head; 5e-10, 1e-4, 1.5e-2 or
+            8e-2 by the dtype when None. dtype, only, expect: as in `check_merge`.
     """
     questions, mistakes = _questions(dtype)
     allowed = tolerance or 5 * TOLERANCES[dtype]
@@ -256,7 +259,7 @@ def read_gradients(question: Question, came) -> list[np.ndarray]:
 
 
 def _off(x: np.ndarray, y: np.ndarray, tolerance: float) -> np.ndarray:
-    """Where x is not y, in parts of the largest number of each row's head."""
+    """Where x is not y, within a tolerance relative to the largest number of each row's head."""
     largest = np.abs(y).max(axis=(1, 3), keepdims=True)
     return ~(np.abs(x - y) <= tolerance * np.maximum(largest, 1e-3 * largest.max()))
 

@@ -1,8 +1,9 @@
-"""One judge for all checks: ask, compare with what is right, and look for the mistake.
+"""One judge for all checks: ask, compare with the right answers, and look for the mistake.
 
-A mistake is known by the answers that it gives. It is named if it gives every number of every
-answer, the right ones and the wrong ones; or if a few mistakes do so together, each number by one
-of them. Otherwise no name is given, and the report says what is off, where, and by how much.
+A mistake is recognized by its answers. It is named if it gives every number of every answer, the
+right numbers and the wrong ones. A few mistakes are named together if each number is given by at
+least one of them. Otherwise no name is given, and the report says which numbers are off, where, and
+by how much.
 """
 
 import itertools
@@ -14,7 +15,7 @@ import numpy as np
 from .calling import on_copies, takes
 from .report import Report, Result, expected, first_line
 
-TOGETHER = "all options at once"  # a question to a function about those that it has
+TOGETHER = "all options at once"  # a question about all options that the function has
 
 
 class Question(NamedTuple):
@@ -24,12 +25,12 @@ class Question(NamedTuple):
     arguments: dict  # by name, in the order of the call
     options: dict
     right: Any
-    largest: float = 0.0  # of the numbers that are subtracted from each other, in float32
-    names: bool = True  # False: it is judged, and wrong answers to it are not searched for a name
+    largest: float = 0.0  # the largest number that is subtracted from another, in float32
+    names: bool = True  # False: the answer is judged, and not used to find a mistake's name
 
 
 class Asked(NamedTuple):
-    """A question with its answer, and which numbers of the answer are right."""
+    """A question, its answer, and a mask of the answer's right numbers."""
 
     question: Question
     answer: Any
@@ -45,11 +46,11 @@ class Mistake:
         self._given: dict[str, Any] = {}
 
     def fit(self, asked: Sequence[Asked]) -> "list[Mistake]":
-        """Itself; a family of mistakes finds the members that may have given these answers."""
+        """[self]. A family of mistakes returns those members that may have given these answers."""
         return [self]
 
     def explains(self, asked: Asked, same: Callable) -> np.ndarray:
-        """Which numbers of the answer it gives."""
+        """A mask of the answer's numbers that this mistake gives, too."""
         return same(asked.question, asked.answer, self.given(asked.question))
 
     def given(self, question: Question) -> Any:
@@ -60,16 +61,16 @@ class Mistake:
 
 
 class Subject(NamedTuple):
-    """What is asked about: how its answers are read and compared, and its known mistakes."""
+    """The subject of a check: how answers are read and compared, and the known mistakes."""
 
-    read: Callable[[Question, Any], Any]  # what f returned, as an answer; raises ValueError
+    read: Callable[[Question, Any], Any]  # f's return value, as an answer; raises ValueError
     same: Callable[[Question, Any, Any], np.ndarray]  # where two answers are the same
-    describe: Callable[[Question, Any, np.ndarray], str]  # what is off, where `right` is False
+    describe: Callable[[Question, Any, np.ndarray], str]  # the numbers where `right` is False
     mistakes: Sequence[Mistake]
     cures: Mapping[str, str]
-    together: int = 1  # so many mistakes may explain an answer together
-    narrower: Mapping[str, str] = {}  # where both explain, the first is named and not the second
-    fewest: int = 3  # answers that a name needs
+    together: int = 1  # the largest number of mistakes that are named together
+    narrower: Mapping[str, str] = {}  # {a: b}: if a and b explain the same numbers, a is named
+    fewest: int = 3  # without this many answers no name is given
 
 
 @np.errstate(all="ignore")
@@ -107,7 +108,7 @@ def judge(
 
 
 def together(f: Callable, questions: Sequence[Question], right: Callable) -> list[Question]:
-    """The questions; that for all options at once asks for those that f has."""
+    """The questions, of which "all options at once" asks for the options that f has."""
 
     def of(question: Question) -> Question:
         if question.name != TOGETHER:
@@ -130,7 +131,7 @@ def chosen(questions: Sequence[Question], only: Iterable[str] | None) -> Sequenc
 
 
 def _ask(f, question: Question, subject: Subject, written: set[str]) -> tuple[Result, Any]:
-    """(the result so far, the answer to be judged): None where there is no answer."""
+    """(the result so far, the answer to be judged, or None)."""
     name = question.name
     missing = [option for option in question.options if not takes(f, option)]
     if missing:
@@ -150,13 +151,13 @@ def _ask(f, question: Question, subject: Subject, written: set[str]) -> tuple[Re
 
 
 def named(answers: Sequence[Asked], subject: Subject) -> list[tuple[str, ...]]:
-    """Of each answer the mistakes that it shows: none, unless all that is wrong is explained."""
+    """The mistakes that each answer shows; () for all unless every wrong number is explained."""
     nothing = [()] * len(answers)
     possible = _possible(answers, subject)
     if not possible:
         return nothing
     wrong = np.concatenate([~x.right.ravel() for x in answers])
-    names: dict[bytes, set[str]] = {}  # of mistakes, by what they explain of what is wrong
+    names: dict[bytes, set[str]] = {}  # of mistakes, by the wrong numbers that they explain
     for name, masks in possible:
         explained = np.concatenate([masks[place].ravel() for place in range(len(answers))])
         names.setdefault((explained & wrong).tobytes(), set()).add(name)
@@ -173,8 +174,8 @@ def named(answers: Sequence[Asked], subject: Subject) -> list[tuple[str, ...]]:
 
 
 def _possible(answers: Sequence[Asked], subject: Subject) -> list[tuple[str, dict]]:
-    """(name, which numbers it gives of each answer, by place) of the mistakes that give all that
-    is right, and something of what is wrong. Nothing, where a wrong number is none of theirs."""
+    """[(name, {place: mask of the answer's numbers that the mistake gives})], for the mistakes that
+    give all right numbers and some wrong ones. [] if a wrong number is given by none of them."""
     fitted = itertools.chain(*(mistake.fit(answers) for mistake in subject.mistakes))
     left: list[tuple[Mistake, dict]] = [(mistake, {}) for mistake in fitted]
     wrong = [place for place, x in enumerate(answers) if not x.right.all()]
@@ -197,7 +198,7 @@ def _possible(answers: Sequence[Asked], subject: Subject) -> list[tuple[str, dic
 
 
 def smallest_sets(explained: list[np.ndarray], wrong: np.ndarray, most: int) -> list[tuple]:
-    """As few of them as possible, up to `most`, that together are all that is wrong."""
+    """The smallest sets of masks, of at most `most`, that together cover `wrong`."""
     if not explained:
         return []
     how_many = np.sum(explained, axis=0)

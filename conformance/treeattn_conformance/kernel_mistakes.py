@@ -1,8 +1,8 @@
-"""Mistakes that are known of kernels of attention, each as a kernel that makes it.
+"""Known mistakes of kernels of attention, each as a kernel that makes it.
 
-A kernel merges its keys, of which each is a shard. Either its scores are wrong, and then merged
-rightly: that is the right kernel with other options or other arguments. Or its scores are right,
-and one of `merge_mistakes` merges them.
+A kernel merges its keys as if each key were a shard. In most mistakes the scores are wrong, and the
+merge is right: the right kernel with other options or other arguments. In the others the scores
+are right, and one of `merge_mistakes` merges them.
 """
 
 import functools
@@ -72,7 +72,7 @@ POSITIONS = ("query_positions", "key_positions")
 
 
 def kernel_mistakes() -> Iterator[Mistake]:
-    """Known mistakes; several for one that has several forms."""
+    """Known mistakes, one for each form."""
     yield from (*SIGNS, Regrouped("heads regrouped", attend))
     for name, wrong in itertools.chain(of_heads(), of_lse(), of_keys(), of_masks(), of_sums()):
         yield Mistake(name, wrong)
@@ -96,9 +96,9 @@ def kernel_mistakes() -> Iterator[Mistake]:
 
 
 def of_shards(wrong: Callable, block: int = 1, *, apart: bool = False, maxima: bool = False):
-    """A kernel that merges blocks of so many keys with a wrong merge.
+    """A kernel that merges blocks of `block` keys with a wrong merge.
 
-    apart: sinks are merged after it, and rightly; else they are one more shard
+    apart: sinks are merged rightly afterwards; otherwise they are one more shard
     maxima: the merge gets the largest score of each block, too
     """
 
@@ -166,7 +166,7 @@ def of_heads() -> Wrongs:
 
 
 class Regrouped(Mistake):
-    """Heads in another order, of out, of lse, or of both: the answer says in which."""
+    """Heads in another order, of out, lse or both; the order is found from the answer."""
 
     def explains(self, asked: Asked, same: Callable) -> np.ndarray:
         found = list(asked.question.right)
@@ -204,7 +204,7 @@ def of_numbers() -> Wrongs:
         return out * (d / total)[..., None], wrong if guarded else np.where(d == 0, lse, wrong)
 
     def of_all_keys(q, k, v, *, sinks=None, **options):
-        """Sums relative to the maximum of the seen keys, and another maximum added again."""
+        """The sum is relative to the seen keys' maximum; out and lse use that of all keys."""
         out, lse = attend(q, k, v, sinks=sinks, **options)
         seen = scores(q, k, **options).max(axis=-1)
         rise = np.fmax.reduce(scores(q, k, scale=options.get("scale")), axis=-1) - seen
@@ -220,7 +220,7 @@ def of_numbers() -> Wrongs:
 
 
 def with_(**changes: Callable) -> Callable:
-    """A kernel whose options are changed where they are given: name=change(its value)."""
+    """A kernel that replaces the value of each given option `name` by change(value)."""
 
     def wrong(q, k, v, **options):
         changed = {
@@ -239,7 +239,7 @@ def without(*names: str) -> Callable:
 
 
 def some_keys(kept: Callable, or_all: bool = True) -> Callable:
-    """A slice of n keys; where it is empty, all of them or none."""
+    """A kernel that sees the slice kept(n) of n keys; if it is empty, all keys or none."""
 
     def wrong(q, k, v, **options):
         n = k.shape[1]
@@ -289,7 +289,7 @@ def of_masks() -> Wrongs:
         yield "one row's mask for all", with_(mask=lambda x, i=one: np.broadcast_to(x[i], x.shape))
 
     def other_scores(q, k, v, *, names, change, sinks=None, **options):
-        """Hidden keys that one of these options hides have another score than −∞."""
+        """Keys that one of the options `names` hides have another score than −∞."""
         s = scores(q, k, **{name: x for name, x in options.items() if name not in names})
         changed = change(s, ~np.isneginf(scores(q, k, **options))) if names & options.keys() else s
         return softmax(changed, v, sinks)
@@ -318,16 +318,17 @@ def of_masks() -> Wrongs:
 
 
 def bounds() -> Wrongs:
-    """Which of a device's n keys the queries (l, 1) see where their positions are misread."""
+    """The keys (n,) that queries (l, 1) see on a device that misreads their positions."""
 
     def from_the_last(query, key, *, p):
-        """Keys dealt in stripes: number key // p of those on a device."""
+        """Keys in stripes: a key at position `key` is key number key // p of its device."""
         l, at = len(query), np.arange(len(key))
         kept = (len(key) - at % p + p - 1) // p
         return at // p <= kept - l + np.arange(l)[:, None]
 
     def as_single_keys(query, key):
-        """Stripes of several keys, bounded as if they were of one: ⌈(position + 1 − rank) / p⌉."""
+        """Stripes of several keys, with the bound of one-key stripes:
+        ⌈(position + 1 − rank) / p⌉."""
         jumps = np.flatnonzero(np.diff(key) > 1)
         stripe = jumps[0] + 1 if len(jumps) else len(key)
         p = (key[stripe] - key[0]) // stripe if len(jumps) else 1
@@ -356,5 +357,5 @@ def of_sinks() -> Wrongs:
 
 
 def shared_sinks(q, k, v, *, number, **options):
-    """A sink on every one of so many shards."""
+    """A sink that counts once on each of `number` shards."""
     return with_(sinks=lambda x: x + np.log(number))(q, k, v, **options)

@@ -1,7 +1,7 @@
-"""Mistakes that are known of merges, each as a merge of stacked arrays that makes it.
+"""Known mistakes of merges, each as a merge of stacked arrays that makes it.
 
-outs are (p, b, l, h, d) and lses (p, b, l, h), of p shards. A kernel makes the same mistakes among
-its keys, each of which is a shard, or among blocks of them.
+outs (p, b, l, h, d) and lses (p, b, l, h) come from p shards. A kernel makes the same mistakes when
+it merges its keys or blocks of keys.
 """
 
 import functools
@@ -55,7 +55,7 @@ def merge_mistakes() -> Iterator[Mistake]:
 
 
 def of_parts(wrong: Callable) -> Callable:
-    """A merge of stacked arrays as one of pairs."""
+    """A merge of pairs, from a merge of stacked arrays."""
 
     def merge_pairs(parts, **options):
         stacked = (np.stack(x).astype(np.float64) for x in zip(*parts, strict=True))
@@ -65,18 +65,18 @@ def of_parts(wrong: Callable) -> Callable:
 
 
 def merged(out, lse):
-    """The right one."""
+    """The right merge."""
     return weighed(*clean(out, lse))
 
 
 def clean(out, lse):
-    """As a right merge reads them: no keys are out 0 and lse −∞."""
+    """The arrays as a right merge reads them: out 0 and lse −∞ where there are no keys."""
     none = np.isinf(lse)
     return np.where(none[..., None], 0, out), np.where(none, -np.inf, lse)
 
 
 def in_turn(merge_two: Callable, *, from_nothing: bool = False) -> Callable:
-    """From left to right, two by two; it may begin with a state of no keys."""
+    """A merge from left to right, two by two, that may begin with a state of no keys."""
 
     def merge_all(out, lse):
         nothing = np.zeros(out.shape[1:]), np.full(lse.shape[1:], -np.inf)
@@ -100,8 +100,8 @@ def flawed(
 ):
     """A merge in this dtype with another pivot, or without one of its precautions.
 
-    guarded: pivots of −∞ are replaced by 0, and divisors of 0 by 1. reads_inf: +∞ as −∞.
-    selects: what stands in the out of no keys is not read.
+    guarded: pivots of −∞ are replaced by 0, and divisors of 0 by 1. reads_inf: +∞ is read as −∞.
+    selects: out is not read where there are no keys.
     """
     out, lse = out.astype(dtype), lse.astype(dtype)
     if reads_inf:
@@ -117,7 +117,7 @@ def flawed(
     return n / (np.where(d == 0, 1, d) if guarded else d)[..., None], m + np.log(d)
 
 
-# What they get wrong
+# The mistakes
 
 
 def of_no_keys() -> Wrongs:
@@ -126,7 +126,7 @@ def of_no_keys() -> Wrongs:
     yield "NaN for no keys", functools.partial(flawed, guarded=False)
 
     def zeros_for_no_keys(out, lse):
-        """Memory that a shard without keys never wrote: zeros, in both."""
+        """A shard without keys never wrote its memory, so its out and lse are 0."""
         return merged(clean(out, lse)[0], np.where(np.isinf(lse), 0, lse))
 
     yield "no keys as lse 0", zeros_for_no_keys
@@ -150,9 +150,10 @@ def wrong_pivots() -> Wrongs:
 
 
 def stale(out, lse, *, rescaled, maxima=None):
-    """A loop that keeps sums relative to an old maximum: both, or of "d" and "n" the other one.
+    """A loop that leaves sums relative to an old maximum.
 
-    maxima: (p, b, l, h) of what each block is relative to; None: its lse
+    rescaled: "d" or "n", the one sum that is rescaled to a new maximum; "" if neither is
+    maxima: (p, b, l, h), the number to which each block is relative; None: its lse
     """
     out, lse = clean(out, lse)
     m, d, n = np.full(lse.shape[1:], -np.inf), 0, np.zeros(out.shape[1:])
@@ -209,14 +210,14 @@ def of_shards() -> Wrongs:
         return merged(out[kept], lse[kept]) if len(lse[kept]) else merged(out, lse)
 
     def odd_one_lost(out, lse):
-        """Along a tree, two by two."""
+        """A merge along a tree, two by two, that drops the last of an odd number."""
         while len(lse) > 1:
             two = (x[: len(lse) // 2 * 2] for x in (out, lse))
             out, lse = merged(*(x.reshape(-1, 2, *x.shape[1:]).swapaxes(0, 1) for x in two))
         return out[0], lse[0]
 
     def added(out, lse, *, kept, dtype):
-        """The sum of all lse; where only finite ones are kept, no keys are left out of it."""
+        """lse is the sum of all lse, or, with `kept`, of those of shards that have keys."""
         lse = lse.astype(dtype)
         if kept:
             out, lse = clean(out, lse)
@@ -243,7 +244,7 @@ def wrong_logs() -> Wrongs:
         return wrong, total * written
 
     def of_maximum(out, lse, *, left):
-        """lse is the maximum alone, or what is left of it."""
+        """lse is the maximum alone, or lse without the maximum."""
         right, total = merged(out, lse)
         m = clean(out, lse)[1].max(axis=0)
         return right, np.where(np.isneginf(m), m, total - m) if left else m
@@ -286,7 +287,7 @@ def epsilons() -> list[Callable]:
 
 
 def of_axes() -> Wrongs:
-    """Weights whose axes of queries and heads change places, or that are read as if they had."""
+    """Weights, or lse, whose axes of queries and heads are swapped, by transpose or reshape."""
 
     def weights(out, lse, *, change):
         total = merged(out, lse)[1]
@@ -321,5 +322,5 @@ def reshaped(lse):
 
 
 def turned_if_square(lse):
-    """The order of the axes is guessed from their sizes."""
+    """The order of the axes is guessed from their sizes, so equal sizes are swapped."""
     return turned(lse) if lse.shape[1] == lse.shape[2] else lse

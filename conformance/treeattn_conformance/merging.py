@@ -1,4 +1,4 @@
-"""Merges of (out, lse): the questions to them."""
+"""check_merge and its questions to merges of (out, lse)."""
 
 import functools
 import inspect
@@ -15,12 +15,12 @@ from .rounding import rounded
 
 
 def merge_questions(dtype: str = "float32") -> list[Question]:
-    """The questions to a merge; `out` in `dtype`, lse in float32 (float64 if `dtype` is)."""
+    """The questions to a merge. out is in `dtype`; lse is in float32, or float64 with `dtype`."""
     rng = np.random.default_rng(0)
     lse_dtype = "float64" if dtype == "float64" else "float32"
 
     def shards(p, shape=(2, 3, 4), mean=8.0, empty=(), below=-np.inf, stale=0.0, d=4):
-        """p pairs (out, lse); no keys in the shards `empty`, and wherever lse is below `below`."""
+        """p pairs (out, lse), without keys in the shards `empty` and where lse is below `below`."""
         outs = 1 + rng.normal(size=(p, *shape, d)) / 2
         lses = (mean + rng.normal(0, 2, (p, *shape))).astype(lse_dtype)
         is_empty = np.isin(np.arange(p), empty)[:, None, None, None]
@@ -35,7 +35,7 @@ def merge_questions(dtype: str = "float32") -> list[Question]:
         where = means.reshape([3 if i == axis else 1 for i in range(4)])
         return shards(3, (3, 3, 3), mean=where)
 
-    # Together the small ones count, and would count more if their exponents were cut off at −10.
+    # Together the small shards count. Exponents cut off at −10 would give them too much weight.
     many_small = np.where(np.arange(256) == 0, 0.0, -14.0)[:, None, None, None]
     infinite = shards(4, empty=[0, 2])
     large = 1000.0 if dtype == "float64" else 120.0
@@ -86,18 +86,19 @@ def merge_questions(dtype: str = "float32") -> list[Question]:
 def check_merge(
     merge: Callable, *, dtype: str = "float32", tolerance=None, only=None, expect=()
 ) -> Report:
-    """Ask merge([(out, lse), …]) -> (out, lse) what it makes of shards.
+    """Check merge([(out, lse), …]) -> (out, lse), a merge of shards.
 
-    A merge of two is asked as `check_merge(folded(merge))`. An lse of −∞ means no keys, and so does
-    +∞, which some kernels write; a merge whose callers never do may expect "lse +inf for no keys".
+    Check a merge of two as `check_merge(folded(merge))`. An lse of −∞ means no keys. +∞, which some
+    kernels write, means no keys, too. If your kernels never write +∞, pass
+    expect=["lse +inf for no keys"].
 
-    dtype: of the outs: "float64", "float32", "float16", or "bfloat16", whose numbers come in
-           float32 arrays, to be converted without loss.
-    tolerance: of out, absolute and relative; 1e-10, 2e-5, 3e-3 or 1.6e-2 when None. That of lse
-           is 2e-5 (1e-10 in float64): it is a float32 number whatever the dtype of out.
+    dtype: of the outs: "float64", "float32", "float16" or "bfloat16". bfloat16 numbers come in
+           float32 arrays, which convert to bfloat16 without loss.
+    tolerance: of out, absolute and relative; 1e-10, 2e-5, 3e-3 or 1.6e-2 when None. The tolerance
+           of lse is 2e-5, because lse is float32 for every dtype but float64, where it is 1e-10.
     only:  the names of the questions to ask; None for all.
-    expect: names of questions, or of mistakes, whose failures are known; a mapping gives a reason
-           for each. They are reported as "expected", and do not make the report false.
+    expect: names of questions, or of mistakes, whose failures are known. A mapping gives a reason
+           for each. These failures are reported as "expected", and leave the report true.
 
     A question is skipped if the function raises NotImplementedError. A function that writes into
     its arguments, which are copies, fails "arguments". Raises ValueError for an unknown name.
@@ -115,7 +116,7 @@ def _questions(dtype: str) -> tuple:
 
 
 def _needs(f: Callable) -> int:
-    """How many arguments f cannot be called without, as far as Python can tell."""
+    """The number of positional arguments without a default; 0 if f has no signature."""
     try:
         parameters = inspect.signature(f).parameters.values()
     except (TypeError, ValueError):

@@ -1,9 +1,9 @@
-"""Every way that chance can fall: a function that draws random numbers, run once for each of them.
+"""The exact distribution of a random function: run once for each outcome of its random numbers.
 
 `law(run)` calls run(rng) again and again, and adds up each result's exact probability. rng looks
-like a `numpy.random.Generator`. What it hands out is not a number but something that is undecided
-until it is asked: at each question (which token? is it below 0.3?) one answer is taken, and the
-others wait for another run. Nothing is sampled, so nothing has to be averaged.
+like a `numpy.random.Generator`, but its numbers are undecided until the function asks about them.
+At each question (which token? is it below 0.3?) the run takes one answer, and later runs take the
+other answers. Nothing is sampled, so nothing has to be averaged.
 """
 
 import itertools
@@ -12,11 +12,11 @@ from collections.abc import Callable
 import numpy as np
 
 IMPOSSIBLE = 1e-12  # answers less probable than this come from rounding, and are not followed
-ROUNDED = 1e-6  # how far from 1 probabilities may add up: those of float32 do not add up to 1
+ROUNDED = 1e-6  # how far from 1 a sum of probabilities may be, because float32 rounds
 
 
 class OwnChance(Exception):
-    """The same answers led to other questions: there is chance that did not come from rng."""
+    """The same answers led to other questions, so some randomness did not come from rng."""
 
     mistake = "chance of its own"
 
@@ -25,12 +25,12 @@ class OwnChance(Exception):
 
 
 class Answers:
-    """The answers of one run: those that it is told, then the first possible ones."""
+    """The answers of one run: first the given answers, then the first possible answer each time."""
 
     def __init__(self, told: list[tuple]):
         self.told = told  # (chances, answer) of the first questions
         self.taken: list[tuple] = []
-        self.others: list[list[tuple]] = []  # to be told to other runs
+        self.others: list[list[tuple]] = []  # given answers of later runs
         self.probability = 1
 
     def choose(self, chances: tuple) -> int:
@@ -49,8 +49,8 @@ class Answers:
 
 
 class Uniform:
-    """slope · u + shift, for an undecided u. A comparison decides, and is remembered: a number that
-    is used twice is the same number."""
+    """slope · u + shift, for an undecided u. Each comparison narrows u, and later ones respect it,
+    so a number that is used twice is the same number."""
 
     def __init__(self, answers: Answers, between: list | None = None, slope=1, shift=0):
         self._answers = answers
@@ -59,13 +59,13 @@ class Uniform:
         self._shift = shift
 
     def __lt__(self, other) -> bool:
-        """Also for ≤, since a given number has probability 0."""
+        """< and ≤ are the same, because u equals a given number with probability 0."""
         if other is self:
             return False
         if isinstance(other, Uniform):
             raise NotImplementedError("rng: two random numbers are compared with each other")
         if other != other:
-            return False  # as for any number: nothing is below NaN
+            return False  # no number is below NaN
         if self._slope == 0:
             return bool(self._shift < other)
         low, high = self._between
@@ -113,7 +113,7 @@ class Uniform:
 
 
 class Source:
-    """What `law` hands to a function in place of a `numpy.random.Generator`.
+    """The rng of a function that `law` runs, in place of a `numpy.random.Generator`.
 
     random, uniform       a number that may be compared, added to and multiplied (`Uniform`)
     choice, integers      an index, a token
@@ -127,7 +127,7 @@ class Source:
         self._drawn = 0
 
     def at(self, *key) -> "Source":
-        """The numbers of this key, from the first one on: the same key, the same numbers."""
+        """The numbers of this key, from its first on. The same key gives the same numbers."""
         return Source(self._answers, self._numbers, (*self._key, *key))
 
     def _number(self) -> Uniform:
@@ -137,7 +137,7 @@ class Source:
         return self._numbers.setdefault((self._key, self._drawn), Uniform(self._answers))
 
     def random(self, size=None):
-        """In [0, 1); an array of them, whose dtype is object, where a size is given."""
+        """A number in [0, 1), or an array of this size, with dtype object."""
         if size is None:
             return self._number()
         found = np.empty(size, object)
@@ -153,7 +153,7 @@ class Source:
         return low + self.choice(high - low)
 
     def choice(self, a, size=None, replace=True, p=None):
-        """As NumPy's: of a, or of range(a), with probabilities p that add up to 1."""
+        """As in NumPy: from a, or from range(a), with probabilities p that add up to 1."""
         values = range(a) if isinstance(a, int | np.integer) else list(a)
         left = [1 / len(values)] * len(values) if p is None else list(p)
         if len(left) != len(values):
@@ -180,13 +180,13 @@ OFFERED = tuple(name for name in vars(Source) if not name.startswith("_"))
 
 
 def law(run: Callable, *, most: int = 200_000) -> dict:
-    """{result: probability} of a function whose results can be keys, such as tuples of tokens.
+    """{result: probability} of a function. Its results are hashable, such as tuples of tokens.
 
         >>> law(lambda rng: rng.random() < 0.25)
         {False: 0.75, True: 0.25}
 
-    Probabilities are exact: Fractions where those that run asks with are, else float64. Raises
-    RuntimeError beyond `most` runs, and OwnChance where the same answers lead to other questions.
+    The probabilities are exact Fractions if `run` passes Fractions to rng, else float64. Raises
+    RuntimeError after `most` runs, and OwnChance if the same answers lead to other questions.
     """
     found: dict = {}
     waiting: list[list] = [[]]

@@ -1,7 +1,7 @@
-"""Pairs (out, lse): how they are read, when two are the same, and what is off, where, by how much.
+"""Pairs (out, lse): reading them, comparing two of them, and describing the differences.
 
-out is (b, l, h, d), lse (b, l, h), a natural logarithm; lse is None of a function that returns out
-alone, which is then judged by its out.
+out is (b, l, h, d), and lse (b, l, h) is a natural logarithm. If a function returns only out, lse
+is None, and only out is judged.
 """
 
 import functools
@@ -18,7 +18,7 @@ Pair = tuple[np.ndarray, np.ndarray | None]
 
 
 class PairMistake(Mistake):
-    """A wrong merge or kernel: its answer, and its out or its lse alone beside what is right."""
+    """A wrong merge or kernel: both its arrays, or one of them beside the right other array."""
 
     def fit(self, asked: Sequence[Asked]) -> list[Mistake]:
         return [Part(self, which) for which in ((0, 1), (0,), (1,))]
@@ -36,7 +36,7 @@ class Part(Mistake):
 
 
 class Family(PairMistake):
-    """A mistake with a number in it, an epsilon or a cap: the answers themselves say which.
+    """A mistake with a number in it, such as an epsilon or a cap, which is fitted to the answers.
 
     wrong(*arguments, number=x, **options), for any x between `low` and `high`, both positive.
     """
@@ -46,7 +46,7 @@ class Family(PairMistake):
         self.low, self.high, self.whole = low, high, whole
 
     def fit(self, asked: Sequence[Asked]) -> list[Mistake]:
-        """The member that gives the number which is furthest off: it grows, or falls, with x."""
+        """The member that gives the answers' furthest-off number, by bisection: it is monotonic."""
         furthest = [(*place, x.question) for x in asked if (place := _furthest(x))]
         if not furthest:
             return []
@@ -68,7 +68,10 @@ class Family(PairMistake):
 
 
 def _furthest(x: Asked) -> tuple | None:
-    """(how far off, 0 of out or 1 of lse, its place, what it is): lse, where that is wrong."""
+    """(how far off, 0 for out or 1 for lse, place, value) of the furthest number.
+
+    The number is one of lse if lse is wrong, else one of out.
+    """
     if x.right.all() or (x.answer[1] is None and x.right[0].all()):
         return None
     which = 0 if x.right[1].all() else 1
@@ -83,16 +86,17 @@ def _furthest(x: Asked) -> tuple | None:
 def pairs(
     mistakes: Sequence[Mistake], cures: Mapping[str, str], dtype: str, tolerance: float | None
 ) -> Subject:
-    """Answers that are to be right within the rounding of `dtype`, or a tolerance for out.
+    """The subject of a check whose answers are pairs (out, lse).
 
-    lse is a float32 number whatever the dtype of out, or float64 with it.
+    out is right within the rounding of `dtype`, or within `tolerance`. lse is judged as float32, or
+    as float64 if `dtype` is float64.
     """
     eps = np.finfo("float64" if dtype == "float64" else "float32").eps
     allowed = (tolerance or TOLERANCES[dtype], 1e-10 if dtype == "float64" else 2e-5)
 
     def same(question: Question, answer: Pair, other: Pair) -> np.ndarray:
-        """(2, b, l, h): where out, and where lse, is the same number; all False where shapes
-        differ. Rows that are no numbers in both are the same, however each says so."""
+        """(2, b, l, h): the rows where out, and where lse, are the same; all False if shapes
+        differ. A row that is broken in both answers, by NaN or by ∞, is the same."""
         rows = np.zeros((2, *question.right[1].shape), bool)
         if answer[1] is None:
             other = other[0], question.right[1]
@@ -128,7 +132,7 @@ def read_pair(question: Question, came) -> Pair:
 
 
 def _close(x: np.ndarray, y: np.ndarray, tolerance: float, rounding: float) -> np.ndarray:
-    """Where numbers differ by no more than the tolerance, absolute and relative; NaN is NaN."""
+    """Where x and y differ by no more than the tolerance, or are both NaN."""
     near = np.abs(x - y) <= rounding + tolerance * (1 + np.abs(y))
     return (near & np.isfinite(y)) | (x == y) | (np.isnan(x) & np.isnan(y))
 
@@ -141,11 +145,11 @@ def _broken(question: Question, pair: Pair) -> np.ndarray:
     return np.isnan(out).any(axis=-1) | np.isnan(lse) | infinite
 
 
-# What is off, where, and by how much
+# Describing which numbers are off, where, and by how much
 
 
 def describe(question: Question, answer: Pair, right: np.ndarray) -> str:
-    """In words: which of out and lse, in which rows, how far off, and in which way."""
+    """In words: whether out or lse is off, in which rows, how far, and in which way."""
     judged = [x for x in answer if x is not None]
     shapes = [x.shape for x in judged]
     expected = [x.shape for x in question.right[: len(judged)]]
@@ -179,7 +183,7 @@ def size_of(x: np.ndarray, expected: np.ndarray) -> str:
 
 
 def _columns(out: np.ndarray, expected: np.ndarray) -> str:
-    """Which of the last axis, where the others are exact to a part in a thousand of the error."""
+    """The wrong columns of the last axis, if the others' error is below a thousandth of theirs."""
     off = np.abs(out - expected)
     if not np.isfinite(off).all():
         return ""
@@ -188,7 +192,7 @@ def _columns(out: np.ndarray, expected: np.ndarray) -> str:
 
 
 def _place(wrong: np.ndarray, question: Question) -> str:
-    """In which rows of the batch, queries or heads, where not in all; with or without keys."""
+    """The batch rows, queries or heads that are wrong, or the rows without keys; "" for all."""
     if wrong.all():
         return ""
     if np.array_equal(wrong, np.isneginf(question.right[1])):
@@ -199,7 +203,7 @@ def _place(wrong: np.ndarray, question: Question) -> str:
 
 
 def along(wrong: np.ndarray, names: tuple[str, ...]) -> str:
-    """Of the first axis that has places without anything wrong, those that have."""
+    """The wrong places along the first axis that also has places where nothing is wrong."""
     for axis, name in enumerate(names):
         others = tuple(i for i in range(len(names)) if i != axis)
         places = np.flatnonzero(wrong.any(axis=others))

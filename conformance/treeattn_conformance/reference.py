@@ -1,10 +1,10 @@
-"""What is right, in float64 and in few lines: attention, and the merge of its parts."""
+"""The right answers, in float64 and in few lines: attention, and the merge of its parts."""
 
 import numpy as np
 
 
 def attend(q, k, v, *, sinks=None, **options) -> tuple[np.ndarray, np.ndarray]:
-    """(out, lse) of q (b, l, h, d) over k and v (b, n, h_kv, d); options as of `scores`, and sinks.
+    """(out, lse) of q (b, l, h, d) over k and v (b, n, h_kv, d). `scores` has the other options.
 
     sinks (h,): the score of one more key for every query, whose value is 0
     """
@@ -12,7 +12,7 @@ def attend(q, k, v, *, sinks=None, **options) -> tuple[np.ndarray, np.ndarray]:
 
 
 def softmax(s, v, sinks=None) -> tuple[np.ndarray, np.ndarray]:
-    """(out, lse) of given scores (b, l, h, n), which are −∞ where a key is not seen."""
+    """(out, lse) of given scores (b, l, h, n). A score is −∞ where a query does not see a key."""
     seen = ~np.isneginf(s)
     v = np.asarray(v, np.float64)
     v = np.repeat(v, s.shape[2] // v.shape[2], axis=2)
@@ -24,7 +24,7 @@ def softmax(s, v, sinks=None) -> tuple[np.ndarray, np.ndarray]:
     d = w.sum(axis=-1)
     if sinks is not None:
         d = d + np.exp(sinks - pivot)
-    # A hidden value may be NaN: where a batch row hides a key from all queries, it is not read.
+    # A hidden value may be NaN, so a value is not read if no query of its batch row sees the key.
     read = seen.any(axis=(1, 2))[..., None, None]
     sums = np.einsum("blhn,bnhd->blhd", w, np.where(read, v, 0))
     with np.errstate(divide="ignore"):
@@ -37,7 +37,7 @@ def scores(
     """(b, l, h, n) in float64: scale · q·k, and −∞ where a query does not see a key.
 
     scale: a number; 1/√d when None. mask (b, 1, l, n): True where a query may see a key.
-    kv_lengths (b,): only so many keys count.
+    kv_lengths (b,): row i has kv_lengths[i] keys.
     query_positions (l,), key_positions (n,): queries see the keys up to their own position.
     """
     q, k = (np.asarray(x, np.float64) for x in (q, k))
@@ -54,9 +54,9 @@ def scores(
 
 
 def merge(parts) -> tuple[np.ndarray, np.ndarray]:
-    """(out, lse) of all keys, from pairs of out (b, l, h, d) and lse (b, l, h) of disjoint ones.
+    """(out, lse) of all keys, from pairs of out (b, l, h, d) and lse (b, l, h) of disjoint keys.
 
-    An lse of +∞ is read as −∞, no keys; what stands in the out of no keys is not read.
+    An lse of +∞ is read as −∞, no keys. Where there are no keys, out is not read.
     """
     out = np.stack([np.asarray(part[0], np.float64) for part in parts])
     lse = np.stack([np.asarray(part[1], np.float64) for part in parts])
@@ -65,7 +65,7 @@ def merge(parts) -> tuple[np.ndarray, np.ndarray]:
 
 
 def weighed(out, lse) -> tuple[np.ndarray, np.ndarray]:
-    """The merge of stacked outs (p, …, d) and lses (p, …), whose outs of no keys are 0."""
+    """The merge of stacked outs (p, …, d) and lses (p, …). out is 0 where lse is −∞."""
     m = lse.max(axis=0)
     pivot = np.where(np.isneginf(m), 0, m)
     w = np.exp(lse - pivot)

@@ -1,4 +1,4 @@
-"""What came of the questions: a result each, and the report that prints them."""
+"""A result for each question, and the report that prints the results."""
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,12 +10,12 @@ PLAIN = {"∞": "inf", "−": "-", "·": "*", "√": "sqrt ", "Σ": "sum ", "≤
 class Result(NamedTuple):
     case: str
     status: str  # "passed", "failed", "expected" (a failure that is known) or "skipped"
-    fingerprints: tuple[str, ...] = ()  # names of the mistakes that it shows
+    fingerprints: tuple[str, ...] = ()  # names of the mistakes that the answer shows
     detail: str = ""
 
 
 class Report(NamedTuple):
-    """A line for each question. True if something passed and nothing failed."""
+    """A line for each question. True if at least one question passed and none failed."""
 
     results: tuple[Result, ...]
     cures: Mapping[str, str]  # of all mistakes that have a name
@@ -29,11 +29,11 @@ class Report(NamedTuple):
 
     @property
     def fingerprints(self) -> set[str]:
-        """The names of all mistakes that were found, those that are expected included."""
+        """The names of all mistakes that were found, expected ones included."""
         return {name for result in self.results for name in result.fingerprints}
 
     def raise_for_failures(self) -> None:
-        """Raise AssertionError with the whole report unless it is true."""
+        """Raise AssertionError with the whole report unless the report is true."""
         if not self:
             raise AssertionError(f"\n{self}")
 
@@ -70,9 +70,9 @@ class Report(NamedTuple):
 def expected(
     results: Sequence[Result], expect: Mapping[str, str] | Iterable[str], cures: Mapping[str, str]
 ) -> tuple[Result, ...]:
-    """The results, with failures that are known, as questions or as mistakes, as "expected".
+    """The results, in which failures that `expect` names are "expected".
 
-    ValueError where `expect` has a name that is neither.
+    Raises ValueError if a name in `expect` is neither a question's nor a mistake's.
     """
     expect = {expect: ""} if isinstance(expect, str) else expect
     reasons = dict(expect) if isinstance(expect, Mapping) else dict.fromkeys(expect, "")
@@ -98,7 +98,7 @@ def first_line(error: Exception) -> str:
 
 
 def printable(text: str) -> str:
-    """The text, in plainer signs where the terminal has no others."""
+    """The text, in ASCII signs if the terminal cannot print the others."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
         text.encode(encoding)

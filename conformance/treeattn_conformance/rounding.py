@@ -1,13 +1,13 @@
-"""Numbers as a dtype would hold them, bfloat16 included, which NumPy has not."""
+"""Numbers rounded to a dtype, also to bfloat16, which NumPy does not have."""
 
 import numpy as np
 
-# Of each dtype how far a result may be off, absolute and relative.
+# How far a result of each dtype may be off, absolute and relative.
 TOLERANCES = {"float64": 1e-10, "float32": 2e-5, "float16": 3e-3, "bfloat16": 1.6e-2}
 
 
 def bfloat16(x) -> np.ndarray:
-    """`x` rounded to bfloat16, to nearest even; the array is float32, for NumPy has no other."""
+    """`x` rounded to bfloat16, to nearest even, in a float32 array, as NumPy has no bfloat16."""
     bits = np.asarray(x, np.float32).view(np.uint32)
     bits = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     return (bits & np.uint32(0xFFFF0000)).view(np.float32)

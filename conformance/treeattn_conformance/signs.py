@@ -1,6 +1,6 @@
-"""Mistakes that are seen in the numbers themselves, whatever program made them.
+"""Mistakes that show in the numbers themselves, for any implementation.
 
-A sign is a function of a question, out and lse, and says where out, and where lse, shows it.
+A sign is a function of a question, out and lse. It returns a mask for out and a mask for lse.
 """
 
 import functools
@@ -35,7 +35,7 @@ def nan_of_no_keys(question, out, lse):
 
 
 def uniform_mean(question, out, lse):
-    """The mean of all values, or of all shards' outs, at once or in turn, for 0."""
+    """The mean of all values, or of all shards' outs, at once or in turn, where out should be 0."""
     if "parts" in question.arguments:
         outs = [np.asarray(x, np.float64) for x, _ in question.arguments["parts"]]
         means = [np.mean(outs, axis=0), functools.reduce(lambda a, b: (a + b) / 2, outs)]
@@ -48,7 +48,7 @@ def uniform_mean(question, out, lse):
 
 
 def stale(question, out, lse):
-    """NaN in a row of the batch whose keys or values hold one where no query may look."""
+    """NaN in a row of the batch whose keys or values hold NaN where no query may look."""
     arrays = [x for name, x in question.arguments.items() if name in ("k", "v")]
     held = sum((np.isnan(x).any(axis=(1, 2, 3)) for x in arrays), np.zeros(len(lse), bool))
     held = held[:, None, None]
@@ -62,7 +62,7 @@ def lost_nan(question, out, lse):
 
 
 def _in_16_bits(x: np.ndarray) -> bool:
-    """Whether all numbers are of one of the two 16-bit dtypes."""
+    """Whether all finite numbers are exact in bfloat16, or all in float16."""
     x = x[np.isfinite(x)]
     return any(np.array_equal(x, rounded(x, dtype)) for dtype in ("bfloat16", "float16"))
 
@@ -75,7 +75,7 @@ def rounded_out(question, out, lse):
 
 
 def rounded_sums(question, out, lse):
-    """More than one: an error that grows with the number of terms."""
+    """More than one rounding: an error that grows with the number of terms."""
     right = question.right[0]
     terms = len(question.arguments.get("parts", range(8)))
     largest = np.abs(right[np.isfinite(right)]).max(initial=0)
@@ -92,7 +92,7 @@ def rounded_lse(question, out, lse, *, dtype, bits):
     return False, finite & near & held
 
 
-# {name: (its cure, where it is seen)}
+# {name: (cure, sign)}
 OF_NUMBERS: dict[str, tuple[str, Callable]] = {
     "lse +inf for no keys": (
         "write −∞ where there were no keys, and read +∞ as −∞",

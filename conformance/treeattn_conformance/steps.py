@@ -1,4 +1,4 @@
-"""A step of speculative decoding as it should be, and the known faults, each in one of its parts.
+"""A right step of speculative decoding, and known faults, each with some parts changed.
 
 `Step` is recursive rejection sampling on a drawn tree (https://arxiv.org/abs/2402.14160).
 """
@@ -43,14 +43,14 @@ def normalized(p: np.ndarray) -> np.ndarray:
 
 
 def lacking(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """What p has more than q, not normalized."""
+    """max(p − q, 0), not normalized."""
     return np.maximum(p - q, 0)
 
 
 class Step:
-    """One step, right: `run` gives its tokens.
+    """One right step. `run` gives its tokens.
 
-    drawn: what is drafted, {path: its children, in the order in which they were drawn}
+    drawn: the drafted tokens, {path: its children, in the order in which they were drawn}
     """
 
     def __init__(self, target, draft, rng, settings: Settings, drawn: dict | None = None):
@@ -72,11 +72,11 @@ class Step:
         return self.settings.of(self.target(path))
 
     def q(self, path: Path) -> np.ndarray:
-        """What the first token after the path is drawn from."""
+        """The distribution from which the first token after the path is drawn."""
         return self.settings.of(self.draft(path))
 
     def claimed(self, path: Path) -> np.ndarray:
-        """What it is said to be drawn from."""
+        """The distribution of this token that the acceptance test uses."""
         return self.q(path)
 
     def draw(self, p: np.ndarray, rng=None) -> int:
@@ -91,7 +91,7 @@ class Step:
         return tuple(found)
 
     def left(self, q: np.ndarray, x: int) -> np.ndarray:
-        """What x's next sibling was drawn from."""
+        """The distribution from which x's next sibling was drawn."""
         return q if self.settings.replacement else removed(q, x)
 
     def chance(self, p: np.ndarray, q: np.ndarray, x: int) -> float:
@@ -105,11 +105,11 @@ class Step:
         return normalized(rest) if rest.any() else p
 
     def bonus(self, path: Path, p: np.ndarray) -> int:
-        """The token after all that was drafted."""
+        """The token after a path whose drafted tokens were all accepted."""
         return self.draw(p)
 
     def instead(self, path: Path, p: np.ndarray) -> int:
-        """The token in place of those that were rejected. p: what is left to be drawn from."""
+        """The token in place of the rejected ones. p: the residual distribution."""
         return self.draw(p)
 
     def run(self) -> Path:
@@ -133,11 +133,11 @@ def removed(q: np.ndarray, x: int) -> np.ndarray:
 
 
 def run_step(target: Callable, draft: Callable, rng, **options) -> Path:
-    """A step that is lossless, with every option that `check_verifier` asks for."""
+    """A lossless step, with every option that `check_verifier` asks for."""
     return Step(target, draft, rng, Settings(**options)).run()
 
 
-# Faults: steps with other parts
+# Faults: steps with some parts changed
 
 
 def wrong(**parts: Callable) -> type[Step]:
@@ -151,7 +151,7 @@ keyed_end = {"instead": lambda s, path, p: s.draw(p, s.rng.at(len(path)))}
 
 
 def uncut(step: Step, logits: np.ndarray, *, divided: bool = False) -> np.ndarray:
-    """Before top-k and top-p, and before the temperature, if it is not 0 or `divided` by."""
+    """Probabilities before top-k and top-p; before the temperature, too, unless `divided` or 0."""
     temperature = step.settings.temperature
     if temperature == 0:
         return step.settings.of(logits)
@@ -164,7 +164,7 @@ def likeliest(step: Step, path: Path, width: int) -> Path:
 
 
 def not_divided(step: Step, path: Path, p: np.ndarray) -> int:
-    """The cumulative sum ends below 1, and what lies beyond is the last token."""
+    """p is not divided by its sum, so a draw beyond its cumulative sum gives the last token."""
     return step.draw(np.append(p[:-1], 1 - p[:-1].sum()))
 
 
@@ -181,7 +181,7 @@ def greedy(step: Step, path: Path, *_) -> int:
     return int(np.argmax(step.p(path)))
 
 
-# {name: (its cure, its forms)}; the last two are known by other means.
+# {name: (cure, *forms)}. The last two have no form: `_laws` and `OwnChance` recognize them.
 STEP_FAULTS: dict[str, tuple] = {
     "noise shared by draft and residual": (
         "draw what replaces a rejected token with fresh noise",

@@ -1,7 +1,7 @@
-"""Trees of candidate tokens: what is right, the batches, and what known mistakes give.
+"""Trees of candidate tokens: the right answers, the batches, and the answers of known mistakes.
 
-A tree is the index of each node's parent, which comes before it, and −1 at a root. Everything here
-is plain loops over nodes: it is what a builder in any framework is compared with.
+A tree holds the index of each node's parent, which is lower than the node's, and −1 at a root. The
+right answers are plain loops over nodes; builders in any framework are compared with them.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def tree_mask(parents: np.ndarray, lengths=None) -> np.ndarray:
-    """mask[r, i, j]: whether node i of row r sees node j, itself or an ancestor: (b, n, n)."""
+    """(b, n, n): whether node i of row r sees node j, which is i itself or an ancestor of i."""
     b, n = parents.shape
     mask = np.zeros((b, n, n), bool)
     for row, parent in zip(mask, parents, strict=True):
@@ -22,7 +22,7 @@ def tree_mask(parents: np.ndarray, lengths=None) -> np.ndarray:
 
 
 def tree_depths(parents: np.ndarray) -> np.ndarray:
-    """How many ancestors each node of a batch has: (b, n)."""
+    """(b, n): the number of ancestors of each node."""
     return tree_mask(parents).sum(axis=-1) - 1
 
 
@@ -31,9 +31,9 @@ def tree_positions(parents: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def tree_walk(parents: np.ndarray, lengths=None) -> np.ndarray:
-    """(next_token, next_sibling), (2, b, n): a node's first child, its parent's next one, or −1.
+    """(2, b, n): each node's first child (next_token) and next sibling, or −1 for none.
 
-    Roots are each other's siblings.
+    Roots are siblings of each other.
     """
     walk = np.full((2, *parents.shape), -1)
     for r, parent in enumerate(parents):
@@ -46,9 +46,9 @@ def tree_walk(parents: np.ndarray, lengths=None) -> np.ndarray:
 
 
 def kept_path(cache, lengths, accepted) -> list[np.ndarray]:
-    """Of each row, what a cache holds once a path is accepted: the prefix, then the path's nodes.
+    """The entries that each row keeps after a path is accepted: the prefix, then the path's nodes.
 
-    Arguments are those of `check_tree`'s commit.
+    The arguments are those of `check_tree`'s commit.
     """
     rows = []
     for row, length, path in zip(cache, lengths, accepted, strict=True):
@@ -57,7 +57,7 @@ def kept_path(cache, lengths, accepted) -> list[np.ndarray]:
 
 
 def tree_batches() -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """(name, parents (b, n), lengths (b,)) of batches of trees, the same at every call."""
+    """[(name, parents (b, n), lengths (b,))], the same batches of trees at every call."""
     rng = np.random.default_rng(0)
 
     def random_trees(b: int, n: int) -> np.ndarray:
@@ -98,16 +98,16 @@ def tree_batches() -> list[tuple[str, np.ndarray, np.ndarray]]:
 
 
 def _renumbered(parent: np.ndarray, order) -> np.ndarray:
-    """The same tree with node order[i] as node i."""
+    """The same tree, in which node order[i] has become node i."""
     new = np.empty_like(parent)
     new[list(order)] = np.arange(len(parent))
     return np.array([-1 if parent[i] < 0 else new[parent[i]] for i in order])
 
 
 def accepted_paths(parents: np.ndarray) -> np.ndarray:
-    """A path of each row from a root down, −1 after its last node: (b, most) int.
+    """(b, most) int: a path of each row, from a root down, and −1 after its last node.
 
-    Row r's ends at the node that is r-th to last.
+    The path of row r ends at node n − 1 − r, counted around.
     """
     paths = []
     for r, parent in enumerate(parents):
@@ -122,17 +122,17 @@ def accepted_paths(parents: np.ndarray) -> np.ndarray:
 
 
 def cache_with_tree(parents: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """A cache (b, room, 2) float32: each row's prefix, its nodes after it, and free room."""
+    """A cache (b, room, 2) float32. Each row holds a prefix, its nodes, and free room."""
     room = lengths.max() + parents.shape[1] + 3
     rng = np.random.default_rng(1)
     return rng.normal(size=(len(lengths), room, 2)).astype(np.float32)
 
 
-# What known mistakes give, of parents (b, n) and lengths (b,)
+# Known mistakes, as functions of parents (b, n) and lengths (b,)
 
 
 def of_masks(change: Callable) -> Callable:
-    """change(mask, gap): how many levels node i is below node j, (b, n, n)."""
+    """change(mask, gap): gap (b, n, n) is the number of levels from node j down to node i."""
 
     def mask(parents, lengths):
         depths = tree_depths(parents)
@@ -147,7 +147,7 @@ def of_positions(change: Callable) -> Callable:
 
 
 def of_walks(change: Callable) -> Callable:
-    """change(parents, next_token, next_sibling), which it may write into"""
+    """change(parents, next_token, next_sibling) writes into the links of one row."""
 
     def walk(parents, lengths):
         found = tree_walk(parents)
@@ -163,7 +163,7 @@ def of_first_tree(right: Callable) -> Callable:
 
 
 def by_level(parent, child, sibling):
-    """The next node of the same depth."""
+    """The next sibling is the next node of the same depth."""
     depths = tree_depths(parent[None])[0]
     for i in range(len(parent)):
         sibling[i] = next((j for j in range(i + 1, len(parent)) if depths[j] == depths[i]), -1)
@@ -203,7 +203,7 @@ WALKS = {
 
 
 def commits() -> dict[str, list[Callable]]:
-    """Of a cache, lengths and accepted paths."""
+    """{name: forms}, each a function of a cache, lengths and accepted paths."""
 
     def dense(cache, lengths, paths):
         return kept_path(cache, lengths, np.where(paths >= 0, np.arange(paths.shape[1]), -1))
@@ -212,7 +212,7 @@ def commits() -> dict[str, list[Callable]]:
         return lambda cache, lengths, paths: kept_path(cache, lengths, paths[[r] * len(paths)])
 
     def count(of_all):
-        """Behind a path that is shorter lies what the cache held there."""
+        """All rows keep as many nodes; a row with a shorter path keeps the cache's old entries."""
 
         def commit(cache, lengths, paths):
             rows = zip(cache, kept_path(cache, lengths, paths), lengths, strict=True)
@@ -233,7 +233,7 @@ def commits() -> dict[str, list[Callable]]:
 
 
 def wrong_parts() -> dict[str, list[tuple[str, Callable]]]:
-    """{part: [(name, what a mistake gives)]}"""
+    """{part: [(name, a function that makes the mistake)]}"""
     found: dict = {"commit": [(x, form) for x, forms in commits().items() for form in forms]}
     for part, wrap, right, known in (
         ("mask", of_masks, tree_mask, MASKS),

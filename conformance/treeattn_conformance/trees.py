@@ -1,4 +1,4 @@
-"""Is that a token tree? What each node sees, where it stands, how it is walked, what is kept."""
+"""check_tree: a token tree's mask, positions, links between nodes, and accepted path."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -41,24 +41,26 @@ def check_tree(
     only=None,
     expect=(),
 ) -> Report:
-    """Ask a builder of token trees, and what keeps an accepted path, about 48 batches of trees.
+    """Check a builder of token trees, and a commit of an accepted path, on 49 batches of trees.
 
-    build:  build(parents, lengths) -> a mapping with any of these. parents (b, n) int: each node's
-            parent, before it, −1 at a root; lengths (b,) int: of the texts before the trees.
-            mask (b, n, n): True where a node, the row, sees a node, the column; the text before
-            all nodes, which every node sees, is no part of it
-            positions (b, n): where in its text each node stands, from 0
-            next_token and next_sibling (b, n), "walk": a node's first child and its parent's next
-            one, or −1. Roots are each other's siblings, from node 0 on; other children may come in
-            any order
-    commit: commit(cache, lengths, accepted) -> (cache, lengths), what is in a cache once a path is
-            accepted. cache (b, room, 2) float32, which it may write into: each row's text, at
-            lengths[b] + i the entry of node i, and free room; accepted (b, most) int: nodes from a
-            root down, then −1. It is compared as far as the new lengths (b,) say.
+    build:  build(parents, lengths) -> a mapping with any of the entries below. parents (b, n) int:
+            each node's parent, whose index is lower, or −1 at a root. lengths (b,) int: the lengths
+            of the texts before the trees.
+            mask (b, n, n): True where a node, the row, sees a node, the column. The mask leaves out
+            the text before the tree, which every node sees
+            positions (b, n): each node's position in its text, from 0
+            next_token and next_sibling (b, n), the part "walk": a node's first child and its next
+            sibling, or −1. Roots are siblings of each other, and node 0 comes first. Other children
+            may come in any order
+    commit: commit(cache, lengths, accepted) -> (cache, lengths) after a path is accepted. cache
+            (b, room, 2) float32: each row's text, then node i's entry at lengths[b] + i, then free
+            room. commit may write into the cache. accepted (b, most) int: nodes from a root down,
+            then −1. The returned cache is compared up to the returned lengths (b,).
     only, expect: as in `check_merge`, of "mask", "positions", "walk" and "commit"
 
-    A line for each part, with the first batch that is wrong. Raises TypeError without a function.
-    What raises NotImplementedError is not asked ("several roots" is such a batch).
+    The report has a line for each part, with the first wrong batch. A batch is skipped if the
+    function raises NotImplementedError, for "several roots" for example. Raises TypeError without a
+    function.
     """
     if build is None and commit is None:
         raise TypeError("check_tree: expected a function build or commit, got None")
@@ -75,7 +77,7 @@ def check_tree(
 
 
 def _joined(part: str, report: Report) -> Result:
-    """One line for all batches: the first that is wrong, or what was passed or skipped."""
+    """One line for all batches: the first that failed, else the first that passed, else skipped."""
     results = [x for x in report.results if part != "commit" or x.case != "arguments"]
     for status in ("failed", "passed", "skipped"):
         for x in results:
@@ -85,7 +87,7 @@ def _joined(part: str, report: Report) -> Result:
     raise AssertionError("there are questions")
 
 
-# How the parts of an answer are read, and compared
+# Reading and comparing the parts of an answer
 
 
 def mask_of(question: Question, answer) -> np.ndarray:
@@ -101,7 +103,7 @@ def walk_of(question: Question, answer) -> np.ndarray:
 
 
 def kept_of(question: Question, answer) -> list[np.ndarray]:
-    """Each row as far as its new length says."""
+    """Each row, up to its new length."""
     return [x[:n] for x, n in zip(*map(np.asarray, answer), strict=True)]
 
 
@@ -117,13 +119,13 @@ def same_arrays(question: Question, x, y) -> np.ndarray:
 
 
 def same_walk(question: Question, x, y) -> np.ndarray:
-    """(1,): by its links, if it is not compared with what is right, in whatever order."""
+    """(1,): against the right answer children may come in any order, else links must be equal."""
     same = not lost_children(question, x) if y is question.right else np.array_equal(x, y)
     return np.array([same])
 
 
 def lost_children(question: Question, walk: np.ndarray) -> str:
-    """Where the walk misses children, or finds others; "" if it visits each once, in any order."""
+    """The first node whose children the walk does not visit once each, in words, or ""."""
     for r, parent in enumerate(question.arguments["parents"]):
         for p in range(-1, len(parent)):
             children = set(np.flatnonzero(parent == p).tolist())
@@ -155,7 +157,7 @@ def first_row(question: Question, rows: list[np.ndarray], right: np.ndarray) -> 
     raise AssertionError("one of them is wrong")
 
 
-PARTS = {  # how each is read, compared and described, and what is right
+PARTS = {  # {part: (read, same, describe, the right answer)}
     "mask": (mask_of, same_arrays, first_entry, trees.tree_mask),
     "positions": (positions_of, same_arrays, first_entry, trees.tree_positions),
     "walk": (walk_of, same_walk, lambda x, walk, _: lost_children(x, walk), trees.tree_walk),
@@ -171,7 +173,7 @@ def _subject(part: str) -> Subject:
 
 @functools.cache
 def tree_questions(part: str) -> list[Question]:
-    """What a builder, or a commit, is asked about each batch of trees."""
+    """The questions to a builder, or to a commit: one for each batch of trees."""
     questions = []
     for name, parents, lengths in trees.tree_batches():
         arguments = {"parents": parents, "lengths": lengths}

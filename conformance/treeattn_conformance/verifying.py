@@ -1,7 +1,7 @@
 """Is a step of speculative decoding lossless? Every outcome is counted, none is sampled.
 
-A step drafts some tokens, accepts a few of them, and adds one of its own. It is lossless if the
-tokens that it gives, and what the target would write after them, have the target's distribution.
+A step drafts some tokens, accepts a few of them, and adds one token. It is lossless if its tokens,
+continued by tokens of the target, have the target's distribution.
 """
 
 import functools
@@ -15,12 +15,15 @@ from .outcomes import law
 from .report import Report
 from .steps import STEP_FAULTS, VERIFIER_CURES, Path, Settings, Step
 
-TOLERANCE = 1e-6  # of probabilities: what is computed in float32 passes
-NOTHING = {(): 1.0}  # the law of a step without tokens, after which the target writes all
+TOLERANCE = 1e-6  # of probabilities, so that steps in float32 pass
+NOTHING = {(): 1.0}  # the law of a step without tokens, so all tokens are the target's
 
 
 def model(seed: int, vocabulary: int = 3, *, lacks: int | None = None, sure: bool = False):
-    """Made-up logits (vocabulary,) after any path, the same every time; one token may lack."""
+    """Made-up logits (vocabulary,) after any path, the same every time.
+
+    lacks: a token of probability 0. sure: one token has probability 1.
+    """
 
     @functools.cache
     def logits(path: Path) -> np.ndarray:
@@ -38,7 +41,7 @@ def model(seed: int, vocabulary: int = 3, *, lacks: int | None = None, sure: boo
 
 @functools.cache
 def verifier_questions() -> list[Question]:
-    """The questions, the same ones at every call; an answer is a law of texts."""
+    """The questions, the same ones at every call. An answer is a law of texts."""
     target, draft = model(1), model(2)
     wide = model(5, 4), model(6, 4)
     asked = {
@@ -69,25 +72,26 @@ def verifier_questions() -> list[Question]:
 def check_verifier(
     step: Callable, *, widths: tuple[int, ...] | None = None, only=None, expect=()
 ) -> Report:
-    """Is this step of speculative decoding lossless? If not, which known fault is it?
+    """Is this step of speculative decoding lossless? If not, which known fault does it have?
 
-    step:   step(target, draft, rng, **options) -> the tokens of one step: those that it drafted and
-            accepted, and one more. target(path) and draft(path) are logits (V,) after a path of
-            tokens, (); V is 3 or 4. rng is to be used like a `numpy.random.Generator`: all chance
-            comes from it, for drafting as well as for accepting (`Source` says what it offers). A
+    step:   step(target, draft, rng, **options) -> the tokens of one step: the accepted drafts, and
+            one more. target(path) and draft(path) are the logits (V,) after a path, a tuple of
+            tokens; V is 3 or 4. rng looks like a `numpy.random.Generator`, with the methods of
+            `Source`. All random numbers must come from rng, for drafting and for accepting, so a
             step that draws with PyTorch or JAX has to be transcribed
-    widths: what it drafts, if it has no such option, to recognize faults: (1, 1) are two tokens in
-            a row. None: chains and small trees are tried, as deep as its answers
+    widths: the shape of the drafts, for a step without this option, to recognize its faults; (1, 1)
+            means two tokens in a row. None: tries chains and small trees, as deep as its answers
     only, expect: as in `check_merge`
 
-    Options are asked of a step that takes them, and it always gets all that it takes: widths, how
-    many tokens are drafted after each path, depth by depth ((2, 1): two, and one after each);
-    replacement, False: siblings are drawn without; temperature (0: the likeliest), top_k, top_p, in
-    this order, of the target's logits. What raises NotImplementedError is not asked.
+    A step is asked about the options that it has, and each call passes all of these:
 
-    The step is run once for each way that chance can fall, 10 to 2,000 times a question.
-    Probabilities are compared to 1e-6: a step may compute in float32. TypeError where step is no
-    function.
+    widths: how many tokens are drafted after each path, by depth; (2, 1): two, and one after each
+    replacement: whether siblings are drawn with replacement
+    temperature, top_k, top_p: applied to the logits in this order; temperature 0 is the argmax
+
+    A question is skipped if the step raises NotImplementedError. The step is run once for each
+    outcome of its random numbers, 10 to 2,000 times a question. Probabilities are compared to 1e-6,
+    so a step may compute in float32. Raises TypeError if step is no function.
     """
     if not callable(step):
         raise TypeError(f"step: expected a function, got {step!r:.40}")
@@ -110,7 +114,7 @@ def check_verifier(
 
 
 def law_of(step: Callable, target: Callable, draft: Callable, **options) -> dict[Path, float]:
-    """How likely each answer of the step is, which gets all options that it takes."""
+    """{tokens: probability} of the step, which gets all options that it takes."""
     settings = Settings(**options)._asdict()
     given = {name: x for name, x in settings.items() if takes(step, name)}
     vocabulary = len(target(()))
@@ -127,7 +131,7 @@ def law_of(step: Callable, target: Callable, draft: Callable, **options) -> dict
 
 
 class Fault(Mistake):
-    """One form of a fault, as a function that gives laws, of which each may be what came."""
+    """One form of a fault: {a question's name: its laws}. An answer may be any of these laws."""
 
     def explains(self, asked: Asked, same: Callable) -> np.ndarray:
         laws = self.wrong(asked.question.name)
@@ -135,7 +139,7 @@ class Fault(Mistake):
 
 
 def _faults(widths: Path | None) -> list[Fault]:
-    """Of a step that drafts these widths, or what it is asked for."""
+    """The known faults of a step that drafts these widths; None: the widths of each question."""
     forms = [(name, form) for name, (_, *forms) in STEP_FAULTS.items() for form in forms]
     forms.append(("drafts ignore the key", None))
     return [Fault(name, functools.partial(_laws, form, widths)) for name, form in forms]
@@ -148,17 +152,19 @@ def _laws(wrong: type[Step] | None, widths: Path | None, name: str) -> list[dict
     settings = settings._replace(widths=widths or settings.widths)
     models = question.arguments.values()
     steps = [wrong]
-    if wrong is None:  # one of the possible drafts is that of all calls
+    if wrong is None:  # every call has the same draft, one of the possible drafts
         drafts = law(lambda rng: tuple(Step(*models, rng, settings).drawn.items()))
         steps = [functools.partial(Step, drawn=dict(drawn)) for drawn in drafts]
     return [law(lambda rng, s=step: s(*models, rng, settings).run()) for step in steps]
 
 
 def _likely_shapes(step: Callable) -> list[Path]:
-    """What a step without `widths` may draft, by where it asks the draft and what it gives: chains,
-    and chains that begin with two siblings."""
+    """The widths that a step without this option may draft: chains, some with two siblings first.
+
+    The paths at which it calls the draft, and the length of its answers, tell them apart.
+    """
     target, draft = verifier_questions()[1].arguments.values()
-    runs: list[set] = []  # of each run, the paths after which the draft was asked
+    runs: list[set] = []  # for each run, the paths at which it called the draft
 
     def asked(path):
         if not len(path):
@@ -168,10 +174,10 @@ def _likely_shapes(step: Callable) -> list[Path]:
 
     try:
         most = max(map(len, law_of(step, target, asked)))
-    except Exception:  # which the first question will say
+    except Exception:  # the first question will report it
         return [(1, 1)]
     deepest = max((len(path) for paths in runs for path in paths), default=0)
-    depths = [n for n in (most - 1, most) if 0 < n <= deepest + 1]  # one more may never be
+    depths = [n for n in (most - 1, most) if 0 < n <= deepest + 1]  # deeper drafts are impossible
     branches = any(len(paths) > len(set(map(len, paths))) for paths in runs)
     # The draft is not asked after the last tokens: siblings among them cannot be seen.
     firsts = (1, 2) if branches or deepest == 0 else (1,)
@@ -179,7 +185,7 @@ def _likely_shapes(step: Callable) -> list[Path]:
 
 
 def texts(found: dict, question: Question, length: int) -> np.ndarray:
-    """(V, V, …): how likely each text of so many tokens is, if the target writes on."""
+    """(V, V, …): the probability of each text of `length` tokens, continued by the target."""
     target, settings = question.arguments["target"], Settings(**question.options)
     total = np.zeros([len(target(()))] * length)
     rest = list(found.items())
@@ -194,7 +200,7 @@ def texts(found: dict, question: Question, length: int) -> np.ndarray:
 
 
 def difference(question: Question, one: dict, other: dict) -> str:
-    """Where texts differ first; "" where they have the same distribution."""
+    """The first token whose distributions differ, in words; "" if the laws are the same."""
     length = max(map(len, [*one, *other]))
     both = [texts(found, question, length) for found in (one, other)]
     for n in range(1, length + 1):
