@@ -65,6 +65,14 @@ def test_what_a_function_returns_is_checked(name):
         attend(*draw(**SHAPE), implementation=off)
 
 
+def test_a_partial_has_no_name_and_works():
+    arrays = draw(**SHAPE)
+    state = attend(*arrays, implementation=functools.partial(kernel))
+    check(finalize(state)[0], *arrays, atol=1e-5)
+    with pytest.raises(TypeError, match=r"expected functools\.partial\(.*\) to return"):
+        attend(*arrays, implementation=functools.partial(lambda *x, **options: None))
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_what_cannot_be_asked_of_a_function_is_refused_by_name():
     q, k, v = draw(**SHAPE)

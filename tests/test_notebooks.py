@@ -7,7 +7,7 @@ from statistics import median
 
 import nbformat
 import pytest
-from pages import DEEPER, LINK, MAIN_ROAD, NOTEBOOKS, REPOSITORY, cells, run, text
+from pages import DEEPER, LINK, MAIN_ROAD, NOTEBOOKS, REPOSITORY, cells, run_code, text
 
 pytestmark = pytest.mark.house
 
@@ -96,7 +96,7 @@ def test_the_first_notebook_needs_jax_and_numpy_alone(tmp_path):
     code = [f"import sys\nsys.modules.update(dict.fromkeys({hidden}))"]  # None: not to be had
     code += [cell.source for cell in code_cells(MAIN_ROAD[0])]
     stored = [output.text for cell in code_cells(MAIN_ROAD[0]) for output in cell.outputs]
-    assert run("\n\n".join(code), cwd=tmp_path) == "".join(stored)
+    assert run_code("\n\n".join(code), cwd=tmp_path) == "".join(stored)
 
 
 def test_the_first_notebook_brings_its_pictures():

@@ -204,7 +204,7 @@ def _attend_by_function(inputs: Inputs, kernel: Callable):
     options |= {"causal": inputs.causal or None}
     options = {name: x for name, x in options.items() if x is not None}
     result = kernel(inputs.q, inputs.k, inputs.v, scale=inputs.total_scale, **options)
-    return _as_state(result, inputs, getattr(kernel, "__name__", kernel))
+    return _as_state(result, inputs, getattr(kernel, "__name__", str(kernel)))
 
 
 def _as_state(result: Any, inputs: Inputs, name: str):
