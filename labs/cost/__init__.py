@@ -1,14 +1,18 @@
-"""What a cluster would do: how to shard a model's cache, and what the advice rests on.
+"""What a cluster would do: how to shard a model's cache, and the grounds of the advice.
 
-`python -m labs.cost --model llama-3.1-8b --nodes 2 --context 1M` prints advice. The modules, each
-of which builds on those before it:
+`python -m labs.cost --model llama-3.1-8b --nodes 2 --context 1M` prints advice. Each module
+builds on those before it:
 
-- `workload`: what attends to what; `topology`: devices and links, with presets and their sources
-- `schedules`: collectives as algorithms, round by round; `network`: how long they take, simulated
+- `workload`: the sizes of one layer's attention
+- `topology`: devices and links, with presets and their sources
+- `schedules`: collectives as algorithms, round by round
+- `network`: how long collectives take, simulated
 - `merges`: the ways to merge a sharded cache's states, the papers' and serving systems'
-- `models`: the sizes of models; `steps`: a whole decode step by a plan; `advice`: all plans
-- `observed`: published times, and the constants as repaired by them
-- `papers`: what the papers print, and what their authors' scripts would take
+- `models`: the sizes of models
+- `steps`: a whole decode step by a plan
+- `advice`: all plans
+- `observed`: published times, and the constants that they repair
+- `papers`: the papers' printed times, and those that their authors' scripts would take
 - `drawing`: the notebook's figures
 """
 

@@ -1,4 +1,4 @@
-"""All plans for so many devices, which of them is fastest, and how many devices would do."""
+"""All plans for a number of devices, the fastest plan, and the least devices that suffice."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,16 +8,16 @@ from labs.cost.steps import HEADROOM, REPAIRED, Plan, Rates, Step, held_bytes, s
 from labs.cost.topology import Topology
 from labs.cost.workload import whole
 
-# One of these is the fastest of all merges, or within a hundredth (tests/test_cost_advice.py).
+# The fastest of these is within a hundredth of the fastest merge (tests/test_cost_advice.py).
 FASTEST = ("gather", "one-shot", "hierarchical", "butterfly", "a2a", "helix")
 
 
 def plans(model: Model, batch: int, p: int, merges: Sequence[str] = FASTEST) -> Iterator[Plan]:
-    """All plans that come to p devices and that something can run.
+    """All plans for exactly p devices that serving engines could run.
 
-    No more shares of the batch than sequences, no more stages than layers; heads and feed-forward
-    weights divide evenly (`divides`); a sequence is split where each device has whole key heads.
-    Copies of the weights take merges that end with everything on every device.
+    The batch has no more shares than sequences, a pipeline no more stages than layers. Heads and
+    feed-forward weights divide evenly (`divides`). A sequence is split only if each device has
+    whole key heads. With copies of the weights, a merge leaves all heads on every device.
     """
     for shares in divisors(whole("devices", p)):
         for stages in divisors(p // shares):
@@ -47,11 +47,11 @@ def _of_group(model: Model, heads: int, sequence: int, merges) -> Iterator[Plan]
 
 
 def divides(model: Model, plan: Plan) -> bool:
-    """Whether each device gets as much as the others: what serving engines ask of a plan.
+    """Whether all devices get equal parts, as serving engines require.
 
-    Query heads divide by the shares of heads, and of these and the key heads one divides by the
-    other, so that beyond the key heads each lies on as many devices; where the weights are split,
-    query heads and a feed-forward network's inner numbers divide over those who share them.
+    The shares of heads divide the query heads; they divide the key heads or are a multiple of
+    them, so that every key head is on as many devices. The devices that share the weights divide
+    the query heads and the feed-forward network's inner width.
     """
     more, fewer = max(plan.heads, model.kv_heads), min(plan.heads, model.kv_heads)
     hidden = model.expert_hidden or model.hidden
@@ -60,15 +60,15 @@ def divides(model: Model, plan: Plan) -> bool:
 
 
 def divisors(n: int) -> list[int]:
-    """1, …, n: those that divide n."""
+    """The divisors of n, from 1 to n."""
     return [k for k in range(1, n + 1) if n % k == 0]
 
 
 def lies_well(plan: Plan, topology: Topology) -> bool:
-    """Whether a plan's parts do not straddle nodes without need, and its merge can run there.
+    """Whether no part of a plan straddles nodes needlessly, and its merge can run there.
 
-    A part lies in one node, or fills nodes: otherwise the first one, whose times are calculated,
-    would not be the slowest. Merges by one kernel that reads its peers' memory stay in a node.
+    A part is inside one node or fills whole nodes. Otherwise the first part, whose times are
+    calculated, might not be the slowest. A kernel that reads its peers' memory stays in a node.
     """
     node = topology.node_size
     if plan.merge == "one-shot":
@@ -94,12 +94,12 @@ def advise(
     exactly: bool = False,
     **dtypes: str,
 ) -> list[Step]:
-    """Steps of all plans for p devices or fewer, the fastest first; those that do not fit, last.
+    """Steps of all plans for p devices or fewer, the fastest first, those that do not fit last.
 
-    Fewer are numbers that divide p, so that p / devices replicas run, powers of two and whole
-    nodes; none, if exactly. dtypes: as in `step_cost`.
+    Fewer devices are divisors of p (p / devices replicas run), powers of two and whole nodes.
+    With exactly=True there are none of these. dtypes: as in `step_cost`.
 
-    Raises ValueError for more devices than the topology joins.
+    Raises ValueError if p is more than the topology joins.
     """
     topology.check_devices(p)
     steps = [
@@ -112,13 +112,13 @@ def advise(
 
 
 def _rank(step: Step) -> tuple:
-    """Those that fit, by time to the microsecond; of equal ones, what merges least."""
+    """Plans that fit come first, then by microseconds, devices and shares of a sequence."""
     plan = step.plan
     return not step.fits, round(step.seconds, 6), plan.devices, plan.sequence
 
 
 def numbers_of_devices(p: int, node_size: int) -> list[int]:
-    """p, its divisors, and below it the powers of two and whole nodes."""
+    """p, its divisors, and the powers of two and whole nodes below p."""
     powers = {1 << k for k in range(p.bit_length())}
     return sorted(powers | set(divisors(p)) | set(range(node_size, p, node_size)))
 
@@ -132,7 +132,7 @@ def least_devices(
     weight_dtype: str = "bfloat16",
     cache_dtype: str = "bfloat16",
 ) -> int | None:
-    """The least devices on which some plan fits, beyond a node whole nodes; None if none do."""
+    """The least devices on which a plan fits, in whole nodes beyond one; None if no plan fits."""
     room = (1 - HEADROOM) * topology.device.memory_bytes
     dtypes = ((weight_dtype, weight_dtype), cache_dtype)
     everything = held_bytes(model, Plan(), batch, context, *dtypes)
@@ -151,7 +151,7 @@ def least_devices(
 
 
 def best_of_each(steps: Sequence[Step]) -> list[Step]:
-    """The best plan of each kind, in the order of the steps; of pipelines the best alone."""
+    """The best plan of each kind, in the order of the steps. All pipelines are one kind."""
     best: dict[tuple | str, Step] = {}
     for step in steps:
         plan = step.plan

@@ -86,7 +86,7 @@ def referee() -> Figure:
 
 @styled
 def merges() -> Figure:
-    """Microseconds to merge a layer's states: every way, for little and for much, with ranges."""
+    """Microseconds of every way to merge a layer's states, for few bytes and many, with ranges."""
     figure, panels = new_figure(9.6, 3.4, ncols=3, sharey=True)
     one = Workload(1)
     latent = Workload(1, batch=32, heads=128, kv_heads=1, head_dim=576, value_dim=512, latent=True)
@@ -148,7 +148,7 @@ def _best(model: Model, batch: int, context: int, p: int, rates: Rates) -> Step:
 
 
 def best_plan(model: Model, batch: int, context: int, p: int) -> tuple[Plan | None, bool]:
-    """(the fastest plan, None where nothing fits; whether no corner has one a tenth faster)."""
+    """(the fastest plan, or None if no plan fits; whether no corner has one a tenth faster)."""
     usual = _best(model, batch, context, p, REPAIRED)
     if not usual.fits:
         return None, True
@@ -162,7 +162,7 @@ def best_plan(model: Model, batch: int, context: int, p: int) -> tuple[Plan | No
 
 @styled
 def decision_map() -> Figure:
-    """What the fastest plan splits, by keys and devices; question marks where constants decide."""
+    """The fastest plan's split, by keys and devices, with question marks where constants decide."""
     figure, panels = new_figure(9.2, 5.6, nrows=2, ncols=2, sharex=True, sharey=True)
     contexts = [10**4 * 4**k for k in range(6)]
     devices = [2**k for k in range(2, 7)]
@@ -193,7 +193,7 @@ def decision_map() -> Figure:
 
 
 def _field(axes, x: int, y: int, plan: Plan | None, sure: bool, p: int) -> None:
-    """One field of the map: what the plan splits, on how many of p devices."""
+    """One field of the map: the plan's split, on how many of p devices."""
     split = letters(plan) if plan else ""
     colour = to_rgba(COLOURS.get(split, GREY), 0.45 if split else 0.0)
     axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, color=colour, lw=0))

@@ -1,24 +1,24 @@
-"""Merging the states of a sharded cache: what each way sends, and how long that takes.
+"""Merging the states of a sharded cache: the bytes that each way sends, and its time.
 
-Every way ends with the same attention; they differ in who gets it: a sharded output projection
-needs a share of the heads on each device only.
+All merges calculate the same attention. They differ in the devices that receive it, because a
+sharded output projection needs only a share of the heads on each device.
 
 | merge        | collectives of a layer                                         | ends on      |
 |--------------|----------------------------------------------------------------|--------------|
 | tree         | Allreduce of max, of denominators, of numerators (Algorithm 3) | every device |
-| tree-joined  | Allreduce of max, of both sums in one: what XLA makes of tree  | every device |
+| tree-joined  | Allreduce of max, of both sums in one, as XLA compiles tree    | every device |
 | butterfly    | packed states to a partner a round, a permute each             | every device |
-| gather       | packed states to everybody                                     | every device |
+| gather       | packed states to all devices                                   | every device |
 | one-shot     | the same in one kernel that reads its peers' memory            | every device |
 | hierarchical | all-to-all in the nodes, gather across, gather in the nodes    | every device |
 | ag-rs        | gather q; gather lse; reduce-scatter 16-bit outputs (vLLM)     | their owners |
 | a2a          | gather q; all-to-all of 16-bit outputs with lse (vLLM, SGLang) | their owners |
 | helix        | all-to-all of 16-bit outputs and two statistics (TensorRT-LLM) | their owners |
 
-The first six are this project's and the papers', in float32. The others keep an output in 16 bits
-and lse in 32. Their sources: vLLM `vllm/v1/attention/ops/common.py` and `dcp_alltoall.py`; SGLang
-`python/sglang/srt/layers/dcp/comm.py`; Helix, arXiv 2507.07120, whose devices all project all
-queries, so that none are gathered.
+The first six are this project's and the papers', in float32. The others send outputs in 16 bits
+and lse in 32. Their sources: vLLM `vllm/v1/attention/ops/common.py` and `dcp_alltoall.py`, SGLang
+`python/sglang/srt/layers/dcp/comm.py`, and Helix, arXiv 2507.07120. In Helix every device projects
+all queries, so none are gathered.
 """
 
 import math
@@ -32,8 +32,8 @@ from labs.cost.workload import Number, Workload
 class Message(NamedTuple):
     """`times` collectives of one kind; message_bytes as `schedules.SCHEDULES` counts them.
 
-    devices: among how many, all when None; the others run the same at the same time
-    stride:  how far apart those are: 1 for neighbours
+    devices: how many take part, all when None; the others run the same at the same time
+    stride:  how far apart the devices are: 1 for neighbours
     """
 
     kind: str
@@ -43,7 +43,7 @@ class Message(NamedTuple):
     stride: int = 1
 
 
-SCATTERING = ("ag-rs", "a2a", "helix")  # those that leave each device with its share of the heads
+SCATTERING = ("ag-rs", "a2a", "helix")  # these leave each device with its share of the heads
 MERGES = ("tree", "tree-joined", "butterfly", "gather", "one-shot", "hierarchical", *SCATTERING)
 
 
@@ -52,9 +52,9 @@ def merge_messages(
 ) -> list[Message]:
     """The collectives of one layer that merge the states of p devices, node_size in a node.
 
-    gather_queries: whether merges that gather queries pay for it; else they are everywhere.
+    gather_queries: whether the gather of queries counts; else every device has them.
 
-    Raises ValueError for another merge than those of `MERGES`.
+    Raises ValueError for a merge that is not in `MERGES`.
     """
     if merge not in MERGES:
         raise ValueError(f"merge: expected one of {', '.join(MERGES)}, got {merge!r}")
@@ -78,7 +78,7 @@ def merge_messages(
 def _by_nodes(w: Workload, p: int, node_size: int) -> list[Message]:
     """`method="hierarchical"`: a share of the heads to each of a node's devices, and back.
 
-    Of p devices that do not fill their nodes, parts of nodes that they do fill take their place.
+    If p devices do not fill their nodes, the largest parts that they fill count as nodes.
     """
     g = p if p <= node_size else math.gcd(p, node_size)
     share = -(-w.heads // g) * w.state_bytes / w.heads
@@ -107,6 +107,6 @@ def message_seconds(x: Message, p: int, topology: Topology) -> tuple[float, bool
 
 
 def merge_seconds(merge: str, w: Workload, p: int, topology: Topology) -> float:
-    """Seconds to merge one layer's states across p devices, queries being everywhere."""
+    """Seconds to merge one layer's states across p devices that all have the queries."""
     messages = merge_messages(merge, w, p, node_size=topology.node_size)
     return sum(message_seconds(x, p, topology)[0] for x in messages)

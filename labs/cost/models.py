@@ -1,4 +1,4 @@
-"""The sizes of models: what a step of decoding reads of them, and what devices hold."""
+"""The sizes of models: the weights that a decode step reads, and those that devices hold."""
 
 import json
 import os
@@ -11,19 +11,19 @@ from labs.cost.workload import Number
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of a Llama, of one with latent attention, or of one with experts.
+    """The sizes of a Llama, or of a model with latent attention or experts.
 
     width, hidden:  of the residual stream, and between the two matrices of a feed-forward layer
-    head_dim:       of a query and a key, as they meet
+    head_dim:       of a query and a key in their product
     value_dim:      of a value; head_dim when None
     tied:           whether the input embedding is the last projection's matrix
-    latent:         whether a value is a part of its key, as in MLA (arXiv 2405.04434): queries come
-                    out of `query_rank` numbers, `inner_dim` and the rotary part (head_dim less
-                    value_dim) for each head, are taken to the latent, and outputs back from it
-    experts:        of a layer, with a feed-forward network of `expert_hidden` each, of which a
-                    token uses `experts_used`, besides the `shared_experts`; 0 for a dense model
-    dense_layers:   layers whose feed-forward network has `hidden` and no experts; without experts,
-                    all are
+    latent:         whether a value is a part of its key, as in MLA (arXiv 2405.04434). A head's
+                    query is projected from `query_rank` numbers to `inner_dim` and a rotary part
+                    (head_dim less value_dim), then to the latent; its output comes back from it
+    experts:        experts of a layer, 0 for a dense model: feed-forward networks of
+                    `expert_hidden`. A token uses `experts_used` and the `shared_experts`
+    dense_layers:   layers with a feed-forward network of `hidden` and no experts; ignored if
+                    there are no experts
     """
 
     name: str
@@ -50,7 +50,7 @@ class Model:
             object.__setattr__(self, "value_dim", self.head_dim)
 
     def projections(self, heads: int, kv_heads: int) -> int:
-        """Weights of a layer that make the queries of so many heads and such keys and values."""
+        """Weights of a layer that make queries for `heads` and keys and values for `kv_heads`."""
         if not self.latent:
             keys_and_values = kv_heads * (self.head_dim + self.value_dim)
             return self.width * (heads * self.head_dim + keys_and_values)
@@ -59,15 +59,15 @@ class Model:
         return self.width * (self.query_rank + kv_heads * self.head_dim) + heads * of_a_head
 
     def output(self, heads: int) -> int:
-        """Weights of a layer that take so many heads' outputs back to the residual stream."""
+        """Weights of a layer that project `heads` outputs back to the residual stream."""
         if not self.latent:
             return heads * self.value_dim * self.width
         return heads * self.inner_dim * (self.value_dim + self.width)
 
     def feed_forward(self, tokens: Number) -> Number:
-        """Weights of all layers' feed-forward networks that so many tokens use, each of them once.
+        """Feed-forward weights of all layers that so many tokens use, each weight once.
 
-        A token's experts are drawn evenly, so that n tokens meet E (1 − (1 − k/E)ⁿ) of E.
+        A token's experts are drawn evenly, so n tokens use E (1 − (1 − k/E)ⁿ) of E experts.
         """
         if not self.experts:
             return 3 * self.width * self.hidden * self.layers
@@ -90,7 +90,7 @@ class Model:
 
     @property
     def parameters(self) -> Number:
-        """All weights: all experts', and the input embedding's where it is another matrix."""
+        """All weights, including all experts and an untied input embedding."""
         embeddings = (1 if self.tied else 2) * self.vocabulary * self.width
         return self.attention + self.feed_forward(float("inf")) + embeddings
 
@@ -99,9 +99,9 @@ MODELS = {name: Model(name, **sizes) for name, sizes in DATA["models"].items()}
 
 
 def find_model(name: str | os.PathLike) -> Model:
-    """One of `MODELS` by its name, or any by its Hugging Face config.json (or the folder of one).
+    """One of `MODELS` by its name, or any model by its Hugging Face config.json or folder.
 
-    Raises ValueError where there is neither, and for a config that lacks a size.
+    Raises ValueError if there is neither, or if the config lacks a size.
     """
     if str(name) in MODELS:
         return MODELS[str(name)]
@@ -129,7 +129,7 @@ def _of_config(name: str, config: dict) -> Model:
         sizes = {"kv_heads": 1, "head_dim": latent + config["qk_rope_head_dim"], "latent": True}
         sizes |= {"value_dim": latent, "query_rank": config["q_lora_rank"]}
         sizes |= {"inner_dim": config["qk_nope_head_dim"]}
-    # DeepSeek's, Mixtral's and Qwen's names for one number.
+    # DeepSeek's, Mixtral's and Qwen's names for the number of experts.
     names = "n_routed_experts", "num_local_experts", "num_experts"
     if experts := next((config[name] for name in names if config.get(name)), 0):
         sizes |= {

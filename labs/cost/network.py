@@ -1,14 +1,14 @@
 """How long collectives take on a topology, simulated.
 
-A message starts when its sender has what it is to send, and when its links are free. It keeps
-them for as long as its bytes take, and is there a latency later, one for every hop: a device may
-send the next message while the last one travels. Messages of one round that share a link share
-its bandwidth. This is the α-β model, as in Thakur, Rabenseifner and Gropp (2005, "Optimization of
-collective communication operations in MPICH"), with data dependencies where they assume rounds.
+A message starts when its sender has the data and its links are free. It occupies the links while
+its bytes go out, and arrives a latency later. Meanwhile its device may send the next message.
+Messages of one round that share a link share its bandwidth. This is the α-β model, as in Thakur,
+Rabenseifner and Gropp (2005, "Optimization of collective communication operations in MPICH"), with
+data dependencies where they assume rounds.
 
-A collective that the library runs is pipelined: a device hands on the first bytes before the last
-have come. One rule for launches: as many as the program has collectives. What JAX writes as
-permutes has one for each round; they wait for each other's last bytes.
+The library's collectives are pipelined: a device forwards the first bytes before it has received
+the last. Each collective of the program has one launch. A collective that JAX runs as permutes has
+a launch for each round, and a round waits for the last bytes of the round before.
 """
 
 import functools
@@ -20,17 +20,17 @@ from labs.cost.schedules import Round, schedule
 from labs.cost.topology import Topology
 from labs.cost.workload import Number
 
-# Collectives of which a library has several algorithms, and takes the fastest.
+# Collectives for which a library takes the fastest of several algorithms.
 CHOICES = {
     "allreduce": ("ring-allreduce", "tree-allreduce"),
     "all-gather": ("ring-gather", "doubling-gather"),
     "reduce-scatter": ("ring-scatter", "halving-scatter"),
 }
-# What JAX writes as a permute a round, each a launch of its own.
+# Collectives that JAX runs as a permute a round, each with its own launch.
 PERMUTES = ("ring", "butterfly")
 ALGORITHMS = dict.fromkeys(("one-shot", "in-switch"), "direct")
 ALGORITHMS["tree-allreduce"] = "tree"
-# What the library runs as several rings or trees at once, each leaving a node by another card.
+# The library runs these as several rings or trees at once, each leaving a node by another card.
 CHANNELS = ("ring-allreduce", "tree-allreduce", "ring-gather", "ring-scatter")
 
 
@@ -42,20 +42,20 @@ def simulate(
     pipelined: bool = True,
     rendezvous: bool = False,
 ) -> float:
-    """Seconds until the last of the first p devices has all that it gets; all of them start at 0.
+    """Seconds until each of the first p devices has received everything, if all start at 0.
 
-    pipelined:  whether a device hands on the first bytes of a message before it has the last
-    rendezvous: whether a sender first waits for a word from the receiver that it is ready, and
-                goes on when its message has left, as gloo does over sockets
+    pipelined:  whether a device forwards the first bytes of a message before it has the last
+    rendezvous: whether a sender first waits until the receiver says that it is ready, and
+                continues when its message has left, as gloo does over sockets
 
-    Raises ValueError when the topology has fewer devices.
+    Raises ValueError if the topology has fewer than p devices.
     """
     topology.check_devices(p)
-    first = np.zeros(p)  # when a device has the first bytes of what it hands on
+    first = np.zeros(p)  # when a device has the first bytes that it forwards
     last = np.zeros(p)  # … and the last ones
     free = np.zeros(_link_count(topology, p))
     loads = {}
-    for round_ in list(rounds):  # all of them are kept: a round is known by its identity
+    for round_ in list(rounds):  # a list keeps the rounds alive, so that their ids stay unique
         if id(round_) not in loads:
             loads[id(round_)] = _load(round_, topology)
         latency, seconds, message, link = loads[id(round_)]
@@ -82,15 +82,15 @@ def simulate(
 
 
 def _link_count(topology: Topology, p: int) -> int:
-    """More than the largest number that `_load` gives a link."""
+    """A number above all numbers that `_load` gives links."""
     return 2 * len(topology.levels) * (max(p, topology.node_size) + topology.node_size)
 
 
 def _load(round_: Round, topology: Topology) -> tuple[np.ndarray, ...]:
-    """(latency, seconds, message, link): what the messages of a round ask of the links.
+    """(latency, seconds, message, link): how the messages of a round load the links.
 
-    latency, seconds: (messages,) until a message's first byte is there, and that its bytes take
-    message, link:    (uses,) each link that each message uses, both by their numbers
+    latency, seconds: (messages,) until a message's first byte arrives, and for its bytes
+    message, link:    (uses,) the numbers of each message and of each link that it uses
     """
     level = topology.level_of(round_.source, round_.target)
     latency = np.zeros(len(level))
@@ -112,7 +112,7 @@ def _load(round_: Round, topology: Topology) -> tuple[np.ndarray, ...]:
 
 
 def _port(device: np.ndarray, i: int, topology: Topology) -> np.ndarray:
-    """The number of a device's link to level i, which others of its unit may share."""
+    """The number of a device's link to level i, which devices of its unit may share."""
     unit = topology.unit_sizes()[i]
     ports = topology.levels[i].links or unit
     return device // unit * ports + device % unit * ports // unit
@@ -125,8 +125,8 @@ def _port(device: np.ndarray, i: int, topology: Topology) -> np.ndarray:
 def collective_seconds(kind: str, p: int, message_bytes: Number, topology: Topology) -> float:
     """Seconds of one collective on p devices, by the fastest protocol, its launches included.
 
-    kind and message_bytes as in `schedules.SCHEDULES`; or one of `CHOICES`, for its fastest
-    algorithm. Raises ValueError for an unknown kind, and when the topology has fewer devices.
+    kind, message_bytes: as in `schedules.SCHEDULES`. A kind in `CHOICES` runs its fastest
+    algorithm. Raises ValueError for an unknown kind, or if the topology has too few devices.
     """
     topology.check_devices(p)
     if kind in CHOICES:
@@ -144,7 +144,7 @@ def collective_seconds(kind: str, p: int, message_bytes: Number, topology: Topol
 
 @functools.lru_cache(maxsize=4096)
 def _counts(kind: str, p: int, g: int) -> tuple[int, float]:
-    """(rounds, messages that the device that sends most sends)."""
+    """(rounds, messages that the busiest device sends)."""
     first_choice = CHOICES.get(kind, (kind,))[0]
     rounds = list(schedule(first_choice, p, 1.0, g))
     sent = np.zeros(p)
@@ -154,19 +154,18 @@ def _counts(kind: str, p: int, g: int) -> tuple[int, float]:
 
 
 def collective_rounds(kind: str, p: int, g: int = 1) -> int:
-    """Rounds of a collective on p devices, g in a node; of one of `CHOICES`, of its ring."""
+    """Rounds of a collective on p devices, g in a node; those of the ring for `CHOICES`."""
     return _counts(kind, p, g)[0]
 
 
 def collective_sent_bytes(kind: str, p: int, message_bytes: Number, g: int = 1) -> Number:
-    """Bytes that the device that sends most puts on its links; of one of `CHOICES`, in its ring.
+    """Bytes that the busiest device puts on its links; those of the ring for `CHOICES`.
 
-    A ring's Allreduce sends the least that any can (2024 eq. 33, 2025 eq. 12), but
-    for in-switch ones.
+    Only an in-switch Allreduce sends less than a ring's (2024 eq. 33, 2025 eq. 12).
     """
     return _counts(kind, p, g)[1] * message_bytes
 
 
 def collective_launches(kind: str, p: int, g: int = 1) -> int:
-    """Collectives of the program on p devices, g in a node: a permute a round of some, or one."""
+    """Launches on p devices, g in a node: one a round for `PERMUTES`, otherwise one."""
     return collective_rounds(kind, p, g) if kind in PERMUTES else 1

@@ -1,10 +1,10 @@
 """Published steps of Llama 3 405B: forecast, missed, and repaired a term at a time.
 
-What forecasts are held against: arXiv 2411.01783 ("Context Parallelism for Scalable Million-Token
-Inference"), Tables 6 to 8, stored in data/observed_steps.json. Nodes of eight H100s, one sequence,
-a cache and projections of 16 bits, a feed-forward network of 8; tensor parallelism over 8, 16 and
-32 GPUs, or over the 8 of each node while nodes share the sequence ("pass-Q"). Rows marked "held
-out" are seen by no repair.
+Forecasts are compared with Tables 6 to 8 of arXiv 2411.01783 ("Context Parallelism for Scalable
+Million-Token Inference"), stored in data/observed_steps.json. They have nodes of eight H100s, one
+sequence, a cache and projections of 16 bits, and feed-forward weights of 8. Tensor parallelism is
+over 8, 16 and 32 GPUs, or over a node's 8 while nodes share the sequence ("pass-Q"). No repair
+uses rows marked "held out".
 """
 
 import json
@@ -33,7 +33,7 @@ DATA = Path(__file__).parent / "data"
 
 
 def observed_steps() -> list[dict]:
-    """Rows: a name in "row", what `forecast` takes, "microseconds", and the "use" made of it."""
+    """Rows: a name in "row", the inputs of `forecast`, "microseconds", and the row's "use"."""
     return json.loads((DATA / "observed_steps.json").read_text(encoding="utf-8"))["rows"]
 
 
@@ -43,12 +43,12 @@ def observed_collectives() -> list[dict]:
 
 
 def forecast(rates: Rates, row: dict) -> float:
-    """Seconds of what a row measured, by the same functions as the advice.
+    """Seconds that a row measured, forecast by the same functions as the advice.
 
-    kind "step": a token by tensor parallelism over `devices`; of the others, on so many nodes with
-    all eight shares of the heads each, a layer's "attend" to `keys` on one device, its "exchange"
-    of partial outputs, or its "pass-q": queries go round the nodes, each attends to its share of
-    the keys, and partial outputs go home at the end.
+    kind "step": a token by tensor parallelism over `devices`. The other kinds are of one layer on
+    `devices` nodes, each with all eight shares of the heads: "attend" to `keys` on one device,
+    "exchange" partial outputs, and "pass-q". There queries go round the nodes, each node attends
+    to its share of the keys, and partial outputs return at the end.
     """
     kind, n, keys = row["kind"], row["devices"], row["keys"]
     one_head = Workload(1, heads=LLAMA_405B.heads // 8, kv_heads=1)
@@ -72,12 +72,12 @@ def forecast(rates: Rates, row: dict) -> float:
 
 
 def over_measured(rates: Rates, row: dict) -> float:
-    """The forecast over what was measured."""
+    """The forecast over the measured time."""
     return forecast(rates, row) / (1e-6 * row["microseconds"])
 
 
 def repairs(rows: list[dict]) -> dict[str, Rates]:
-    """The rates after each repair, by what it uses; no row that is held out is."""
+    """The rates after each repair, by its evidence, which is never a held-out row."""
     seen = {(x["kind"], x["devices"]): x for x in rows if x["use"] == "fit"}
     found = {"data sheets, NCCL's table": DATA_SHEETS}
 
@@ -97,13 +97,13 @@ def repairs(rows: list[dict]) -> dict[str, Rates]:
     rates = rates._replace(between=float(np.median(ratios)))
     found["all between nodes as on H20s"] = rates
 
-    # What is left of a step on one node, shared by a layer's kernels.
+    # The rest of a step on one node, shared by a layer's kernels.
     step = seen["step", 8]
     left = 1e-6 * step["microseconds"] - forecast(rates, step)
     rates = rates._replace(kernel=rates.kernel + left / (LLAMA_405B.layers * KERNELS))
     found["a layer's other kernels, from TP8"] = rates
 
-    # Two nodes: the exchange as printed, and what is left of pass-Q for the send.
+    # Two nodes: the exchange as printed, and the rest of pass-Q for the send.
     exchange, whole = (1e-6 * seen[kind, 2]["microseconds"] for kind in ("exchange", "pass-q"))
     keys = seen["pass-q", 2]["keys"] // 2
     one_head = Workload(1, heads=LLAMA_405B.heads // 8, kv_heads=1)

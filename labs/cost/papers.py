@@ -1,23 +1,23 @@
-"""What the papers print of their measurements, and what their own scripts would take.
+"""The papers' printed times, and those that their authors' scripts would take.
 
-Of Figure 3 the sources give a caption and one value in the text. github.com/Zyphra/tree_attention
-has two JAX scripts of its shape, and a PyTorch one of that of Tables 1 and 2, with which they were
+For Figure 3 the sources give a caption and one value in the text. github.com/Zyphra/tree_attention
+has two JAX scripts of the figure's shape, and the PyTorch script with which Tables 1 and 2 were
 probably measured.
 
 `script_seconds` goes through `benchmark_generation.py` and `llama_flash_sp.py` and adds up what a
 run of either method computes, reads and sends:
 
-- a prefill by ring attention in both cases. Its chunks are in order, so the last rank attends to
-  everybody's keys, p − ½ chunks, and sends while it attends;
+- a prefill by ring attention for both methods. Its chunks are in order, so the last rank attends
+  to all keys, p − ½ chunks, and sends while it attends;
 - `generate(10)` takes its first token from the prefill, then makes nine passes. In each layer
   rotary embedding is applied to the whole cached chunk, and `repeat_kv` copies it, a key head for
   every query head. The query is rotated at every position of the chunk, by broadcasting, and all
   but the last are thrown away. The last rank appends to its cache and does not keep the result;
 - the tree attends to its chunk, and makes three small Allreduces;
-- the ring agrees on the longest chunk by an Allreduce and `.item()`, for which the CPU waits;
-  copies keys and values (`contiguous`); pads all chunks but the last rank's by one key of float32
-  zeros from the CPU, which turns them into float32 and back; and sends them p − 1 times, with a key
-  head for every query head. Rank r attends to r + 1 chunks: the last rank to all of them.
+- the ring agrees on the longest chunk by an Allreduce and `.item()`, for which the CPU waits. It
+  copies keys and values (`contiguous`). All ranks but the last pad their chunks by one key of
+  float32 zeros from the CPU, which turns the chunks into float32 and back. The chunks are sent
+  p − 1 times, with a key head for every query head. Rank r attends to r + 1 chunks.
 """
 
 from collections.abc import Sequence
@@ -56,12 +56,12 @@ RTX4090_1B = ScriptSetting(MODELS["llama-3.2-1b"], DEVICES["RTX4090"], 2)
 
 
 class ScriptMachine(NamedTuple):
-    """What a run's time depends on besides the data sheets.
+    """The constants of a run's time that no data sheet has.
 
     bandwidth:   bytes per second that a device sends in a ring
     utilisation: part of the peak arithmetic and memory bandwidth that is reached
-    overhead:    seconds of a layer in a pass, whatever its length, by either method
-    ring_step:   seconds more of a layer in a pass of the ring
+    overhead:    seconds of a layer in a pass, at any length, by either method
+    ring_step:   additional seconds of a layer in a pass of the ring
     """
 
     bandwidth: float
@@ -81,8 +81,8 @@ def script_seconds(
     memory = machine.utilisation * device.memory_bandwidth
     prefill = _prefill_seconds(setting, keys, queries, machine)
 
-    # Read and written: rotary of queries 5 chunks and of keys 10; repeat_kv reads and writes
-    # keys and values; the last rank's append; attending reads both.
+    # Bytes read and written by rotary (5 chunks of queries, 10 of keys), by repeat_kv (keys and
+    # values), by the last rank's append, and by attending (keys and values).
     layer = 5 * queries + 10 * cached + 2 * (cached + queries) + 8 * cached + 2 * queries
     # contiguous() of both; padding of both, by way of float32 (2 + 4 bytes, then 4 + 2 an element).
     more = 4 * queries + 12 * queries
@@ -158,8 +158,8 @@ def block_seconds(
 ) -> float:
     """One block's decode step by "ring" or by one of `MERGES`, from data sheets alone.
 
-    overlap: whether a ring sends its next chunk while it attends to this one. What a merge has to
-             send, it has after attending.
+    overlap: whether a ring sends its next chunk while it attends to this one. A merge cannot
+             overlap, because its states exist only after attending.
     """
     attend = attend_seconds(w, w.keys_on(p), topology.device, DATA_SHEETS)
     if how != "ring":
@@ -171,6 +171,6 @@ def block_seconds(
 
 
 def common_seconds(w: Workload, p: int, topology: Topology, speedup: Number) -> float:
-    """Seconds c that both pay, for which (ring + c) / (tree + c) is the measured speedup."""
+    """Seconds c that both methods pay if (ring + c) / (tree + c) is the measured speedup."""
     ring, tree = (block_seconds(how, w, p, topology) for how in ("ring", "tree"))
     return (ring - speedup * tree) / (speedup - 1)

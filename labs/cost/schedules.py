@@ -15,7 +15,7 @@ from labs.cost.workload import Number, whole
 class Round(NamedTuple):
     """Messages that are sent at the same time: the devices (messages,), and the bytes of each.
 
-    at_once: whether the devices send what they had from the beginning, and wait for nothing
+    at_once: whether the devices send data that they had from the beginning, without waiting
     """
 
     source: np.ndarray
@@ -25,7 +25,7 @@ class Round(NamedTuple):
 
 
 def around(p: int, message_bytes: Number, rounds: int) -> Iterator[Round]:
-    """So many rounds, in which each device sends a message to the next one."""
+    """Rounds in which each device sends a message to the next device."""
     ring = np.arange(p)
     yield from [Round(ring, (ring + 1) % p, message_bytes)] * rounds
 
@@ -33,8 +33,8 @@ def around(p: int, message_bytes: Number, rounds: int) -> Iterator[Round]:
 def tree_allreduce(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:
     """Two trees with half of the message each, up and down: NCCL's double binary tree.
 
-    Each is a chain in a node, and a binary tree of depth ⌊log₂ nodes⌋ between the nodes' first
-    devices; the second has the nodes in reverse order.
+    Each tree is a chain in a node, and a binary tree of depth ⌊log₂ nodes⌋ between the nodes'
+    first devices. The second tree has the nodes in reverse order.
     """
     rank = np.arange(p)
     up = []
@@ -59,7 +59,7 @@ def tree_allreduce(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]
 def butterfly(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:
     """⌊log₂ p⌋ rounds in which partners swap whole messages; two more unless p is a power of 2.
 
-    As treeattn's `merge_across` does it. Known as recursive doubling.
+    treeattn's `merge_across` does the same. It is known as recursive doubling.
     """
     core = 1 << (p.bit_length() - 1)
     beyond = np.arange(core, p)
@@ -73,7 +73,7 @@ def butterfly(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:
 
 
 def doubling_gather(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:
-    """⌈log₂ p⌉ rounds in which a device sends on all that it has: 1, 2, 4, … messages (Bruck)."""
+    """⌈log₂ p⌉ rounds in which a device forwards all its messages: 1, 2, 4, … (Bruck)."""
     rank = np.arange(p)
     for stride in strides(p):
         yield Round(rank, (rank - stride) % p, message_bytes * min(stride, p - stride))
@@ -86,16 +86,16 @@ def halving_scatter(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round
 
 
 def to_everybody(p: int, message_bytes: Number) -> Iterator[Round]:
-    """Each device sends a message to each other one, the next first, and waits for nothing."""
+    """Each device sends a message to every other device, the next first, without waiting."""
     rank = np.arange(p)
     for distance in range(1, p):
         yield Round(rank, (rank + distance) % p, message_bytes, at_once=True)
 
 
 def in_switch(p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:
-    """A switch reads all messages, hands each device 1/p of their sum, and spreads these parts.
+    """A switch reads all messages, sends each device 1/p of their sum, and spreads these parts.
 
-    Messages to a neighbour stand for those to and from the switch: they load the same links.
+    Messages to a neighbour stand for those of the switch, because they load the same links.
     """
     yield from around(p, message_bytes, 1)
     yield from around(p, message_bytes / p, 1)
@@ -106,9 +106,9 @@ def strides(p: int) -> list[int]:
     return [1 << k for k in range((p - 1).bit_length())]
 
 
-# The rounds of each collective: (p, message bytes, devices of a node) -> rounds. What a message
-# is: all of what an Allreduce or a reduce-scatter reduces, and of what an all-to-all exchanges;
-# what each device contributes, to a ring or an all-gather.
+# The rounds of each collective: (p, message bytes, devices of a node) -> rounds. Message bytes are
+# a device's whole input: the array that is reduced or exchanged, or the part that it contributes
+# to a ring or an all-gather.
 SCHEDULES: dict[str, Callable[[int, Number, int], Iterator[Round]]] = {
     "ring": lambda p, size, g: around(p, size, p - 1),
     "ring-gather": lambda p, size, g: around(p, size, p - 1),
@@ -127,7 +127,7 @@ SCHEDULES: dict[str, Callable[[int, Number, int], Iterator[Round]]] = {
 def schedule(kind: str, p: int, message_bytes: Number, g: int = 1) -> Iterator[Round]:
     """The rounds of a collective on p devices, g of them in a node.
 
-    Raises ValueError for another kind than those of `SCHEDULES`.
+    Raises ValueError for a kind that is not in `SCHEDULES`.
     """
     p = whole("p", p)
     g = whole("g", g)

@@ -1,4 +1,4 @@
-"""Collectives by gloo over sockets: forecasts, held to what `labs/cluster` measured.
+"""Collectives by gloo over sockets: forecasts, compared with `labs/cluster`'s measured times.
 
 python -m labs.cost.sockets     # writes labs/cluster/results/forecasts.json
 

@@ -1,12 +1,12 @@
 """A whole decode step of a model, by a plan that splits its work over devices.
 
-A plan splits its devices into groups with a share of the batch each; a group splits the key heads,
-and what is left of it splits each head's sequence, whose states are merged. The weights are split
-over the group (tensor parallelism), or over parts of it, each of which has all of them, or not at
-all, as in the papers' programs. Heads alone are tensor parallelism: beyond the key heads, keys are
-on several devices. Heads and sequence are Helix, and vLLM's and SGLang's decode context
-parallelism; with a copy of the weights in each node, so that only merges leave a node, Meta's
-context and tensor parallelism (arXiv 2411.01783). Stages of layers are a pipeline.
+A plan splits its devices into groups, each with a share of the batch. A group splits the heads. The
+devices that share heads split the sequence, and merge its states. The weights are split over the
+group (tensor parallelism), over parts of it, each with a copy of the weights, or not at all, as in
+the papers' programs. Heads alone are tensor parallelism, with keys on several devices beyond the
+key heads. Heads and sequence are Helix, and vLLM's and SGLang's decode context parallelism. With a
+copy of the weights in each node, so that only merges leave a node, they are Meta's context and
+tensor parallelism (arXiv 2411.01783). Stages of layers are a pipeline.
 """
 
 import functools
@@ -19,22 +19,22 @@ from labs.cost.topology import Device, Topology, every_nth
 from labs.cost.workload import Number, Workload, stored_bytes
 
 KERNELS = 7  # a layer: norm, projections, rotary and append, output, norm, gate and up, down
-IN_SWITCH = 2**18  # bytes from which sums in the switch count: of fewer no measured time was found
-# Of a device's memory, left for activations, buffers and the library: what vLLM leaves, too (its
+IN_SWITCH = 2**18  # bytes from which sums in the switch count; no measured time has fewer bytes
+# The part of a device's memory for activations, buffers and the library. vLLM leaves as much (its
 # `gpu_memory_utilization` is 0.9).
 HEADROOM = 0.1
 
 
 class Rates(NamedTuple):
-    """What a step takes for granted, besides the data sheets and the library's table.
+    """The constants of a step, besides the data sheets and the library's table.
 
     read:     part of the memory's bandwidth that is reached
-    start:    seconds of attending that no key adds to, the kernel's launch included
+    start:    seconds of attending to no keys, the kernel's launch included
     kernel:   seconds from one of a layer's other kernels to the next
-    inside:   by which the network's times are multiplied for a collective within a node
-    between:  … and for one that leaves its node
+    inside:   a factor on the network's times for a collective within a node
+    between:  … and for a collective that leaves its node
     exchange: seconds of a merge that leaves its node, at least
-    send:     seconds of handing rows to another node, at least
+    send:     seconds to send rows to another node, at least
     """
 
     read: float
@@ -63,8 +63,8 @@ class Plan(NamedTuple):
     batch, heads, sequence: shares of each
     merge:         of a sequence's states, one of `MERGES`; None where it is not split
     split_weights: whether the weights are split over a group's devices
-    copies:        parts of a group with all weights each, among which the sequence is split first
-    stages:        of a pipeline, with a share of the layers each
+    copies:        parts of a group, each with all weights, that split the sequence first
+    stages:        stages of a pipeline, each with a share of the layers
     """
 
     batch: int = 1
@@ -109,15 +109,15 @@ class Plan(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """All that the plan uses."""
+        """All devices that the plan uses."""
         return self.batch * self.stages * self.group
 
 
 class Step(NamedTuple):
-    """Seconds of a decode step by what they are for, and the bytes that a device holds.
+    """Seconds of a decode step by purpose, and the bytes that a device holds.
 
-    sums: the Allreduces after the output's and the feed-forward's weights, that of the embedding
-          and the logits' gather, and what a pipeline's stages send
+    sums: the Allreduces after output projections, feed-forward networks and the embedding, the
+          gather of logits, and the sends between a pipeline's stages
     fits: whether `memory_bytes`, of weights and cache, leave `HEADROOM`
     """
 
@@ -150,22 +150,22 @@ def step_cost(
 ) -> Step:
     """A decode step of `batch` sequences of `context` tokens each, by a plan. Nothing overlaps.
 
-    weight_dtype, cache_dtype: one of `STORED_BYTES` each; feed_forward_dtype, of the feed-forward
-    weights where they differ. Activations and Allreduces have 16 bits, as in serving systems, and
-    products run at the device's bfloat16 peak.
+    weight_dtype, cache_dtype: each one of `STORED_BYTES`; feed_forward_dtype: of feed-forward
+    weights, weight_dtype when None. Activations and Allreduces have 16 bits, as in serving systems,
+    and products run at the device's bfloat16 peak.
 
-    The devices of a sequence are neighbours, then those of the heads; where there are copies of
-    the weights, those that share one are, its heads' first. Then come the stages, then the batch.
-    A pipeline's stages work on a share of its sequences each, and pass them on.
+    The devices of a sequence are neighbours, then those of the heads, the stages, the batch. With
+    copies of the weights, the devices of the heads come first, so that a copy's are neighbours.
+    Each stage of a pipeline works on a share of the sequences, and passes it on.
 
     Raises ValueError for an unknown dtype.
     """
     dtypes = (weight_dtype, feed_forward_dtype or weight_dtype)
     sequences = -(-batch // plan.batch)
     w = _workload(model, plan, -(-sequences // plan.stages), context, cache_dtype)
-    states = _workload(model, plan, w.batch, 1, cache_dtype)  # whose merge no context changes
-    # Stages wait for each other, so that all take as long as the longest; one sequence waits for
-    # nobody.
+    states = _workload(model, plan, w.batch, 1, cache_dtype)  # merges do not depend on context
+    # Stages wait for each other, so all take as long as the longest. One sequence passes each
+    # layer once.
     layers = plan.stages * -(-model.layers // plan.stages) if sequences > 1 else model.layers
     device = topology.device
     share = layers / model.layers
@@ -187,7 +187,7 @@ def step_cost(
 
 
 def attend_seconds(w: Workload, keys: int, device: Device, rates: Rates = REPAIRED) -> float:
-    """A kernel's start, then reading so many keys and values, or the products: the longer."""
+    """Seconds of a kernel's start, and of reading keys and values or of products, if longer."""
     read = w.bytes_of(keys) / (rates.read * device.memory_bandwidth)
     return rates.start + max(read, w.flops(keys) / device.flops)
 
@@ -200,9 +200,9 @@ def held_bytes(
     dtypes: tuple[str, str] = ("bfloat16", "bfloat16"),
     cache_dtype: str = "bfloat16",
 ) -> Number:
-    """Bytes of weights, both embeddings among them, and of the cache on a device of a plan.
+    """Bytes of the weights, including both embeddings, and of the cache on a plan's device.
 
-    dtypes: of the feed-forward's weights the second, of all others the first
+    dtypes: (of attention and embeddings, of feed-forward networks)
     """
     w = _workload(model, plan, -(-batch // plan.batch), context, cache_dtype)
     layers = -(-model.layers // plan.stages)
@@ -214,8 +214,8 @@ def held_bytes(
 
 @functools.lru_cache(maxsize=65536)
 def _workload(model: Model, plan: Plan, batch: int, context: int, cache_dtype: str) -> Workload:
-    """What the device of a plan with most heads attends to: whole key heads, or parts of one."""
-    together = model.heads // model.kv_heads  # query heads on a key head
+    """The workload of a plan's device with most heads: whole key heads, or a part of one."""
+    together = model.heads // model.kv_heads  # query heads of a key head
     kv_heads = -(-model.kv_heads // plan.heads)
     if plan.heads <= model.kv_heads:
         heads = kv_heads * together
@@ -253,7 +253,7 @@ def _attention_weights(model: Model, plan: Plan, w: Workload) -> int:
     sharing = plan.weights_over // plan.heads  # devices that split the weights of the same heads
     heads = -(-w.heads // sharing)
     kv_heads = -(-w.kv_heads // sharing)
-    if plan.merge == "helix":  # all queries of its heads on every device: none to gather
+    if plan.merge == "helix":  # a device projects all queries of its heads, and gathers none
         return model.projections(w.heads, w.kv_heads) + model.output(heads)
     return model.projections(heads, kv_heads) + model.output(heads)
 
@@ -270,7 +270,7 @@ def sent_seconds(messages: list[Message], p: int, topology: Topology, rates: Rat
 
 @functools.lru_cache(maxsize=65536)
 def _merge_seconds(plan: Plan, w: Workload, topology: Topology, rates: Rates) -> float:
-    """Seconds of a layer's merge, the gather of split projections' queries first."""
+    """Seconds of a layer's merge, with the gather of queries if their projection is split."""
     if not plan.merge:
         return 0.0
     there = every_nth(topology, plan.merge_stride)
@@ -295,7 +295,7 @@ def _sums_seconds(
         logits = 2 * batch * model.vocabulary / p
         seconds += factor * collective_seconds("all-gather", p, logits, topology)
     if plan.stages > 1:
-        # One permute a stage: the last one's goes back to the first, with the next token.
+        # One permute a stage: the last stage sends the next token back to the first.
         one_node = plan.stages * plan.group <= topology.node_size
         stride = plan.group if one_node else max(plan.group, topology.node_size)
         hop = collective_seconds("butterfly", 2, row, every_nth(topology, stride))
@@ -305,8 +305,8 @@ def _sums_seconds(
 
 
 def allreduce_seconds(p: int, message_bytes: Number, topology: Topology) -> float:
-    """An Allreduce as serving systems have it: in one node, a kernel that reads its peers' memory
-    for few bytes, and sums in the switch for many; else the library's."""
+    """Seconds of the fastest Allreduce of serving systems: the library's, in one node also a
+    kernel that reads its peers' memory, and for many bytes sums in the switch."""
     kinds = ["allreduce"]
     if p <= topology.node_size:
         kinds.append("one-shot")

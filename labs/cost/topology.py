@@ -1,13 +1,13 @@
-"""Devices and the links between them: what a message from one device to another goes through.
+"""Devices, and the links that a message from one device to another crosses.
 
 A `Topology` is a kind of device and a list of levels, innermost first. Devices are numbered so
 that neighbours share a node; p of them fill the nodes in order, and the last node may be partly
-empty. A message between devices of one node goes over the first level's links, one that leaves
-the node over the next level's, and so on.
+empty. A message inside a node crosses the first level's links, a message between nodes the next
+level's, and so on.
 
-Bandwidths are bytes per second in one direction, as data sheets print them; latencies, seconds
-until the first byte is there. A `Protocol` is how a library moves messages over the links: what a
-collective costs before its first message and at each hop, and which part of the bandwidth is data.
+Bandwidths are bytes per second in one direction. Latencies are seconds until the first byte
+arrives. A `Protocol` is how a library moves messages over the links: the seconds of a collective
+before its first message and at each hop, and the part of the bandwidth that carries data.
 """
 
 import functools
@@ -23,7 +23,7 @@ from labs.cost.workload import Number, whole
 
 @dataclass(frozen=True)
 class Device:
-    """An accelerator: bytes that it holds and reads a second, operations (bfloat16) a second."""
+    """An accelerator: bytes of memory, bytes read a second, bfloat16 operations a second."""
 
     name: str
     memory_bytes: Number
@@ -35,7 +35,7 @@ class Device:
 class Level:
     """Links to a switch that joins `size` units: devices, or units of the level below.
 
-    latency:   seconds a message waits on it
+    latency:   seconds until a message's first byte arrives
     bandwidth: bytes per second and direction, of one link
     links:     links that a unit has to this level, shared evenly by its devices in order; one
                per device when None
@@ -50,16 +50,16 @@ class Level:
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a library sends: seconds before the first message and at each hop, and what is data.
+    """How a library sends: seconds before the first message and at each hop, and data's share.
 
     algorithm: "tree" for an Allreduce by trees, "ring" for all else that the library runs, or
                "direct" for a kernel that reads and writes its peers' memory
     launch:    seconds of a collective before its first message
     alone:     seconds of a hop within a node, for a collective that stays there
-    near, far: seconds of a hop within a node and between nodes, for one that leaves it
-    shares:    of the bandwidth that carries data, within a node and between nodes
-    between:   bytes per second that all rings or trees of a collective bring into a node together,
-               at most: where there are two nodes, and where there are more
+    near, far: seconds of a hop within and between nodes, for a collective that leaves its node
+    shares:    shares of the bandwidth that carry data, within a node and between nodes
+    between:   the most bytes per second that a collective's rings or trees together bring into a
+               node, of two nodes and of more
     """
 
     name: str
@@ -72,7 +72,7 @@ class Protocol:
     between: tuple[Number, Number]
 
     def scaled(self, latency: Number, bandwidth: Number) -> "Protocol":
-        """This protocol with all times, and the bound on what enters a node, scaled."""
+        """This protocol with all times, and the bounds `between`, scaled."""
         times = {x: latency * getattr(self, x) for x in ("launch", "alone", "near", "far")}
         return replace(self, **times, between=tuple(bandwidth * x for x in self.between))
 
@@ -81,7 +81,7 @@ class Protocol:
 class Topology:
     """Devices, and the levels of links between them, innermost first.
 
-    protocols: of which a collective takes the fastest for its size; without any, the levels' own
+    protocols: a collective takes the fastest for its size; without protocols, the levels' own
                latencies and bandwidths count
     launch:    seconds of a collective before its first message, where there are no protocols
     gap:       seconds between two messages over a link, at least: NCCL's "arity serialization"
@@ -96,7 +96,7 @@ class Topology:
 
     @property
     def node_size(self) -> int:
-        """Devices of a node: what the innermost level joins."""
+        """Devices of a node, which the innermost level joins."""
         return self.levels[0].size
 
     @property
@@ -121,10 +121,10 @@ class Topology:
         return level
 
     def by_protocol(self, algorithm: str, p: int, *, spread: bool = False) -> list["Topology"]:
-        """This topology as each protocol for an algorithm makes it, for a collective of p devices.
+        """This topology under each protocol of an algorithm, for a collective of p devices.
 
         spread: whether the collective runs as several rings or trees at once, each leaving the
-        node by another link, so that one has them all.
+        node by another link. They count as one, with the bandwidth of all links.
         """
         chosen = [x for x in self.protocols if x.algorithm == algorithm]
         if not chosen:
@@ -162,12 +162,11 @@ class Topology:
 
 @functools.lru_cache(maxsize=1024)
 def every_nth(topology: Topology, stride: int) -> Topology:
-    """What a collective of every stride-th device meets while all the others run the same.
+    """The topology of a collective of every stride-th device while the others run the same.
 
-    Devices 0, stride, 2 stride, … have the topology returned; device 1 and those as far from it,
-    …, have as much beside them, so that links which a node's devices share carry all of theirs.
-    With one device in a node a ring's messages wait for the network as a tree's do: NCCL's
-    `tuning.cc` takes the tree's hop then.
+    Devices 0, stride, 2 stride, … have the topology returned. Devices 1, 1 + stride, … and so on
+    run at the same time, so that links which a node's devices share carry all these collectives.
+    If a node has one device, a ring's hop takes as long as a tree's, as in NCCL's `tuning.cc`.
     """
     if whole("stride", stride) == 1:
         return topology
@@ -221,7 +220,7 @@ def _protocols(far: Number | None) -> tuple[Protocol, ...]:
 
 
 def preset(name: str) -> Topology:
-    """The topology of that name; ValueError, with the names there are, for another."""
+    """The topology of this name. Raises ValueError, with the known names, for another name."""
     known = DATA["topologies"]
     if name not in known:
         raise ValueError(f"topology: expected one of {', '.join(known)}, got {name!r}")

@@ -1,4 +1,4 @@
-"""What attends to what in one step of decoding: sizes, and the bytes that follow from them."""
+"""The sizes of one layer's attention in a decode step, and the bytes that follow from them."""
 
 from dataclasses import dataclass, fields
 
@@ -9,7 +9,7 @@ STORED_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 
 
 
 def whole(name: str, value, least: int = 1) -> int:
-    """A whole number of at least `least`, as an int; an error that names the argument otherwise."""
+    """value as an int. Raises TypeError if it is not whole, ValueError if it is below least."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name}: expected a whole number, got {value!r}")
     if value < least:
@@ -18,7 +18,7 @@ def whole(name: str, value, least: int = 1) -> int:
 
 
 def stored_bytes(name: str, dtype: str) -> Number:
-    """Bytes of a number of this dtype; ValueError, which names the argument, for another one."""
+    """Bytes of a number of this dtype. Raises ValueError for an unknown dtype."""
     if dtype not in STORED_BYTES:
         raise ValueError(f"{name}: expected one of {', '.join(STORED_BYTES)}, got {dtype!r}")
     return STORED_BYTES[dtype]
@@ -73,7 +73,7 @@ class Workload:
 
     @property
     def rows(self) -> int:
-        """Queries of all heads and sequences: what has a maximum and a denominator each."""
+        """Queries of all heads and sequences. Each has a maximum and a denominator."""
         return self.batch * self.queries * self.heads
 
     @property
@@ -94,7 +94,7 @@ class Workload:
         return -(-self.context // p)
 
     def bytes_of(self, keys: int) -> Number:
-        """So many keys and values of each sequence: 2024 eq. 32 (2025 eq. 11) in bytes."""
+        """Bytes of so many keys and values of each sequence: 2024 eq. 32 (2025 eq. 11)."""
         width = self.head_dim + (0 if self.latent else self.value_dim)
         return self.batch * keys * self.kv_heads * width * STORED_BYTES[self.cache_dtype]
 
@@ -103,5 +103,5 @@ class Workload:
         return self.bytes_of(self.keys_on(p))
 
     def flops(self, keys: int) -> int:
-        """Operations of attending to so many keys: a product of each with queries and values."""
+        """Operations of attending to so many keys: two products, with queries and with values."""
         return 2 * self.rows * keys * (self.head_dim + self.value_dim)

@@ -1,4 +1,4 @@
-"""Plans to split a decode step: against all plans by brute force; the advice; the command."""
+"""Plans to split a decode step, checked by brute force, the advice, and the command."""
 
 import contextlib
 import itertools
@@ -23,7 +23,7 @@ from labs.cost.workload import Workload
 DGX = preset("dgx-h100")
 LLAMA = MODELS["llama-3.1-8b"]
 DEEPSEEK = MODELS["deepseek-v3"]
-# No two of them are alike, so that each has to stand in its place.
+# All rates differ, so that two of them swapped would show.
 RATES = Rates(0.5, 5e-6, 11e-6, inside=1.3, between=1.7, exchange=40e-6, send=23e-6)
 
 
@@ -31,7 +31,7 @@ RATES = Rates(0.5, 5e-6, 11e-6, inside=1.3, between=1.7, exchange=40e-6, send=23
 
 
 def brute_force(model, batch, context, p):
-    """(seconds, bytes held) of all plans on p devices, written out anew."""
+    """(seconds, bytes held) of all plans on p devices, calculated by code of its own."""
     found = []
     numbers = [n for n in range(1, p + 1) if p % n == 0]
     for split in itertools.product(numbers, repeat=5):
@@ -141,7 +141,7 @@ def test_the_advice_is_the_best_of_all_plans(p, batch, context, kv_heads):
 
 
 def test_the_merges_that_are_tried_are_fast_enough():
-    """Within a hundredth of the best of all merges, whatever the constants."""
+    """They come within a hundredth of the best of all merges, in every corner."""
     for batch, context, p in ((1, 10**6, 16), (32, 100_000, 16)):
         for rates in CORNERS.values():
             few, every = (
@@ -152,7 +152,7 @@ def test_the_merges_that_are_tried_are_fast_enough():
 
 
 def test_some_devices_may_be_left():
-    """So more are never slower. Of 31 H100s three nodes serve 8 sequences of 70 billion."""
+    """More devices are never slower. For 8 sequences, Llama 3.1 70B uses 24 of 31 H100s."""
     times = [advise(LLAMA, 4, 32_000, p, DGX)[0].seconds for p in (1, 2, 4, 8, 16)]
     assert times == sorted(times, reverse=True)
     assert advise(MODELS["llama-3.1-70b"], 8, 128_000, 31, DGX)[0].plan.devices == 24
@@ -166,7 +166,7 @@ def test_some_devices_may_be_left():
 
 @pytest.mark.parametrize("corner", CORNERS)
 def test_advice_that_no_choice_of_constants_changes(corner):
-    """Heads in a node; many sequences, the batch; with one key head, the sequence."""
+    """Split heads in a node, the batch of many sequences, the sequence of one key head."""
     mqa = replace(LLAMA, kv_heads=1)
     for model, batch, context, p, devices, family in (
         (LLAMA, 1, 10**6, 8, 8, "heads"),
@@ -182,15 +182,15 @@ def test_advice_that_no_choice_of_constants_changes(corner):
 
 
 def test_advice_that_depends_on_the_network():
-    """Whether a second node pays for one sequence: as repaired, from some 640,000 keys on, by data
-    sheets from 154,000."""
+    """For one sequence a second node pays from some 640,000 keys on as repaired, and from 154,000
+    by data sheets."""
     for keys, devices in ((85_000, [8, 8, 8]), (300_000, [8, 16, 8]), (2_000_000, [16, 16, 16])):
         best = [advise(LLAMA, 1, keys, 16, DGX, rates)[0] for rates in CORNERS.values()]
         assert [step.plan.devices for step in best] == devices
 
 
 def test_what_does_not_fit_says_how_many_devices_would():
-    """Ten million keys of Llama 3.1 8B: 1.3 TB, on three nodes, or in 8 bits on two."""
+    """Ten million keys of Llama 3.1 8B are 1.3 TB: three nodes, or two in 8 bits."""
     assert least_devices(LLAMA, 1, 10**7, DGX) == 24
     assert least_devices(LLAMA, 1, 10**7, DGX, cache_dtype="float8") == 16
     assert least_devices(LLAMA, 1, 10**12, DGX) is None
@@ -202,7 +202,7 @@ def test_what_does_not_fit_says_how_many_devices_would():
 
 
 def test_latent_attention_splits_the_sequence_and_a_pipeline_the_weights():
-    """DeepSeek-V3 in 8 bits on two nodes: stages of layers, the one latent's sequence in each."""
+    """DeepSeek-V3 in 8 bits: two nodes are stages of layers, and each splits the sequence."""
     for batch in (1, 32):
         best = advise(DEEPSEEK, batch, 128_000, 16, DGX, weight_dtype="float8")[0]
         assert best.fits and (best.plan.stages, best.plan.sequence) == (2, 8)

@@ -18,7 +18,7 @@ DEEPSEEK = MODELS["deepseek-v3"]
 
 
 def test_the_models_are_as_large_as_their_names():
-    """Weights that a step reads: all but the input embedding, where that is another matrix."""
+    """A step reads all weights but those of an untied input embedding."""
     for name, weights, parameters in (
         ("llama-3.2-1b", 1.24e9, 1.24e9),
         ("llama-3.1-8b", 7.50e9, 8.03e9),
@@ -31,7 +31,7 @@ def test_the_models_are_as_large_as_their_names():
 
 
 def test_experts_that_tokens_meet():
-    """Drawn evenly, 8 of 256 for each of so many tokens: by the formula, and by drawing them."""
+    """Each token draws 8 of 256 experts evenly: the formula agrees with drawing them."""
     sparse = 3 * DEEPSEEK.width * DEEPSEEK.expert_hidden * (DEEPSEEK.layers - DEEPSEEK.dense_layers)
     dense = 3 * DEEPSEEK.width * DEEPSEEK.hidden * DEEPSEEK.dense_layers
     rng = np.random.default_rng(0)
@@ -114,9 +114,9 @@ def test_dtypes_of_weights_and_cache_are_apart():
     ],
 )
 def test_a_trees_step_waits_for_latencies_and_not_for_bandwidth(plan, quick):
-    """The explainer's "absolute bottleneck": of a step on two nodes about 1 % is bytes.
+    """The explainer's "absolute bottleneck": about 1 % of a step on two nodes is bytes.
 
-    By data sheets; half the latencies are half of a kernel's start, too.
+    The rates are the data sheets'. Half the latencies include half a kernel's start.
     """
     half = DATA_SHEETS._replace(start=1.5e-6, kernel=1.5e-6)
     networks = (DGX, DGX.scaled(bandwidth=2.0), DGX.scaled(latency=0.5))
@@ -127,4 +127,4 @@ def test_a_trees_step_waits_for_latencies_and_not_for_bandwidth(plan, quick):
     assert 0.985 < wide / base <= 1
     assert short / base == pytest.approx(quick, abs=0.012)
     ring = [collective_seconds("ring", 16, Workload(10**6).cache_bytes(16), n) for n in networks]
-    assert ring[1] / ring[0] == pytest.approx(0.5, abs=0.02)  # of a ring nearly all of it is
+    assert ring[1] / ring[0] == pytest.approx(0.5, abs=0.02)  # a ring's step is nearly all bytes

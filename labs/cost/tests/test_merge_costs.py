@@ -1,4 +1,4 @@
-"""What each way of merging sends and takes: by formulas of their own, and what follows."""
+"""The bytes and seconds of each merge, by formulas of their own, and their consequences."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def test_what_serving_systems_send(p):
     """By the formulas derived from their code, for 16 heads of 128, with f = (p − 1)/p."""
     b, h, d, f = 3, 16, 128, (p - 1) / p
     w = Workload(10_000, batch=b, heads=h, head_dim=d)
-    queries = f * 2 * b * h * d  # what the gather of queries sends
+    queries = f * 2 * b * h * d  # bytes that the gather of queries sends
     for merge, sent, gathered in (
         ("tree", 2 * f * b * h * (4 * d + 8), 0),
         ("tree-joined", 2 * f * b * h * (4 * d + 8), 0),
@@ -46,8 +46,8 @@ def test_twelve_devices_on_nodes_of_eight_merge_in_groups_of_four():
 
 
 def in_pieces(merge, w, p, topology, pieces):
-    """Seconds of a layer whose heads are attended to, and merged, in so many pieces: a piece is
-    merged while the next one is attended to."""
+    """Seconds of a layer whose heads are attended to and merged in pieces: one piece is merged
+    while the next is attended to."""
     part = Workload(w.context, batch=w.batch, heads=w.heads // pieces)
     attend = attend_seconds(part, part.keys_on(p), topology.device, DATA_SHEETS)
     send = merge_seconds(merge, part, p, topology)
@@ -55,7 +55,7 @@ def in_pieces(merge, w, p, topology, pieces):
 
 
 def test_pieces_of_a_merge_save_little_and_cost_launches():
-    """Head by head, the papers' block takes longer: what a merge waits for is not its bytes."""
+    """Head by head, the papers' block takes longer, because a merge does not wait for bytes."""
     w = Workload(640_000)
     whole = in_pieces("tree", w, 8, DGX, 1)
     for pieces in (2, 4, 16):
@@ -74,7 +74,7 @@ def even_at(w):
 
 
 def test_where_ring_and_tree_send_as_much_in_a_prefill():
-    """Few new tokens are the tree's, all new the ring's, where key heads are shared."""
+    """With shared key heads, few new tokens favour the tree, and all new tokens the ring."""
     for kv_heads, share in ((32, 0.66), (8, 0.16), (1, 0.02)):
         w = Workload(2**20, heads=32, kv_heads=kv_heads)
         assert even_at(w) / w.context == pytest.approx(share, abs=0.005)

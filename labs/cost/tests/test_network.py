@@ -42,7 +42,7 @@ DGX = preset("dgx-h100")
 
 
 def round_seconds(this: Round, topology: Topology) -> float:
-    """Of a round that has the links for itself."""
+    """Seconds of a round that has the links to itself."""
     return simulate([this], topology.capacity, topology)
 
 
@@ -55,7 +55,7 @@ TWO = Topology("two", H100, (Level("near", 2, 1.0, 10.0), Level("far", 2, 5.0, 2
 def nccl_latency(kind: str, p: int, g: int, protocol: Protocol) -> float:
     """NCCL's formula for an Allreduce's latency, as src/graph/tuning.cc of 2.28.7 has it.
 
-    (Releases from 2.12 to 2.22 count 2 · nodes crossings of a ring.)
+    Releases from 2.12 to 2.22 count 2 · nodes crossings of a ring.
     """
     nodes = -(-p // g)
     near = protocol.alone if nodes == 1 else protocol.near
@@ -67,8 +67,8 @@ def nccl_latency(kind: str, p: int, g: int, protocol: Protocol) -> float:
 
 @pytest.mark.parametrize("kind", ["ring-allreduce", "tree-allreduce"])
 def test_latencies_are_those_of_nccls_own_formula(kind):
-    """The simulation knows rounds, dependencies and hops; NCCL's formula, steps: they agree on a
-    tree. On a ring over several nodes NCCL counts two crossings less than there are."""
+    """The simulation plays rounds, dependencies and hops, and NCCL's formula counts steps. They
+    agree on a tree. On a ring over several nodes NCCL counts two crossings too few."""
     for protocol in DGX.protocols:
         if protocol.algorithm != kind.removesuffix("-allreduce"):
             continue
@@ -82,9 +82,9 @@ def test_latencies_are_those_of_nccls_own_formula(kind):
 
 
 def test_what_nccl_printed_that_it_expected():
-    """24 H100s, a tree (github.com/NVIDIA/nccl/issues/1453): latencies as NCCL has them, bytes at
-    no more than LL's bandwidth between nodes; NCCL counts each byte twice, the simulation where it
-    goes, so that it is up to a fifth faster. Without that bound it was half of the last row."""
+    """24 H100s, a tree (github.com/NVIDIA/nccl/issues/1453): NCCL's latencies, and bytes at no
+    more than LL's bandwidth between nodes. NCCL counts each byte twice, so the simulation is up to
+    a fifth faster. Without that bound it gave half of the last row."""
     for size, expected, ratio in (
         (128, 25.214764, 1.0),
         (2_048, 25.495272, 0.995),
@@ -113,7 +113,7 @@ def test_large_messages_move_what_a_ring_moves():
     for p, rate in ((8, 370e9), (16, 370e9)):
         seconds = collective_seconds("ring-allreduce", p, 2**34, DGX)
         assert 2 * (p - 1) / p * 2**34 / seconds == pytest.approx(rate, rel=0.01)
-    # A ring of permutes leaves each node by one card, which is all that it has.
+    # A ring of permutes leaves each node by one card, and has no other bandwidth.
     seconds = collective_seconds("ring", 16, 2**30, DGX)
     assert 15 * 2**30 / seconds == pytest.approx(48e9, rel=0.01)
 
@@ -123,7 +123,7 @@ NAMES = [f"{x['machine']}: {x['how']}" for x in OBSERVED]
 
 # The least and the largest of the model's times over the measured ones, in every table.
 RATIOS = {
-    "8 H20: NCCL": (0.61, 1.20),  # but for one row, of which in place was half, from 0.90
+    "8 H20: NCCL": (0.61, 1.20),  # 0.61 is one row, which in place took half; others from 0.90
     "8 H20: NCCL, an all-gather": (0.76, 0.80),
     "8 H200: NCCL in a CUDA graph": (0.74, 0.89),
     "8 H200: MSCCL++ in a CUDA graph": (0.72, 1.68),
@@ -155,14 +155,14 @@ def over_measured(table: dict, network: Topology = DGX) -> list[float]:
 
 @pytest.mark.parametrize("table", OBSERVED, ids=NAMES)
 def test_what_others_measured(table):
-    """All rows of every table. Nothing here was fitted, but for the launch of a kernel."""
+    """All rows of every table. Only the launch of a kernel was fitted."""
     found = over_measured(table)
     expected = RATIOS[f"{table['machine']}: {table['how']}"]
     assert (min(found), max(found)) == pytest.approx(expected, abs=0.0051)
 
 
 def test_how_good_the_model_is():
-    """In one node up to 32 KiB within a quarter, but for one row; between nodes half."""
+    """In one node, all rows up to 32 KiB but one are within a quarter; between nodes, half."""
     small, between = [], []
     for table in OBSERVED:
         for ratio, (size, _) in zip(over_measured(table), table["rows"], strict=True):
@@ -180,8 +180,8 @@ def test_how_good_the_model_is():
 @pytest.mark.parametrize("p", [*range(1, 18), 24, 31, 32])
 @pytest.mark.parametrize("kind", sorted({*SCHEDULES} - {"halving-scatter", "in-switch"}))
 def test_what_everybody_has_reaches_everybody(kind, p):
-    """On sets of whose numbers a device has. Of two trees, which have half of a message each, and
-    between nodes half of a round's messages, each by itself."""
+    """A device holds the set of devices whose data it has. Two trees carry half of a message
+    each, and half of a round's messages between nodes, so each is checked by itself."""
     for first in (True, False):
         held = [{i} for i in range(p)]
         for this in schedule(kind, p, 1.0, 8):
@@ -196,7 +196,7 @@ def test_what_everybody_has_reaches_everybody(kind, p):
 
 
 def test_bytes_and_rounds():
-    """What the textbooks have, for 24 devices on three nodes, of a message of 2,400 bytes."""
+    """As in textbooks, for a message of 2,400 bytes on 24 devices in three nodes."""
     for kind, rounds, sent in (
         ("ring-allreduce", 46, 2 * 23 / 24 * 2400),
         ("tree-allreduce", 16, 2400 + 3 * 1200),  # in a node; as a root, to two; as a leaf
@@ -227,9 +227,9 @@ def test_a_ring_by_hand():
 def test_a_tree_by_hand():
     """In each node 1 → 0, then one node's first device to the other's, and the same down.
 
-    Two trees with half of the message each, so that both nodes send and receive 10 bytes, for
-    which the slow link takes 5 s. What comes in is handed on at once: 1 + 5 + 5 + 1 s until the
-    first byte is there, and those 5 s until the last.
+    Two trees have half of the message each, so both nodes send and receive 10 bytes, for which
+    the slow link takes 5 s. Bytes are forwarded at once: 1 + 5 + 5 + 1 s until the first byte
+    arrives, and those 5 s until the last.
     """
     rounds = list(schedule("tree-allreduce", 4, 20.0, 2))
     sent = [[(int(a), int(b)) for a, b in zip(r.source, r.target, strict=True)] for r in rounds]
@@ -273,7 +273,7 @@ def test_trees_and_nodes_beat_a_flat_ring():
 
 
 def all_at_once(kind, p, message_bytes, topology, stride):
-    """Seconds of every stride-th device's collective, all of those beside it running, too."""
+    """Seconds of a collective of every stride-th device while the others run theirs."""
     rounds = []
     beside = np.arange(stride)
     g = max(1, topology.node_size // stride)

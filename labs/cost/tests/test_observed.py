@@ -1,4 +1,4 @@
-"""Whole decode steps, forecast and measured: the misses, each repair, and what was held out."""
+"""Whole decode steps, forecast and measured: the misses, each repair, the held-out rows."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def ratios(rates) -> list[float]:
 
 
 def test_forecasts_before_anybody_looked():
-    """Half of the measured times, a seventh between nodes; and from 16 to 32 GPUs the wrong way."""
+    """Half of the measured times, a seventh between nodes, and the wrong sign beyond 16 GPUs."""
     expected = [0.54, 0.535, 0.42, 0.59, 0.59, 0.54, 0.14, 0.16, 0.31, 0.33]
     assert ratios(DATA_SHEETS) == pytest.approx(expected, abs=0.006)
     calculated = [forecast(DATA_SHEETS, row) for row in ROWS[:3]]
@@ -28,12 +28,12 @@ def test_forecasts_before_anybody_looked():
 
 
 def test_each_repair():
-    """The steps' ratios after each; the last of them fits TP8 alone."""
+    """The steps' ratios after each repair, of which one fits TP8 and none the others."""
     expected = [
         (0.54, 0.535, 0.42),
         (0.82, 0.725, 0.52),  # reading, as the attention kernel was measured
         (0.82, 0.865, 0.69),  # Allreduces between nodes as others measured them
-        (1.00, 1.08, 0.87),  # what a layer takes besides, so that TP8 is right
+        (1.00, 1.08, 0.87),  # a layer's other kernels, so that TP8 is right
         (1.00, 1.08, 0.87),
     ]
     for rates, these in zip(repairs(ROWS).values(), expected, strict=True):
@@ -48,7 +48,7 @@ def test_what_was_held_out():
     assert held == pytest.approx([1.08, 0.87, 1.035, 1.015, 0.98], abs=0.006)
     fitted = [found[row["row"]] for row in ROWS if row["use"] == "fit"]
     assert fitted == pytest.approx([1.0] * 5)
-    # What is left: from 16 to 32 GPUs a step still gets no slower, as it was measured to.
+    # Still missed: from 16 to 32 GPUs the measured step gets slower, the forecast does not.
     assert found["TP32, time per token"] * 47.3 < found["TP16, time per token"] * 39.52
 
 
@@ -57,6 +57,6 @@ def test_the_advice_rests_on_these_repairs():
 
 
 def test_no_repair_has_seen_a_row_that_is_held_out():
-    """Whatever those rows say, the rates are the same."""
+    """Changing those rows leaves the rates the same."""
     changed = [row | {"microseconds": 1.0} if row["use"] == "held out" else row for row in ROWS]
     assert repairs(changed) == repairs(ROWS)

@@ -1,4 +1,4 @@
-"""What the papers print, what their scripts would take, and where the two part."""
+"""The papers' printed times, those of their scripts, and where they differ."""
 
 from dataclasses import replace
 
@@ -68,7 +68,7 @@ def test_the_printed_differences_are_bytes_over_one_bandwidth(rows, setting, ban
 
 
 def test_the_script_by_hand():
-    """Llama 3.2 1B at 8,000 keys on two devices: what one pass more or less of anything adds."""
+    """Llama 3.2 1B at 8,000 keys on two devices: the seconds that each constant adds."""
     layers, queries = 16, 4000 * 2048 * 2
     base = script_seconds(RTX4090_1B, 8000, PERFECT)
     assert base[0] > least_seconds(RTX4090_1B, 8000)
@@ -102,7 +102,7 @@ def test_both_columns_of_two_machines(rows, setting, bandwidth, within):
 
 
 def test_h100s_rows_are_not_one_machines():
-    """At 256k the prefill alone takes longer than is printed, at the data sheet's peak."""
+    """At 256k the prefill alone, at the data sheet's peak, takes longer than the printed run."""
     assert least_seconds(H100_8B, 256_000) > 1.5 * TABLE_1_H100[-1].tree.mean
     for rows, setting in ((TABLE_1_MI300X, MI300X_8B), (TABLE_2_RTX4090, RTX4090_1B)):
         assert all(least_seconds(setting, row.context) < 0.6 * row.tree.mean for row in rows)
@@ -150,9 +150,9 @@ def test_the_ratios_dip_is_no_run_variance_by_the_printed_errors():
 
 
 def test_the_trees_time_becomes_flatter_and_not_flat():
-    """2025 §6.1, from 80,000 keys to 5.12 million; and its merge takes as long at any length,
-    so that reading the keys comes to dominate and not, as 2025 §5.3 has it, communication, which
-    does so only as the devices become more."""
+    """2025 §6.1, from 80,000 keys to 5.12 million. The merge takes as long at any length, so
+    reading the keys comes to dominate. 2025 §5.3 says communication, which dominates only as the
+    devices become more."""
     parts = []
     for p, growth in ((8, 22.3), (64, 2.36), (128, 1.57)):
         few, many = (block_seconds("tree", Workload(n), p, DGX) for n in (80_000, FIGURE_3_CONTEXT))
@@ -213,9 +213,9 @@ def test_overlap_hides_the_shorter_of_attending_and_sending():
     attend = attend_seconds(w, 80_000, DGX.device, DATA_SHEETS)
     sending = collective_seconds("ring", 8, w.cache_bytes(8), DGX)
     assert block_seconds("ring", w, 8, DGX) == pytest.approx(8 * attend + sending)
-    # Sending is what takes longer: overlapped, one chunk's attending is left besides.
+    # Sending takes longer, so with overlap only one chunk's attending is added.
     assert block_seconds("ring", w, 8, DGX, overlap=True) == pytest.approx(attend + sending)
-    many = Workload(640_000, queries=64_000)  # a prefill: now attending does
+    many = Workload(640_000, queries=64_000)  # in a prefill, attending does
     attend = attend_seconds(many, 80_000, DGX.device, DATA_SHEETS)
     assert block_seconds("ring", many, 8, DGX, overlap=True) == pytest.approx(8 * attend)
     tree = [block_seconds("butterfly", w, 8, DGX, overlap=o) for o in (False, True)]
@@ -226,7 +226,7 @@ def test_overlap_hides_the_shorter_of_attending_and_sending():
 def test_no_ring_decodes_one_token_faster(name):
     """2024 and 2025 §5.3, of Allreduces. A butterfly wins even over a link of 1 ms and 1 TB/s.
 
-    There three Allreduces, which wait for three times as many messages, do not.
+    There three Allreduces lose, because they wait for three times as many messages.
     """
     topology = preset(name)
     links = replace(topology.levels[0], latency=1e-3, bandwidth=1e12)
@@ -245,8 +245,8 @@ def test_no_ring_decodes_one_token_faster(name):
 
 
 def test_a_ring_loses_less_on_a_torus():
-    """2025 §6.4, of TPU pods. 64 chips of a v5p, links of 100 GB/s, by hand: in a ring
-    each message has a link of its own; of a tree every round may cross the pod, 24 hops of 1 µs."""
+    """2025 §6.4, of TPU pods. 64 chips of a v5p, links of 100 GB/s, by hand: each
+    message of a ring has its own link, and every round of a tree may cross 24 hops of 1 µs."""
     w, p = Workload(5_120_000), 64
     attend = w.cache_bytes(p) / 2.765e12
     ring = p * attend + (p - 1) * (1e-6 + w.cache_bytes(p) / 100e9)
