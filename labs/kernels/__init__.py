@@ -1,4 +1,4 @@
-"""Kernels for GPUs, as functions for `implementation=`: interpreted, and not run on one."""
+"""Kernels for GPUs, as functions for `implementation=`. They were interpreted, not run on a GPU."""
 
 from labs.kernels.split_k import split_k_attend
 

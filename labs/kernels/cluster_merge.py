@@ -1,10 +1,10 @@
 """A merge within a GPU: the blocks of a cluster read each other's shared memory along a tree.
 
-An experiment for Hopper GPUs (H100, H200), for JAX 0.11.2 or newer. Each thread block of a cluster
+An experiment for Hopper GPUs (H100, H200), with JAX 0.11.2 or newer. Each thread block of a cluster
 attends to a share of the keys (mosaic_decode.py) and leaves its state in its shared memory. Then
-the states merge along a binary tree: in round r, block i reads the state of block i + 2ʳ where it
-lies, through what NVIDIA calls distributed shared memory. Only the cluster's one state goes to
-global memory, where split-K kernels put all states, for a second kernel to merge.
+the states merge along a binary tree. In round r, block i reads the state of block i + 2ʳ from that
+block's shared memory; NVIDIA calls this distributed shared memory. Only the merged state goes to
+global memory. Split-K kernels write all states there, and a second kernel merges them.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from labs.kernels.mosaic_decode import attend_by, columns, missing, plgpu, read,
 from labs.kernels.tiles import finite
 from treeattn import AttentionState
 
-CLUSTER = 8  # thread blocks: the most that every Hopper GPU allows
+CLUSTER = 8  # thread blocks; the largest cluster that every Hopper GPU allows
 
 
 def obstacle() -> str | None:
@@ -30,9 +30,9 @@ def obstacle() -> str | None:
 
 
 def cluster_attend(q, k, v, *, scale, kv_lengths=None, cluster=CLUSTER) -> AttentionState:
-    """`mosaic_attend` by one kernel: the thread blocks of a cluster take a split each, and merge.
+    """`mosaic_attend` by one kernel: each thread block of a cluster takes a split, and they merge.
 
-    cluster: how many, a power of two
+    cluster: the number of thread blocks, a power of two
     """
     if cluster & (cluster - 1):
         raise ValueError(f"cluster: expected a power of two, got {cluster}")
@@ -40,9 +40,10 @@ def cluster_attend(q, k, v, *, scale, kv_lengths=None, cluster=CLUSTER) -> Atten
 
 
 def merge_along_a_tree(mine: list, cluster: int, together) -> None:
-    """Block 0's state becomes that of the whole cluster, in log₂ of its size rounds.
+    """Merges all states of a cluster into block 0's state, in log₂(cluster) rounds.
 
-    mine: references to the block's own state, in shared memory. together: a barrier of the cluster
+    mine: references to the block's own state, in shared memory
+    together: a barrier of the cluster
     """
     block = lax.axis_index("split")
 
@@ -51,10 +52,10 @@ def merge_along_a_tree(mine: list, cluster: int, together) -> None:
         write(mine, _merge(read(mine), read(theirs)))
 
     for r in range(cluster.bit_length() - 1):
-        _everybody(together)  # has written its state
+        _everybody(together)  # every block has written its state
         reads = lax.rem(block, jnp.int32(2 << r)) == 0
         pl.when(reads)(functools.partial(round_of, 1 << r))
-    _everybody(together)  # stays until it has been read
+    _everybody(together)  # no block exits while another reads its state
 
 
 def _everybody(together) -> None:
@@ -63,7 +64,7 @@ def _everybody(together) -> None:
 
 
 def _merge(a, b):
-    """`treeattn.merge`, of what a kernel can compute."""
+    """`treeattn.merge`, with operations that Mosaic supports."""
     m = jnp.maximum(a[0], b[0])
     x, y = (jnp.exp(finite(state[0]) - finite(m)) for state in (a, b))
     numerators = zip(a[2:], b[2:], strict=True)
@@ -76,11 +77,11 @@ def _merge(a, b):
 
 @contextlib.contextmanager
 def interpreted():
-    """What is called and compiled within runs in Pallas's interpreter, clusters included.
+    """A context in which Pallas's interpreter runs kernels with clusters.
 
     The interpreter of JAX 0.11.2 and 0.12 has clusters and their barriers, but refuses
-    `cluster_ref`. It keeps the buffers of all blocks side by side, by a key that says whose it is:
-    so here a reference to another block's is looked up by the key with that block's number.
+    `cluster_ref`. It keeps the buffers of all blocks under keys that contain the block's number.
+    Here a reference to another block's buffer becomes the key with that block's number.
     """
     from jax._src.pallas.mosaic_gpu.core import ClusterRefTransform
     from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret

@@ -1,12 +1,13 @@
-"""GPUs to compile for without one: described to XLA, as its own tools do it.
+"""Descriptions of GPUs, from which XLA compiles without a GPU, as its own tools do.
 
     pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc   # of jax's version; no driver
 
-XLA then compiles for them as for present ones, NVIDIA's assembler included. `make gpu-programs`:
+XLA compiles for a described GPU as for a real one, NVIDIA's assembler included. `make gpu-programs`
+runs
 
     python -m labs.kernels.described_gpus MODULE FILE
 
-writes into a file what the module's `page` says of eight described H100s.
+which calls the module's `page` with eight described H100s, and writes its text into the file.
 """
 
 import importlib
@@ -17,7 +18,7 @@ from pathlib import Path
 import jax
 from jax.experimental import topologies
 
-# As NVIDIA's data sheet and cudaGetDeviceProperties describe it.
+# An H100, from NVIDIA's data sheet and cudaGetDeviceProperties.
 H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -37,8 +38,10 @@ MISSING = "JAX's plugin for CUDA is not installed:" + __doc__.split("\n")[2].par
 
 
 def h100s(n: int, target: str = H100) -> list[jax.Device]:
-    """So many H100s of one machine, or GPUs of another description. Raises NotImplementedError,
-    with what to install, without the compiler for them."""
+    """n H100s of one machine, or n GPUs of another description.
+
+    Raises NotImplementedError, with the packages to install, if JAX's plugin for CUDA is missing.
+    """
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:
         topology = topologies.get_topology_desc(
@@ -50,8 +53,10 @@ def h100s(n: int, target: str = H100) -> list[jax.Device]:
 
 
 def gpu(major: int, minor: int) -> jax.Device:
-    """A GPU of a compute capability, 9.0 or one of `SHARED`, for which programs are compiled to
-    other machine code; in all but its shared memory as an H100."""
+    """A GPU of a compute capability, 9.0 or one of `SHARED`, which decides the machine code.
+
+    Apart from its shared memory, it is described as an H100.
+    """
     text = H100
     if (major, minor) in SHARED:
         text = text.replace("{ major: 9 f", f"{{ major: {major} minor: {minor} f")

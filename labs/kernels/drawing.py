@@ -1,4 +1,4 @@
-"""The notebook's figures: who does what on a GPU, and when a slot of shared memory is filled."""
+"""The notebook's figures: a grid of programs, and the slots of a pipeline over time."""
 
 from matplotlib.patches import Rectangle
 
@@ -10,7 +10,7 @@ COLOURS = BLUE, GREEN  # dark enough for white letters
 
 @styled
 def grid(heads: int, splits: int, group: int) -> Figure:
-    """A grid of programs: a key head each row, a split of its keys each column, then the merges."""
+    """A grid of programs: a row for each key head, a column for each split, then the merges."""
     figure, ax = new_figure(8.6, 2.9)
     for head in range(heads):
         y = heads - 1 - head
@@ -36,11 +36,11 @@ def grid(heads: int, splits: int, group: int) -> Figure:
 
 @styled
 def pipeline(blocks: int = 5, slots: int = 2) -> Figure:
-    """When keys are on their way, and when they are multiplied, with so many slots."""
+    """The times at which blocks of keys are copied and multiplied, with so many slots."""
     figure, ax = new_figure(8.6, 2.2)
     copy, work = 1.6, 1.0
-    done = [0.0] * slots  # when a slot has been read
-    free = 0.0  # when the threads have time
+    done = [0.0] * slots  # when each slot has been read
+    free = 0.0  # when the threads are free
     for i in range(blocks):
         slot = i % slots
         start = done[slot]

@@ -33,13 +33,13 @@ PARTS = {
     "cluster": (70, "a merge within a cluster of thread blocks against a second kernel"),
     "tree": (60, "tree_decode over all devices against the kernel alone"),
 }
-# Bytes a second that a kernel over a long cache may read, by estimate: nothing was run.
+# Bytes a second that a kernel reads from a long cache: an estimate, not a measurement.
 BANDWIDTH = {"H100": 3.0e12, "H200": 4.3e12}
-START = 2.0, 2.7  # µs that each of a call's two kernels takes besides, by estimate
+START = 2.0, 2.7  # more µs for each of a call's two kernels, from and to, by estimate
 
 
 def predicted(row: dict, device: str) -> dict:
-    """The row, beside what was measured what had been predicted of split-K on that device."""
+    """The row, with split-K's predicted time on this device beside the measured time."""
     name = next((name for name in BANDWIDTH if name in device), None)
     if name is None or row.get("kernel") != "split-K" or row.get("dtype") != "bfloat16":
         return row
@@ -50,16 +50,16 @@ def predicted(row: dict, device: str) -> dict:
 
 
 def environment(smoke: bool) -> dict[str, str]:
-    """Of a part: this one's, with the checkout within reach."""
+    """The environment of a part's process: this process's, with the repository importable."""
     path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     own = {} if smoke else {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     return own | os.environ | {"PYTHONPATH": path}
 
 
 def run_part(name: str, smoke: bool, limit: float, found) -> dict:
-    """Run a part in a process, `limit` seconds at most; found(row) gets each line as it comes.
+    """Run a part in a process for at most `limit` seconds, and call found(row) for each line.
 
-    Returns {"status", "seconds"}: "done", or why it is not.
+    Returns {"status", "seconds"}. The status is "done" or the reason why the part ended.
     """
     command = [sys.executable, "-m", "labs.kernels.gpu_parts", name, "--seconds", str(limit - 5)]
     command += ["--smoke"] * smoke
@@ -87,7 +87,7 @@ def run_part(name: str, smoke: bool, limit: float, found) -> dict:
 
 
 def failure(code: int, errors: list[str]) -> str:
-    """Why a process ended as it did: the last line of what it said."""
+    """Why a process failed: the last exception in its stderr, or the last line."""
     said = [line.strip() for line in errors if line.strip() and not line.startswith("---")]
     raised = [line for line in said if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
     last = (raised or said or [f"exit status {code}"])[-1][:300]
@@ -95,7 +95,7 @@ def failure(code: int, errors: list[str]) -> str:
 
 
 def table(rows: list[dict]) -> list[str]:
-    """Markdown: a column for each field that any row has."""
+    """A Markdown table, with a column for each field of any row."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     cells = [columns, ["---"] * len(columns)]
     cells += [[str(row.get(name, "")) for name in columns] for row in rows]
@@ -103,7 +103,7 @@ def table(rows: list[dict]) -> list[str]:
 
 
 def report(results: dict) -> str:
-    """The page of what was found."""
+    """The page of results."""
     device = device_of(results)
     lines = [f"# {device}, {results['date']}", ""]
     lines += ["A rehearsal with small sizes: its times say nothing.", ""] * results["smoke"]
@@ -114,7 +114,7 @@ def report(results: dict) -> str:
             asked = sum("ok" in row for row in rows)
             right = sum(row.get("ok", False) for row in rows)
             lines += [f"{right} of {asked} agree with float64.", ""]
-            rows = [row for row in rows if not row.get("ok")]  # what is wrong, or was not run
+            rows = [row for row in rows if not row.get("ok")]  # wrong or not run
         for what in dict.fromkeys(row.get("what") for row in rows):
             lines += table([row for row in rows if row.get("what") == what])
     return "\n".join(lines)
@@ -136,7 +136,7 @@ def write(results: dict, folder: Path) -> Path:
 
 
 def verdict(parts: dict) -> int:
-    """The exit status, as the module's docstring has it; what is not as it should be is printed."""
+    """The exit status, as in the module's docstring. Prints the parts and rows that failed."""
     rows = [row for part in parts.values() for row in part["rows"]]
     wrong = [row for row in rows if row.get("ok") is False]
     if wrong:
@@ -157,7 +157,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=HERE / "results", help="a folder")
     args = parser.parse_args()
     results: dict = {"smoke": args.smoke, "date": time.strftime("%Y-%m-%d"), "parts": {}}
-    # What the device is called names the file: that part comes first, whatever is asked for.
+    # The part "device" always runs first, because the device's name is the file's name.
     for name in [x for x in PARTS if x == "device" or x in (args.parts or PARTS)]:
         limit, what = PARTS[name]
         limit *= args.times * (4 if args.smoke else 1)  # a rehearsal may be on a small machine

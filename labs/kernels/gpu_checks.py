@@ -1,4 +1,4 @@
-"""Whether each kernel is right on the device at hand, against dense attention in float64."""
+"""Checks of each kernel on the present device, against dense attention in float64."""
 
 import functools
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ ROUNDED = {"bfloat16": 1e-2, "float16": 2e-3}
 
 
 def right(q, k, v, *, bias=None, causal=False, **options):
-    """(out, lse) in float64, by the suite; a bias (1, h, 1, n) as one more column of the keys."""
+    """(out, lse) in float64, by the suite. A bias (1, h, 1, n) becomes one more column of k."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     scale = q.shape[3] ** -0.5
     if bias is not None:
@@ -57,7 +57,7 @@ def draw(shape, dtype, seed: int = 0):
 
 
 def difference(found, expected) -> float:
-    """The largest, where both are finite; ∞ if one is −∞ or NaN where the other is not."""
+    """The largest difference of finite numbers; ∞ if only one of two numbers is −∞ or NaN."""
     found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
     for where in (np.isneginf, np.isnan):
         if not np.array_equal(where(found), where(expected)):
@@ -75,7 +75,7 @@ def one_line(error: Exception) -> str:
 
 
 def correct(smoke: bool) -> Iterator[dict]:
-    """What decides comes first: bfloat16, what is hard, all devices; then other dtypes."""
+    """All checks, the most important first: bfloat16, hard inputs, all devices, other dtypes."""
     jax.config.update("jax_default_matmul_precision", "highest")
     shapes = SMALL if smoke else SHAPES
     for name in KERNELS:
@@ -89,7 +89,7 @@ def correct(smoke: bool) -> Iterator[dict]:
 
 
 def compare(name: str, dtype: str, shapes) -> Iterator[dict]:
-    """A row for each shape: plain, and for split-K with a mask, a bias and lengths together."""
+    """Rows for each shape: plain, and for split-K also with a mask, a bias and lengths together."""
     for what, shape in shapes.items():
         arrays = draw(shape, dtype)
         yield checked(what, name, arrays)
@@ -115,9 +115,9 @@ def checked(what: str, name: str, arrays, **options) -> dict:
     run = jax.jit(functools.partial(attend, implementation=KERNELS[name]), static_argnames="causal")
     try:
         found = finalize(run(*arrays, **options))
-    except (ImportError, NotImplementedError, ValueError) as error:  # it says what it lacks
+    except (ImportError, NotImplementedError, ValueError) as error:  # with the reason
         return row | {"why not": one_line(error)}
-    except Exception as error:  # a kernel that does not compile here: the others go on
+    except Exception as error:  # this kernel does not compile here; the others go on
         return row | {"error": one_line(error), "ok": False}
     allowed = ALLOWED | (ROUNDED if name == "flash" else {})
     error = max(map(difference, found, right(*arrays, **options)))
@@ -125,7 +125,7 @@ def checked(what: str, name: str, arrays, **options) -> dict:
 
 
 def hard(name: str, smoke: bool) -> Iterator[dict]:
-    """What a kernel gets wrong first: NaN, in every kernel; poison past the lengths; causality."""
+    """Inputs on which kernels fail first: NaN, NaN past the lengths, causality."""
     n = 72 if smoke else 1000
     arrays = draw((2, 2, 8, 2, n, 64, 64), "bfloat16")
     for i, what in enumerate(("query", "key", "value")):
@@ -141,7 +141,7 @@ def hard(name: str, smoke: bool) -> Iterator[dict]:
 
 
 def over_devices(smoke: bool) -> Iterator[dict]:
-    """tree_decode over all devices, by each method, with fewer keys than devices as well."""
+    """tree_decode over all devices, by each method, also with fewer keys than devices."""
     sharding = NamedSharding(kv_mesh(), P(None, "kv"))
     for n in (1, 130 if smoke else 4001):
         arrays = draw((2, 1, 8, 2, n, 64, 64), "float32")

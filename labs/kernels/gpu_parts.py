@@ -1,6 +1,6 @@
 """The parts of gpu.py, which starts this module once for each of them.
 
-A part yields lines, dicts that are printed as JSON when they are there.
+A part yields rows, dicts that are printed as lines of JSON at once.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from labs.kernels.split_k import split_k_attend
 from treeattn import attend, attention, finalize, kv_mesh, simulate_devices, tree_decode
 
 HEADS, DIM = 32, 128
-IN_CACHE = 1 << 28  # bytes: no GPU's L2 holds a quarter of them
+IN_CACHE = 1 << 28  # bytes, more than four times the L2 of any GPU
 
 
 def room() -> float:
-    """Bytes that the device's memory holds."""
+    """The device's memory, in bytes."""
     stats = jax.devices()[0].memory_stats()
     return (stats or {}).get("bytes_limit", 4e9)
 
@@ -44,31 +44,31 @@ def device(smoke: bool) -> Iterator[dict]:
     yield {"what": "read", "GB/s": read_bandwidth(smoke) / 1e9}
 
 
-# Times: of the fastest of a few rounds of many calls, the host waiting at the end only.
+# Times. The host waits only at the end of a round of many calls, and the fastest round counts.
 
 
 def seconds(f, *arguments, calls: int = 10, rounds: int = 5) -> float:
-    """Of one call."""
+    """Seconds of one call."""
     jax.block_until_ready(f(*arguments))
     times = []
     for _ in range(rounds):
         began = time.perf_counter()
         for _ in range(calls):
-            done = f(*arguments)  # one result at a time is alive
+            done = f(*arguments)  # keeps one result alive at a time
         jax.block_until_ready(done)
         times.append((time.perf_counter() - began) / calls)
     return min(times)
 
 
 def read_bandwidth(smoke: bool) -> float:
-    """Bytes per second of a program that only reads, as a kernel over a cache does nearly."""
+    """Bytes per second of a program that only reads, an upper bound for a kernel over a cache."""
     n = 1 << 18 if smoke else min(1 << 28, int(room() / 40))
     x = jax.random.normal(jax.random.key(0), (n,), jnp.float32)
     return x.nbytes / seconds(jax.jit(jnp.max), x)
 
 
 def random_pairs(shape, dtype, most: int) -> list[tuple]:
-    """Keys and values, each array its own; so many pairs, at most, as the L2 cannot hold."""
+    """At most `most` pairs of keys and values, enough of them to overflow the L2."""
     size = 2 * np.prod(shape) * jnp.dtype(dtype).itemsize
     count = int(max(1, min(most, -(-IN_CACHE // size), 0.6 * room() // size)))
     draw = jax.jit(lambda key: jax.random.normal(key, shape, dtype))
@@ -77,10 +77,10 @@ def random_pairs(shape, dtype, most: int) -> list[tuple]:
 
 
 def call_seconds(f, q, pairs, *, calls: int, smoke: bool) -> float:
-    """Of one of about so many calls in a program, each with a query that waits for the last.
+    """Seconds of one call, among about `calls` calls in a program. Each waits for the one before.
 
-    What it takes to start a program, longer than many a kernel, is shared by all; and a pair has
-    left the GPU's L2 when its turn comes again.
+    All calls share the start of the program, which takes longer than some kernels. A pair has left
+    the GPU's L2 before it is read again.
     """
     times = 1 if smoke else -(-calls // len(pairs))
 
@@ -97,7 +97,7 @@ def call_seconds(f, q, pairs, *, calls: int, smoke: bool) -> float:
     return seconds(run, q, pairs, **few) / (times * len(pairs))
 
 
-# dtype, kernels: what decides first, and what takes long to compile last
+# (dtype, kernels), the most important first, and those that compile slowly last
 LOCAL = (
     ("bfloat16", ("split-K", "Mosaic")),
     ("float32", ("split-K",)),
@@ -125,7 +125,7 @@ def local(smoke: bool) -> Iterator[dict]:
                 try:
                     t = call_seconds(fs[name], q, pairs, calls=16, smoke=smoke)
                     row |= {"µs": 1e6 * t, "share of read": size / t / ceiling}
-                except Exception as error:  # whatever a kernel says, the rest goes on
+                except Exception as error:  # an error of one kernel does not stop the rest
                     row["why not"] = one_line(error)
                 yield row
             del pairs
@@ -145,7 +145,7 @@ def cluster(smoke: bool) -> Iterator[dict]:
         pairs = random_pairs((1, n, h_kv, d), q.dtype, 1 if smoke else 16)
         k, v = pairs[0]
         expected = finalize(split_k(q, k, v))[0]
-        runs = 1 if smoke else 300  # whether a race moves a bit
+        runs = 1 if smoke else 300  # all must have the same bits, or threads race
         with cluster_merge.interpreted() if smoke else nullcontext():
             states = [jax.block_until_ready(program(q, k, v)) for _ in range(1 + runs)]
         same = all(
@@ -162,7 +162,7 @@ def cluster(smoke: bool) -> Iterator[dict]:
 
 
 def tree(smoke: bool) -> Iterator[dict]:
-    """tree_decode on a mesh of all devices, and the kernel alone on as many keys as one has."""
+    """tree_decode on a mesh of all devices, and the kernel alone on one device's number of keys."""
     p = len(jax.devices())
     along = NamedSharding(kv_mesh(), P(None, "kv"))
     q = jnp.ones((1, 1, HEADS, DIM), jnp.bfloat16)
@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
     began = time.monotonic()
-    if args.smoke:  # blocks that are interpreted hold a thread each, of as many as devices
+    if args.smoke:  # each interpreted block holds one thread, and there are as many as devices
         simulate_devices(8 if args.part == "cluster" else 2)
     elif jax.default_backend() != "gpu":
         raise RuntimeError(f"JAX finds no GPU here, its devices are {jax.devices()}")

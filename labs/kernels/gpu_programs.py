@@ -1,8 +1,8 @@
-"""What GPUs would be given to run, compiled without one of them: `make gpu-programs` writes it.
+"""Programs for GPUs, compiled without a GPU. `make gpu-programs` writes the page.
 
-XLA compiles for a described GPU as for a present one, NVIDIA's assembler included. That shows
-whether a kernel compiles, how many kernels a call starts, what they leave in memory between them,
-and what eight H100s would send each other; not how long anything takes, nor that it is right.
+XLA compiles for a described GPU as for a real one, NVIDIA's assembler included. The programs show
+whether a kernel compiles, how many kernels a call starts, how much memory they use between them,
+and how many bytes eight H100s would send. They show neither times nor that results are right.
 """
 
 import contextlib
@@ -30,11 +30,11 @@ CASES = {  # queries, heads, key heads, head_dim, keys, dtype
     "float32, heads of 256": (1, 16, 8, 256, 65_536, jnp.float32),
 }
 METHODS = "allreduce", "butterfly", "gather", "all_to_all"
-KEYS = 65_536  # of a cache in eight shards
+KEYS = 65_536  # of a cache that is split into eight shards
 
 
 def on_cuda(kind: str = "NVIDIA H100 80GB HBM3"):
-    """A context in which programs are lowered for such a GPU: since JAX 0.11 Pallas asks for it."""
+    """A context for lowering to a described GPU, which Pallas asks for since JAX 0.11."""
     try:
         about = jax.sharding.AbstractDevice(kind, 132, "cuda")
     except (AttributeError, TypeError):  # an older JAX
@@ -45,7 +45,7 @@ def on_cuda(kind: str = "NVIDIA H100 80GB HBM3"):
 
 
 def compiled(f, device, *shapes, dtype=jnp.bfloat16, **options):
-    """The program of f over arrays of those shapes on the described device."""
+    """The compiled program of f on the described device, for arrays of these shapes."""
     sharding = jax.sharding.SingleDeviceSharding(device)
     arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape in shapes]
     options = {
@@ -67,12 +67,12 @@ def state_of(implementation):
 
 
 def decoding(f, device, l, h, h_kv, d, n, dtype):
-    """The program of the state of l queries over n keys."""
+    """The compiled program of attention of l queries over n keys."""
     return compiled(f, device, (1, l, h, d), (1, n, h_kv, d), (1, n, h_kv, d), dtype=dtype)
 
 
 def kernel_table() -> Iterator[str]:
-    """The lines of the first table: kernels of a call, by GPU."""
+    """The lines of the first table: the kernels of a call, by GPU."""
     yield "| for | case | by | kernels | temporary, kB |"
     yield "|---|---|---|---|---|"
     for capability, name in GPUS.items():
@@ -89,19 +89,19 @@ def kernel_table() -> Iterator[str]:
 
 
 def sharded(decode, devices, **options):
-    """The program of one decoded token of 16 heads on 8 key heads of 128 over eight shards."""
+    """The program of one decoding step, 16 heads on 8 key heads of 128, over eight shards."""
     mesh = Mesh(np.array(devices), ("kv",))
     along, whole = NamedSharding(mesh, P(None, "kv")), NamedSharding(mesh, P())
     k = jax.ShapeDtypeStruct((1, KEYS, 8, 128), jnp.bfloat16, sharding=along)
     q = jax.ShapeDtypeStruct((1, 1, 16, 128), jnp.bfloat16, sharding=whole)
-    # An abstract mesh: the kernel is chosen while the program is compiled for its devices.
+    # The abstract mesh names the device for which the program is compiled and a kernel chosen.
     sharding = NamedSharding(mesh.abstract_mesh, P(None, "kv"))
     f = functools.partial(decode, sharding=sharding, implementation=split_k_attend, **options)
     return jax.jit(f).lower(q, k, k).compile()
 
 
 def message_table(devices) -> Iterator[str]:
-    """The lines of the second table: what a device of eight puts in."""
+    """The lines of the second table: the bytes that each of eight devices puts in."""
     yield "| by | collectives | bytes a device puts in |"
     yield "|---|---|---|"
     ways = {f"tree, {x}": functools.partial(tree_decode, method=x) for x in METHODS}

@@ -1,9 +1,9 @@
-"""Decoding by a kernel in Pallas's other backend, Mosaic GPU: what Triton does by itself, by hand.
+"""Decoding by a kernel in Pallas's other backend, Mosaic GPU, with explicit copies and barriers.
 
 An example for GPUs of compute capability 9.0 and newer (H100, B200) and JAX 0.11.2 or newer: a few
 queries a key head, float16 or bfloat16, lengths, and nothing else. A program takes all queries that
-read one key head and a split of its keys. The copies of keys and values into shared memory are
-started some blocks ahead; who waits for whom is written out:
+read one key head, and a split of its keys. It starts the copies of keys and values into shared
+memory some blocks ahead, and waits for each copy. Triton generates this pipeline, Mosaic does not:
 
     fetch keys, fetch values           of the first blocks
     for each block:
@@ -12,11 +12,11 @@ started some blocks ahead; who waits for whom is written out:
         wait for its values            weighted sums of a product
         commit; fetch values
 
-The states of all splits merge by the core's `reduce_tree`. Factors change places: a product of
-tensor cores has 64 rows, 16 for each of four warps, but 8 columns. So keys are its rows, and
-queries its columns.
+The core's `reduce_tree` merges the states of all splits. A product of tensor cores has 64 rows, 16
+for each of four warps, and 8 columns. A key head has few queries, so keys are the rows, and queries
+the columns.
 
-Without such a GPU Pallas interprets the kernel, slowly, on one device, and watches for races.
+Without such a GPU Pallas interprets the kernel, slowly, on one device, and looks for races.
 """
 
 import functools
@@ -35,25 +35,25 @@ try:
 except ImportError:
     plgpu = None
 
-KEYS = 64  # of a block
-ROWS = 8  # of keys in shared memory that lie together, and are copied
-COLUMNS = 8  # of a product of tensor cores, at least
-CHUNK = 64  # of a head_dim, that is in registers at a time
-MOST_QUERIES = 32  # of a key head: their sums fit in registers
-ROOM = 64 << 10  # bytes of keys and values on their way: three programs share a multiprocessor
-PROGRAMS = 512  # that the keys are split over, about: four for each multiprocessor of an H100
-KEYS_A_SPLIT = 256  # at least
+KEYS = 64  # keys of a block
+ROWS = 8  # rows of keys that are contiguous in shared memory, so n is a multiple of it
+COLUMNS = 8  # the fewest columns of a product of tensor cores
+CHUNK = 64  # numbers of a head_dim that are in registers at a time
+MOST_QUERIES = 32  # queries of a key head whose sums fit in registers
+ROOM = 64 << 10  # bytes of slots for keys and values, so three programs fit on a multiprocessor
+PROGRAMS = 512  # programs that share the keys, about four for each multiprocessor of an H100
+KEYS_A_SPLIT = 256  # about the fewest keys of a split; the number of splits is rounded up
 
 
 def missing() -> str | None:
-    """What this JAX lacks; None if it lacks nothing."""
+    """Why this JAX is too old; None if it is new enough."""
     if all(hasattr(plgpu, name) for name in ("mma", "cluster_ref", "InterpretGPUParams")):
         return None
     return f"Mosaic's kernels need JAX 0.11.2 or newer, and this is {jax.__version__}"
 
 
 def is_compiled() -> bool:
-    """Whether Mosaic compiles the kernel: for JAX's device, or the one that its mesh describes."""
+    """Whether Mosaic compiles the kernel, for JAX's device or for the abstract mesh's device."""
     about = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if about is not None:
         return about.platform in ("cuda", "gpu")
@@ -84,21 +84,23 @@ def mosaic_attend(q, k, v, *, scale, kv_lengths=None) -> AttentionState:
     """The state of the queries, for `implementation=` of the core's functions.
 
     q (b, l, h, d), k (b, n, h_kv, d), v (b, n, h_kv, dv), kv_lengths (b,). Keys and values past the
-    lengths may be anything. No gradient. Raises a ValueError that names the argument for what the
-    kernel cannot take.
+    lengths may hold any numbers. No gradient. Raises ValueError, with the argument's name, if the
+    kernel cannot take an argument.
     """
     return attend_by(q, k, v, scale, kv_lengths)
 
 
 def attend_by(q, k, v, scale, kv_lengths, cluster: int = 0, merge=None) -> AttentionState:
-    """The same. With a cluster of so many thread blocks, each takes a split, and `merge` makes one
-    state of theirs (cluster_merge.py)."""
+    """`mosaic_attend`, also by clusters of `cluster` thread blocks, if it is not 0.
+
+    Each block of a cluster takes a split, and `merge` merges their states (cluster_merge.py).
+    """
     if (reason := obstacle(q, k, v)) is not None:
         raise ValueError(reason)
     (b, l, h, d), (n, h_kv, dv) = q.shape, v.shape[1:]
     rows = max(pl.next_power_of_2(l * h // h_kv), COLUMNS)
     splits = pl.next_power_of_2(min(pl.cdiv(PROGRAMS, b * h_kv), pl.cdiv(n, KEYS_A_SPLIT)))
-    # Mosaic turns the grid round: CUDA's first dimension, which has no end, is that of heads.
+    # Mosaic reverses the grid, so heads become CUDA's first dimension, the only large one.
     grid = {"grid": (b, splits, h_kv), "grid_names": ("text", "split", "head")}
     if cluster:
         grid = {"grid": (b, h_kv), "grid_names": ("text", "head")}
@@ -135,7 +137,7 @@ def attend_by(q, k, v, scale, kv_lengths, cluster: int = 0, merge=None) -> Atten
 
 
 def by_key_heads(q, h_kv: int, rows: int):
-    """Queries (b, l, h, d) as a tile for each key head, (b, h_kv, rows, d), which zeros fill up."""
+    """Queries (b, l, h, d) as a tile for each key head, (b, h_kv, rows, d), padded by zeros."""
     b, l, _, d = q.shape
     tile = jnp.moveaxis(q.reshape(b, l, h_kv, -1, d), 2, 1).reshape(b, h_kv, -1, d)
     return jnp.pad(tile, [(0, 0), (0, 0), (0, rows - tile.shape[2]), (0, 0)])
@@ -150,7 +152,7 @@ def by_heads(x, l: int, h: int):
 
 def _scratch(dtype, d: int, dv: int, rows: int, stages: int) -> dict:
     """A program's shared memory, and its barriers."""
-    # As a product reads them: eight rows of 128 bytes together, none in another's bank.
+    # Tensor cores read eight contiguous rows of 128 bytes, swizzled to avoid bank conflicts.
     transforms = plgpu.TilingTransform((8, CHUNK)), plgpu.SwizzleTransform(128)
     return {
         "tile": plgpu.SMEM((d, rows), dtype),
@@ -166,8 +168,8 @@ def _program(q, k, v, lengths, scale, *out, splits: int, merge, interpret: bool,
     """One program: the state of the queries of a key head after one split of its keys.
 
     References to q (b, h_kv, d, rows), k (b, n, h_kv · d), v (b, n, h_kv · dv), lengths (b,), scale
-    (1,); then to the state's fields, (splits, b, h_kv, rows) and (splits, b, h_kv, dv, rows),
-    or to those of a single state where blocks merge theirs.
+    (1,). out: references to the state's fields, (splits, b, h_kv, rows) and (splits, b, h_kv, dv,
+    rows). splits is 1 there if the blocks of a cluster merge their states.
     """
     tile, keys, values, weights = (scratch[x] for x in ("tile", "keys", "values", "weights"))
     keys_there, values_there = scratch["keys_there"], scratch["values_there"]
@@ -181,11 +183,11 @@ def _program(q, k, v, lengths, scale, *out, splits: int, merge, interpret: bool,
     most = largest_weight(v.dtype, n)
     multiply = functools.partial(_product, interpret=interpret)
 
-    def first(i):  # of the block's keys; the cache's last block overlaps the one before
+    def first(i):  # the block's first key; the cache's last block overlaps the one before
         return jnp.minimum(start + i * KEYS, n - KEYS)
 
     def fetch(source, target, there, i):
-        """Begin to copy block i, if there is one, to the slot that it takes in turn."""
+        """Start the copy of block i, if it exists, to its slot."""
         slot, width = lax.rem(i, jnp.int32(stages)), target.shape[2]
 
         @pl.when(i < blocks)
@@ -194,7 +196,7 @@ def _program(q, k, v, lengths, scale, *out, splits: int, merge, interpret: bool,
             plgpu.copy_gmem_to_smem(block, target.at[slot], there.at[slot])
 
     def counts(i, shape, axis: int):
-        """Whether a key is of this block, along the axis."""
+        """Whether each key along the axis belongs to block i."""
         key = first(i) + plgpu.broadcasted_iota(jnp.int32, shape, axis)
         return (key >= start + i * KEYS) & (key < stop)
 
@@ -223,7 +225,7 @@ def _program(q, k, v, lengths, scale, *out, splits: int, merge, interpret: bool,
         p = jnp.exp(s - columns(finite(pivot), s))
         for target, part in zip(weights, split_float(p * (1 / most), v.dtype), strict=True):
             target[...] = part
-        plgpu.commit_smem()  # the weights; and the keys have been read
+        plgpu.commit_smem()  # the weights are written, and the keys have been read
         fetch(k, keys, keys_there, i + stages)
         plgpu.barrier_wait(values_there.at[slot])
         numerator = tuple(
@@ -263,8 +265,9 @@ def _store_state(out, here, state) -> None:
         _store(out[2].at[*here, chunk], x)
 
 
-# Reads, writes and products. Which thread holds which numbers Mosaic finds out by trial, in a long
-# program not in time. So it is said of all that others follow from: of sums, and of factors.
+# Reads, writes and products. Mosaic searches for layouts, that is, for which thread holds which
+# numbers. In a long program the search takes too long, so the layouts of sums and factors are given
+# here, and the others follow from them.
 
 
 def _chunks(d: int):
@@ -272,13 +275,13 @@ def _chunks(d: int):
 
 
 def _sums(x):
-    """An array as threads hold the sums of products; of one axis, as its columns are held."""
+    """x in the layout of sums of products; an array of one axis in the layout of their columns."""
     layout = plgpu.Layout.WGMMA
     return plgpu.layout_cast(x, layout.reduce(0) if x.ndim == 1 else layout)
 
 
 def columns(x, like):
-    """A number for each column of `like`."""
+    """x, a number for each column, broadcast to the shape of `like`."""
     return _sums(lax.broadcast_in_dim(x, like.shape, [1]))
 
 
@@ -297,7 +300,7 @@ def _product(sums, a, b, *, interpret: bool):
 
 
 def read(refs):
-    """A state, (m, d and the chunks of n), from shared memory."""
+    """The fields of a state (m, d and the chunks of n), from shared memory."""
     return [_sums(plgpu.load(ref)) for ref in refs]
 
 
@@ -307,12 +310,12 @@ def write(refs, state) -> None:
 
 
 def _load(x, layout):
-    """An array that lies in global memory, each thread its own elements."""
+    """An array from global memory. Each thread loads its own elements."""
     return plgpu.load(x, layout=layout, optimized=False)
 
 
 def _store(target, x) -> None:
-    """The same the other way: since JAX 0.12 that is to be said."""
+    """Writes to global memory. Since JAX 0.12, optimized=False must be given here, too."""
     if hasattr(plgpu, "store"):
         plgpu.store(target, x, optimized=False)
     else:

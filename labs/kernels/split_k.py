@@ -1,12 +1,12 @@
-"""Flash-Decoding on a page: the keys split over many programs, each of which returns a state.
+"""Flash-Decoding on a page: the keys are split over many programs, and each returns a state.
 
 A decoding step has too few queries to keep a GPU busy, so the keys are split ("split-K"). One
-program takes a tile of queries, all those that read one key head, and a part of that head's keys, a
-block at a time. What it returns is an `AttentionState`; a second kernel merges those of all parts
-(splits.py). Sums are in float32, whatever the inputs are.
+program takes a tile of the queries that read one key head, and a split of that head's keys, a block
+at a time. It returns an `AttentionState`. A second kernel merges the states of all splits
+(splits.py). Sums are in float32 for every dtype of the inputs.
 
-Triton compiles the kernel for CUDA devices. Anywhere else Pallas interprets it, which is slow: for
-tests, and to look at it. The derivative is that of the core's blockwise form.
+Triton compiles the kernel for CUDA devices. On other devices Pallas interprets it, which is slow,
+and meant for tests and for study. The gradient is that of the core's blockwise form.
 """
 
 import functools
@@ -40,7 +40,7 @@ from treeattn import AttentionState
 from treeattn import attend as plain_attend
 
 MAX_HEAD_DIM = 256
-MAX_BATCH = (1 << 16) - 1  # of CUDA's third dimension of a grid
+MAX_BATCH = (1 << 16) - 1  # the largest third dimension of a CUDA grid
 
 
 def split_k_attend(
@@ -48,9 +48,9 @@ def split_k_attend(
 ) -> AttentionState:
     """The state of the queries after their keys, for `implementation=` of the core's functions.
 
-    q, k, v of float16, bfloat16 or float32, with head_dims up to 256; the rest as in
-    `treeattn.attend`. Fields (b, l, h) and (b, l, h, dv) in float32. Raises a ValueError that names
-    the argument for what the kernel cannot take.
+    q, k, v are float16, bfloat16 or float32, with head_dims up to 256. The other arguments are as
+    in `treeattn.attend`. The fields (b, l, h) and (b, l, h, dv) are float32. Raises ValueError,
+    with the argument's name, if the kernel cannot take an argument.
     """
     if (reason := obstacle(q, v)) is not None:
         raise ValueError(reason)
@@ -103,7 +103,7 @@ def _call(q, k, v, scale, options, *, causal: bool, interpret: bool) -> tuple:
     h_kv, dv = v.shape[2:]
     tiling = tile_of(q, v)
     mask, bias = (_of_rank_four(options[name]) for name in ("mask", "bias"))
-    if bias is not None and bias.dtype == jnp.float64:  # no room for it in shared memory
+    if bias is not None and bias.dtype == jnp.float64:  # too large for shared memory
         bias = bias.astype(jnp.float32)
     lengths = options["kv_lengths"]
     lengths = None if lengths is None else jnp.asarray(lengths, jnp.int32)[:, None]
@@ -119,8 +119,9 @@ def _call(q, k, v, scale, options, *, causal: bool, interpret: bool) -> tuple:
 
     by_row = mask, bias, lengths, scale.reshape(1, 1)
     out_specs, out_shape = zip(result(l, h), result(l, h), result(l, h, dv), strict=True)
-    # A single row of tensor cores waits for memory; several need room instead, and so do heads so
-    # wide that a third block would not fit in what GPUs of 8.9 and 12.0 have.
+    # A tile with one row of tensor cores waits for memory, so a third block is copied ahead. Larger
+    # tiles need the shared memory. So do very wide heads, whose third block would not fit on GPUs
+    # of compute capability 8.9 and 12.0.
     compiler_params = triton.CompilerParams(
         num_warps=4 if tiling.rows * side(dv) < 1 << 13 else 8,
         num_stages=3 if tiling.rows == SIDE < tiling.block else 2,
@@ -139,7 +140,7 @@ def _call(q, k, v, scale, options, *, causal: bool, interpret: bool) -> tuple:
 
 
 def _of_rank_four(x):
-    """A mask or bias, which broadcasts to (b, h, l, n), with its four axes; None if it is None."""
+    """A mask or bias, which broadcasts to (b, h, l, n), with four axes; None for None."""
     if x is None:
         return None
     x = jnp.asarray(x)
@@ -147,7 +148,7 @@ def _of_rank_four(x):
 
 
 def _row_spec(x):
-    """What a program is given of `x`, (b, …): its row, or what all rows share."""
+    """The block of `x` (b or 1, …) for a program: its own row, or the row that all share."""
     if x is None:
         return None
     each = int(len(x) > 1)
@@ -158,8 +159,8 @@ def _row_spec(x):
 def _kernel(q, k, v, mask, bias, length, scale, *out, h_kv: int, causal: bool, tiling: Tiling):
     """One program: the state of a tile of queries after one split of a head's keys.
 
-    References to q (l, h, d), to k (n, d) and v (n, dv) of one head, mask and bias (h, l, n), an
-    axis being 1 where all share an entry, length (1,) and scale (1,). out: the state's fields,
+    References to q (l, h, d), to k (n, d) and v (n, dv) of one head, to mask and bias (h, l, n),
+    whose axes may be 1, to length (1,) and scale (1,). out: references to the state's fields,
     (l, h), (l, h) and (l, h, dv).
     """
     l, heads, d = q.shape
@@ -169,7 +170,7 @@ def _kernel(q, k, v, mask, bias, length, scale, *out, h_kv: int, causal: bool, t
     group = heads // h_kv
     query, member = divide(tile * rows + indices(rows), group)
     place = query, head * group + member
-    is_query = query < l  # past the last one is padding
+    is_query = query < l  # rows past the last query are padding
     queries, root = shrink_tile(load_rows(q, place, is_query, d), d)
 
     length = jnp.int32(n) if length is None else length[0]
@@ -188,7 +189,7 @@ def _kernel(q, k, v, mask, bias, length, scale, *out, h_kv: int, causal: bool, t
         keys = load_rows(k, (key,), is_key, d)
         there = is_query[:, None] & is_key[None]
         visible, added = _visibility(there, place, key, mask, bias, causal)
-        if not mask is bias is None:  # what nobody sees may be NaN
+        if not mask is bias is None:  # hidden values may be NaN
             is_key = is_key & (jnp.max(visible.astype(jnp.int32), axis=0) > 0)
         values = load_rows(v, (key,), is_key, dv)
         s = _hidden_and_clipped(dot(queries, keys, 1) * root * (root * scale[0]), visible, added)
@@ -201,19 +202,20 @@ def _kernel(q, k, v, mask, bias, length, scale, *out, h_kv: int, causal: bool, t
 
     m = jnp.full(rows, -jnp.inf, jnp.float32)
     state = m, jnp.zeros_like(m), jnp.zeros((rows, side(dv)), jnp.float32)
-    blocks = ceil(stop - start, block)  # none, where the split begins past the end
+    blocks = ceil(stop - start, block)  # 0 if the split begins past the end
     m, denominator, numerator = lax.fori_loop(jnp.int32(0), blocks, add_block, state)
     store_state(out, keep_nan(m, denominator, numerator * most), place, is_query)
 
 
 def _visibility(there, place, key, mask, bias, causal: bool):
-    """(visible, added) of a tile of scores: who sees which key, and the bias, or None.
+    """(visible, added) for a tile of scores: which query sees which key, and the bias, or None.
 
-    there: whether both the query and the key are there; place: the queries', and their heads
+    there: whether the query and the key exist
+    place: the indices of the queries and of their heads
     """
     query, head = place
 
-    def entries(x):  # of a mask or bias (heads, queries, keys); all share an axis of 1
+    def entries(x):  # of a mask or bias (heads, queries, keys), whose axes of 1 broadcast
         at = zip((head, query, key), x.shape, strict=True)
         return load(x, grid(*(i * min(size - 1, 1) for i, size in at)), there)
 
@@ -229,8 +231,10 @@ def _visibility(there, place, key, mask, bias, causal: bool):
 
 
 def _hidden_and_clipped(s, visible, added):
-    """Scores with their bias, finite, or −∞ where a key is hidden; a visible NaN is NaN still,
-    though Triton's clamp would drop it."""
+    """Finite scores with their bias, and −∞ for hidden keys. A visible NaN stays NaN.
+
+    Triton's clamp alone would drop the NaN.
+    """
     lost = s != s
     s = finite(s)
     if added is not None:

@@ -1,8 +1,8 @@
-"""The second kernel: the states of all splits of the keys become one.
+"""The second kernel, which merges the states of all splits of the keys.
 
-As XLA compiles it, a tree of merges is three or four kernels, which start for longer than they run.
-Here a program takes one query: it reads the pivots of its splits, then their sums, and writes a
-state.
+XLA would compile a tree of merges to three or four kernels, which take longer to start than to run.
+In this kernel a program takes one query. It reads the pivots of the query's splits, then their
+sums, and writes one state.
 """
 
 import functools
@@ -28,9 +28,9 @@ READ = 1 << 12  # numbers that a program reads at a time
 
 
 def merge_splits(states, interpret: bool) -> tuple:
-    """The merge of states (splits, b, l, h), …, (splits, b, l, h, dv), a power of two of them.
+    """Merges states with fields (splits, b, l, h), …, (splits, b, l, h, dv). splits: a power of 2.
 
-    Returns fields (b, l, h), (b, l, h) and (b, l, h, dv). Of a single split nothing is merged.
+    Returns fields (b, l, h), (b, l, h) and (b, l, h, dv). A single split is returned as it is.
     """
     splits, b, l, h, dv = states[2].shape
     if splits == 1:
@@ -60,13 +60,13 @@ def merge_splits(states, interpret: bool) -> tuple:
 def _kernel(m, d, n, *out, splits: int):
     """One program: the state of one query of one head.
 
-    References to the splits' m and d (splits, l, h) and n (splits, l, h, dv). out: the state's
-    fields, (l, h), (l, h) and (l, h, dv).
+    References to the splits' m and d (splits, l, h) and n (splits, l, h, dv). out: references to
+    the merged state's fields, (l, h), (l, h) and (l, h, dv).
     """
     _, _, h, dv = n.shape
     query, head = divide(pl.program_id(0), h)
 
-    def place(i):  # of splits
+    def place(i):  # the indices of this query's states in the splits i
         return i, jnp.zeros_like(i) + query, jnp.zeros_like(i) + head
 
     def weights(i):
@@ -77,7 +77,7 @@ def _kernel(m, d, n, *out, splits: int):
     denominator = jnp.sum(load(d, place(every), every < splits) * weights(every))
     size = min(splits, READ // side(dv))
 
-    # Sums divided by their number stay in float32's range.
+    # The sums are divided by the number of splits, so their total stays in float32's range.
     def add_some(step, total):
         i = step * size + indices(size)
         sums = load_rows(n, place(i), i < splits, dv) / splits

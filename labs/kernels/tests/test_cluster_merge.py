@@ -1,4 +1,4 @@
-"""The kernels by Mosaic: interpreted, with races looked for; and lowered for an H100."""
+"""The Mosaic kernels: interpreted, with a search for races, and lowered for an H100."""
 
 import functools
 import re
@@ -20,7 +20,7 @@ is_new = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
 
 def attending(implementation, **options):
-    """`attend` by it, or by a part of it."""
+    """`attend` by this implementation, or by a partial of it."""
     f = functools.partial(implementation, **options)
     return jax.jit(functools.partial(treeattn.attend, implementation=f))
 
@@ -46,7 +46,7 @@ def run(arrays, cluster, **options):
     ids=str,
 )
 def test_against_float64(cluster, shape, lengths, dtype):
-    """What lies past the lengths may be anything."""
+    """Memory past the lengths may hold any numbers."""
     q, k, v = draw(shape, dtype)
     options = {"kv_lengths": np.array(lengths, np.int32)}
     past = (np.arange(shape[4]) >= options["kv_lengths"][:, None])[..., None, None]
@@ -60,7 +60,7 @@ def test_against_float64(cluster, shape, lengths, dtype):
 
 @is_new
 def test_a_missing_barrier_is_a_race(monkeypatch):
-    """The interpreter would find it, had a block read a state that may not be there."""
+    """The interpreter finds a block that reads a state before it must have been written."""
     monkeypatch.setattr(cluster_merge, "_everybody", lambda together: None)
     with pytest.raises(Exception, match=r"(?i)race"):
         run(draw((1, 1, 1, 1, 136, 64, 64), "bfloat16"), 2)
@@ -93,7 +93,7 @@ def test_an_older_jax_is_told():
 
 # Lowered for an H100, without one.
 
-# What a merge of states is made of, where no kernel does it; sums of no elements XLA drops.
+# The operations of a merge of states outside a kernel. XLA drops sums of no elements.
 OUTSIDE = r"stablehlo\.(exponential|(maximum|multiply|add) .*f32)"
 
 
@@ -126,19 +126,19 @@ def test_one_kernel_and_a_tree_of_reads(cluster, d, dv):
     program = lowered(f, arrays, kv_lengths=np.array([9, 1000]))
     (kernel,) = modules(program.compiler_ir())
     rounds = cluster.bit_length() - 1
-    # Once a round, an address of each field's in the other block's shared memory: JAX 0.11 writes
-    # an operation of MLIR's for it, 0.12 the instruction itself. A numerator has chunks of 64.
+    # Once a round, the program maps each field to its address in the other block's shared memory,
+    # by an operation of MLIR in JAX 0.11, by the instruction in 0.12. A numerator has chunks of 64.
     addresses = re.findall(r'nvvm\.mapa"|"mapa\.shared::cluster\.u32 \$0, \$1, \$2;"', kernel)
     assert len(addresses) == (2 + dv // 64) * rounds
-    # Once a round, and in the end, all blocks wait for each other; a block alone for nobody.
+    # All blocks wait for each other once a round and at the end. A single block does not wait.
     waits = kernel.count("mbarrier.arrive.shared::cluster")
     assert waits == (rounds + 1 if rounds else 0)
-    # Outside the kernel no numbers of states are compared, multiplied or added.
+    # Outside the kernel, no states are merged: nothing is compared, multiplied or added.
     assert not re.search(OUTSIDE, program.as_text())
 
 
 def test_split_k_merges_in_a_second_kernel():
-    """And a tree of merges is what the search finds where there is one."""
+    """The search for a tree of merges finds one in a program that has one."""
     arrays = draw((2, 1, 16, 4, 1000, 64, 64), "bfloat16")
     assert not re.search(OUTSIDE, lowered(attending(split_k_attend), arrays).as_text())
     states = treeattn.AttentionState.identity((8, 2, 1, 16), 64)

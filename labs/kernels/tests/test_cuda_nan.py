@@ -1,4 +1,4 @@
-"""A NaN is not lost on CUDA, whose max and min drop it: the kernel interpreted with those."""
+"""A NaN is not lost on CUDA. The kernel is interpreted with CUDA's max and min, which drop NaN."""
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,10 @@ B, L, H, H_KV, N, D, DV = SHAPE = 2, 3, 4, 2, 600, 32, 24
 
 @pytest.fixture(autouse=True)
 def as_on_cuda(monkeypatch):
-    """Maxima and minima as max.f32 and min.f32 compute them: of a number and a NaN, the number.
+    """Maxima and minima like max.f32 and min.f32, which return the number of a number and a NaN.
 
-    Triton makes such instructions of `max`, `min` and `clamp` in a kernel. The interpreter leaves
-    them to XLA, which hands a NaN on; here it is given other rules for them.
+    Triton compiles `max`, `min` and `clamp` to these instructions. The interpreter uses XLA's,
+    which propagate a NaN, so this fixture replaces their lowering rules.
     """
 
     def larger(x, y):
@@ -44,7 +44,7 @@ def as_on_cuda(monkeypatch):
     }
     of_cpus = _platform_specific_lowerings["cpu"]
     for primitive, rule in rules.items():
-        monkeypatch.setitem(of_cpus, primitive, None)  # in the end it is gone again
+        monkeypatch.setitem(of_cpus, primitive, None)  # monkeypatch removes it at the end
         mlir.register_lowering(primitive, mlir.lower_fun(rule, False), platform="cpu")
 
 
@@ -63,14 +63,14 @@ def test_the_rules_drop_a_nan():
 
 @jax.jit
 def written(q, k, v, scale, options):
-    """The state that the two kernels write, of several splits."""
+    """The state that the two kernels write for several splits."""
     assert tiles.tile_of(q, v).splits > 1
     options = {"mask": None, "bias": None, "kv_lengths": None} | options
     return split_k._call(q, k, v, jnp.float32(scale), options, causal=False, interpret=True)
 
 
 def finalized(m, d, n):
-    """In NumPy, since JAX's maximum is replaced here."""
+    """`finalize` in NumPy, because JAX's maximum is replaced here."""
     m, d, n = (np.asarray(x, np.float64) for x in (m, d, n))
     with np.errstate(divide="ignore"):
         return n / np.where(d == 0, 1, d)[..., None], m + np.log(d)
@@ -109,7 +109,7 @@ def test_what_is_nan_is_what_dense_attention_has_as_nan(where, dtype):
 
 @pytest.mark.parametrize("hidden", ["mask", "bias"])
 def test_a_query_without_keys_reads_no_nan(hidden):
-    """Its state is (−∞, 0, 0) whatever the values are; that of the others is NaN."""
+    """Its state is (−∞, 0, 0) for any values. The other queries' states are NaN."""
     q, k, v = draw(SHAPE, "float32")
     v = jnp.full_like(v, np.nan)
     seen = np.ones((1, 1, L, N), bool)

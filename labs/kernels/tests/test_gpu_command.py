@@ -1,4 +1,4 @@
-"""`make gpu`, as far as it goes without a GPU: its checks, its pages, its exit status."""
+"""`make gpu` without a GPU: its checks, its pages, its exit status."""
 
 import json
 import subprocess
@@ -61,7 +61,7 @@ def test_a_part_that_takes_too_long_is_stopped():
 
 @pytest.mark.slow
 def test_a_rehearsal_writes_its_page(tmp_path):
-    """NaN is asked of every kernel, and no row is wrong."""
+    """Every kernel is checked with NaN, and no row is wrong."""
     command = [sys.executable, "-m", "labs.kernels.gpu", "correct", "--smoke", "--results"]
     done = subprocess.run([*command, str(tmp_path)], cwd=gpu.ROOT, capture_output=True, timeout=500)
     assert done.returncode == 0, done.stderr

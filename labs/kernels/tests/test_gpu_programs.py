@@ -1,4 +1,4 @@
-"""Programs for described GPUs, where JAX's compiler for them is installed: no GPU."""
+"""Programs for described GPUs. These tests need JAX's plugin for CUDA, and no GPU."""
 
 import jax.numpy as jnp
 import pytest
@@ -21,7 +21,7 @@ def devices():
 
 @pytest.mark.parametrize("capability", gpu_programs.GPUS, ids=str)
 def test_the_state_compiles_for_every_gpu(capability, devices):
-    """The widest there is, with a mask, a bias and lengths; some GPUs have 99 KiB a block."""
+    """The widest heads, with a mask, a bias and lengths. Some GPUs have 99 KiB for a block."""
     options = {
         "mask": jnp.ones((1, 1, 1, 8192), bool),
         "bias": jnp.zeros((1, 4, 1, 8192), jnp.float32),

@@ -1,4 +1,4 @@
-"""The split-K kernel: interpreted, against dense attention in float64; and lowered for CUDA."""
+"""The split-K kernel, interpreted, against dense attention in float64, and lowered for CUDA."""
 
 import functools
 
@@ -27,7 +27,7 @@ run = jax.jit(eager, static_argnames="causal")
 
 
 def check(arrays, state, **options):
-    """That a state is that of dense attention in float64, in float32."""
+    """Asserts that a state, in float32, is that of dense attention in float64."""
     assert {x.dtype for x in state} == {jnp.dtype("float32")}
     out, lse = finalize(state)
     error = 5 * ERROR[str(arrays[0].dtype)]
@@ -71,7 +71,7 @@ def test_a_mask_and_a_bias_of_each_shape():
 
 def test_the_gradient():
     def of(q, k, v, dout, *, dlse=0.0, **options):
-        """Of Σ dout·out + Σ dlse·lse, where there are keys."""
+        """Σ dout·out + Σ dlse·lse, over rows that have keys."""
 
         def loss(q, k, v):
             out, lse = finalize(run(q, k, v, **options))
@@ -86,7 +86,7 @@ def test_the_gradient():
 
 @pytest.mark.parametrize("name", ["mask", "bias", "kv_lengths"])
 def test_what_is_hidden_from_all_may_be_nan(name):
-    """And a row without keys has the identity for a state."""
+    """A row without keys has the identity as its state."""
     q, k, v = draw((2, 3, 4, 2, 600, 64, 64), "bfloat16")
     lengths = np.array([0, 70], np.int32)
     visible = (np.arange(600) < lengths[:, None])[:, None, None]
@@ -121,7 +121,7 @@ def test_finite_inputs_make_no_nan(dtype):
 
 
 def test_small_weights_in_float16():
-    """One key leads, and 16,383 others weigh e⁻¹⁶ each: below the numbers that float16 rounds."""
+    """One key leads, and 16,383 others weigh e⁻¹⁶ each, where float16 loses bits."""
     n = 1 << 14
     k = np.zeros((1, n, 1, 16), np.float16)
     k[:, 0, :, 0] = 16
@@ -152,11 +152,11 @@ def test_what_is_refused(unchecked):
         jax.eval_shape(eager, *many)
 
 
-# Lowered for CUDA, without a GPU: kernels over the keys, and over the states of their splits.
+# Lowered for CUDA without a GPU: the kernel over the keys, and the kernel over the splits' states
 
 
 def kernels(shape, dtype="bfloat16", **options) -> int:
-    """How many a call of the kernel is lowered to."""
+    """The number of kernels to which a call is lowered."""
     b, l, h, h_kv, n, d, dv = shape
     shapes = (b, l, h, d), (b, n, h_kv, d), (b, n, h_kv, dv)
     with on_cuda():
@@ -183,7 +183,7 @@ def test_heads_and_tiles_are_in_the_grids_first_dimension():
 
 
 def test_the_kernel_multiplies_by_tensor_cores_whatever_jax_is_set_to():
-    """They round factors, which is why there are several products: three in float32."""
+    """Tensor cores round factors, so there are several products: three in float32."""
     with jax.default_matmul_precision("highest"):
         arrays = draw((2, 1, 16, 4, 4096, 128, 128), "float32")
         program = str(jax.make_jaxpr(eager)(*arrays))
