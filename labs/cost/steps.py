@@ -89,7 +89,7 @@ class Plan(NamedTuple):
 
     @property
     def family(self) -> str:
-        """What it splits: "batch", "heads", "sequence", "heads + sequence", … or "one device"."""
+        """The split axes: "batch", "heads", "sequence", "heads + sequence", … or "one device"."""
         return " + ".join(what for what, _ in self._shares()) or "one device"
 
     @property

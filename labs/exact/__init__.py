@@ -1,6 +1,6 @@
 """Attention whose bits no order, split or mesh can change: two functions for `tree_decode`.
 
-`check_invariance` asks of any function on what its bits depend.
+`check_invariance` tests on which axes the bits of any function depend.
 """
 
 from labs.exact.attend import exact_attend, exact_state

@@ -18,26 +18,26 @@ from labs.exact.digits import (
 from labs.exact.state import EMPTY, MAX_KEYS, NO_NUMBER, ExactState, Sums, in_halves
 from treeattn import AttentionState
 
-BLOCK = 512  # keys: so many products of a digit below 256 and one up to 128 are less than 2^24
-PRODUCTS = 1 << 24  # of entries of queries and keys, held at a time, about
+BLOCK = 512  # keys: the products of digits below 256 and up to 128 add up to less than 2^24
+PRODUCTS = 1 << 24  # products of queries' and keys' entries held at a time, about
 
 
 def exact_state(
     q, k, v, *, scale, mask=None, bias=None, kv_lengths=None, causal=False
 ) -> ExactState:
-    """The state of each query after all keys that it sees, shapes (b, l, h): no order moves a bit.
+    """The state of each query over its visible keys, shapes (b, l, h): no order moves a bit.
 
-    q, k, v and options as the core gives them to a function that is its `implementation`:
+    q, k, v and options are as the core passes them to its `implementation`:
     q (b, l, h, d), k (b, n, h_kv, d), v (b, n, h_kv, dv) of float16, bfloat16 or float32; mask and
     bias broadcast to (b, h, l, n); kv_lengths (b,); causal: query i sees keys 0 … i.
 
-    Weights lose at most 2^−39 of the largest weight a key, weighted values 2^−35 of the largest.
-    A value is rounded to 2^−30 of the **largest entry of its row**: entries that are smaller than
-    that are lost, so outputs are near to the true ones relative to the largest value, not entry by
-    entry. Scores count as at most 2^26. A NaN in a score or a value that a query sees makes its
-    output NaN. There is no gradient: jax.grad raises a TypeError.
+    A key loses at most 2^−39 of the largest weight, and 2^−35 of the largest weighted value. A
+    value is rounded to 2^−30 of the **largest entry of its row**, and smaller entries are lost. So
+    outputs are near to the true ones relative to the largest entry, not entry by entry. Scores are
+    clipped to ±2^26. A NaN in a score or a value that a query sees makes its output NaN. There is
+    no gradient: jax.grad raises a TypeError.
 
-    Raises a ValueError for float64 and for more than 2^28 keys.
+    Raises ValueError for float64 and for more than 2^28 keys.
     """
     if q.dtype == jnp.float64:
         raise ValueError("q: exact sums take float16, bfloat16 or float32, got float64")
@@ -124,7 +124,7 @@ def _hidden_and_seen(options, causal, keys, shape, read):
 
 
 def _block_state(scores, values, visible) -> ExactState:
-    """That of a block: scores (b, h_kv, group, l, size), values (b, h_kv, size, dv)."""
+    """The state of a block: scores (b, h_kv, group, l, size), values (b, h_kv, size, dv)."""
     unknown = visible & (scores != scores)
     seen = visible & (scores == scores)
     power, mantissa = weight_of(jnp.where(seen, scores, 0))
@@ -148,8 +148,8 @@ def _weighted_sums(weights, values):
     """Σ weight · value over the keys by level, int32 (6, b, h_kv, group, l, dv).
 
     weights: the digits (6, b, h_kv, group, l, size); values: four of (b, h_kv, size, dv).
-    The product of digits i and j stands at level i + j. A matrix product in float32 adds whole
-    numbers below 2^24, exactly, in whatever order.
+    The product of digits i and j is at level i + j. A matrix product in float32 adds whole
+    numbers below 2^24 exactly, in any order.
     """
     _, b, h_kv, group, l, size = weights.shape
     rows = jnp.moveaxis(weights.astype(jnp.float32), 0, 2).reshape(b, h_kv, -1, size)

@@ -1,7 +1,7 @@
 """The axes on which a function's bits may depend, and the questions that tell them apart.
 
-From one question to the next a single thing changes, so the axis that is named is the one that
-matters. Together the questions lead from a query alone to any batch that the query may be in.
+Each question changes a single thing, so the axis that fails is the cause. Together the questions
+lead from a query alone to any batch that contains the query.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-# What a function's bits may depend on, and what its author can do.
+# The axes on which a function's bits may depend, and what its author can do.
 AXES = {
     "repeats": "the same call twice: no additions in the order in which threads come, no memory"
     " that was never written; the other axes are not asked",
@@ -41,17 +41,17 @@ class Call(NamedTuple):
 
 
 class Question(NamedTuple):
-    """These parts, along rows and queries, of two calls' answers should have the same bits."""
+    """Two calls' answers should have the same bits in these parts, along rows and queries."""
 
     pair: str
     call: Call
-    expected: Call  # whose rows and queries stand for as many as there are in the other
+    expected: Call  # its rows and queries are broadcast to those of `call`
     part: tuple = (slice(None), slice(None))
     expected_part: tuple = (slice(None), slice(None))
 
 
 class Settings(NamedTuple):
-    """What is asked; the arguments of `check_invariance`."""
+    """The arguments of `check_invariance`."""
 
     heads: tuple[int, int]
     head_dim: int
@@ -78,7 +78,7 @@ def in_rows(call: Call, b: int) -> Call:
     return Call(*(np.repeat(x, b, axis=0) for x in call[:3]))
 
 
-# Each axis asks about n keys and l queries: a step of decoding, or one of eight tokens.
+# Each axis asks about n keys and l queries, which are one or eight new tokens.
 
 
 def repeats(asked: Settings, n: int, l: int) -> Iterator[Question]:
@@ -95,7 +95,7 @@ def address(asked: Settings, n: int, l: int) -> Iterator[Question]:
 
 
 def batch(asked: Settings, n: int, l: int) -> Iterator[Question]:
-    """One row, and copies of it."""
+    """One row against copies of it."""
     alone = asked.draw(n, l=l)
     for b in asked.batches_of(n):
         yield Question(f"batch of {b} against 1", in_rows(alone, b), alone, (slice(0, 1),))
@@ -110,7 +110,7 @@ def row(asked: Settings, n: int, l: int) -> Iterator[Question]:
 
 
 def neighbours(asked: Settings, n: int, l: int) -> Iterator[Question]:
-    """One row among its copies, and among others."""
+    """One row among its copies, and among other rows."""
     for b in asked.batches_of(n):
         mine = asked.draw(n, l=l)
         copies = in_rows(mine, b)
@@ -174,7 +174,7 @@ def padding(asked: Settings, n: int, l: int) -> Iterator[Question]:
 
 
 def ways(asked: Settings, n: int, l: int) -> Iterator[Question]:
-    """The first function, and each other."""
+    """The first function against each other function."""
     first, *others = asked.ways
     call = asked.draw(n, 2, l)
     for way, name in enumerate(others, 1):
@@ -186,7 +186,7 @@ QUESTIONS = {axis.__name__: axis for axis in ALL}
 
 
 def questions(axis: str, asked: Settings) -> Iterator[Question]:
-    """All questions about an axis. Those that share what is expected come one after another."""
+    """All questions about an axis. Those with the same expected call are neighbours."""
     for i, n in enumerate(asked.keys):
         for question in QUESTIONS[axis](asked, n, (1, 8)[i % 2]):
             yield question._replace(pair=f"{n} keys, {question.pair}")

@@ -1,8 +1,8 @@
-"""On what do a function's bits depend, on which they should not? Each axis is asked by itself.
+"""On which axes do a function's bits depend, but should not? Each axis is tested by itself.
 
-A query's attention to its keys is a number, whoever else is asked at the same time, and in whatever
-portions the keys come. Sums of floating-point numbers depend on their order, and the order is often
-chosen by the shapes of a call.
+A query's attention to its keys should depend neither on the other queries of a call nor on the
+portions in which keys come. But sums of floating-point numbers depend on their order, and the
+shapes of a call often choose the order.
 """
 
 import inspect
@@ -21,7 +21,7 @@ class Result(NamedTuple):
 
 
 class Report(NamedTuple):
-    """A line for each axis. True if something passed and nothing failed."""
+    """A line for each axis. True if an axis passed and none failed."""
 
     results: tuple[Result, ...]
 
@@ -47,19 +47,19 @@ def check_invariance(
     batches: Sequence[int] = (2, 3, 8, 64),
     queries: Sequence[int] = (2, 8, 9, 32, 33),
 ) -> Report:
-    """On which axes the bits of f depend: those that "failed". `AXES` says what each means.
+    """The axes on which the bits of f depend have "failed". `AXES` says what each means.
 
     f:     f(q, k, v) -> out, or (out, lse), or any arrays whose first axes are rows and queries.
            q (b, l, h, d), k and v (b, n, h_kv, d), float32, without a mask: every query sees all
-           keys. With an option kv_lengths (b,), of which so many keys count, f is asked for
-           "padding" and for "neighbours" of other lengths.
-           Or a mapping {name: f} of functions that should have the same bits, on other numbers of
-           devices, say. They are asked for "ways", the first of them for all other axes.
+           keys. If f has an option kv_lengths (b,), the numbers of keys that count, it is tested
+           for "padding" and for "neighbours" of other lengths.
+           Or a mapping {name: f} of functions that should have the same bits, such as one for each
+           number of devices. "ways" compares all of them, the other axes test the first.
     axes:  only these of `AXES`, and "repeats"; None for all.
     heads: (h, h_kv). head_dim: d. keys: every n. batches: every b. queries: every l.
 
-    Answers are compared bit by bit: +0 and −0 differ, NaNs are all the same. What raises
-    NotImplementedError is not asked. No call has more than 70,000 keys in all its rows (36 MB each
+    Answers are compared bit by bit: +0 and −0 differ, all NaNs are the same. Calls that raise
+    NotImplementedError are left out. No call has more than 70,000 keys in all its rows (36 MB each
     for k and v of this size). Raises ValueError for an unknown axis.
     """
     ways = f if isinstance(f, Mapping) else {"f": f}
@@ -118,7 +118,7 @@ def _ask(functions: list[Callable], axis: str, questions: Iterator[Question]) ->
 
 
 def _answer(functions: list[Callable], call: Call) -> list[np.ndarray]:
-    """Copies of what a function returns for copies of these arguments."""
+    """Copies of a function's answer to copies of these arguments."""
     arguments = [aligned(x, call.offset) for x in (call.q, call.k, call.v)]
     options = {} if call.lengths is None else {"kv_lengths": call.lengths.copy()}
     answer = functions[call.way](*arguments, **options)
@@ -142,8 +142,8 @@ def aligned(x: np.ndarray, offset: int) -> np.ndarray:
 def bits(x: np.ndarray) -> np.ndarray:
     """The bits of `x` as unsigned integers of its shape. All NaNs have the same.
 
-    Which NaN an operation gives, sign and payload, no standard says, and no program should depend
-    on it. +0 and −0 are different bits, because 1/x tells them apart.
+    No standard fixes the sign and payload of an operation's NaN, so no program should depend on
+    them. +0 and −0 have different bits, because 1/x tells them apart.
     """
     whole = np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").reshape(x.shape)
     return np.where(x != x, np.iinfo(whole.dtype).max, whole)
@@ -152,8 +152,8 @@ def bits(x: np.ndarray) -> np.ndarray:
 def difference(answer: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> tuple[float, float]:
     """(share of the elements whose bits differ, the largest difference) of two answers.
 
-    What is expected may have one row, or query, for all of the answer's. Answers of other shapes
-    or dtypes differ in all elements, by NaN, and so do a NaN and a number in one.
+    expected may have one row, or query, for all of the answer's. Answers of other shapes or dtypes
+    differ in all elements, by NaN. So do a NaN and a number, in their element.
     """
     if [x.dtype for x in answer] != [x.dtype for x in expected]:
         return 1.0, np.nan

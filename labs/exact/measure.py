@@ -1,4 +1,4 @@
-"""How long exact sums take beside the core's own attention: medians, in turn, in one process.
+"""Times of exact sums and of the core's own attention: medians, in turn, in one process.
 
 python -m labs.exact.measure
 """

@@ -1,10 +1,10 @@
 """A state of whole numbers, whose merge is associative and commutative in every bit.
 
 A weight e^s has digits to the base 256, at positions (powers of 256) that the weight alone decides,
-and so has a weight times a value. What stands at one position adds up as integers do. A sum keeps
-the six highest positions that any key reaches; when a larger key comes, lower positions fall off,
-the same whenever it comes. (In the manner of Demmel and Nguyen, Parallel Reproducible Summation,
-2015.)
+and so has a weight times a value. Digits at one position are added as integers. A sum keeps six
+positions, from the highest that any key reaches. When a larger key comes, early or late, the same
+lower positions fall off. This is in the manner of Demmel and Nguyen, Parallel Reproducible
+Summation, 2015.
 """
 
 import math
@@ -19,8 +19,8 @@ from jaxtyping import Float, Int
 from labs.exact.digits import LEVELS, log, times_power, unfused
 from treeattn import AttentionState, from_output
 
-EMPTY = -(1 << 27)  # the position of nothing
-NO_NUMBER = 1 << 27  # that of a NaN: above all, so that no digit is left beside it
+EMPTY = -(1 << 27)  # the top of a sum of no keys
+NO_NUMBER = 1 << 27  # the position of a NaN, above all others, so that no digit is left
 MAX_KEYS = 1 << 28  # in all: a position's sum grows by less than 2^17 a key
 
 
@@ -46,7 +46,7 @@ class Sums(NamedTuple):
 
 
 class ExactState(NamedTuple):
-    """What a set of keys adds up to: Σ e^s, one channel, and Σ e^s v, with positions of its own."""
+    """The sums over a set of keys: Σ e^s, one channel, and Σ e^s v, with positions of their own."""
 
     weights: Sums
     values: Sums
@@ -68,13 +68,13 @@ class ExactState(NamedTuple):
         )
 
     def rounded(self) -> AttentionState:
-        """The state (lse, 1, out) of the core, in float32: the one rounding there is."""
+        """The state (lse, 1, out) of the core, in float32: the only rounding."""
         return round_sums(jnp.stack([self.weights.top, self.values.top]), self.in_positions())
 
     def in_positions(self) -> Int[jax.Array, "8 ... channels"]:
-        """All sums, that of weights first, where they stand from top + 2 to top − 5.
+        """All sums, those of weights first, at the positions top + 2 to top − 5.
 
-        A high half counts two positions higher. The window moves no more, and nothing falls off.
+        A high half counts two positions higher. The window no longer moves, so nothing falls off.
         There is room for the sums of 2^14 devices.
         """
         levels = jnp.concatenate([self.weights.levels, self.values.levels], axis=-1)
@@ -86,11 +86,11 @@ class ExactState(NamedTuple):
 def merge_exact(state: ExactState, axes: str | tuple[str, ...]) -> AttentionState:
     """Inside `shard_map`: the merge of all devices' states along the axes, rounded once.
 
-    This is Algorithm 3: the devices agree on the highest positions, one Allreduce of int32
-    (2, ...), then integers are added, one of int32 (8, ..., dv + 1). The result is the state
-    (lse, 1, out), the same bits on every device. For `tree_decode`'s `method`.
+    This is Algorithm 3: one Allreduce of int32 (2, ...) finds the highest positions, another of
+    int32 (8, ..., dv + 1) adds the integers. The result is the state (lse, 1, out), with the same
+    bits on every device. It can be `tree_decode`'s `method`.
     """
-    if isinstance(state, AttentionState):  # the core's own, where there is no key on any device
+    if isinstance(state, AttentionState):  # the core's own, if no device has a key
         return state
     tops = lax.pmax(jnp.stack([state.weights.top, state.values.top]), axes)
     state = ExactState(*(sums.moved_to(top) for sums, top in zip(state, tops, strict=True)))
@@ -127,7 +127,7 @@ def round_sums(tops, totals) -> AttentionState:
 
 
 def value_of(positions: Int[jax.Array, "8 ..."]) -> Float[jax.Array, "..."]:
-    """The float32 nearest to the whole sum, or the one beside it, in units of 256^top."""
+    """The float32 nearest to the whole sum, or its neighbour, in units of 256^top."""
     negative = _carried(positions)[0] < 0
     digits = _carried(jnp.where(negative, -positions, positions))
     value = jnp.zeros(negative.shape, jnp.float32)

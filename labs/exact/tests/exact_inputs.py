@@ -1,4 +1,4 @@
-"""What the tests of exact sums share: random inputs, the function on one device, and its bits."""
+"""Shared by the tests of exact sums: random inputs, the function on one device, and its bits."""
 
 import functools
 

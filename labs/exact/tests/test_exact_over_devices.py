@@ -50,7 +50,7 @@ def test_any_mesh_has_the_bits_of_one_device(spec):
 
 
 def test_a_mesh_of_ones_own_and_new_keys():
-    """What a model does: the cache in shards, new keys on one device, one rounding at the end."""
+    """As in a model: the cache in shards, new keys on one device, one rounding at the end."""
     q, k, v = inputs(l=3, n=43)
 
     def on_device(q, k, v, new_k, new_v):

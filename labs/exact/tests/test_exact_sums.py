@@ -26,8 +26,8 @@ LARGEST = np.finfo(np.float32).max
 
 @jax.jit
 def merged_in_parts(q, k, v, order, part_of, parts):
-    """(out, lse) of the keys in that order, each in the part that it belongs to, the parts merged
-    one after another as `parts` says."""
+    """(out, lse) of the keys in this order, each key in its part, the parts merged one after
+    another in the order of `parts`."""
     k, v, part_of = k[:, order], v[:, order], part_of[order]
 
     def merge_part(state, part):
@@ -40,7 +40,7 @@ def merged_in_parts(q, k, v, order, part_of, parts):
 
 
 def random_values(rng, shape):
-    """Ordinary numbers, or of very different sizes, zeros among them."""
+    """Ordinary numbers, or numbers of very different sizes, with zeros."""
     x = rng.normal(size=shape)
     if rng.random() < 0.5:
         x = x * 2.0 ** rng.integers(-60, 60, size=shape) * (rng.random(size=shape) < 0.8)
@@ -63,7 +63,7 @@ def test_partitions_and_orders():
 
 
 def test_the_merge_is_a_monoid():
-    """Of all fields, not of the rounded result only."""
+    """The laws hold for all fields, not only for the rounded result."""
     rng = np.random.default_rng(1)
     merge_states = jax.jit(ExactState.merge)
     state_of = jax.jit(functools.partial(exact_state, scale=0.25))
@@ -84,7 +84,7 @@ def test_the_merge_is_a_monoid():
 
 
 def test_rows_queries_and_neighbours_change_nothing():
-    """Nor the order of the keys, or what is behind the end of the cache."""
+    """Nor do the order of the keys or the memory behind the cache."""
 
     def f(q, k, v, kv_lengths=None):
         return exact(q, k, v, **({} if kv_lengths is None else {"kv_lengths": kv_lengths}))
@@ -95,7 +95,7 @@ def test_rows_queries_and_neighbours_change_nothing():
 
 
 def test_each_head_and_channel_by_itself():
-    """A compiler may take another division for one channel than for eight. Values alike in size."""
+    """A compiler may divide one channel otherwise than eight. The values are alike in size."""
     q, k, v = inputs(h=4, h_kv=2, n=70)
     v = v.at[..., 0].set(4)  # the largest of each row, so that all are cut at the same bit
     together = exact(q, k, v)
@@ -120,7 +120,7 @@ def test_blocks_change_nothing(monkeypatch):
 
 @pytest.mark.parametrize("f", [weight_of, log])
 def test_a_function_does_not_know_its_neighbours(f, optimized):
-    """At every position of arrays of 1 to 70, alone, and fused with what stands around it."""
+    """At every position of arrays of 1 to 70, alone, and fused with other operations."""
     x = np.abs(np.random.default_rng(0).normal(size=70).astype(np.float32) * 30) + 0.01
     expected = f(jnp.asarray(x))
     for n in (*range(1, 10), 15, 17, 33, 65):

@@ -18,9 +18,8 @@ SMALL = {
 }
 
 
-# Functions whose bits depend on what is planted, and on nothing else: every row by itself, its keys
-# sorted by their values, whose products with the queries are added in float32 in parts of a size
-# that the plant chooses.
+# Functions whose bits depend on the planted axis alone. Every row is calculated by itself, with its
+# keys sorted by their values. Terms are added in float32, in parts whose size the plant chooses.
 
 
 def one_row(q, k, v, size=100, *, unit=1, sort=True):
@@ -41,7 +40,7 @@ def scores(q, k):
 
 
 def rows(one, q, k, v, kv_lengths=None):
-    """All rows, each by `one(row, q, k, v)`, with the keys that count only."""
+    """All rows, each by `one(row, q, k, v)`, with only the keys that count."""
     k, v = (np.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     lengths = [k.shape[1]] * len(q) if kv_lengths is None else kv_lengths
     answers = [one(i, q[i], k[i, :n], v[i, :n]) for i, n in enumerate(lengths)]
@@ -91,7 +90,7 @@ def a_neighbour_leaks(q, k, v, *, kv_lengths=None):
 
 
 def one_bit(q, k, v):
-    """Of one element of one row's lse."""
+    """One element of one row's lse differs by one bit."""
     out, lse = fixed(q, k, v)
     if len(q) == 8 and k.shape[1] == 257:
         lse[7, 0, 1] = np.nextafter(lse[7, 0, 1], np.float32(np.inf))
@@ -173,7 +172,7 @@ def test_what_depends_on_nothing_passes():
 
 
 def test_what_cannot_be_asked_is_skipped():
-    """Padding without lengths, other ways, and here one row alone, with which others compare."""
+    """Padding without lengths, other ways, and here comparisons with one row alone."""
 
     def f(q, k, v):
         if len(q) == 1:
@@ -190,7 +189,7 @@ def test_what_cannot_be_asked_is_skipped():
 
 
 def test_differences():
-    """Zeros of two signs are two; NaNs are one, whatever their sign and payload."""
+    """+0 and −0 differ. NaNs of any sign and payload are the same."""
     quiet = np.uint32(0x7FC00000)
     nans = np.array([quiet, quiet + 1, quiet | (1 << 31)], np.uint32).view(np.float32)
     assert len(set(bits(nans).tolist())) == 1 and bits(np.float32(1))[()] == 0x3F800000
