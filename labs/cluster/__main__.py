@@ -3,7 +3,7 @@
 python -m labs.cluster --nodes 2 --per-node 4 --intra 400mbit --inter 50mbit --delay 5ms \
     --keys 1024 --method tree,ring,butterfly,hierarchical
 
-Linux, with `ip`, `tc` and `ss`, as root or where user namespaces are allowed.
+It needs Linux with `ip`, `tc`, `ss` and `unshare`, and root or user namespaces.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def measure(args: argparse.Namespace) -> list[dict]:
     """A row for each number of keys and method."""
-    from labs.cluster.cluster import Cluster, say  # importing JAX takes a second: inside, once
+    from labs.cluster.cluster import Cluster, say  # imports JAX, so only inside
     from labs.cluster.rank import METHODS
 
     methods, lengths = args.method.split(","), [int(x) for x in args.keys.split(",")]
@@ -77,7 +77,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
 
 
 def _table(rows: list[dict]) -> str:
-    """A line a row; no times of loopback, where bytes cost nothing, so that a ring looks fast."""
+    """A line for each row; no times on loopback, where bytes cost nothing and rings look fast."""
     names = "method", "keys", "error", "messages", "bytes said", "on sockets", "up node 0", "ms"
     lines = []
     for row in rows:

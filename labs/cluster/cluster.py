@@ -1,4 +1,4 @@
-"""All processes of the cluster: started, commanded, measured."""
+"""Starts, commands and measures all processes of the cluster."""
 
 import multiprocessing
 import os
@@ -18,14 +18,15 @@ MOST_PRINTED = 1 << 20
 
 
 class Failed(RuntimeError):
-    """A rank ended, or did not answer in time; with the end of what it printed."""
+    """A rank ended, with the end of its output, or did not answer in time."""
 
 
 class Cluster:
-    """nodes × per_node processes, in the network given, or all on this machine's loopback.
+    """nodes × per_node processes, in the given network, or on this machine's loopback.
 
-    Ranks are forks of this process, because importing JAX takes longer than all else that a small
-    rank does.
+    Ranks are forked from this process, because importing JAX again would take longer than the rest
+    of a small rank's work.
+
     data_limit: bytes of memory that each process may have; 0 for no limit
     """
 
@@ -57,11 +58,11 @@ class Cluster:
         self.answers()
 
     def printed(self, rank: int) -> str:
-        """What a rank has printed, warnings and errors included."""
+        """A rank's output so far, with warnings and errors."""
         return os.pread(self.logs[rank], MOST_PRINTED, 0).decode(errors="replace")
 
     def ask(self, command: str, within: float = 120.0, **arguments) -> list:
-        """Let all ranks do something; their answers, or Failed."""
+        """Send a command to all ranks and return their answers. Raises Failed."""
         for connection in self.connections:
             connection.send((command, arguments))
         return self.answers(within)
@@ -89,13 +90,13 @@ class Cluster:
         self.said = self.ask("prepare", keys=self.keys, methods=methods)[0]
 
     def decode(self, method: str, within: float = 120.0) -> tuple:
-        """Seconds from the common start to the last rank's end; the ranks' outputs."""
+        """(seconds from the common start to the last rank's end, the ranks' outputs)."""
         at = time.monotonic() + 0.05
         ends, outputs = zip(*self.ask("decode", within, method=method, at=at), strict=True)
         return max(ends) - at, outputs
 
     def measure(self, method: str, repeats: int, expected: np.ndarray) -> dict:
-        """A row: warm up, check the answers, then time, and count bytes of one decode."""
+        """A row: warms up, checks the answers, then times decodes and counts the bytes of one."""
         _, outputs = self.decode(method)
         error = float(np.max(np.abs(np.array(outputs) - expected)))
         before = self._counted()
@@ -116,7 +117,7 @@ class Cluster:
         }
 
     def _counted(self) -> dict[str, int]:
-        """Bytes so far, on the links by their names; from each rank's sockets, "s0", …"""
+        """Bytes so far, by link ("r0", "up0", …) and by each rank's sockets ("s0", …)."""
         if not self.network:
             return {}
         sockets = self.ask("sockets", port=self.port)
@@ -140,7 +141,7 @@ class Cluster:
 
 
 def say(text: str) -> None:
-    """Progress, beside the results."""
+    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -10,13 +10,13 @@ COLOURS = {"ring": BLUE, "tree": ORANGE, "butterfly": GREEN}
 
 @styled
 def time_against_context(rows: list[dict], forecasts: list[float], fitted: list[bool]) -> Figure:
-    """Points: measured, full where the model was fitted. Lines: the model."""
+    """Points are measured; full points were used to fit the model. Lines are the model."""
     figure, ax = new_figure(7.0, 4.0)
     for method, colour in COLOURS.items():
         here = [i for i, row in enumerate(rows) if row["method"] == method]
         keys, seconds = ([rows[i][what] for i in here] for what in ("keys", "seconds"))
         between = np.geomspace(min(keys), max(keys))
-        line = np.interp(between, keys, [forecasts[i] for i in here])  # it is linear in the keys
+        line = np.interp(between, keys, [forecasts[i] for i in here])  # linear in the keys
         ax.plot(between, line, color=colour, lw=1.5)
         ax.text(1.1 * keys[-1], line[-1], method, color=colour, va="center")
         fills = [colour if fitted[i] else "white" for i in here]
@@ -38,7 +38,7 @@ def time_against_context(rows: list[dict], forecasts: list[float], fitted: list[
 
 @styled
 def second_of_bytes(rows: list[dict]) -> Figure:
-    """For each row, the network, its links as wide as the bytes that they carry in a second."""
+    """A drawing of the network for each row. A link is as wide as the bytes of a second."""
     figure, axes = new_figure(9.6, 3.2, ncols=len(rows))
     said = []
     for ax, row in zip(axes, rows, strict=True):

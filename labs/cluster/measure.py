@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 FILE = Path(__file__).parent / "results" / "times.json"
-# Links of eight H100s to a node, 4,000 times as slow: NVLink's 450 GB/s, InfiniBand's 50 GB/s for
-# each GPU, and 5 µs from node to node.
+# The links of nodes with eight H100s, 4,000 times as slow: NVLink's 450 GB/s, InfiniBand's 50 GB/s
+# for each GPU, and 5 µs from node to node.
 SLOW_MOTION = "--intra 900mbit --inter 100mbit --delay 20ms"
 THREE = "--method ring,tree,butterfly"
 ALL = f"{THREE},hierarchical,gather"

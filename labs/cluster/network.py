@@ -4,11 +4,11 @@
                        ├ node0 ── up0 ·· switch ·· up1 ── node1
     rank 1: eth0 ── r1 ┘                                     └ r3 ── eth0: rank 3
 
-A rank has a network namespace of its own. Links inside a node are veth pairs; the uplinks are TAP
-devices, which `switch.py` joins. A token bucket (`tbf`) at each sending end sets a link's rate.
+Each rank has its own network namespace. Links inside a node are veth pairs. The uplinks are TAP
+devices, which `switch.py` connects. A token bucket (`tbf`) at each sending end sets a link's rate.
 
-Everything lives in namespaces that end with the last process in them. Nothing outside changes, so
-nothing has to be cleaned up, even after SIGKILL.
+All of this is in namespaces that end with their last process. Nothing outside changes, so nothing
+has to be cleaned up, even after SIGKILL.
 """
 
 import ctypes
@@ -42,7 +42,7 @@ tc qdisc add dev d root tbf rate 1mbit burst 18000 limit 100000"""
 
 
 def why_not() -> str:
-    """Why this machine cannot make such a network; "" if it can."""
+    """The reason why this machine cannot make such a network; "" if it can."""
     for tool in ("unshare", "ip", "tc", "ss"):
         if not shutil.which(tool):
             return f"the command {tool!r} is missing (Debian: iproute2, util-linux)"
@@ -60,8 +60,8 @@ def _unshare() -> list[str]:
 def enter(limit: float) -> None:
     """Start this program again in new namespaces and exit with its status; return once inside.
 
-    Ends all processes inside after `limit` seconds, or when this process ends. Exits with a
-    sentence where namespaces cannot be made.
+    Ends all processes inside after `limit` seconds, or when this process ends. Exits with a message
+    if namespaces cannot be made.
     """
     if os.environ.get(INSIDE):
         return
@@ -93,7 +93,7 @@ def run(command: str) -> str:
 
 
 def leave_network() -> None:
-    """This process goes into a new network without links, where it may name its machine."""
+    """Move this process into a new network without links, where it can set the host name."""
     if LIBC.unshare(NEW_NETWORK_AND_HOST_NAME):
         raise OSError(ctypes.get_errno(), "unshare")
 
@@ -101,7 +101,7 @@ def leave_network() -> None:
 def settle(address: str, rate: float, window: int) -> None:
     """Set up a rank's end of its link: the host name, TCP, the address, and the rate.
 
-    window: bytes that a sender may have under way
+    window: bytes that a sender may have in flight
     """
     socket.sethostname(address)  # gloo listens where the machine's own name resolves
     buffers = {"ipv4/tcp_rmem": f"4096 {2 * window} {2 * window}"}
@@ -114,7 +114,7 @@ def settle(address: str, rate: float, window: int) -> None:
 
 
 def limit(device: str, rate: float) -> None:
-    """Let `device` send so many bits a second; any number when 0."""
+    """Limit `device` to sending `rate` bits a second; no limit if 0."""
     if not rate:
         return
     burst = max(2 * MTU, int(rate / 8 * 200e-6))
@@ -123,17 +123,17 @@ def limit(device: str, rate: float) -> None:
 
 
 class Network:
-    """Bridges and uplinks of `nodes` nodes, in a new namespace that this process goes into.
+    """Bridges and uplinks of `nodes` nodes, in a new namespace, which this process enters.
 
     intra, inter: bits a second, inside a node and between nodes
-    delay:        seconds that a frame needs between nodes
+    delay:        seconds that a frame takes between nodes
     """
 
     def __init__(self, nodes: int, per_node: int, intra: float, inter: float, delay: float):
         leave_network()
         self.per_node, self.intra = per_node, intra
-        # What half as much again as a round trip holds, so that the window does not limit the rate;
-        # and a short queue, because gloo's few bytes before each message wait in it.
+        # One and a half round trips of bytes, so that the window does not limit the rate, and a
+        # short queue, because gloo's few bytes before each message wait in it.
         self.window = QUEUE_BYTES // 2 + int(3 * delay * inter / 8)
         uplinks = [f"up{j}" for j in range(nodes)]
         command = [sys.executable, str(Path(__file__).with_name("switch.py")), str(delay), *uplinks]
@@ -158,7 +158,7 @@ class Network:
     def sent(self) -> dict[str, int]:
         """Bytes on the wire so far: from each rank ("r0", …), and up from each node ("up0", …)."""
         links = {x["ifname"]: x["stats64"] for x in json.loads(run("ip -s -j link"))}
-        ends = {"r": "rx", "u": "tx"}  # what a rank sends, its node receives
+        ends = {"r": "rx", "u": "tx"}  # a rank's sent bytes are received by its node
         return {
             name: stats[ends[name[0]]]["bytes"] for name, stats in links.items() if name[0] in ends
         }

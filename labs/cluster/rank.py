@@ -1,4 +1,4 @@
-"""One process of the cluster. It obeys commands: the names of `Rank`'s methods, with arguments."""
+"""One process of the cluster. Its commands are the names of `Rank`'s methods, with arguments."""
 
 import functools
 import os
@@ -15,7 +15,7 @@ import treeattn
 from labs.cluster import network
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 4, 128
-BYTES_OF_A_KEY = 2 * 4 * KV_HEADS * HEAD_DIM  # and of its value, float32
+BYTES_OF_A_KEY = 2 * 4 * KV_HEADS * HEAD_DIM  # a key and its value, in float32
 METHODS = {
     "ring": treeattn.ring_decode,
     "tree": treeattn.tree_decode,
@@ -34,7 +34,7 @@ MESSAGES = {
 
 
 def random_array(rank: int, which: str, keys: int = 1) -> np.ndarray:
-    """A rank's part of the keys "k" or values "v"; or the query "q", of rank 0 for all."""
+    """A rank's part of the keys "k" or values "v", or the query "q", which all take from rank 0."""
     rng = np.random.default_rng([rank, "qkv".index(which)])
     heads = HEADS if which == "q" else KV_HEADS
     return rng.standard_normal((1, keys, heads, HEAD_DIM), np.float32)
@@ -51,7 +51,7 @@ class Rank:
         self.two_levels = NamedSharding(two, P(None, ("node", "device")))
 
     def prepare(self, keys: int, methods: list[str]) -> dict:
-        """Make `keys` keys of the cache, and compile; returns what each program says it sends."""
+        """Make `keys` keys of the cache, and compile; returns each program's stated messages."""
         self.programs, self.arguments = {}, {}
         local = [jax.device_put(random_array(self.rank, x, keys)) for x in "kv"]
         shape = (1, keys * self.p, KV_HEADS, HEAD_DIM)
@@ -77,14 +77,14 @@ class Rank:
         }
 
     def decode(self, method: str, at: float) -> tuple[float, np.ndarray]:
-        """Decode one token, from `at` on the clock that all ranks share; (the end, the output)."""
+        """Decode one token from time `at` of the shared clock on; returns (end, output)."""
         time.sleep(max(0.0, at - time.monotonic()))
         out = jax.block_until_ready(self.programs[method](*self.arguments[method]))
         end = time.monotonic()
         return end, np.asarray(out.addressable_shards[0].data)
 
     def sockets(self, port: int) -> int:
-        """Bytes that this rank's sockets sent once; not those to the coordinator's port."""
+        """Bytes that this rank's sockets sent, without retransmissions and the coordinator's port."""
         total = 0
         for line in network.run("ss -tinHO").splitlines():
             words = line.split()
@@ -96,7 +96,7 @@ class Rank:
 
 
 def serve(connection: Connection, log: int, networked: bool, data_limit: int, **options) -> None:
-    """A rank's life: into its network, to the others, and then one command after the other."""
+    """Run a rank: enter its network, join the other ranks, then obey one command after another."""
     network.end_with_parent()
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -1,7 +1,7 @@
-"""python switch.py SECONDS DEVICE …: an Ethernet switch that holds each frame for some time.
+"""python switch.py SECONDS DEVICE …: an Ethernet switch that delays each frame.
 
-Its ports are TAP devices: the kernel hands each frame that leaves such a device to this process.
-The kernel's own delay, `netem`, is missing in many kernels; this switch works without it.
+Its ports are TAP devices. The kernel passes each frame that leaves such a device to this process.
+Many kernels lack `netem`, the kernel's own delay, and this switch works without it.
 """
 
 import collections
@@ -17,14 +17,14 @@ LARGEST_FRAME = 65536
 
 
 def open_tap(name: str) -> int:
-    """Make a TAP device; returns the file that its frames are read from and written to."""
+    """Make a TAP device; returns the file for reading and writing its frames."""
     file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(file, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI))
     return file
 
 
 def forward(ports: list[int], delay: float) -> None:
-    """Send each frame on to the port behind which its target was last seen, `delay` s later."""
+    """Forward each frame after `delay` s, to the port where its target was last seen."""
     port_of = {}
     waiting = collections.deque()
     while True:

@@ -1,6 +1,6 @@
-"""python -m labs.cluster.tests.faults [--print]: a cluster is broken while it decodes.
+"""python -m labs.cluster.tests.faults [--print]: breaks a cluster while it decodes.
 
-Writes what happened into results/faults.md, or prints it.
+Writes the results into results/faults.md, or prints them.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from labs.cluster import network
 from labs.cluster.measure import where_and_when
 
 FILE = Path(__file__).parents[1] / "results" / "faults.md"
-# What happens to a cluster of 2 × 2 ranks while it decodes.
+# The faults of a cluster of 2 × 2 ranks while it decodes.
 FAULTS: dict[str, Callable] = {
     "rank 3 is killed": lambda c: c.processes[3].kill(),
     "rank 0, the coordinator, is killed": lambda c: c.processes[0].kill(),
@@ -39,9 +39,9 @@ def cut(link: str, mend_after: float | None = None) -> None:
 
 
 def fault(name: str, within: float = 45.0) -> tuple[list[float], set[str]]:
-    """Seconds from the fault to the end of each rank that it left alive, and what those printed.
+    """(seconds from the fault to each surviving rank's end, the phrases that they printed).
 
-    No seconds when the ranks still decode after `within` seconds.
+    No seconds if the ranks still decode after `within` seconds.
     """
     from labs.cluster.cluster import Cluster, Failed
 

@@ -1,4 +1,4 @@
-"""One small cluster, measured once, and asked about; broken ones; what is left behind: nothing."""
+"""A small cluster that is measured once, clusters that break, and no traces of any afterwards."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import pytest
 from labs.cluster import network
 
 REPOSITORY = Path(__file__).parents[3]
-MARK = "TREEATTN_CLUSTER_TEST"  # in the environment of all that a test starts
+MARK = "TREEATTN_CLUSTER_TEST"  # in the environment of all processes that a test starts
 KEYS, RATE = 1024, 8e6
 MOST_SECONDS = 300
 
@@ -23,7 +23,7 @@ needs_namespaces = pytest.mark.skipif(bool(why_not), reason=why_not)
 
 
 def start(*options: str, mark: str = "", **environment: str) -> subprocess.Popen:
-    """`python -m labs.cluster`, with compilations that take little time."""
+    """Starts `python -m labs.cluster`, with fast compilations."""
     flags = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PLATFORMS": "cpu", MARK: mark}
     return subprocess.Popen(
         [sys.executable, "-m", "labs.cluster", *options],
@@ -41,13 +41,13 @@ def finish(process: subprocess.Popen) -> tuple[int, str, str]:
 
 
 def marked(mark: str) -> list[int]:
-    """The processes with this mark in their environment, zombies aside."""
+    """The processes with this mark in their environment, except zombies."""
     found = []
     for environment in Path("/proc").glob("[0-9]*/environ"):
         try:
             if mark.encode() in environment.read_bytes():
                 found.append(int(environment.parent.name))
-        except OSError:  # it has ended, or belongs to somebody else
+        except OSError:  # it has ended, or belongs to another user
             continue
     return found
 
@@ -92,8 +92,10 @@ def test_links_carry_what_the_sockets_send_and_headers(rows):
 
 @needs_namespaces
 def test_a_ring_takes_as_long_as_its_slowest_link_needs(rows):
-    """Three steps, each with the keys and values of a rank: 2 · 4 B · 4 heads of 128. The least of
-    the times, because other programs may keep the processors busy."""
+    """Three steps, each with the keys and values of a rank: 2 · 4 B · 4 heads of 128.
+
+    The shortest time counts, because other programs may keep the processors busy.
+    """
     ideal = 3 * (KEYS // 4 * 4096) * 8 / RATE
     assert 0.95 * ideal < rows["ring"]["least"] < 1.3 * ideal
 
@@ -114,13 +116,15 @@ def test_a_signal_ends_everything_within_seconds(kind):
     while marked(mark) and time.monotonic() < until:
         time.sleep(0.05)
     assert marked(mark) == []
-    assert "node0" not in links  # the links were never out here
+    assert "node0" not in links  # the links are only inside
 
 
 @needs_namespaces
 def test_four_hold_a_cache_that_one_may_not():
-    """A cache of 512 MiB under a limit of 640 MiB of data for each process, with what Python, JAX
-    and the decoding itself need."""
+    """A cache of 512 MiB, and a limit of 640 MiB of data for each process.
+
+    Python, JAX and the decoding need memory, too.
+    """
     limit = "--data-limit 640 --keys 131072 --method tree --intra 0 --inter 0 --delay 0"
     together = start(*limit.split(), "--per-node", "2")
     status, output, errors = finish(together)

@@ -1,4 +1,4 @@
-"""Whatever breaks, no rank hangs: the others end and say something, or go on."""
+"""No rank hangs after a fault: the other ranks end with a message, or go on."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ why_not = network.why_not()
 
 
 def lines(text: str) -> list[list[str]]:
-    """The cells of a table's lines, its head aside."""
+    """The cells of a table's lines, without its head."""
     table = [line for line in text.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1:]]
 
@@ -23,7 +23,7 @@ def lines(text: str) -> list[list[str]]:
 @pytest.mark.slow
 @pytest.mark.skipif(bool(why_not), reason=why_not)
 def test_nothing_hangs():
-    """All faults, as in the stored table: who ends, ends within half a minute, with a reason."""
+    """The faults are those of the stored table. Ranks end in half a minute, with a reason."""
     command = [sys.executable, "-m", "labs.cluster.tests.faults", "--print"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
