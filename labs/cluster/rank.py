@@ -84,7 +84,7 @@ class Rank:
         return end, np.asarray(out.addressable_shards[0].data)
 
     def sockets(self, port: int) -> int:
-        """Bytes that this rank's sockets sent, without retransmissions and the coordinator's port."""
+        """Bytes that this rank's sockets sent, without retransmitted and coordination bytes."""
         total = 0
         for line in network.run("ss -tinHO").splitlines():
             words = line.split()
