@@ -1,10 +1,10 @@
 """Which rules of acceptance are lossless, and how many drafted tokens each keeps: in fractions.
 
-Every way that random numbers can fall is counted, by `law` of `treeattn_conformance`.
+`law` of `treeattn_conformance` counts every possible outcome of the random numbers.
 
-- `rules`: five lossless rules for drafted chains and trees; `beams`: one that is not
-- `optimum`: what no lossless rule can pass, by a linear program and a proof in fractions
-- `models`: the small models and shapes that they are tried on; `drawing`: the figures
+- `rules`: five lossless rules for drafted chains and trees; `beams`: a rule that is not lossless
+- `optimum`: a bound for all lossless rules, by a linear program and a proof in fractions
+- `models`: the small models and shapes of the experiments; `drawing`: the figures
 """
 
 from labs.acceptance.models import SHAPES, TextModel, in_floats

@@ -11,10 +11,10 @@ def table() -> str:
     lines = [f"{'drafted':<24}{'rule':<16}{'lossless':<18}tokens a step"]
     for shape, widths, replacement in SHAPES:
         for name, rule in rules_for(widths, replacement).items():
-            exact = name != "k-sequential"  # its rho is found by halving intervals
+            exact = name != "k-sequential"  # its rho is computed in floats
             models = (target, draft) if exact else (in_floats(target), in_floats(draft))
             found = step_law(rule, *models, widths, replacement)
-            fault = largest_fault(found, models[0])  # 0, where numbers are exact
+            fault = largest_fault(found, models[0])  # 0 if numbers are exact
             lossless = (
                 "in fractions" if exact and fault == 0 else "in floats" if fault < 1e-12 else "no"
             )

@@ -1,6 +1,6 @@
-"""A rule that is in use and is not lossless: a beam's candidates, accepted as if they were drawn.
+"""A rule in public code that is not lossless: it accepts a beam's candidates as if they were drawn.
 
-It is that of the packing document's own project, https://github.com/apple/ml-recurrent-drafter
+The rule is from the packing document's own project, https://github.com/apple/ml-recurrent-drafter
 (`_choose_from_candidates` in recurrent_drafting.py).
 """
 
@@ -8,7 +8,7 @@ from labs.acceptance.rules import Path, pick, residual
 
 
 def beam_candidates(draft, width: int, length: int) -> list[Path]:
-    """The draft's `width` likeliest continuations, as beam search finds them, the likeliest first.
+    """The draft's `width` likeliest continuations by beam search, the likeliest first.
 
     draft: path -> (V,) probabilities
     """
@@ -25,11 +25,11 @@ def beam_candidates(draft, width: int, length: int) -> list[Path]:
 
 
 def longest_of_tosses(candidates: list[Path], target, draft, rng) -> Path:
-    """Each candidate tossed for, and the one taken that gets furthest: the distribution is not p.
+    """The candidate that is accepted furthest, and one more token: the distribution is not p.
 
-    Each token x of each candidate is tossed for by itself, with min(1, p(x) / q(x)), where another
-    candidate has the same token, too; of the candidates the first is taken that is accepted
-    furthest; then the token comes from max(p − q, 0), or from p where the candidate ends.
+    Each token x of each candidate is accepted with min(1, p(x) / q(x)), independently, even if
+    another candidate has the same token. The first of the candidates with the most accepted tokens
+    wins. The last token is drawn from max(p − q, 0), or from p if the whole candidate was accepted.
     """
     lengths = [_accepted(candidate, target, draft, rng) for candidate in candidates]
     best = lengths.index(max(lengths))
@@ -41,7 +41,7 @@ def longest_of_tosses(candidates: list[Path], target, draft, rng) -> Path:
 
 
 def _accepted(candidate: Path, target, draft, rng) -> int:
-    """How many of the candidate's tokens are accepted one after the other."""
+    """The number of the candidate's tokens before the first rejected one."""
     for n, x in enumerate(candidate):
         path = candidate[:n]
         if not rng.random() < target(path)[x] / draft(path)[x]:

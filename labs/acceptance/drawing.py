@@ -1,4 +1,4 @@
-"""The lab's two figures: what becomes of a distribution, and how many tokens each rule keeps."""
+"""The lab's two figures: how beam candidates distort p, and how many tokens each rule keeps."""
 
 from fractions import Fraction
 
@@ -21,7 +21,7 @@ LOOKS = {  # marker, colour, and how far below the row's line
 
 
 def tossed(width: int) -> list[Fraction]:
-    """The distribution of the first token, if `width` tokens of a beam search are tossed for."""
+    """The first token's distribution after `longest_of_tosses` over a beam of `width`."""
     p, q = TARGET, DRAFT
     beam = beam_candidates(lambda path: q, width, 1)
     found = law(lambda rng: longest_of_tosses(beam, lambda path: p, lambda path: q, rng)[0])
@@ -30,7 +30,7 @@ def tossed(width: int) -> list[Fraction]:
 
 @styled
 def likeliest_tossed_for() -> Figure:
-    """The target's three tokens, and what comes of them by tossing for a beam's candidates."""
+    """The target's distribution, and the first token's distributions by tosses for beams."""
     figure, ax = new_figure(7.0, 2.8)
     kinds = {
         "target": (TARGET, GREY),
@@ -55,9 +55,9 @@ def likeliest_tossed_for() -> Figure:
 
 @styled
 def tokens_by_rule(target, draft, bounds: dict) -> Figure:
-    """Mean tokens of a step, a row for each of SHAPES, a mark for each rule.
+    """Mean tokens of a step, with a row for each of SHAPES, and a mark for each rule.
 
-    target, draft: path -> (V,) Fractions; bounds: {shape's name: tokens that no rule passes}
+    target, draft: path -> (V,) Fractions; bounds: {shape's name: the bound of all lossless rules}
     """
     figure, ax = new_figure(9.2, 3.4)
     said = []

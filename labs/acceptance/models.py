@@ -1,4 +1,4 @@
-"""Made-up models of three tokens, and the shapes that are drafted: what the rules are tried on."""
+"""Made-up models of three tokens, and the drafted shapes, for experiments with the rules."""
 
 from fractions import Fraction
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from labs.acceptance.rules import ACCEPTANCE_RULES
 
-# Two models of three tokens that look at nothing.
+# Two models of three tokens that do not depend on the path.
 TARGET = np.array([Fraction(n, 10) for n in (5, 3, 2)])
 DRAFT = np.array([Fraction(n, 10) for n in (6, 3, 1)])
 
@@ -20,9 +20,9 @@ SHAPES = (
 
 
 class TextModel:
-    """A made-up model of three tokens: probabilities after any path, Fractions with small terms.
+    """A made-up model of three tokens, whose probabilities after any path are small Fractions.
 
-    With `least` of 0, some tokens have probability 0.
+    With `least` of 0, some tokens may have probability 0.
     """
 
     def __init__(self, seed: int, least: int = 1):
@@ -44,7 +44,7 @@ def in_floats(model):
 
 
 def rules_for(widths: tuple[int, ...], replacement: bool) -> dict:
-    """The rules that are made for such a tree, by name."""
+    """{name: rule} of the rules that work for such a tree."""
     rules = dict(ACCEPTANCE_RULES)
     if max(widths) > 1:
         del rules["block"]

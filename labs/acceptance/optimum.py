@@ -1,8 +1,8 @@
 """How many tokens can a step give at most? A linear program over all lossless rules, and a proof.
 
-A rule is a table: for each drafted tree, how likely each text is that the step may give, a path of
-the tree and one token more. It is lossless if, of the steps that go on after a text, p says how
-many go on with each token: as many equations as there are texts, all of them linear.
+A rule is a table of probabilities: for each drafted tree, and for each text that the step may give,
+which is a path of the tree and one more token. The rule is lossless if, after each text, the steps
+that go on do so with tokens in the shares of p. This is a linear equation for each text.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import linprog  # JAX brings it along
+from scipy.optimize import linprog  # JAX installs SciPy
 
 from labs.acceptance.rules import DrawnTree, Path, draw_tree
 from treeattn_conformance import law
@@ -21,10 +21,10 @@ Nodes = frozenset[Path]
 class Program(NamedTuple):
     """max lengths · x over x ≥ 0 with equations @ x = totals. x: (n,) a number for each outcome.
 
-    outcomes:  (drafted paths, text given) of each number of x, which says how likely both are
-    lengths:   (n,) how many tokens the text has
-    equations: (m, n) a row for each drafted tree, then one for each text
-    totals:    (m,) how likely each tree is, then zeros
+    outcomes:  (drafted paths, text given), whose joint probability is the number in x
+    lengths:   (n,) the number of tokens of each text
+    equations: (m, n) a row for each drafted tree, then a row for each text
+    totals:    (m,) the probability of each tree, then zeros
     trees:     {drafted paths: probability}, in the rows' order
     texts:     the texts, in the rows' order
     """
@@ -38,7 +38,7 @@ class Program(NamedTuple):
 
 
 def paths_of(tree: DrawnTree) -> Nodes:
-    """The drafted paths, () among them: the order and the repetitions of siblings do not count."""
+    """The drafted paths, with (), as a set: siblings' order and repetitions do not count."""
     found = {()}
     for path, tokens in tree.children.items():
         found |= {(*path, x) for x in tokens}
@@ -51,7 +51,7 @@ def drafted_trees(draft: Callable, widths: tuple[int, ...], replacement: bool = 
 
 
 def texts_given(nodes: Nodes, target: Callable) -> Iterator[Path]:
-    """A path of the tree and one token more that the target may say there."""
+    """All texts: a path of the tree, and one more token of positive probability."""
     for path in sorted(nodes):
         for token in np.flatnonzero(target(path)):
             yield (*path, int(token))
@@ -60,10 +60,10 @@ def texts_given(nodes: Nodes, target: Callable) -> Iterator[Path]:
 def best_rule_program(
     target: Callable, draft: Callable, widths: tuple[int, ...], replacement: bool = False
 ) -> Program:
-    """The linear program whose maximum no lossless rule passes: for `scipy.optimize.linprog`.
+    """The linear program for the best lossless rule, for `scipy.optimize.linprog`.
 
-    target, draft: path -> (V,) probabilities; widths, replacement: as of `draw_tree`. The solver
-    minimizes: give it −lengths. Its duals of the texts' rows are prices for `proved_bound`.
+    target, draft: path -> (V,) probabilities; widths, replacement: as in `draw_tree`. The solver
+    minimizes, so pass −lengths. Its duals of the texts' rows are prices for `proved_bound`.
     """
     trees = drafted_trees(draft, widths, replacement)
     outcomes = [(nodes, text) for nodes in trees for text in texts_given(nodes, target)]
@@ -84,11 +84,11 @@ def best_rule_program(
 
 
 def proved_bound(program: Program, target: Callable, prices: Mapping[Path, object]):
-    """A number of tokens that no lossless rule passes, by any prices of texts: exact in Fractions.
+    """An upper bound of a lossless rule's mean tokens, for any prices of texts; exact in Fractions.
 
-    Who holds token x after a text pays its price, less what the target's token would pay there on
-    average. That is a fair game, so it takes nothing from a lossless rule on average, and
-    E[tokens] = E[tokens − payments] ≤ the mean over trees of the largest difference in the tree.
+    A step with token x after a text pays the price of x, minus the mean price of the target's token
+    there. On average this costs a lossless rule nothing, so E[tokens] = E[tokens − payments], which
+    is at most the mean over trees of the largest tokens − payments in the tree.
     """
     best: dict[Nodes, object] = {}
     paid: dict[Path, object] = {(): 0}
@@ -101,7 +101,7 @@ def proved_bound(program: Program, target: Callable, prices: Mapping[Path, objec
 
 
 def _pay(paid: dict, text: Path, target: Callable, prices: Mapping) -> None:
-    """What is paid for each beginning of the text, summed up, into `paid`."""
+    """Write the payments for each beginning of the text into `paid`, summed up."""
     for n in range(1, len(text) + 1):
         if text[:n] in paid:
             continue
@@ -114,7 +114,7 @@ def _pay(paid: dict, text: Path, target: Callable, prices: Mapping) -> None:
 def most_tokens(
     target: Callable, draft: Callable, widths: tuple[int, ...], replacement: bool = False
 ) -> tuple[float, object]:
-    """(the program's maximum as a solver finds it, what its prices prove) in tokens of a step."""
+    """(the program's maximum by a solver, the bound that its prices prove), in tokens of a step."""
     program = best_rule_program(target, draft, widths, replacement)
     found = linprog(-program.lengths, A_eq=program.equations, b_eq=program.totals)
     duals = -found.eqlin.marginals[len(program.trees) :]
@@ -123,10 +123,10 @@ def most_tokens(
 
 
 def best_single_node(p: np.ndarray, draws: Mapping[Nodes, object]):
-    """How likely a drafted token can be accepted at a node at best: 1 + min over H of P(H) − Q(H).
+    """The best chance that a node's drafted token is accepted: 1 + min over H of P(H) − Q(H).
 
-    p: (V,); draws: {drafted paths: probability} of trees of depth 1. Q(H) is how likely all drafted
-    tokens lie in the set H of tokens (https://arxiv.org/abs/2502.18779).
+    p: (V,); draws: {drafted paths: probability} of trees of depth 1. H is a set of tokens, and Q(H)
+    is the probability that all drafted tokens are in H (https://arxiv.org/abs/2502.18779).
     """
     tokens = range(len(p))
     least = 0 * p[0]

@@ -1,10 +1,10 @@
-"""Rules that say which drafted tokens are kept, each a function of a drafted tree.
+"""Acceptance rules, which decide the drafted tokens that are kept.
 
-    rule(tree, rng) -> the drafted tokens kept, and one more
+    rule(tree, rng) -> the kept tokens of a drafted tree, and one more token
 
-rng is a `numpy.random.Generator`, or what `treeattn_conformance.law` passes. The `ACCEPTANCE_RULES`
-are lossless; they differ in how many tokens they keep. Probabilities may be floats or Fractions
-(for k_sequential, floats).
+rng is a `numpy.random.Generator`, or the source that `treeattn_conformance.law` passes. The
+`ACCEPTANCE_RULES` are lossless; they differ in how many tokens they keep. Probabilities may be
+floats or Fractions, for k_sequential only floats.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,12 @@ Path = tuple[int, ...]
 
 
 class DrawnTree(NamedTuple):
-    """Tokens that were drawn, and what the two models say at their places.
+    """Drawn tokens, and the two models' probabilities.
 
     children:    {path: the tokens drawn after it, in this order}
-    target:      path -> (V,) the probabilities of the model whose text it is to be
-    draft:       path -> (V,) those that the first token after the path was drawn from
-    replacement: whether the others were drawn from the same, or from what those before had left
+    target:      path -> (V,) the target's probabilities
+    draft:       path -> (V,) the probabilities from which the first token after it was drawn
+    replacement: whether its siblings were drawn with replacement
     """
 
     children: dict[Path, tuple[int, ...]]
@@ -35,7 +35,7 @@ class DrawnTree(NamedTuple):
         return self.children.get(path, ())
 
     def q_without(self, q: np.ndarray, x: int) -> np.ndarray:
-        """What the next sibling was drawn from, after x."""
+        """The distribution from which x's next sibling was drawn."""
         if self.replacement:
             return q
         rest = np.array([0 * q[i] if i == x else q[i] for i in range(len(q))])
@@ -45,8 +45,8 @@ class DrawnTree(NamedTuple):
 def draw_tree(target, draft, rng, widths: tuple[int, ...], replacement: bool = False) -> DrawnTree:
     """A tree drawn from the draft: widths[d] tokens after each path of d tokens.
 
-    target, draft: path -> (V,) probabilities. (1, 1, 1) is a chain of three tokens. Where the draft
-    has fewer tokens of positive probability, all of them are drawn.
+    target, draft: path -> (V,) probabilities. widths of (1, 1, 1) give a chain of three tokens. If
+    fewer than widths[d] tokens have positive probability, a draw without replacement takes all.
     """
     tree = DrawnTree({}, target, draft, replacement)
     level: list[Path] = [()]
@@ -67,7 +67,7 @@ def _drawn(tree: DrawnTree, path: Path, width: int, rng) -> tuple[int, ...]:
 
 
 def residual(p: np.ndarray, q: np.ndarray, share=1) -> tuple[np.ndarray, object]:
-    """(what share · p has more than q, normalized; how much that is). p itself where it is none."""
+    """(max(share · p − q, 0), normalized; its sum). If the sum is 0, p takes its place."""
     rest = np.maximum(share * p - q, 0 * p)
     total = rest.sum()
     return (rest / total if total > 0 else p), total
@@ -78,7 +78,7 @@ def pick(p: np.ndarray, rng) -> int:
 
 
 def matching(tree: DrawnTree, rng) -> Path:
-    """Draw from the target, and go on while the token is among the drafted ones."""
+    """Draw tokens from the target, as long as they are among the drafted ones."""
     path: Path = ()
     while True:
         token = pick(tree.target(path), rng)
@@ -90,8 +90,8 @@ def matching(tree: DrawnTree, rng) -> Path:
 def recursive_rejection(tree: DrawnTree, rng) -> Path:
     """Token by token, sibling by sibling, from the root (https://arxiv.org/abs/2402.14160).
 
-    A sibling x is accepted with min(1, p(x) / q(x)); where it is not, p becomes what p still lacks.
-    On a chain this is the rule of https://arxiv.org/abs/2211.17192.
+    A sibling x is accepted with min(1, p(x) / q(x)). If it is rejected, p becomes the normalized
+    max(p − q, 0). On a chain this is the rule of https://arxiv.org/abs/2211.17192.
     """
     path: Path = ()
     while True:
@@ -110,8 +110,8 @@ def recursive_rejection(tree: DrawnTree, rng) -> Path:
 def block_verification(tree: DrawnTree, rng) -> Path:
     """A chain as a whole (https://arxiv.org/abs/2403.10444).
 
-    share is how much of the target's probability of the path the draft's covers. Each length is
-    tested for itself, and the longest that passes is accepted.
+    share is the part of the drafted path's probability that the target covers. Each length of the
+    path is tested independently, and the longest that passes is accepted.
     """
     path: Path = ()
     share = 1
@@ -136,8 +136,8 @@ def block_verification(tree: DrawnTree, rng) -> Path:
 def traversal_verification(tree: DrawnTree, rng) -> Path:
     """A tree from its leaves up (https://arxiv.org/abs/2505.12398).
 
-    A node is asked only after all below it were rejected. Each rejected child takes from its
-    parent's p what it stood for; what is left decides the siblings, and then the parent itself.
+    A node is tested only after all nodes below it were rejected. Each rejected child is subtracted
+    from its parent's p. The remaining p decides about its next siblings, and then about the parent.
     """
     found = _ask_below(tree, (), 1, rng)
     assert found is not None  # the root's share stays 1
@@ -145,8 +145,10 @@ def traversal_verification(tree: DrawnTree, rng) -> Path:
 
 
 def _ask_below(tree: DrawnTree, path: Path, share, rng) -> Path | None:
-    """The tokens, if the node is accepted, or one below it; share: its chance, before those below
-    are asked."""
+    """The tokens if the node, or a node below it, is accepted, else None.
+
+    share: the node's chance before the nodes below it are tested
+    """
     p = tree.target(path)
     q = tree.draft(path) if tree.after(path) else None
     for x in tree.after(path):
@@ -165,8 +167,8 @@ def _ask_below(tree: DrawnTree, path: Path, share, rng) -> Path | None:
 def k_sequential(tree: DrawnTree, rng) -> Path:
     """SpecTr's rule for siblings drawn with replacement (https://arxiv.org/abs/2310.15141).
 
-    All k of them are accepted with min(1, p(x) / (ρ q(x))): with ρ above 1 the first ones leave
-    something for the others. ρ is the smallest for which p is not exceeded.
+    Each of k siblings is accepted with min(1, p(x) / (ρ q(x))). With ρ above 1, the first siblings
+    leave some probability for the others. ρ is the smallest for which no token exceeds p.
     """
     path: Path = ()
     while True:
@@ -207,7 +209,7 @@ ACCEPTANCE_RULES = {
 
 
 def step_law(rule: Callable, target, draft, widths, replacement: bool = False) -> dict:
-    """{tokens: probability} of a whole step: a tree is drawn, then the rule is asked."""
+    """{tokens: probability} of a whole step, which draws a tree and applies the rule."""
 
     def step(rng):
         return rule(draw_tree(target, draft, rng, widths, replacement), rng)
@@ -221,11 +223,11 @@ def mean_length(found: dict):
 
 
 def largest_fault(found: dict, target: Callable):
-    """How far a step, {tokens: probability}, is from lossless: exactly 0 where it is, in Fractions.
+    """How far a step, {tokens: probability}, is from lossless; exactly 0 for lossless Fractions.
 
     Of the steps that go on after a text w, the share p(x | w) has to go on with x.
     """
-    begun: dict[Path, object] = {}  # how likely a step's tokens begin so
+    begun: dict[Path, object] = {}  # {path: the probability that a step's tokens begin with it}
     for tokens, chance in found.items():
         for n in range(len(tokens) + 1):
             begun[tokens[:n]] = begun.get(tokens[:n], 0) + chance

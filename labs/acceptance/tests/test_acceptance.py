@@ -1,6 +1,6 @@
-"""Rules of acceptance, enumerated: which are lossless, which accept most, and what bounds them.
+"""Rules of acceptance, enumerated: which are lossless, which accept most, and their bound.
 
-The notebook has more of it: the authors' examples, and chains, where block verification is best.
+The notebook also has the authors' examples, and chains, where block verification is best.
 """
 
 from fractions import Fraction
@@ -19,12 +19,12 @@ MATCHING, TOKENS, BLOCK, TRAVERSAL, K_SEQUENTIAL = ACCEPTANCE_RULES.values()
 
 
 def models(seed, least=1):
-    """A target and a draft; with `least` of 0, tokens that one of them never says."""
+    """A target and a draft. With `least` of 0, one of them gives some tokens probability 0."""
     return TextModel(2 * seed, least), TextModel(2 * seed + 1, least)
 
 
 def probabilities(model):
-    """A model of log-probabilities, as the suite's are."""
+    """Probabilities, from a model of log-probabilities as in the suite."""
     return lambda path: np.exp(model(path))
 
 
@@ -33,7 +33,7 @@ def probabilities(model):
 
 @pytest.mark.parametrize("name", ACCEPTANCE_RULES)
 def test_every_rule_is_lossless(name):
-    """As a step of anybody's: chains, trees, tokens that one of the models never says."""
+    """The suite checks chains, trees, and tokens that have probability 0 in one of the models."""
 
     def step(target, draft, rng, *, widths, replacement):
         if name == "block" and max(widths) > 1:
@@ -56,7 +56,7 @@ def test_in_fractions_nothing_differs(rule):
 
 
 def test_the_documents_project_is_not_lossless_at_a_temperature():
-    """Its rule for candidates of a beam search, in fractions: TARGET is not what comes out."""
+    """Its rule for candidates of a beam search, in fractions, does not give TARGET."""
     tossed = [[str(x) for x in drawing.tossed(width)] for width in (1, 2, 3)]
     assert tossed == [["5/6", "0", "1/6"], ["5/6", "1/6", "0"], ["5/6", "1/6", "0"]]
     found = {(x,): chance for x, chance in enumerate(drawing.tossed(2))}
@@ -71,12 +71,12 @@ def test_the_checker_sees_it(width):
 
     report = check_verifier(step, widths=(width,))
     assert len(report.names("failed")) > 1, str(report)
-    if width == 1:  # of wider beams the suite says what is off, and knows no function that does it
+    if width == 1:  # for wider beams the suite has no name
         assert "likeliest tokens judged as drawn" in report.fingerprints
 
 
 def test_scores_of_candidates_do_not_say_what_is_left_to_draw():
-    """Drafts that give their candidate one score, and leave different tokens after a rejection."""
+    """Two drafts give a candidate the same score, and different residuals after a rejection."""
     other = DRAFT[[0, 2, 1]]
     rest = [np.maximum(TARGET - q, 0) for q in (DRAFT, other)]
     assert DRAFT[0] == other[0]
@@ -116,7 +116,7 @@ def test_in_trees_from_the_leaves_up_is_more_and_not_all(replacement):
 
 
 def test_at_one_node():
-    """The closed form of the optimum, what SpecTr's rule is promised to reach, and replacement."""
+    """The closed form of the optimum, SpecTr's promised share of it, and replacement."""
     for seed in range(12):
         target, draft = models(seed, least=0)
         least = {}
@@ -142,7 +142,7 @@ def test_any_prices_prove_a_bound():
     for _ in range(20):
         prices = {text: Fraction(int(random.integers(-5, 6)), 4) for text in program.texts}
         assert optimum.proved_bound(program, target, prices) >= most
-    assert optimum.proved_bound(program, target, {}) == 2  # a token drafted, and one more
+    assert optimum.proved_bound(program, target, {}) == 2  # a drafted token, and one more
 
 
 # ---------------------------------------------------------------- drawn
