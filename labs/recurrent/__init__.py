@@ -1,4 +1,4 @@
-"""Layers without keys: a state that maps instead of sums, over devices and over trees.
+"""Layers without keys, whose states merge as maps and not as sums, over devices and trees.
 
 In the order of reading: rule, maps, tree, devices, hybrid.
 """

@@ -14,16 +14,16 @@ UNCHANGED = Updates(k=0, v=0, gate=1, erase=0, write=0)  # a token that changes 
 
 
 def in_chunks(q, updates: Updates, state, *, size: int = 64):
-    """`step_by_step`, a chunk at a time: all chunks are solved at once, then states follow."""
+    """`step_by_step`, by chunks: solves all chunks at once, then computes the states in turn."""
     return _by_chunks(_run, q, updates, state, size, 1)
 
 
 def over_devices(q, updates: Updates, state, *, mesh: Mesh, axis: str = "kv", size: int = 64):
     """`step_by_step`, for a text whose tokens are sharded along an axis of the mesh.
 
-    Every device makes its tokens one map. A scan over the devices sends one map a round, of
-    dk · (dk + dv) numbers, in ⌈log₂ p⌉ rounds. The state after the text, dk · dv numbers, is then
-    broadcast from the last device.
+    Every device composes its tokens to one map. A scan over the devices sends one map, of
+    dk · (dk + dv) numbers, in each of ⌈log₂ p⌉ rounds. Then the last device broadcasts the state
+    after the text, dk · dv numbers.
     """
 
     def on_device(q, updates, state):
@@ -44,8 +44,8 @@ def over_devices(q, updates: Updates, state, *, mesh: Mesh, axis: str = "kv", si
 def before_me(mine: Map, axis: str) -> Map:
     """Inside `shard_map`: the map of all tokens on lower ranks, in the order of the ranks.
 
-    After the rounds with steps 1, 2, … s, `mine` holds the 2s ranks that end with this one, and
-    `before` holds those of them that come before it.
+    After the rounds with steps 1, 2, … s, `mine` is the map of the 2s ranks that end with this
+    rank, and `before` is the map of these ranks without this rank.
     """
     p, rank, dk = lax.axis_size(axis), lax.axis_index(axis), len(mine.term)
     none = before = identity(mine)
@@ -59,7 +59,7 @@ def before_me(mine: Map, axis: str) -> Map:
 
 
 def _run(q, updates: Updates, state, axis: str | None = None):
-    """Chunks (n, size, …) in, what their tokens read and the state after them out."""
+    """(the tokens' outputs, the state after them) for chunks (n, size, …)."""
     causal = jnp.tri(q.shape[1], dtype=bool)
     solved = jax.vmap(solve, (0, None))(updates, causal)
     maps = jax.vmap(map_to, (0, None))(solved, -1)
@@ -71,7 +71,7 @@ def _run(q, updates: Updates, state, axis: str | None = None):
 
 
 def _by_chunks(run, q, updates: Updates, state, size: int, devices: int):
-    """Call `run` with chunks, equally many a device, the last filled with unchanging tokens."""
+    """Call `run` with chunks, the same number for each device, padded by tokens without effect."""
     check(q, updates, state)
     length = max(len(q), 1)
     size = min(size, -(-length // devices))

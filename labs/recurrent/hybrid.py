@@ -1,7 +1,7 @@
 """A toy model of three layers with a state and one with keys, which verifies a tree in one pass.
 
-Queries and keys carry no positions: the recurrent layers know the order of the text. The text is
-one; weights are drawn, not trained.
+Queries and keys have no positions, because the recurrent layers know the order of the text. There
+is one text, and the weights are random, not trained.
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ RECURRENT = 3  # layers, before the one of attention
 
 
 class Model(NamedTuple):
-    """Weights, with an axis of layers where each layer has its own."""
+    """The weights. Those that differ between layers have an axis of layers."""
 
     embedding: jax.Array  # (vocabulary, w)
     inward: jax.Array  # (layers, w, h, 3d + 2): to queries, keys, values and two gates
@@ -31,7 +31,7 @@ class Model(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What the model keeps of a text."""
+    """The model's memory of a text: states, and a cache of keys and values."""
 
     states: jax.Array  # (layers, h, d, d), of the recurrent layers
     cache: jax.Array  # (2, slots, h, d), keys and values, sharded along the slots
@@ -49,10 +49,10 @@ def draw(seed: int) -> Model:
 
 
 def forward(model: Model, tokens, recurrent, attention):
-    """The token that the model says after each of these.
+    """The model's next token after each of `tokens`.
 
     recurrent: a function (layer, q, updates) of arrays (l, h, …). attention: a function (q, k, v)
-    of arrays (1, l, h, d). Each returns what its layer reads, in the shape of v.
+    of arrays (1, l, h, d). Each returns its layer's outputs, in the shape of v.
     """
     x = model.embedding[tokens]
     d = model.outward.shape[2]
@@ -74,7 +74,7 @@ def _normed(x):
 
 
 def prefill(model: Model, prompt, slots: int, mesh: Mesh):
-    """(the first new token, the memory), the prompt sharded over the mesh."""
+    """(the first new token, the memory), from a prompt that is sharded over the mesh."""
     sharding = NamedSharding(mesh, P(None, "kv"))
     run = jax.vmap(partial(over_devices, mesh=mesh), in_axes=(1, 1, 0), out_axes=(1, 0))
     states, cache = [], []
@@ -96,7 +96,7 @@ def prefill(model: Model, prompt, slots: int, mesh: Mesh):
 
 
 def step(model: Model, memory: Memory, beam, sharding):
-    """(tokens, how many of them are the text's, the memory after them): one pass over a beam.
+    """One pass over a beam: (tokens, the number of them that continue the text, the new memory).
 
     beam: (rows, width) candidates. Each begins with the text's newest token, which is not in the
           memory yet.
@@ -122,13 +122,13 @@ def step(model: Model, memory: Memory, beam, sharding):
         jax.vmap(map_to, (0, None))(layer, path[count - 1])(state)
         for layer, state in zip(solved, memory.states, strict=True)
     ]
-    slots = memory.length + jnp.arange(len(path))  # those from `count` on are written again later
+    slots = memory.length + jnp.arange(len(path))  # later passes overwrite those from `count` on
     cache = memory.cache.at[:, slots].set(jnp.concatenate(new)[:, path])
     return said[path], count, Memory(jnp.stack(states), cache, memory.length + count)
 
 
 def accept(beam, nodes, said):
-    """(the best candidate's nodes, how many of them the model would have said itself)."""
+    """(the best candidate's nodes, the number of them that are the model's own tokens)."""
     right = beam[:, 1:] == said[nodes[:, :-1]]
     accepted = jnp.cumprod(right, axis=1).sum(axis=1)
     best = jnp.argmax(accepted)

@@ -1,4 +1,4 @@
-"""What any number of tokens do to a state is one map, S → factor S + term, and maps compose."""
+"""Any number of tokens change a state by one map, S → factor S + term, and maps compose."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 class Map(NamedTuple):
-    """S → factor @ S + term. Leading axes are those of several maps."""
+    """S → factor @ S + term. Leading axes hold several maps."""
 
     factor: jax.Array  # (..., dk, dk)
     term: jax.Array  # (..., dk, dv)

@@ -1,6 +1,6 @@
 """Layers whose memory is a matrix, not keys: the gated delta rule, one token after another.
 
-Everything here is about one head; `jax.vmap` adds heads and batches.
+All functions are about one head; `jax.vmap` adds heads and batches.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from jax import lax
 
 
 class Updates(NamedTuple):
-    """What l tokens do to a state S, (dk, dv), one after another:
+    """The changes of a state S, (dk, dv), by l tokens. Each token in turn maps
 
         S → gate (S − erase k kᵀS) + write k vᵀ
 
@@ -21,13 +21,13 @@ class Updates(NamedTuple):
 
     k: jax.Array  # (l, dk)
     v: jax.Array  # (l, dv)
-    gate: jax.Array  # (l,), as the other two
+    gate: jax.Array  # (l,), like erase and write
     erase: jax.Array
     write: jax.Array
 
 
 def gated_delta(k, v, gate, beta) -> Updates:
-    """Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024): what is written is erased first."""
+    """Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024): a write first erases the old value."""
     return Updates(k, v, gate, erase=beta, write=beta)
 
 
@@ -42,9 +42,9 @@ def linear_attention(k, v) -> Updates:
 
 
 def step_by_step(q, updates: Updates, state):
-    """(what each token reads, (l, dv); the state after the last one), by the definition.
+    """(each token's output, (l, dv); the state after the last token), by the definition.
 
-    q: (l, dk). state: (dk, dv), the one before the first token.
+    q: (l, dk). state: (dk, dv), before the first token.
     """
     check(q, updates, state)
 
@@ -58,7 +58,7 @@ def step_by_step(q, updates: Updates, state):
 
 
 def check(q, updates: Updates, state) -> None:
-    """Raise a ValueError that names the first argument whose shape does not fit the state's."""
+    """Raises ValueError, with the first argument whose shape does not fit the state's."""
     length, (dk, dv) = len(q), state.shape
     widths = {"q": (dk,), "k": (dk,), "v": (dv,)}
     for name, array in {"q": q, **updates._asdict()}.items():

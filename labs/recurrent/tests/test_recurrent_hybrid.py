@@ -1,4 +1,4 @@
-"""The hybrid model against itself in NumPy: its text, token by token, whatever is drafted."""
+"""The hybrid model against itself in NumPy. Its text is the same for all drafts."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def sigmoid(x):
 
 
 def by_hand(model, text):
-    """(the token said after each, the recurrent layers' states after the last), from the start."""
+    """(the next token after each, the recurrent layers' states after the last), from the start."""
     embedding, inward, outward = (np.asarray(x, np.float64) for x in model)
     x, states = embedding[text], []
     d = outward.shape[2]
@@ -64,7 +64,7 @@ TEXT = plain_text(MODEL, PROMPT, 30)
 
 
 def test_the_text_says_something():
-    """Not one token again and again, which a wrong model might say, too."""
+    """The text is not a single repeated token, which a wrong model might give, too."""
     assert len(set(TEXT[len(PROMPT) :])) > 5
 
 
@@ -78,7 +78,7 @@ def test_the_prompt_over_devices(p):
 
 
 def guesses(rng, position):
-    """A beam whose rows follow the text for a while, and then go astray or stay."""
+    """A beam whose rows follow the text for some tokens, and then leave it or not."""
     beam = np.repeat(np.array(TEXT[position : position + WIDTH])[None], ROWS, axis=0)
     for row, right in zip(beam, rng.integers(1, WIDTH + 1, ROWS), strict=True):
         row[right:] = rng.integers(0, 40, WIDTH - right)
@@ -88,7 +88,7 @@ def guesses(rng, position):
 @settings(max_examples=8)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_a_drafted_text_is_the_plain_one(seed):
-    """And the states after each pass are those of the accepted text, and of nothing else."""
+    """The states after each pass are those of the accepted text alone."""
     mesh = kv_mesh(jax.devices()[:8])
     sharding = NamedSharding(mesh, P(None, "kv"))
     first, memory = begin(MODEL, jnp.array(PROMPT), slots=SLOTS, mesh=mesh)
@@ -107,7 +107,7 @@ def test_a_drafted_text_is_the_plain_one(seed):
 
 
 def test_a_pass_sends_what_the_layer_of_attention_sends():
-    """Two Allreduces; nothing for the recurrent layers, and nothing that grows with the text."""
+    """Two Allreduces: none for the recurrent layers, and no bytes that grow with the text."""
     found = []
     for slots in (SLOTS, 2 * SLOTS):
         mesh = kv_mesh(jax.devices()[:8])

@@ -1,4 +1,4 @@
-"""Every way to run a gated delta rule is the one token after another, gradients included."""
+"""All implementations of the gated delta rule equal the loop over tokens, with gradients."""
 
 import functools
 
@@ -44,7 +44,7 @@ def doubles(tree):
 
 
 def by_hand(q, updates, state):
-    """Gated DeltaNet's formula as its authors write it, on Sᵀ: S (α (I − β k kᵀ)) + β v kᵀ."""
+    """Gated DeltaNet's formula in its authors' form, on Sᵀ: S (α (I − β k kᵀ)) + β v kᵀ."""
     q, updates, state = doubles((q, updates, state))
     transposed, out = state.T, []
     for i in range(len(q)):
@@ -126,7 +126,7 @@ def test_batches_and_heads():
 
 
 def test_special_cases():
-    """Without erasing, an output is a sum over earlier tokens: no softmax, and a decay."""
+    """Without erasing, an output is a decayed sum over earlier tokens, without a softmax."""
     q, (k, v, gate, *_), state = inputs(11)
     scores = np.tril(q @ k.T)
     between = np.array([[np.prod(gate[j + 1 : i + 1]) for j in range(11)] for i in range(11)])
@@ -161,7 +161,7 @@ def test_shapes_that_do_not_fit_are_named(name, change):
             way(*change(*inputs(6)))
 
 
-# ---------------------------------------------------------------- what travels
+# ---------------------------------------------------------------- messages
 
 
 def program(length, p, dk=16, dv=8):
