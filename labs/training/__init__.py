@@ -1,4 +1,4 @@
-"""Training on prefix trees: what rows begin with alike is computed once, loss and all."""
+"""Training on prefix trees: prefixes that rows share are computed once, gradients included."""
 
 from labs.training.attention import tree_attention, tree_ring_attention
 from labs.training.dealing import DEALINGS, blocks_by_device, deal_tree

@@ -2,9 +2,9 @@
 
     query i sees key j  ⟺  j ≤ i < ends[j]
 
-so a block of queries sees nothing of a block of keys where the last of these ends has passed, or
-the first of these keys is still to come: such pairs are skipped. What is computed is `attend` under
-the pair's small mask, and the states merge, as everywhere.
+A block of queries skips a block of keys if it sees none of them: all their subtrees have ended, or
+all keys are still to come. For other pairs `attend` runs under the pair's small mask, and the
+states merge.
 """
 
 import functools
@@ -29,8 +29,8 @@ def tree_attention(q, k, v, ends):
     q:    (b, n, h, d); k (b, n, h_kv, d), v (b, n, h_kv, dv), as in `treeattn.attend`
     ends: (b, n) where each node's subtree ends, of nodes in depth-first order (`pack_rows`)
 
-    Memory does not grow with n², for the gradient neither. Raises ValueError for another order, and
-    what `treeattn.attend` raises.
+    Memory does not grow with n², and the gradient's does not either. Raises ValueError if the order
+    is not depth first, and the errors of `treeattn.attend`.
     """
     numbers = jnp.arange(q.shape[1], dtype=jnp.int32)
     state = tree_states(q, k, v, numbers, numbers, check_ends(ends))
@@ -39,11 +39,11 @@ def tree_attention(q, k, v, ends):
 
 @jax.jit
 def tree_states(q, k, v, query_numbers, key_numbers, ends) -> AttentionState:
-    """The states of some of a tree's nodes after others' keys: fields (b, l, h) and (b, l, h, dv).
+    """The states of some nodes of a tree over others' keys: fields (b, l, h) and (b, l, h, dv).
 
-    query_numbers: (l,) the nodes of the queries, in any order; NOBODY for one that is none
-    key_numbers:   (n,) those of the keys
-    ends:          (b, n) where each key's subtree ends; 0 for a key that nobody sees
+    query_numbers: (l,) the nodes of the queries, in any order; NOBODY at an empty place
+    key_numbers:   (n,) the nodes of the keys
+    ends:          (b, n) where each key's subtree ends; 0 for a key that no query sees
     """
     b, l, h, _ = q.shape
     n = k.shape[1]
@@ -74,7 +74,7 @@ def tree_states(q, k, v, query_numbers, key_numbers, ends) -> AttentionState:
 
 
 def _blocks(arrays, length: int, filler: int):
-    """Arrays (b, length, …) as (blocks, b, size, …), the last block filled up."""
+    """Arrays (b, length, …) as (blocks, b, size, …), the last block padded."""
     size = min(BLOCK, length)
     missing = -length % size
 
@@ -88,16 +88,16 @@ def _blocks(arrays, length: int, filler: int):
 
 
 def tree_ring_attention(q, k, v, ends, *, mesh, nodes=None):
-    """`tree_attention` with the nodes dealt over a mesh: their keys visit the queries in a ring.
+    """`tree_attention` with the nodes sharded over a mesh: keys visit the queries in a ring.
 
-    Along all axes of the mesh. With the keys travel the two integers that say who sees them; a
-    device passes on the shards that it does not look at.
+    The ring goes along all axes of the mesh. Keys travel with the two integers of their mask. A
+    device passes on even shards that its queries do not see.
 
     nodes: (places,) the node at each place of q, k and v, −1 at an empty one, as `deal_tree` gives
-           them; None where the nodes stand in order
+           them; None if the nodes are in order
     ends:  (b, nodes), in the nodes' order
 
-    Raises ValueError for places that the devices cannot share evenly, and as `tree_attention`.
+    Raises ValueError if the devices cannot share the places evenly, and as `tree_attention`.
     """
     places = q.shape[1]
     p = mesh.size
@@ -110,7 +110,7 @@ def tree_ring_attention(q, k, v, ends, *, mesh, nodes=None):
         numbers = check_nodes(nodes, ends.shape[1])
         if places % p or len(numbers) != places:
             raise ValueError(f"nodes: expected {places} places, shared by {p} devices evenly")
-    of_places = jnp.pad(ends, ((0, 0), (0, 1)))[:, numbers]  # of place −1 the added one, 0
+    of_places = jnp.pad(ends, ((0, 0), (0, 1)))[:, numbers]  # index −1 reads the added 0
     numbers = jnp.asarray(np.where(numbers < 0, NOBODY, numbers), jnp.int32)
     out = _ring(q, k, v, numbers, of_places, mesh)
     return out[:, :places]

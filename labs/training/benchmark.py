@@ -4,12 +4,12 @@
     python -m labs.training.benchmark group8 chat      # these kinds only
 
 A step is `gradients_by_tree` of train_on_a_tree.py: a loss of the rows' log-probabilities and the
-gradient of all weights of the packaged model, 135 million in float32. The rows are that model's
-own (training_rows.json says how they were sampled), so that everybody times the same.
+gradient of all weights of the packaged model, 135 million in float32. The rows are stored
+samples of this model (training_rows.json says how they were drawn), so every run times the same.
 
-In turn, in one process: the rows as a tree; rows that share nothing (the same rows with first
-tokens that differ) at their own lengths (`packed`), and all at that of the longest (`padded`). Of
-each the median seconds and the temporary memory of the compiled program.
+One process runs in turn the rows as a tree, the rows with first tokens that differ, so that they
+share nothing (`packed`), and these padded to the longest row (`padded`). It prints the median
+seconds of each, and the temporary memory of the compiled program.
 """
 
 import argparse
@@ -36,7 +36,7 @@ ROUNDS = 3  # steps of each, in turn
 
 
 def measure(model: Llama, rows: list[list[int]]) -> dict:
-    """Rows, and by way their tokens, median seconds and temporary bytes."""
+    """The number of rows, and each way's tokens, median seconds and temporary bytes."""
     longest = max(map(len, rows))
     apart = [[3 + i, *row[1:]] for i, row in enumerate(rows)]
     padded = [row + [1] * (longest - len(row)) for row in apart]

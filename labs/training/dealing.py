@@ -1,10 +1,10 @@
-"""Which device gets which nodes of a tree, so that all have as much attention to compute.
+"""Nodes of a tree dealt over devices, so that all devices compute as much attention.
 
 A tree's nodes are in depth-first order, and attention reads them in blocks: a block of queries
-visits the blocks of keys of which it may see some. Late blocks see more than early ones, so with
-contiguous shards the last devices compute most. Which pairs of blocks are visited does not depend
-on the devices that hold them. So blocks can be dealt in any order, as many to each device, and
-the work of each device can be counted before anything runs.
+visits the blocks whose keys it may see. Late blocks see more than early blocks, so with contiguous
+shards the last devices compute most. The visited pairs do not depend on the devices that hold the
+blocks. So blocks can be dealt in any order, as many to each device, and the work of each device
+can be counted before anything runs.
 """
 
 import numpy as np
@@ -19,25 +19,24 @@ DEALINGS = ("contiguous", "striped", "balanced")
 def deal_tree(
     ends: Int[np.ndarray, " nodes"], devices: int, *, dealing: str = "balanced"
 ) -> Int[np.ndarray, " places"]:
-    """(devices · t,) int32: the node at each place of a sequence, −1 where a place stays empty.
+    """(devices · t,) int32: the node at each place of a sequence, −1 at an empty place.
 
-    Device r has the places r · t … (r + 1) · t − 1, as `tree_ring_attention` deals them, and in
-    them whole blocks of nodes, in ascending order. Empty places only fill up the last blocks.
-    Queries, keys and values are put into this order, x[:, nodes], and `tree_ring_attention` told of
-    it by `nodes=nodes`.
+    Device r has the places r · t … (r + 1) · t − 1, as `tree_ring_attention` shards them. They hold
+    whole blocks of nodes, in ascending order, and only the last blocks have empty places. Index
+    queries, keys and values by x[:, nodes], and pass nodes=nodes to `tree_ring_attention`.
 
     ends:    (n,) where each node's subtree ends, of nodes in depth-first order (`pack_rows`)
     dealing: "contiguous": the first blocks to the first device, the next to the second
              "striped":    block by block in turn, as Striped Attention (Brandon et al. 2023) does
                            with tokens
-             "balanced":   the blocks that visit most come first, and each goes to the device that
-                           has least to do by then, and has room
+             "balanced":   the blocks that visit most come first, and each goes to the device with
+                           room that has the least work so far
 
-    Blocks have up to 256 nodes. With fewer than 257 nodes a device there is one block for each, and
+    Blocks have up to 256 nodes. With fewer than 257 nodes a device, each device has one block, and
     no dealing is better than another.
 
-    Raises TypeError for ends that are no integers, ValueError for another shape, an order that is
-    not depth first, no devices, and another dealing.
+    Raises TypeError if ends are not integers, and ValueError for a wrong shape, an order that is
+    not depth first, fewer than one device, and an unknown dealing.
     """
     ends = _checked(ends)
     if devices < 1:
@@ -69,7 +68,7 @@ def _checked(ends) -> Int[np.ndarray, " nodes"]:
 
 
 def _visited_from(ends, size: int, blocks: int) -> Int[np.ndarray, " blocks"]:
-    """How many blocks of keys each block of queries visits; 0 for one without nodes."""
+    """How many blocks of keys each block of queries visits; 0 for a block without nodes."""
     nodes = np.full(blocks * size, -1)
     nodes[: len(ends)] = np.arange(len(ends))
     return _visits(ends, nodes, size).sum(axis=1)
@@ -89,10 +88,10 @@ def _balanced_owners(work, devices: int, each: int) -> Int[np.ndarray, " blocks"
 
 
 def _visits(ends, nodes, size: int):
-    """(blocks, blocks) bool: which blocks of keys each block of queries visits, of these places.
+    """(blocks, blocks) bool: the blocks of keys that each block of queries at these places visits.
 
-    A block of queries visits a block of keys if some subtree of it may still be open, and some key
-    not after the last query: what `tree_states` looks at pair by pair is never more.
+    A block of queries visits a block of keys if some key's subtree may still be open, and some key
+    is not after the last query. `tree_states` checks each pair, and never computes more.
     """
     blocks = nodes.reshape(-1, size)
     there = blocks >= 0
@@ -107,15 +106,15 @@ def blocks_by_device(
 ) -> Int[np.ndarray, "devices devices"]:
     """How many blocks of scores device r computes of the keys of device s, at [r, s].
 
-    What a device computes in all is the sum of its row. In a ring the devices wait for each other
-    in every step, in step i for the device that computes most of the keys of device r − i; where
-    all keys are gathered first, only the rows' sums count.
+    A device's row adds up to all that it computes. In step i of a ring, device r computes with the
+    keys of device r − i, and all devices wait for the busiest. If all keys are gathered first, only
+    the rows' sums count.
 
     ends:  (n,), as in `deal_tree`
     nodes: (devices · t,) the node at each place, −1 at an empty one, as `deal_tree` returns them
 
-    Raises TypeError and ValueError as `deal_tree` does, and ValueError for places that the devices
-    do not share evenly, or that do not hold every node once.
+    Raises TypeError and ValueError as `deal_tree` does, and ValueError if the devices do not share
+    the places evenly, or the places do not hold every node once.
     """
     ends = _checked(ends)
     nodes = check_nodes(nodes, len(ends))

@@ -107,7 +107,7 @@ def subtrees_as_intervals() -> Figure:
 
 
 def tokens_saved(answers, prompt, answer):
-    """How many times fewer tokens the tree has than separate rows, that share the prompt alone."""
+    """How many times fewer tokens the tree has than separate rows that share only the prompt."""
     return answers * (prompt + answer) / (prompt + answers * answer)
 
 
@@ -145,8 +145,8 @@ COLORS = dict(zip(DEALINGS, (ORANGE, BLUE, GREEN), strict=True))
 
 @styled
 def draw_work() -> Figure:
-    """The blocks of scores that each of eight devices computes, of a tree dealt in three ways: a
-    prompt of 8,192 tokens and sixteen answers of 512."""
+    """The blocks of scores that each of eight devices computes, for three ways to deal the tree of
+    a prompt of 8,192 tokens and sixteen answers of 512."""
     nodes = np.arange(2 * 8192)
     ends = np.where(nodes < 8192, len(nodes), (nodes // 512 + 1) * 512)
     figure, panels = new_figure(8.0, 3.1, ncols=len(DEALINGS), sharey=True)

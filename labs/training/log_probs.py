@@ -3,8 +3,8 @@
 The rows become a prefix tree (`labs.training.rows`), which takes one pass: attention by intervals,
 positions by depth. Every node but a root has one log-probability, that of its token
 after its parent, and a row reads those of its nodes. So a loss of the rows' log-probabilities is
-the loss of separate rows, and so are its gradients, because the gradient of reading is adding up:
-a node that eight rows share gets the sum of the eight rows' gradients.
+the loss of separate rows. Its gradients are theirs, too, because the gradient of reading is adding
+up: a node that eight rows share gets the sum of the eight rows' gradients.
 """
 
 import functools
@@ -31,12 +31,12 @@ def log_probs(
     """log P(token t + 1 | tokens 0 … t) of every row, at [row, t]; 0 where a row has no such token.
 
     rows:    as in `pack_rows`
-    weights: in place of the model's, so that `jax.grad` can ask for their gradient. Where the
-             output matrix is the embedding, `weights.head` is not read, and the embedding's
-             gradient is that of both uses. The rotary frequencies have no gradient
+    weights: in place of the model's, so that `jax.grad` can take their gradient. If the output
+             matrix is the embedding, `weights.head` is not read, and the embedding's gradient
+             includes both uses. The rotary frequencies have no gradient
 
     In float32, or float64 for a model of float64. With a mesh, a tree's nodes are sharded over it,
-    and their keys go around a ring. The gradient computes each layer's inside again, so memory
+    and their keys go around a ring. The gradient recomputes the inside of each layer, so memory
     holds each layer's input, and the logits of 256 nodes.
 
     Raises ValueError for ids outside the vocabulary, and the errors of `pack_rows`.
@@ -49,7 +49,7 @@ def log_probs(
 def _of_nodes(model: Llama, tree: RowTree, weights: Weights) -> Float[Array, " nodes"]:
     """The log-probability of each node's token after its parent's; 0 at roots.
 
-    Trees are filled up to few sizes, so that few programs are compiled.
+    Trees are padded to a few sizes, so that few programs are compiled.
     """
     config = model.config
     outside = tree.tokens[tree.tokens >= config.vocabulary]
@@ -68,7 +68,7 @@ def _of_nodes(model: Llama, tree: RowTree, weights: Weights) -> Float[Array, " n
 
 @functools.partial(jax.jit, static_argnames=("config", "mesh"))
 def _forward(weights: Weights, tokens, positions, ends, parents, *, config, mesh):
-    """The model over one tree, and what `_of_nodes` returns, for `size` nodes."""
+    """The model over a padded tree: the log-probabilities of `_of_nodes`, padding included."""
     frequencies = jax.lax.stop_gradient(weights.frequencies)  # a buffer is no weight
     x, rotation = layers.embed(tokens[None], positions[None], weights.embedding, frequencies)
     attention = tree_attention

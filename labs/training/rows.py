@@ -1,4 +1,4 @@
-"""Rows of tokens as prefix trees in depth-first order: what a training step computes once.
+"""Rows of tokens as prefix trees in depth-first order, so that shared prefixes are computed once.
 
 Samples of one prompt, or the branches of a conversation, begin alike. `pack_rows` lists every
 distinct prefix of the rows once, depth first: a node, then all of its first child's subtree, then
@@ -13,10 +13,10 @@ is one integer a token, the end of its interval:
 
 Node i is in j's subtree exactly when j is i or above it, and the numbers of that subtree are
 j … ends[j] − 1. In any other order some subtree is no interval. `treeattn.pack` numbers a beam
-candidate by candidate, which is depth first only where candidates that begin alike are neighbours.
+candidate by candidate, which is depth first only if candidates that begin alike are neighbours.
 `pack` returns the whole mask, which is small for a beam, and works inside jit.
 
-This module uses NumPy, because rows are ragged and decide the shapes of what is compiled.
+This module uses NumPy, because rows are ragged and decide the shapes of compiled programs.
 """
 
 from collections.abc import Sequence
@@ -34,10 +34,10 @@ class RowTree(NamedTuple):
     """The prefix tree of some rows, its n nodes in depth-first order.
 
     tokens:    (n,) int32 token ids
-    positions: (n,) int32, where each node stands in its rows: its depth, 0 at a root
+    positions: (n,) int32, each node's position in its rows: its depth, 0 at a root
     ends:      (n,) int32, one more than the last node of each node's subtree: node i sees node j
                exactly when j ≤ i < ends[j]
-    row_map:   (rows, longest) int32: the node of each row's token; −1 where the row is over
+    row_map:   (rows, longest) int32: the node of each row's token; −1 after the row's end
     """
 
     tokens: Int[np.ndarray, " nodes"]
@@ -47,7 +47,7 @@ class RowTree(NamedTuple):
 
     @property
     def row_tokens(self) -> int:
-        """How many tokens the rows have, one by one: what the tree's n nodes stand for."""
+        """How many tokens the rows have in all, each shared token counted in every row."""
         return int((self.row_map >= 0).sum())
 
     @property
@@ -62,9 +62,9 @@ class RowTree(NamedTuple):
     def unpack(
         self, of_nodes: Shaped[Array, " nodes *features"]
     ) -> Shaped[Array, "rows longest *features"]:
-        """What was computed for each node, read by the rows; 0 where a row is over. Differentiable.
+        """The nodes' values, read by the rows; 0 after a row's end. Differentiable.
 
-        of_nodes: (n, ...), NumPy's or JAX's. Raises a ValueError for another number of nodes.
+        of_nodes: (n, ...), NumPy's or JAX's. Raises ValueError for another number of nodes.
         """
         if of_nodes.shape[:1] != self.tokens.shape:
             raise ValueError(
@@ -82,10 +82,10 @@ def pack_rows(rows: Sequence) -> RowTree:
 
     rows: token ids, each row a list or an array (length,) of at least one integer
 
-    The tree has several roots where rows begin differently. Children are in the order of their
+    The tree has several roots if rows begin differently. Children are in the order of their
     token ids, so the tree does not depend on the order of the rows. Equal rows, and a row that
-    begins another, share their nodes and keep their own lines of `row_map`. How much is saved is
-    len(tree.tokens) beside tree.row_tokens.
+    begins another, share their nodes and keep their own lines of `row_map`. Compare
+    len(tree.tokens) with tree.row_tokens to see the saving.
 
     Memory and time are proportional to the number of tokens; there is no (n, n) mask.
 
@@ -99,7 +99,9 @@ def pack_rows(rows: Sequence) -> RowTree:
     in_order = [tokens[number] for number in order]  # rows that begin alike are neighbours
     shared = _shared_with_the_one_before(in_order)
     lengths = np.array([len(row) for row in in_order], int)
-    firsts = np.concatenate([[0], np.cumsum(lengths - shared)]).astype(int)  # that a row adds
+    firsts = np.concatenate([[0], np.cumsum(lengths - shared)]).astype(
+        int
+    )  # the first that a row adds
     longest = int(lengths.max(initial=0))
     nothing = np.zeros(0, np.int32)
     added = [row[common:] for row, common in zip(in_order, shared, strict=True)]
@@ -113,9 +115,9 @@ def pack_rows(rows: Sequence) -> RowTree:
 
 
 def interval_mask(ends) -> Bool[np.ndarray, "nodes nodes"]:
-    """(n, n) bool, of `ends` (n,): True where query i sees key j, which is where j ≤ i < ends[j].
+    """(n, n) bool, of `ends` (n,): True where query i sees key j, so where j ≤ i < ends[j].
 
-    It has n² entries, and is for looking at small trees and for attention that takes a mask.
+    It has n² entries, and is for small trees and for attention that takes a mask.
     """
     ends = check_ends(np.asarray(ends)[None])[0]
     node = np.arange(len(ends))
@@ -152,7 +154,7 @@ def check_ends(ends) -> Array:
 def check_nodes(nodes, size: int) -> np.ndarray:
     """`nodes` (places,): the node, of `size`, at each place; −1 at an empty one.
 
-    Raises a ValueError unless every node has one place.
+    Raises ValueError unless every node has one place.
     """
     nodes = np.asarray(nodes)
     if nodes.ndim != 1 or not np.issubdtype(nodes.dtype, np.integer):
@@ -164,7 +166,7 @@ def check_nodes(nodes, size: int) -> np.ndarray:
 
 
 def _checked_row(number: int, row) -> Int[np.ndarray, " length"]:
-    """Row `number` in int32, or the error that says what is wrong with it."""
+    """Row `number` in int32. Raises an error that says what is wrong with the row."""
     name = f"rows[{number}]"
     row = np.asarray(row)
     if row.ndim != 1:
@@ -179,7 +181,7 @@ def _checked_row(number: int, row) -> Int[np.ndarray, " length"]:
 
 
 def _shared_with_the_one_before(tokens) -> list[int]:
-    """How many leading tokens each row shares with the one before it; 0 for the first."""
+    """How many leading tokens each row shares with the row before; 0 for the first."""
     shared = [0] * len(tokens)
     for place in range(1, len(tokens)):
         before = tokens[place - 1]
@@ -206,7 +208,7 @@ def _ends(shared, lengths, firsts, longest: int):
 
     The subtree of a node at depth p ends with the next row that shares at most p tokens with the
     row before it, at that row's first new node. So the rows are read from the last to the first,
-    with the end for each depth at hand.
+    and the end for each depth is kept.
     """
     size = firsts[-1]
     ends = np.empty(size, np.int32)

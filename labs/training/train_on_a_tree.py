@@ -33,7 +33,7 @@ from labs.training.rows import pack_rows
 from treeattn_llama import Llama, generate
 
 EXAMPLES = (("2 + 3", "5"), ("6 + 1", "7"))
-AT_ONCE = 8  # rows, where they are computed separately
+AT_ONCE = 8  # rows, if they are computed separately
 NEW_TOKENS = 4  # of an answer, at most
 
 
@@ -61,9 +61,9 @@ class Sums:
 
 
 class Batch(NamedTuple):
-    """The rows of a step, as token ids, and what training adds to them.
+    """The rows of a step, as token ids, with their weights and rewards.
 
-    weights: (rows, longest − 1), the advantage of each token of an answer over the number of such
+    weights: (rows, longest − 1), the advantage of each answer token over the number of all answer
              tokens; 0 elsewhere
     rewards: (rows,)
     """
@@ -94,24 +94,24 @@ def sample(model: Llama, task, step: int, asked: int, group: int) -> Batch:
 
 
 def loss_of(found, weights):
-    """−Σ weights · (probability now over that at the time of sampling, which is now)."""
+    """−Σ weights · (probability over its value at sampling, which is the same number)."""
     ratio = jnp.exp(found - jax.lax.stop_gradient(found))
     return -(jnp.asarray(weights, found.dtype) * ratio).sum()
 
 
-# All weights learn but the rotary frequencies. Where the output matrix is the embedding, the model
+# All weights but the rotary frequencies learn. If the output matrix is the embedding, the model
 # has one matrix, and one copy of it learns.
 
 
 def learned(model: Llama):
-    """A copy of the weights that learn, because an update gives up the arrays that it gets."""
+    """A copy of the weights that learn, because an update donates its arrays."""
     weights = model.weights._replace(frequencies=None)
     weights = weights._replace(head=None) if model.config.tied else weights
     return jax.tree.map(jnp.copy, weights)
 
 
 def with_learned(model: Llama, weights) -> Llama:
-    """The model with these."""
+    """The model with these weights."""
     weights = weights._replace(frequencies=model.weights.frequencies)
     weights = weights._replace(head=weights.embedding) if model.config.tied else weights
     return dataclasses.replace(model, weights=weights)
@@ -128,7 +128,7 @@ def gradients_by_tree(model: Llama, weights, batch: Batch):
 
 
 def gradients_by_rows(model: Llama, weights, batch: Batch):
-    """The same without a tree: all tokens of some rows at a time, and the gradients added up."""
+    """The same gradients without a tree: all tokens of some rows at a time, added up."""
 
     def loss(weights, tokens, of_tokens):
         each = jax.nn.log_softmax(with_learned(model, weights).logits(tokens)[:, :-1])
@@ -151,7 +151,7 @@ WAYS = {"tree": gradients_by_tree, "rows": gradients_by_rows}
 
 
 def train(model: Llama, task, steps: int, ways=("tree",), *, rate=2e-5, asked=4, group=8):
-    """({way: the weights as learned}, what happened in each step); samples are the first way's."""
+    """({way: the learned weights}, a record of each step). The first way's model samples."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
     weights = {way: learned(model) for way in ways}
     moments = {way: optimizer.init(weights[way]) for way in ways}
@@ -177,8 +177,8 @@ def train(model: Llama, task, steps: int, ways=("tree",), *, rate=2e-5, asked=4,
 
 
 def compared(before, by_tree, by_rows) -> dict[str, float]:
-    """The largest difference of a weight between the two, the largest change of one by training,
-    and the norm of all differences over that of all changes."""
+    """The largest difference of a weight between the ways, the largest change of a weight by
+    training, and the norm of all differences over the norm of all changes."""
     off, moved = (jax.tree.map(jnp.subtract, by_tree, x) for x in (by_rows, before))
     largest = [max(float(abs(x).max()) for x in jax.tree.leaves(tree)) for tree in (off, moved)]
     relative = float(optax.tree.norm(off) / optax.tree.norm(moved))

@@ -1,11 +1,11 @@
-"""What transformers and torch's autograd make of rows: the reference of test_torch_gradients.py.
+"""Log-probabilities and gradients by transformers and torch: test_torch_gradients.py's reference.
 
     pip install torch transformers          # the file in place: 2.13.0 and 5.23.0
     python labs/training/tests/make_torch_gradients.py
 
 writes torch_gradients.npz beside this file: rows, weights of their log-probabilities in a loss, the
 log-probabilities, and the loss's gradients, in float64 where transformers computes in float64. It
-computes norms and rotary angles in float32 whatever it is told.
+computes norms and rotary angles in float32 for every dtype.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 
 HERE = Path(__file__).parent
 MODEL = HERE.parents[2] / "llama" / "tests" / "data" / "llamas" / "llama32"
-FIELDS = {  # of a layer here: of a layer there
+FIELDS = {  # of a layer here: of a layer in transformers
     "attention_norm": ("input_layernorm",),
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "output": ("self_attn.o_proj",),
@@ -42,7 +42,7 @@ def main() -> None:
     longest = max(map(len, rows))
     weights = rng.normal(size=(len(rows), longest - 1))
     found = np.zeros_like(weights)
-    for i, row in enumerate(rows):  # each by itself: nothing is filled up
+    for i, row in enumerate(rows):  # each by itself, without padding
         logits = model(torch.tensor([row])).logits[0, :-1]
         each = torch.log_softmax(logits, dim=-1)[range(len(row) - 1), row[1:]]
         (each * torch.from_numpy(weights[i, : len(each)])).sum().backward()

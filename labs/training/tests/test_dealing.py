@@ -35,7 +35,7 @@ def forests(draw):
 
 
 def count_by_the_mask(ends, nodes, devices):
-    """Blocks [r, s] that hold a visible pair: what has to be computed, at least."""
+    """Blocks [r, s] that hold a visible pair: the least that has to be computed."""
     mask = interval_mask(ends)
     shard = len(nodes) // devices
     size = max(min(BLOCK, shard), 1)
@@ -57,8 +57,8 @@ def test_every_node_once_and_the_work_as_counted(ends, devices, dealing):
     assert len(nodes) % devices == 0
     np.testing.assert_array_equal(np.sort(nodes[nodes >= 0]), np.arange(len(ends)))
     work = blocks_by_device(ends, nodes, devices)
-    # A visited block may hold no visible pair: if the subtree that ends last begins after the
-    # queries that are there, say.
+    # A visited block may hold no visible pair, such as when the subtree that ends last begins
+    # after the queries.
     assert (work >= count_by_the_mask(ends, nodes, devices)).all()
     in_order = deal_tree(ends, devices, dealing="contiguous")
     assert work.sum() == blocks_by_device(ends, in_order, devices).sum()
@@ -66,7 +66,7 @@ def test_every_node_once_and_the_work_as_counted(ends, devices, dealing):
 
 @pytest.mark.parametrize("devices", [2, 3, 8])
 def test_a_text_is_dealt_evenly(devices):
-    """Of one path, block i visits i + 1 blocks: 1 + 2 + … + b, and every device gets its share."""
+    """In one path, block i visits i + 1 blocks: 1 + 2 + … + b, and every device gets its share."""
     blocks = 6 * devices
     ends = np.full(blocks * BLOCK, blocks * BLOCK)
     most = []
@@ -79,7 +79,7 @@ def test_a_text_is_dealt_evenly(devices):
 
 
 def test_two_texts_by_hand():
-    """Of two blocks each, on two devices."""
+    """Two blocks each, on two devices."""
     ends = np.repeat([16, 32], 16)
     nodes = deal_tree(ends, 2, dealing="striped")
     np.testing.assert_array_equal(nodes, [*range(8), *range(16, 24), *range(8, 16), *range(24, 32)])

@@ -23,8 +23,8 @@ LONGEST = 12
 
 @functools.partial(jax.jit, static_argnums=0)
 def separately(model, weights, tokens, lengths, pull):
-    """(log-probabilities, the gradient of their sum weighted by `pull`) of each row alone, its end
-    filled up: no token sees what comes later."""
+    """(log-probabilities, the gradient of their sum weighted by `pull`) of each row alone,
+    padded at its end, because no token sees later tokens."""
 
     def by_rows(weights):
         logits = dataclasses.replace(model, weights=weights).logits(tokens)
@@ -48,8 +48,8 @@ def random_rows(rng):
 
 
 def compare(model, alone, rng, atol):
-    """By `model` and, row by row, by `alone`. The gradients are pulled by random numbers, so those
-    of every loss of the log-probabilities agree."""
+    """Compare `model` with `alone`, row by row. Random numbers weight the log-probabilities, so the
+    gradients of every loss agree."""
     rows = random_rows(rng)
     pull = rng.normal(size=(ROWS, LONGEST - 1)).astype(model.weights.norm.dtype)
     weights = model.weights
@@ -96,7 +96,7 @@ def test_in_float32():
 
 @pytest.mark.usefixtures("unchecked")
 def test_small_and_wrong_rows():
-    """No rows, rows of one token, which predict nothing, and ids that there are not."""
+    """No rows, rows of one token, which predict nothing, and unknown ids."""
     model = Llama.load(LLAMAS / "llama3")
     assert log_probs(model, [[3], [4]]).shape == (2, 0)
     assert log_probs(model, []).shape[0] == 0

@@ -1,7 +1,7 @@
-"""Has a packed loss the value, and the gradients, of separate rows? Known mistakes have not.
+"""Does a packed loss have the value and gradients of separate rows? Known mistakes do not.
 
-The model is another one than the Llama: one attention head without norms, in float64. A pass does
-what its plan says, and the plan of a single row cannot share anything.
+The model is not the Llama: it has one attention head without norms, in float64. A pass follows its
+plan, and the plan of a single row cannot share anything.
 """
 
 import jax
@@ -51,7 +51,7 @@ def random_weights(seed):
 
 
 def plan_of(tokens, positions, visible, parents, nodes, weights):
-    """Of each of `nodes` the log-probability after its parent is read, and weighted."""
+    """Each of `nodes` is read as a log-probability after its parent, and weighted."""
     plan = {"tokens": tokens, "positions": positions, "visible": visible, "parents": parents}
     plan |= {"nodes": nodes, "sources": parents[nodes], "targets": tokens[nodes]}
     return plan | {"weights": weights}
@@ -91,11 +91,11 @@ def batches():
     }
 
 
-# Mistakes: what they change in the plan, or in the rows before they are packed
+# Mistakes: each changes the plan, or the rows before they are packed
 
 
 def of_first_children(plan):
-    """A label for each node, that of its first child: other children are not asked for."""
+    """Each node has its first child as its only label: other children are left out."""
     return {"weights": plan["weights"] * (plan["sources"] == plan["nodes"] - 1)}
 
 
@@ -105,7 +105,7 @@ def within_segments(plan):
 
 
 def once(plan):
-    """Rows write their weights to the nodes, where they should add them: the last row's stays."""
+    """Rows overwrite the nodes' weights instead of adding to them, so the last row's stays."""
     nodes = plan["nodes"].tolist()
     return {"weights": plan["weights"] * [x not in nodes[i + 1 :] for i, x in enumerate(nodes)]}
 
@@ -115,7 +115,7 @@ def mean_over_nodes(plan):
 
 
 def from_outside(plan):
-    """What a row's own nodes see of nodes that it shares."""
+    """The mask's part in which nodes of one row see nodes of several."""
     return (plan["rows"] == 1)[:, None] & (plan["rows"] > 1)
 
 
@@ -135,7 +135,7 @@ def only_leaves(rows, weights):
 
 
 def one_prompt(rows, weights):
-    """Tokens that are alike at the same depth are one node, whatever stands before them."""
+    """Equal tokens at the same depth are one node, even after different first tokens."""
     return [[rows[-2][0], *row[1:]] for row in rows], weights
 
 

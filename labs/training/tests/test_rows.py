@@ -8,13 +8,13 @@ from plain_trie import plain_mask, plain_trie
 
 from labs.training import interval_mask, pack_rows
 
-TOKENS = np.iinfo(np.int32).max, 0, 255, 256  # whose bytes are in another order than they are
+TOKENS = np.iinfo(np.int32).max, 0, 255, 256  # their bytes sort in another order
 some_rows = st.lists(st.lists(st.sampled_from(TOKENS), min_size=1, max_size=6), max_size=12)
 
 
 @given(some_rows)
 def test_the_tree_of_rows(rows):
-    """In sorted rows those that begin alike are neighbours, so that a plain trie is depth first."""
+    """Sorted rows that begin alike are neighbours, so a plain trie is depth first."""
     order = sorted(range(len(rows)), key=rows.__getitem__)
     tokens, parents, depths, paths, _ = plain_trie([rows[i] for i in order])
     tree = pack_rows([np.array(row, np.uint32) if len(row) % 2 else tuple(row) for row in rows])
@@ -26,7 +26,7 @@ def test_the_tree_of_rows(rows):
         line = tree.row_map[number]
         np.testing.assert_array_equal(line, path + [-1] * (len(line) - len(path)))
     assert tree.row_tokens == sum(map(len, rows))
-    # The two integers say what walking up says.
+    # The two integers agree with walking up.
     expected = np.array(plain_mask(parents), bool).reshape(len(tokens), len(tokens))
     np.testing.assert_array_equal(interval_mask(tree.ends), expected)
 

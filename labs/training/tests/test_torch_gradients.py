@@ -1,7 +1,7 @@
 """Log-probabilities and gradients by the tree beside those of transformers and torch's autograd.
 
-They are stored (make_torch_gradients.py), so that nothing but a file is needed here. transformers
-computes norms and rotary angles in float32, whatever dtype it is given: hence what is allowed.
+They are stored (make_torch_gradients.py), so the test needs only a file. Its tolerances allow for
+transformers' norms and rotary angles, which are in float32 for every dtype.
 """
 
 from pathlib import Path

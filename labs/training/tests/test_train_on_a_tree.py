@@ -15,7 +15,7 @@ LLAMAS = Path(__file__).parents[3] / "llama" / "tests" / "data" / "llamas"
 
 
 class EvenTokens:
-    """Stands for questions and rewards: prompts that begin alike, and how many ids are even."""
+    """In place of questions and rewards: prompts that begin alike, and how many ids are even."""
 
     def ask(self, rng):
         return [5, 6, 7, *rng.integers(3, 96, 3).tolist()], None

@@ -59,7 +59,7 @@ def test_values_and_gradients(block, monkeypatch):
     ("p", "dealing"), [(4, None), (3, "contiguous"), (4, "striped"), (3, "balanced")]
 )
 def test_in_a_ring(p, dealing):
-    """With keys and queries in order, and dealt: then some places are empty."""
+    """With keys and queries in order, and dealt, so that some places are empty."""
     mesh = kv_mesh(jax.devices()[:p])
 
     def ring(q, k, v, ends, nodes=None):
