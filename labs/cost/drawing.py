@@ -134,7 +134,7 @@ DTYPES = {"deepseek-v3": {"weight_dtype": "float8"}}  # as it was published
 
 
 def letters(plan: Plan) -> str:
-    """What a plan splits: (B)atch, (L)ayers, (H)eads, (S)equence."""
+    """The axes a plan splits: (B)atch, (L)ayers, (H)eads, (S)equence."""
     return "".join(word[0].upper() for word in plan.family.split(" + ") if word != "one device")
 
 

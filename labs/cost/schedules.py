@@ -1,4 +1,4 @@
-"""Collectives as algorithms: who sends what to whom, round by round.
+"""Collectives as algorithms: the messages between devices, round by round.
 
 A collective is a list of rounds, a round a set of messages that are sent at the same time.
 `labs.cost.network` says how long they take.

@@ -132,7 +132,7 @@ def test_a_blocks_speedup_is_not_a_models():
 
 
 def test_when_a_cache_outweighs_the_weights():
-    """2024 and 2025 §1, "largely determines": attention's part of what a step reads."""
+    """2024 and 2025 §1, "largely determines": attention's part of the bytes that a step reads."""
     for context, part in ((8_000, 0.07), (32_000, 0.28), (128_000, 1.12), (10**6, 8.73)):
         w = Workload(context, kv_heads=LLAMA.kv_heads, heads=LLAMA.heads)
         assert LLAMA.layers * w.cache_bytes() / WEIGHTS == pytest.approx(part, abs=0.005)

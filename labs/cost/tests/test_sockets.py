@@ -49,7 +49,7 @@ def test_stored_forecasts_are_those_of_the_model():
 
 @pytest.mark.parametrize("methods", [("tree", "gather"), ("ring",)], ids=" ".join)
 def test_forecasts_of_what_was_not_fitted_come_within_a_quarter(methods):
-    """Without rendezvous the forecast of a flat Allreduce was 0.37 of what was measured."""
+    """Without rendezvous the forecast of a flat Allreduce was 0.37 of the measured time."""
     ratios = [
         seconds / row["seconds"]
         for row, seconds, use in zip(ROWS, FORECASTS["seconds"], FORECASTS["fitted"], strict=True)

@@ -223,7 +223,7 @@ def test_a_nan_that_nobody_sees_and_one_that_somebody_does():
     assert np.isnan(out).all() and np.isfinite(lse).all()
 
 
-# What is refused.
+# Refused inputs.
 
 
 def test_what_has_no_exact_form(unchecked):

@@ -77,7 +77,7 @@ def compare(model, alone, rng, atol):
     ("name", "shape"), [("biased", None), ("llama2", (3,)), ("llama32", (2, 4))]
 )
 def test_log_probabilities_and_their_gradients(name, shape):
-    """With biases; without shared key heads; tied. On one device, three, and a mesh of two axes."""
+    """Biases, no shared key heads, tied. On one device, three, and a mesh of two axes."""
     with jax.enable_x64(True):
         model = alone = Llama.load(LLAMAS / name, dtype=np.float64)
         if shape:
