@@ -14,7 +14,7 @@ SLOTS = 8192  # of each row's cache
 
 
 def described(sizes: Sizes, batch: int, n: int, mesh) -> tuple[Weights, Cache]:
-    """Shapes of a layer and its cache, as they lie on the mesh; no numbers."""
+    """The shapes and shardings of a layer and its cache, without numbers."""
     w, h, h_kv, d, m = sizes
     shapes = Weights(
         query=(w, h * d),
@@ -47,7 +47,7 @@ def program(sizes: Sizes, batch: int, n: int, mesh):
 
 
 def axes_crossed(collective, mesh) -> list[str]:
-    """The axes along which devices that take part together stand at different places."""
+    """The axes along which the devices of a group have different places."""
     shape = tuple(mesh.shape.values())
     together = [np.unravel_index(group, shape) for group in collective.groups or [range(mesh.size)]]
     return [
@@ -58,7 +58,7 @@ def axes_crossed(collective, mesh) -> list[str]:
 
 
 def crossings(found, mesh) -> str:
-    """A line for each collective: what it crosses, and what each device puts in."""
+    """A line for each collective: the axes that it crosses, and the bytes that a device puts in."""
     lines = [f"{'collective':12}{'crosses':12}{'bytes put in':>12}  operands"]
     for c in found:
         axes = ", ".join(axes_crossed(c, mesh))

@@ -1,7 +1,7 @@
-"""The layer's step compiled for eight H100s that are only described to XLA: what they would send.
+"""The layer's step, compiled for eight H100s from their description, and the bytes that it sends.
 
-`make gpu-programs` writes results/h100s.md from it, without a driver or a GPU. Nothing is run, so
-the page shows what is sent and held, and not how long it takes.
+`make gpu-programs` writes results/h100s.md with this module, without a driver or a GPU. Nothing is
+run, so the page shows the bytes that are sent and held, and no times.
 """
 
 import datetime
@@ -21,7 +21,7 @@ ROWS, KEYS = 2, 131_072  # of the batch, and slots of each row's cache
 
 
 def mesh_of(devices, shape: tuple[int, int, int]) -> Mesh:
-    """The devices as a box of that shape."""
+    """A mesh of these devices in this shape."""
     return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * 3)
 
 

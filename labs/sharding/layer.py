@@ -1,6 +1,6 @@
 """One step of a Llama's layer on a mesh with the axes "batch", "heads" and "kv", by hand.
 
-What lies where, and what each product leaves on a device:
+The sharding of each array, and the partial sums that its product leaves:
 
     x                  (b, w)           rows along "batch"
     query, key, value  (w, h·d), …      columns, which are heads, along "heads"
@@ -9,11 +9,11 @@ What lies where, and what each product leaves on a device:
     gate, up           (w, m)           columns along "heads" and "kv" together
     down               (m, w)           rows along both: a partial sum, added up along both
 
-The attention between them is Tree Attention: every device attends to its own keys of its own heads,
-and states merge along "kv". Nothing crosses "batch".
+The attention between these products is Tree Attention: every device attends to its own keys of its
+own heads, and states merge along "kv". Nothing crosses "batch".
 
 Sources: Shoeybi et al. 2019 (Megatron-LM, arXiv 1909.08053) for the matrices, Bhatia et al. 2025
-(Helix, arXiv 2507.07120) for using the devices of the keys for the MLP's matrices, too.
+(Helix, arXiv 2507.07120) for sharding the MLP's matrices over the devices of the keys, too.
 """
 
 from typing import NamedTuple
@@ -30,7 +30,7 @@ BASE = 10_000.0  # of the rotary angles
 
 
 class Sizes(NamedTuple):
-    """A layer's: its width, query heads, key heads, a head's size, the MLP's width."""
+    """A layer's sizes: its width, query heads, key heads, a head's size, the MLP's width."""
 
     width: int
     heads: int
@@ -40,7 +40,7 @@ class Sizes(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """A layer's matrices, (inputs, outputs) each, and the gains of its norms, (width,)."""
+    """A layer's matrices (inputs, outputs), and the gains of its norms (width,)."""
 
     query: jax.Array
     key: jax.Array
@@ -54,9 +54,9 @@ class Weights(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Keys and values (b, n, h_kv, d) in stripes, and how many keys each row has, (b,).
+    """Keys and values (b, n, h_kv, d) in stripes, and the number of keys of each row, (b,).
 
-    On p devices along "kv" key i of a row is on device i mod p, in its slot i div p.
+    With p devices along "kv", key i of a row is on device i mod p, in the slot i div p.
     """
 
     k: jax.Array
@@ -65,7 +65,7 @@ class Cache(NamedTuple):
 
 
 def weight_specs() -> Weights:
-    """Where each matrix lies on the mesh."""
+    """The sharding of each matrix."""
     columns, rows = P(None, "heads"), P("heads")
     everywhere = ("heads", "kv")
     return Weights(
@@ -82,21 +82,21 @@ def weight_specs() -> Weights:
 
 
 def cache_specs() -> Cache:
-    """Where a cache lies on the mesh."""
+    """The sharding of a cache."""
     shard = P("batch", "kv", "heads")
     return Cache(k=shard, v=shard, lengths=P("batch"))
 
 
 def layer_step(x, weights: Weights, cache: Cache, *, sizes: Sizes, mesh):
-    """(the layer's output for one new token a row, the cache with that token's key and value).
+    """(the layer's output for one new token a row, the cache with this token's key and value).
 
-    x (b, w); `weights` and `cache` lie as their specs say. The caller sees to it that the cache
-    has room: a row's key number `lengths` is written, and `lengths` grows by one.
+    x (b, w); `weights` and `cache` have the shardings of their specs. The step writes a row's key
+    number `lengths`, and `lengths` grows by one. The caller makes sure that the cache has room.
     """
 
     def on_device(x, weights, cache):
         q, k, v = _queries_keys_values(x, weights, cache.lengths, sizes.head_dim)
-        # The keys that were there, on whichever device, and the new one, which all devices have.
+        # Each earlier key is on one device. The new key is on all, so it merges after the others.
         rank, p = lax.axis_index("kv"), lax.axis_size("kv")
         own = (cache.lengths - rank + p - 1) // p
         earlier = merge_across(attend(q, cache.k, cache.v, kv_lengths=own), "kv")
@@ -126,7 +126,7 @@ def _queries_keys_values(x, weights: Weights, positions, head_dim: int):
 
 
 def _with_new_keys(cache: Cache, k, v, rank, p) -> Cache:
-    """The cache with each row's new key, on the one device whose turn it is."""
+    """The cache with each row's new key, written by the one device that owns its slot."""
     rows = jnp.arange(len(k))
     slot = cache.lengths // p
     mine = (cache.lengths % p == rank)[:, None, None]

@@ -1,4 +1,4 @@
-"""The stored page of what eight H100s would send: the same as what eight CPU devices send."""
+"""By the stored page, eight H100s would send the same bytes as eight CPU devices."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ def test_eight_h100s_send_what_eight_cpu_devices_send():
     for shape, section in zip(MESHES, stored, strict=True):
         mesh = mesh_of(jax.devices()[:8], shape)
         found = treeattn.collectives(program(LLAMA_8B, ROWS, KEYS, mesh))
-        several = [c for c in found if c.devices > 1]  # on CPUs XLA leaves those of one device in
+        several = [c for c in found if c.devices > 1]  # on CPUs XLA keeps collectives of one device
         on_cpus = [
             (c.kind, ", ".join(axes_crossed(c, mesh)), f"{c.total_bytes:,}") for c in several
         ]

@@ -1,6 +1,6 @@
 """A layer on three axes against the same layer in float64 NumPy.
 
-What it sends and holds stands in the notebook's stored outputs, and in results/h100s.md.
+The notebook's stored outputs and results/h100s.md have the bytes that it sends and holds.
 """
 
 import jax
@@ -45,7 +45,7 @@ def rotate(x, position):
 
 
 def plain_row(x, w, keys, values):
-    """The layer for one row, (w,), whose earlier keys are lists; they get the new one."""
+    """The layer for one row, (w,). Its earlier keys are lists, to which it appends the new key."""
     normed = norm(x, w.attention_norm)
     q, k, v = ((normed @ m).reshape(-1, SIZES.head_dim) for m in (w.query, w.key, w.value))
     q, k = rotate(q, len(keys)), rotate(k, len(keys))
@@ -63,7 +63,7 @@ def test_three_tokens_are_those_of_one_device(shape):
     mesh = mesh_of(*shape)
     p = shape[2]
     tokens, weights, k, v, lengths = draw(2, mesh)
-    # Row i's first keys, in order, out of their stripes.
+    # Row i's first keys, in order, collected from the stripes.
     slots = [[(j % p) * (SLOTS // p) + j // p for j in range(n)] for n in lengths]
     keys = [list(k[i, slots[i]]) for i in range(2)]
     values = [list(v[i, slots[i]]) for i in range(2)]
