@@ -15,11 +15,11 @@ For all checks, `judge` asks, compares and names mistakes, and `report` holds th
 
     calling            copies, options, and what NumPy can read
     right answers      reference, rounding
-    merge, attention   merging, attention: the questions; pairs: how (out, lse) are compared;
+    merge, attention   merging and attention (the questions), pairs (comparing (out, lse)),
                        merge_mistakes, kernel_mistakes, signs
     gradients          gradients
-    tree               trees: the questions; token_trees
-    verifier           verifying: the questions; outcomes; steps: the right one, and faults
+    tree               trees (the questions), token_trees
+    verifier           verifying (the questions), outcomes, steps (the right step, and faults)
 """
 
 import re
