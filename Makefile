@@ -1,7 +1,7 @@
 # make run          execute the main road's notebooks in clean kernels; HTML copies under build/
 # make run-all      those of notebooks/deeper and the labs as well
-# make test         the core, the Llama, the conformance suite, the main notebooks: five to eleven
-#                   minutes on two cores
+# make test         the core, the Llama, the conformance suite, the main notebooks: five minutes
+#                   on two quiet cores
 # make test-fast    of these, the unit tests: no notebook is run
 # make labs         the labs, their notebooks and notebooks/deeper
 # make test-all     all of it, and what is slow: processes that fail, launchers, browsers, wheels,
