@@ -42,6 +42,7 @@ def test_badges_launch_links_citation_and_site_name_one_address(published):
     assert 'repository-code: "https://github.com/Some/where"\nlicense:' in texts["CITATION.cff"]
     site = 'Documentation = "https://some.github.io/where/"\n'
     assert f'Repository = "https://github.com/Some/where"\n{site}' in texts["pyproject.toml"]
+    assert len(texts["README.md"].split()) <= 1200  # as tests/test_readme.py wants it
     # Nothing else changed, and another address leaves nothing of this one.
     for name, text in texts.items():
         kept = [x for x in text.splitlines() if "Some/where" not in x and x not in site]
