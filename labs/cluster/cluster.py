@@ -68,19 +68,24 @@ class Cluster:
         return self.answers(within)
 
     def answers(self, within: float = 120.0) -> list:
+        """One answer of each rank. A rank that ends ends the waiting, though it has answered."""
         until = time.monotonic() + within
         rank_of = {connection: rank for rank, connection in enumerate(self.connections)}
+        ended = {process.sentinel: rank for rank, process in enumerate(self.processes)}
         answers = {}
         while len(answers) < self.p:
-            ready = wait(set(rank_of) - set(answers), max(0.0, until - time.monotonic()))
+            late = set(rank_of) - set(answers)
+            ready = wait([*late, *ended], max(0.0, until - time.monotonic()))
             if not ready:
-                late = sorted(rank_of[x] for x in set(rank_of) - set(answers))
-                raise Failed(f"no answer from ranks {late} within {within:g} s")
-            for connection in ready:
+                ranks = sorted(rank_of[x] for x in late)
+                raise Failed(f"no answer from ranks {ranks} within {within:g} s")
+            for source in ready:
                 try:
-                    answers[connection] = connection.recv()
+                    if source in ended:
+                        raise EOFError
+                    answers[source] = source.recv()
                 except (EOFError, ConnectionResetError):
-                    rank = rank_of[connection]
+                    rank = (ended | rank_of)[source]
                     raise Failed(f"rank {rank} ended: {self.printed(rank)[-1500:]}") from None
         return [answers[connection] for connection in self.connections]
 

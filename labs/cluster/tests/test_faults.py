@@ -1,12 +1,15 @@
 """No rank hangs after a fault: the other ranks end with a message, or go on."""
 
+import multiprocessing
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from labs.cluster import network
+from labs.cluster.cluster import Cluster, Failed
 
 REPOSITORY = Path(__file__).parents[3]
 TABLE = REPOSITORY / "labs" / "cluster" / "results" / "faults.md"
@@ -35,3 +38,20 @@ def test_nothing_hangs():
         if after != "all go on":
             assert float(after.split()[-2]) < 30, (what, after)
             assert printed != "nothing", what
+
+
+def test_a_rank_that_ends_after_its_answer_is_noticed():
+    """Rank 0 is silent, as if it was paused; rank 1 answers and ends."""
+    start = multiprocessing.get_context("spawn")
+    ours, theirs = zip(start.Pipe(), start.Pipe(), strict=True)
+    cluster = Cluster.__new__(Cluster)
+    cluster.p, cluster.connections, cluster.printed = 2, ours, "printed by rank {}".format
+    cluster.processes = [
+        start.Process(target=time.sleep, args=[60]),
+        start.Process(target=theirs[1].send, args=["an answer"]),
+    ]
+    for process in cluster.processes:
+        process.start()
+    with pytest.raises(Failed, match="rank 1 ended: printed by rank 1"):
+        cluster.answers(within=30)
+    cluster.processes[0].kill()
