@@ -1,6 +1,5 @@
 """The site's first page in headless Chromium: its numbers are the package's, and hands move it."""
 
-import importlib
 import json
 from functools import partial
 from html import escape
@@ -9,20 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from broken_merges import FAULTS
 from browser import Browser, chromium
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from pages import SITE, text
 
-from treeattn import (
-    AttentionState,
-    collectives,
-    energy,
-    kv_mesh,
-    merge_across,
-    pack,
-    ring_decode,
-)
+from treeattn import collectives, energy, kv_mesh, pack, ring_decode, tree_decode
 
 pytestmark = [pytest.mark.slow, pytest.mark.house]
 
@@ -113,19 +105,15 @@ def test_states_and_every_order_of_merges_are_attention(browser):
 
 
 def test_bytes_are_those_of_the_compiled_programs(browser):
-    for p in (2, 3, 5, 8):
-        mesh = kv_mesh(jax.devices()[:p])
-        merged = partial(merge_across, axis_name="kv", method="butterfly")
-        merged = jax.shard_map(merged, mesh=mesh, in_specs=P("kv"), out_specs=P("kv"))
-        state = AttentionState(*(jnp.zeros((p, *n), "float32") for n in ((), (), (64,))))
-        q, k = (jnp.zeros((1, n, 1, 64), "float32") for n in (1, 64 * p))
-        ring = jax.jit(partial(ring_decode, sharding=NamedSharding(mesh, P(None, "kv"))))
-        lowered = {"tree": jax.jit(merged).lower(state), "ring": ring.lower(q, k, k)}
-        for name, program in lowered.items():
-            found = collectives(program.compile())
+    methods = {"tree": partial(tree_decode, method="butterfly"), "ring": ring_decode}
+    for p in (3, 8):
+        sharding = NamedSharding(kv_mesh(jax.devices()[:p]), P(None, "kv"))
+        q, k = (jax.ShapeDtypeStruct((1, n, 1, 64), "float32") for n in (1, 64 * p))
+        for name, decode in methods.items():
+            program = jax.jit(partial(decode, sharding=sharding)).lower(q, k, k).compile()
             page = browser.run(f"race({{...now, devices: {p}, context: {64 * p}}}).{name}")
             sent = page["bytes"] * sum(len(x["messages"]) for x in page["rounds"])
-            assert sum(x.total_bytes * x.devices for x in found) == sent, (name, p)
+            assert sum(x.total_bytes * x.devices for x in collectives(program)) == sent, (name, p)
 
 
 def test_the_energy_and_its_slope(browser):
@@ -140,13 +128,11 @@ def test_the_energy_and_its_slope(browser):
     assert browser.run("[[1, 3], [0, 3], [4, 1]].every((z) => depthOf(z) < 1e-9)")
 
 
-def test_faults_are_those_that_the_suite_was_asked_about(browser, monkeypatch):
-    monkeypatch.syspath_prepend(str(SITE))
-    faults = importlib.import_module("broken_merges").FAULTS
+def test_faults_are_those_that_the_suite_was_asked_about(browser):
     browser.run("now.devices = 16")
     pairs, tree = browser.run("""[nodesAfter(0).map(({state}) => finalize(state)).map(
         ({out, lse}) => [out, lse === -Infinity ? null : lse]), treePairs(16)]""")
-    for name, fault in faults.items():
+    for name, fault in FAULTS.items():
         with np.errstate(all="ignore"):
             nodes = [
                 fault.sent(np.full(64, fault.empty[0]), np.array(fault.empty[1]))
@@ -160,19 +146,20 @@ def test_faults_are_those_that_the_suite_was_asked_about(browser, monkeypatch):
         np.testing.assert_allclose(np.array(page, float), nodes[-1][0], atol=1e-6, err_msg=name)
 
 
+PACKED = """(({nodes, map}) => [nodes.map(({word}) => Number(word)), nodes.map(({depth}) => depth),
+    nodes.map(({path}) => nodes.map((_, j) => path.includes(j))), map])"""
+
+
 def test_pack(browser):
     rng = np.random.default_rng(2)
     for _ in range(20):
         beam, lengths = rng.integers(0, 3, (1, 5, 4)), rng.integers(1, 5, (1, 5))
-        rows = [[str(x) for x in row[:n]] for row, n in zip(beam[0], lengths[0], strict=True)]
-        page, wanted = browser.run(f"pack({json.dumps(rows)})"), pack(beam, lengths)
-        nodes = page["nodes"]
-        assert [int(x["word"]) for x in nodes] == wanted.packed_beam[0].tolist()
-        assert [x["depth"] for x in nodes] == wanted.position_offsets[0].tolist()
-        mask = [[j in x["path"] for j in range(len(nodes))] for x in nodes]
-        assert mask == wanted.attention_mask[0].tolist()
-        for found, row, n in zip(page["map"], wanted.unpack_map[0], lengths[0], strict=True):
-            assert found == row[:n].tolist()
+        rows = [row[:n].astype(str).tolist() for row, n in zip(beam[0], lengths[0], strict=True)]
+        wanted = pack(beam, lengths)
+        arrays = wanted.packed_beam, wanted.position_offsets, wanted.attention_mask
+        places = zip(wanted.unpack_map[0], lengths[0], strict=True)
+        right = [*(x[0].tolist() for x in arrays), [row[:n].tolist() for row, n in places]]
+        assert browser.run(f"{PACKED}(pack({json.dumps(rows)}))") == right
 
 
 def test_verify_accepts_what_the_model_says(browser):

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attentions import check, draw
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from oracles import dense_attention
+from oracles import dense_weights
 
 from treeattn import (
     attend,
@@ -17,7 +18,6 @@ from treeattn import (
     finalize,
     kv_mesh,
     merge,
-    merge_across,
     tree_decode,
 )
 
@@ -49,41 +49,14 @@ def test_the_maximum_is_associative():
     assert associative(np.maximum) and not associative(lambda x, y: (x + y) / 2)
 
 
-# Algorithms 1 and 2, over a list of shards
-
-
-def algorithm_1(zeta, q, shards, hold=lambda m: m):
-    """(O, m), as it is printed; `hold` is what is done to the maximum."""
-    r = [k @ q + v @ zeta for k, v in shards]
-    m = hold(functools.reduce(jnp.maximum, [jnp.max(x) for x in r]))
-    sums = [jnp.log(jnp.sum(jnp.exp(x - m))) for x in r]
-    return functools.reduce(jnp.logaddexp, sums), m
-
-
-def algorithm_2(q, shards, m, O):
-    return sum(jnp.exp(k @ q - m - O) @ v for k, v in shards)
-
-
-def test_algorithms_1_and_2():
-    """O is F − m; differentiated as printed it gives attention − v_argmax; held, attention."""
+def test_algorithm_2_needs_the_number_that_algorithm_1_returns():
+    """It returns O = F − m. With F itself, which "lse" names, the result is e^m times too small."""
     rng = np.random.default_rng(0)
-    q, k, v = (rng.normal(size=size) for size in (3, (10, 3), (10, 2)))
-    shards = list(zip(np.split(k, 5), np.split(v, 5), strict=True))
-    terms = np.exp(k @ q)
-    attention = terms @ v / terms.sum()
-    O, m = algorithm_1(np.zeros(2), q, shards)
-    close(O + m, np.log(terms.sum()))  # F(0)
-
-    def slope(hold):
-        return jax.jit(jax.grad(lambda zeta: algorithm_1(zeta, q, shards, hold)[0]))(np.zeros(2))
-
-    close(slope(lambda m: m), attention - v[np.argmax(terms)])
-    close(slope(jax.lax.stop_gradient), attention)
-    # Table I's m, the maximum of q·k without the source, is a constant of that kind.
-    close(slope(lambda _: jnp.max(k @ q)), attention)
-    # Algorithm 2 needs that O, and is too small by e^m with the energy itself.
-    close(algorithm_2(q, shards, m, O), attention)
-    close(algorithm_2(q, shards, m, O + m), attention * np.exp(-m))
+    s, v = rng.normal(size=10), rng.normal(size=(10, 2))
+    m, F = s.max(), np.log(np.exp(s).sum())
+    attention = np.exp(s) @ v / np.exp(s).sum()
+    for O, times in ((F - m, 1), (F, np.exp(-m))):
+        close(np.exp(s - m - O) @ v, times * attention)
 
 
 # Algorithm 3, and what the listings call
@@ -156,36 +129,29 @@ def test_the_ring_of_the_footnote_is_there(flash):
 def test_the_query_has_to_reach_every_device():
     """2024 and 2025 §6.2: in a tree, b·d numbers. In a ring all keys come to who has the query."""
     b, n, h, d, p = 2, 64, 8, 16, 4
-    mesh, cache = kv_mesh(jax.devices()[:p]), P(None, "kv")
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.normal(size=(b, length, h, d)) for length in (1, n, n))
+    mesh, heads, cache = kv_mesh(jax.devices()[:p]), P(None, None, "kv"), P(None, "kv")
+    q, k, v = draw(b=b, l=1, n=n, h=h, h_kv=h, d=d)
     sharding = NamedSharding(mesh, cache)
     run = jax.jit(functools.partial(tree_decode, sharding=sharding))
-    for spec, gathered in ((P(None, None, "kv"), 8 * b * h * d // p), (P(), 0)):
+    for spec, gathered in ((heads, 8 * b * h * d // p), (P(), 0)):
         dealt = jax.device_put(q, NamedSharding(mesh, spec))
         found = collectives(run.lower(dealt, *jax.device_put((k, v), sharding)).compile())
         assert sum(c.total_bytes for c in found if c.kind == "all-gather") == gathered
 
-    def mine(x):  # a device's share of the heads
-        first = jax.lax.axis_index("kv") * (h // p)
-        return jax.lax.dynamic_slice_in_dim(x, first, h // p, axis=2)
+    def ring(q, k, v):  # q: a device's own heads
 
-    def tree(q, k, v):
-        others = jnp.arange(h) // (h // p) != jax.lax.axis_index("kv")
-        state = attend(jnp.where(others[:, None], 0.0, q), k, v)
-        return mine(finalize(merge_across(state, "kv"))[0])
+        def mine(x):
+            first = jax.lax.axis_index("kv") * (h // p)
+            return jax.lax.dynamic_slice_in_dim(x, first, h // p, axis=2)
 
-    def ring(q, k, v):
-        state = attend(mine(q), mine(k), mine(v))
+        state = attend(q, mine(k), mine(v))
         for _ in range(p - 1):
             k, v = jax.lax.ppermute((k, v), "kv", [(i, (i + 1) % p) for i in range(p)])
-            state = merge(state, attend(mine(q), mine(k), mine(v)))
-        return finalize(state)[0]
+            state = merge(state, attend(q, mine(k), mine(v)))
+        return finalize(state)
 
-    for method, right in ((tree, False), (ring, True)):
-        specs = {"in_specs": (P(), cache, cache), "out_specs": P(None, None, "kv")}
-        out = jax.jit(jax.shard_map(method, mesh=mesh, **specs, check_vma=False))(q, k, v)
-        assert np.allclose(out, dense_attention(q, k, v), atol=1e-12) == right
+    specs = {"in_specs": (heads, cache, cache), "out_specs": heads}
+    check(jax.jit(jax.shard_map(ring, mesh=mesh, **specs, check_vma=False))(q, k, v), q, k, v)
 
 
 def test_the_gradient_in_the_input_is_a_modified_attention():
@@ -196,10 +162,9 @@ def test_the_gradient_in_the_input_is_a_modified_attention():
     def lse(x):
         return jax.nn.logsumexp(x @ W_Q.T @ (x @ W_K.T).T, axis=1).sum()
 
-    s = x @ W_Q.T @ (x @ W_K.T).T
-    weights = np.exp(s - s.max(1, keepdims=True))
-    weights /= weights.sum(1, keepdims=True)
-    as_query, as_key = weights @ (x @ W_K.T) @ W_Q, weights.T @ (x @ W_Q.T) @ W_K
+    q, k = x @ W_Q.T, x @ W_K.T
+    weights = dense_weights(q[None, :, None], k[None, :, None], scale=1.0)[0][0, 0]
+    as_query, as_key = weights @ k @ W_Q, weights.T @ q @ W_K
     gradient = jax.jit(jax.grad(lse))(x)
     close(gradient, as_query + as_key)
     assert not np.allclose(gradient, as_query)
