@@ -72,12 +72,12 @@ BUDGET = {
     "benchmarks": 7_800,
     "labs.acceptance": 4_550,
     "labs.cluster": 5_000,
-    "labs.cost": 14_450,
+    "labs.cost": 13_830,
     "labs.exact": 8_150,
-    "labs.kernels": 14_550,
+    "labs.kernels": 13_900,
     "labs.recurrent": 2_970,
     "labs.sharding": 1_900,
-    "labs.training": 8_350,
+    "labs.training": 7_060,
 }
 LINES = 400  # of a file of the packages and the figures
 PUBLIC_NAMES = 36

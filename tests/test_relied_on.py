@@ -1,4 +1,4 @@
-"""The tables of what we rely on that nobody promises: each place and each test is there."""
+"""The tables of what we rely on that no library promises: each place and each test is there."""
 
 import re
 

@@ -12,7 +12,7 @@ builds on those before it:
 - `steps`: a whole decode step by a plan
 - `advice`: all plans
 - `observed`: published times, and the constants that they repair
-- `papers`: the papers' printed times, and those that their authors' scripts would take
+- `papers`: what the papers' printed times can be compared with
 - `drawing`: the notebook's figures
 """
 

@@ -31,7 +31,6 @@ PARTS = {
     "correct": (240, "every kernel against float64"),
     "local": (150, "one query over 4k to 1M keys, by kernel"),
     "cluster": (70, "a merge within a cluster of thread blocks against a second kernel"),
-    "tree": (60, "tree_decode over all devices against the kernel alone"),
 }
 # Bytes a second that a kernel reads from a long cache: an estimate, not a measurement.
 BANDWIDTH = {"H100": 3.0e12, "H200": 4.3e12}

@@ -108,13 +108,18 @@ def everything(arrays) -> dict:
     return {"mask": rng.random((1, 1, l, n)) < 0.6, "bias": bias, "kv_lengths": lengths}
 
 
+@functools.cache
+def compiled(kernel):
+    """`attend` by this kernel, compiled once for arguments of the same shapes."""
+    return jax.jit(functools.partial(attend, implementation=kernel), static_argnames="causal")
+
+
 def checked(what: str, name: str, arrays, **options) -> dict:
     """A row: right, wrong, or why the kernel was not run."""
     dtype = str(arrays[0].dtype)
     row = {"what": what, "kernel": name, "dtype": dtype, "with": ", ".join(options)}
-    run = jax.jit(functools.partial(attend, implementation=KERNELS[name]), static_argnames="causal")
     try:
-        found = finalize(run(*arrays, **options))
+        found = finalize(compiled(KERNELS[name])(*arrays, **options))
     except (ImportError, NotImplementedError, ValueError) as error:  # with the reason
         return row | {"why not": one_line(error)}
     except Exception as error:  # this kernel does not compile here; the others go on

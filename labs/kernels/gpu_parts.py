@@ -14,13 +14,11 @@ from contextlib import nullcontext
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from labs.kernels import cluster_merge
-from labs.kernels.gpu_checks import KERNELS, METHODS, correct, one_line
+from labs.kernels.gpu_checks import KERNELS, correct, one_line
 from labs.kernels.split_k import split_k_attend
-from treeattn import attend, attention, finalize, kv_mesh, simulate_devices, tree_decode
+from treeattn import attend, attention, finalize, simulate_devices
 
 HEADS, DIM = 32, 128
 IN_CACHE = 1 << 28  # bytes, more than four times the L2 of any GPU
@@ -161,29 +159,7 @@ def cluster(smoke: bool) -> Iterator[dict]:
             yield {"what": "cluster", "kernel": name, "keys": n, "µs": 1e6 * t}
 
 
-def tree(smoke: bool) -> Iterator[dict]:
-    """tree_decode on a mesh of all devices, and the kernel alone on one device's number of keys."""
-    p = len(jax.devices())
-    along = NamedSharding(kv_mesh(), P(None, "kv"))
-    q = jnp.ones((1, 1, HEADS, DIM), jnp.bfloat16)
-    for n in (512,) if smoke else (2**14, 2**16, 2**18):
-        pairs = random_pairs((1, n, 8, DIM), q.dtype, 2 if smoke else 4)
-        alone = functools.partial(attention, implementation=split_k_attend)
-        t = call_seconds(alone, q, pairs, calls=8, smoke=smoke)
-        yield {"what": "alone", "keys a device": n, "µs": 1e6 * t}
-        spread = jax.jit(lambda x: jnp.tile(x, (1, p, 1, 1)), out_shardings=along)
-        pairs = [tuple(map(spread, pair)) for pair in pairs]
-        for method in METHODS if p > 1 and not smoke else METHODS[:1]:
-            options = {"sharding": along, "method": method, "implementation": split_k_attend}
-            merged = call_seconds(
-                functools.partial(tree_decode, **options), q, pairs, calls=8, smoke=smoke
-            )
-            row = {"what": "tree", "keys a device": n, "devices": p, "method": method}
-            yield row | {"µs": 1e6 * merged, "overhead": merged / t - 1}
-        del pairs
-
-
-PARTS = {"device": device, "correct": correct, "local": local, "cluster": cluster, "tree": tree}
+PARTS = {"device": device, "correct": correct, "local": local, "cluster": cluster}
 
 
 def main() -> None:

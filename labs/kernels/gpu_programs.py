@@ -1,8 +1,8 @@
 """Programs for GPUs, compiled without a GPU. `make gpu-programs` writes the page.
 
 XLA compiles for a described GPU as for a real one, NVIDIA's assembler included. The programs show
-whether a kernel compiles, how many kernels a call starts, how much memory they use between them,
-and how many bytes eight H100s would send. They show neither times nor that results are right.
+whether a kernel compiles, how many kernels a call starts, and how much memory they use between
+them. They show neither times nor that results are right.
 """
 
 import contextlib
@@ -12,15 +12,12 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from labs.kernels.cluster_merge import cluster_attend
 from labs.kernels.described_gpus import gpu
 from labs.kernels.mosaic_decode import mosaic_attend
 from labs.kernels.split_k import split_k_attend
-from treeattn import attend, collectives, ring_decode, tree_decode
+from treeattn import attend
 
 GPUS = {(9, 0): "H100", (10, 0): "B200", (8, 0): "A100", (8, 9): "L4", (12, 0): "RTX PRO 6000"}
 CASES = {  # queries, heads, key heads, head_dim, keys, dtype
@@ -29,8 +26,6 @@ CASES = {  # queries, heads, key heads, head_dim, keys, dtype
     "float16, 64 queries": (64, 32, 8, 128, 65_536, jnp.float16),
     "float32, heads of 256": (1, 16, 8, 256, 65_536, jnp.float32),
 }
-METHODS = "allreduce", "butterfly", "gather", "all_to_all"
-KEYS = 65_536  # of a cache that is split into eight shards
 
 
 def on_cuda(kind: str = "NVIDIA H100 80GB HBM3"):
@@ -88,29 +83,6 @@ def kernel_table() -> Iterator[str]:
                 yield f"| {name} | {case} | {way} | {len(kernels(program))} | {held:,.0f} |"
 
 
-def sharded(decode, devices, **options):
-    """The program of one decoding step, 16 heads on 8 key heads of 128, over eight shards."""
-    mesh = Mesh(np.array(devices), ("kv",))
-    along, whole = NamedSharding(mesh, P(None, "kv")), NamedSharding(mesh, P())
-    k = jax.ShapeDtypeStruct((1, KEYS, 8, 128), jnp.bfloat16, sharding=along)
-    q = jax.ShapeDtypeStruct((1, 1, 16, 128), jnp.bfloat16, sharding=whole)
-    # The abstract mesh names the device for which the program is compiled and a kernel chosen.
-    sharding = NamedSharding(mesh.abstract_mesh, P(None, "kv"))
-    f = functools.partial(decode, sharding=sharding, implementation=split_k_attend, **options)
-    return jax.jit(f).lower(q, k, k).compile()
-
-
-def message_table(devices) -> Iterator[str]:
-    """The lines of the second table: the bytes that each of eight devices puts in."""
-    yield "| by | collectives | bytes a device puts in |"
-    yield "|---|---|---|"
-    ways = {f"tree, {x}": functools.partial(tree_decode, method=x) for x in METHODS}
-    for name, decode in (ways | {"ring": ring_decode}).items():
-        found = collectives(sharded(decode, devices))
-        count = sum(c.count for c in found)
-        yield f"| {name} | {count} | {sum(c.count * c.operand_bytes for c in found):,} |"
-
-
 def page(devices) -> Iterator[str]:
     """The lines of the page of results."""
     yield "# Programs for GPUs that are not there"
@@ -120,7 +92,3 @@ def page(devices) -> Iterator[str]:
     yield "The *state* of one query, or 64: 32 heads on 8 key heads of 128, or 16 of 256."
     yield ""
     yield from kernel_table()
-    yield ""
-    yield "Eight H100s, one query of 16 heads on 8 key heads of 128, 65,536 keys."
-    yield ""
-    yield from message_table(devices)

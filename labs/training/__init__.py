@@ -1,15 +1,11 @@
 """Training on prefix trees: prefixes that rows share are computed once, gradients included."""
 
 from labs.training.attention import tree_attention, tree_ring_attention
-from labs.training.dealing import DEALINGS, blocks_by_device, deal_tree
 from labs.training.log_probs import log_probs
 from labs.training.rows import RowTree, interval_mask, pack_rows
 
 __all__ = [
-    "DEALINGS",
     "RowTree",
-    "blocks_by_device",
-    "deal_tree",
     "interval_mask",
     "log_probs",
     "pack_rows",

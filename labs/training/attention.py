@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from labs.training.rows import check_ends, check_nodes
+from labs.training.rows import check_ends
 from treeattn import AttentionState, attend, finalize, merge, visit_shards
 
 BLOCK = 256  # queries, and keys, of a pair
@@ -41,7 +41,7 @@ def tree_attention(q, k, v, ends):
 def tree_states(q, k, v, query_numbers, key_numbers, ends) -> AttentionState:
     """The states of some nodes of a tree over others' keys: fields (b, l, h) and (b, l, h, dv).
 
-    query_numbers: (l,) the nodes of the queries, in any order; NOBODY at an empty place
+    query_numbers: (l,) the nodes of the queries, in any order
     key_numbers:   (n,) the nodes of the keys
     ends:          (b, n) where each key's subtree ends; 0 for a key that no query sees
     """
@@ -87,33 +87,20 @@ def _blocks(arrays, length: int, filler: int):
     return jax.tree.map(split, arrays)
 
 
-def tree_ring_attention(q, k, v, ends, *, mesh, nodes=None):
+def tree_ring_attention(q, k, v, ends, *, mesh):
     """`tree_attention` with the nodes sharded over a mesh: keys visit the queries in a ring.
 
-    The ring goes along all axes of the mesh. Keys travel with the two integers of their mask. A
-    device passes on even shards that its queries do not see.
+    The ring goes along all axes of the mesh, and the nodes are in order. Keys travel with the two
+    integers of their mask. A device passes on even shards that its queries do not see.
 
-    nodes: (places,) the node at each place of q, k and v, −1 at an empty one, as `deal_tree` gives
-           them; None if the nodes are in order
-    ends:  (b, nodes), in the nodes' order
-
-    Raises ValueError if the devices cannot share the places evenly, and as `tree_attention`.
+    Raises the errors of `tree_attention`.
     """
-    places = q.shape[1]
-    p = mesh.size
-    ends = check_ends(ends)
-    if nodes is None:
-        missing = -places % p
-        numbers = np.pad(np.arange(places), (0, missing), constant_values=-1)
-        q, k, v = (jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) for x in (q, k, v))
-    else:
-        numbers = check_nodes(nodes, ends.shape[1])
-        if places % p or len(numbers) != places:
-            raise ValueError(f"nodes: expected {places} places, shared by {p} devices evenly")
-    of_places = jnp.pad(ends, ((0, 0), (0, 1)))[:, numbers]  # index −1 reads the added 0
-    numbers = jnp.asarray(np.where(numbers < 0, NOBODY, numbers), jnp.int32)
-    out = _ring(q, k, v, numbers, of_places, mesh)
-    return out[:, :places]
+    n = q.shape[1]
+    missing = -n % mesh.size
+    q, k, v = (jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) for x in (q, k, v))
+    ends = jnp.pad(check_ends(ends), ((0, 0), (0, missing)))  # no query sees an added key
+    numbers = jnp.arange(n + missing, dtype=jnp.int32)
+    return _ring(q, k, v, numbers, ends, mesh)[:, :n]
 
 
 @functools.partial(jax.jit, static_argnums=5)

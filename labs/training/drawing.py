@@ -1,5 +1,5 @@
 """The notebook's figures: rows that share prefixes, the order in which a mask is intervals, what is
-saved, how nodes are dealt over devices, and a training run."""
+saved, and a training run."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,7 @@ from matplotlib.patches import Rectangle
 
 from figures.boxes import ROWS, bare, draw_cell, draw_tree, headline, tint
 from figures.canvas import styled
-from figures.style import BLUE, GREEN, GREY, INK, ORANGE, RED, new_figure
-from labs.training.dealing import DEALINGS, blocks_by_device, deal_tree
+from figures.style import BLUE, GREY, INK, ORANGE, RED, new_figure
 from labs.training.rows import RowTree, interval_mask, pack_rows
 
 RESULTS = Path(__file__).parent / "results"
@@ -137,34 +136,6 @@ def what_is_saved() -> Figure:
     return figure.describe(
         f"Bars for {len(results)} kinds of real rows, each with what padded rows take over what "
         f"their tree takes: {'; '.join(said)}."
-    )
-
-
-COLORS = dict(zip(DEALINGS, (ORANGE, BLUE, GREEN), strict=True))
-
-
-@styled
-def draw_work() -> Figure:
-    """The blocks of scores that each of eight devices computes, for three ways to deal the tree of
-    a prompt of 8,192 tokens and sixteen answers of 512."""
-    nodes = np.arange(2 * 8192)
-    ends = np.where(nodes < 8192, len(nodes), (nodes // 512 + 1) * 512)
-    figure, panels = new_figure(8.0, 3.1, ncols=len(DEALINGS), sharey=True)
-    said = []
-    for ax, dealing in zip(panels, DEALINGS, strict=True):
-        work = blocks_by_device(ends, deal_tree(ends, 8, dealing=dealing), 8).sum(axis=1)
-        bars = ax.bar(range(8), work, 0.8, color=COLORS[dealing])
-        on_bars = INK if dealing == "contiguous" else "white"
-        ax.bar_label(bars, fontsize=8, label_type="center", color=on_bars)
-        ax.axhline(work.mean(), color=INK, lw=1, ls="--")
-        ax.set_title(f"{dealing}: most is {work.max() / work.mean():.2f} × mean", fontsize=10)
-        ax.set(xlabel="device", xticks=range(8))
-        said.append(f"{dealing}: {', '.join(map(str, work))}")
-    panels[0].set_ylabel("blocks of scores")
-    return figure.describe(
-        f"Three panels of bars, one for each of 8 devices: the blocks of scores that it computes "
-        f"for a tree of {len(nodes):,} nodes, with a dashed line at the mean of "
-        f"{work.mean():.1f}. {'; '.join(said)}."
     )
 
 

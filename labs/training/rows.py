@@ -151,20 +151,6 @@ def check_ends(ends) -> Array:
     return ends.astype(np.int32)
 
 
-def check_nodes(nodes, size: int) -> np.ndarray:
-    """`nodes` (places,): the node, of `size`, at each place; −1 at an empty one.
-
-    Raises ValueError unless every node has one place.
-    """
-    nodes = np.asarray(nodes)
-    if nodes.ndim != 1 or not np.issubdtype(nodes.dtype, np.integer):
-        raise ValueError(f"nodes: expected integers (places,), got {nodes.dtype} {nodes.shape}")
-    there = nodes[nodes != -1]
-    if not np.array_equal(np.sort(there), np.arange(size)):
-        raise ValueError(f"nodes: expected each of {size} nodes at one place")
-    return nodes
-
-
 def _checked_row(number: int, row) -> Int[np.ndarray, " length"]:
     """Row `number` in int32. Raises an error that says what is wrong with the row."""
     name = f"rows[{number}]"

@@ -15,7 +15,7 @@ from labs.cluster import network
 
 REPOSITORY = Path(__file__).parents[3]
 MARK = "TREEATTN_CLUSTER_TEST"  # in the environment of all processes that a test starts
-KEYS, RATE = 1024, 8e6
+KEYS, RATE = 512, 8e6
 MOST_SECONDS = 300
 
 why_not = network.why_not()

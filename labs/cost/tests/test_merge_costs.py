@@ -1,11 +1,11 @@
-"""The bytes and seconds of each merge, by formulas of their own, and their consequences."""
+"""The bytes of each merge, by formulas of their own. The notebook has their consequences."""
 
 import pytest
 
-from labs.cost.merges import merge_messages, merge_seconds, sent_bytes
+from labs.cost.merges import merge_messages, sent_bytes
 from labs.cost.network import collective_seconds, simulate
 from labs.cost.observed import forecast
-from labs.cost.steps import DATA_SHEETS, attend_seconds
+from labs.cost.steps import DATA_SHEETS
 from labs.cost.topology import preset
 from labs.cost.workload import Workload
 
@@ -43,41 +43,6 @@ def test_twelve_devices_on_nodes_of_eight_merge_in_groups_of_four():
         ("all-gather", 3, 4),
         ("all-gather", 4, 1),
     ]
-
-
-def in_pieces(merge, w, p, topology, pieces):
-    """Seconds of a layer whose heads are attended to and merged in pieces: one piece is merged
-    while the next is attended to."""
-    part = Workload(w.context, batch=w.batch, heads=w.heads // pieces)
-    attend = attend_seconds(part, part.keys_on(p), topology.device, DATA_SHEETS)
-    send = merge_seconds(merge, part, p, topology)
-    return attend + (pieces - 1) * max(attend, send) + send
-
-
-def test_pieces_of_a_merge_save_little_and_cost_launches():
-    """Head by head, the papers' block takes longer, because a merge does not wait for bytes."""
-    w = Workload(640_000)
-    whole = in_pieces("tree", w, 8, DGX, 1)
-    for pieces in (2, 4, 16):
-        assert in_pieces("tree", w, 8, DGX, pieces) > 0.9 * whole
-    assert in_pieces("tree", w, 8, DGX, 16) > 2 * whole
-    # With bytes enough, pieces hide them: 4,096 sequences on 100 Gb/s Ethernet.
-    many, slow = Workload(8_000, batch=4096), preset("ethernet")
-    one, four = (in_pieces("tree", many, 16, slow, pieces) for pieces in (1, 4))
-    assert four / one == pytest.approx(0.75, abs=0.03)
-
-
-def even_at(w):
-    """New tokens for which a tree's queries and states are as many bytes as a ring's keys."""
-    per_token = (w.query_bytes + w.state_bytes) / w.queries
-    return w.cache_bytes() / per_token
-
-
-def test_where_ring_and_tree_send_as_much_in_a_prefill():
-    """With shared key heads, few new tokens favour the tree, and all new tokens the ring."""
-    for kv_heads, share in ((32, 0.66), (8, 0.16), (1, 0.02)):
-        w = Workload(2**20, heads=32, kv_heads=kv_heads)
-        assert even_at(w) / w.context == pytest.approx(share, abs=0.005)
 
 
 def test_a_prefills_ring_hides_in_a_node_and_not_beyond():

@@ -1,40 +1,30 @@
-"""The papers' printed times, those of their scripts, and where they differ."""
+"""The papers' printed times, the bytes of their scripts, and bounds."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from figures.printed import (
-    TABLE_1_H100,
-    TABLE_1_MI300X,
-    TABLE_2_RTX4090,
-)
+from figures.printed import TABLE_1_H100, TABLE_1_MI300X, TABLE_2_RTX4090
 from labs.cost.merges import merge_seconds
 from labs.cost.models import MODELS
 from labs.cost.network import collective_seconds
 from labs.cost.papers import (
-    FIGURE_3_CONTEXT,
-    FIGURE_3_DEVICES,
-    FIGURE_3_SPEEDUP,
     H100_8B,
     MI300X_8B,
     RTX4090_1B,
-    ScriptMachine,
     block_seconds,
     common_seconds,
-    fit_machine,
     least_seconds,
-    over_printed,
-    script_seconds,
 )
 from labs.cost.steps import DATA_SHEETS, attend_seconds
 from labs.cost.topology import PRESETS, preset
 from labs.cost.workload import Workload
 
 DGX = preset("dgx-h100")
+# 2024 §6.1, Figure 3: "close ×8 speedups when we use 128 GPUs on a sequence length of 5.12M".
+FIGURE_3_DEVICES, FIGURE_3_CONTEXT, FIGURE_3_SPEEDUP = 128, 5_120_000, 8
 BLOCK = Workload(FIGURE_3_CONTEXT)
-PERFECT = ScriptMachine(bandwidth=1e30, utilisation=1.0, overhead=0.0)
 
 
 def ring_and_tree(w, p=8, network=DGX):
@@ -54,67 +44,33 @@ def test_the_printed_speedups_are_the_printed_times():
         assert (round(min(ratios), 1), round(max(ratios), 1)) == (least, most)
 
 
+def bandwidths(rows, setting):
+    """The bytes that a device sends over the ring's extra seconds, a number for each row.
+
+    Nine passes, in each layer p − 1 chunks, with a key head for every query head.
+    """
+    model, _, p = setting
+    chunk = 2 * 2 * np.array([row.context for row in rows]) / p * model.heads * model.head_dim
+    longer = np.array([row.ring.mean - row.tree.mean for row in rows])
+    return 9 * model.layers * (p - 1) * chunk / longer
+
+
 @pytest.mark.parametrize(
     ("rows", "setting", "bandwidth", "within"),
     [(TABLE_1_MI300X, MI300X_8B, 45e9, 0.02), (TABLE_2_RTX4090, RTX4090_1B, 4.4e9, 0.05)],
 )
 def test_the_printed_differences_are_bytes_over_one_bandwidth(rows, setting, bandwidth, within):
-    """Nine passes, in each layer p − 1 chunks, with a key head for every query head."""
-    model, _, p = setting
-    for row in rows:
-        chunk = 2 * 2 * row.context / p * model.heads * model.head_dim
-        sent = 9 * model.layers * (p - 1) * chunk
-        assert sent / (row.ring.mean - row.tree.mean) == pytest.approx(bandwidth, rel=within)
-
-
-def test_the_script_by_hand():
-    """Llama 3.2 1B at 8,000 keys on two devices: the seconds that each constant adds."""
-    layers, queries = 16, 4000 * 2048 * 2
-    base = script_seconds(RTX4090_1B, 8000, PERFECT)
-    assert base[0] > least_seconds(RTX4090_1B, 8000)
-    slower = script_seconds(RTX4090_1B, 8000, PERFECT._replace(overhead=1e-3))
-    assert np.subtract(slower, base) == pytest.approx(10 * layers * 1e-3)  # prefill, nine passes
-    ring = script_seconds(RTX4090_1B, 8000, PERFECT._replace(ring_step=1e-3))
-    assert np.subtract(ring, base) == pytest.approx([0, 9 * layers * 1e-3])
-    # A link so slow that nothing else counts: a chunk of keys and values in every layer of the
-    # prefill, which both have, and of nine passes of the ring.
-    slow = script_seconds(RTX4090_1B, 8000, PERFECT._replace(bandwidth=1e3))
-    chunk = layers * 2 * queries / 1e3
-    assert slow == pytest.approx((chunk, 10 * chunk), rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("rows", "setting", "bandwidth", "within"),
-    [(TABLE_2_RTX4090, RTX4090_1B, 4.5e9, 0.08), (TABLE_1_MI300X, MI300X_8B, 48e9, 0.17)],
-    ids=["rtx4090", "mi300x"],
-)
-def test_both_columns_of_two_machines(rows, setting, bandwidth, within):
-    """Three numbers a machine for eight printed ones, and a bandwidth that its links have."""
-    machine = fit_machine(rows, setting)
-    assert abs(over_printed(rows, setting, machine) - 1).max() < within
-    assert machine.bandwidth == pytest.approx(bandwidth, rel=0.03)
-    assert 0.5e-3 < machine.overhead < 1.5e-3
-    # Out of sample: each row from the three others; its ring's column within a fifth.
-    for i in range(4):
-        others = fit_machine(rows[:i] + rows[i + 1 :], setting)
-        assert abs(over_printed(rows[i : i + 1], setting, others)[0, 1] - 1) < 0.2
-    assert fit_machine(rows, setting, ring_step=True).ring_step < 1e-3  # nothing more is needed
+    assert bandwidths(rows, setting) == pytest.approx(bandwidth, rel=within)
 
 
 def test_h100s_rows_are_not_one_machines():
-    """At 256k the prefill alone, at the data sheet's peak, takes longer than the printed run."""
+    """At 256k the prefill alone, at the data sheet's peak, takes longer than the printed run, and
+    no one bandwidth explains the others."""
+    assert bandwidths(TABLE_1_H100, H100_8B) == pytest.approx([67e9, 79e9, 143e9, 199e9], rel=0.01)
+    assert least_seconds(H100_8B, 256_000) == pytest.approx(4.56, abs=0.005)
     assert least_seconds(H100_8B, 256_000) > 1.5 * TABLE_1_H100[-1].tree.mean
     for rows, setting in ((TABLE_1_MI300X, MI300X_8B), (TABLE_2_RTX4090, RTX4090_1B)):
         assert all(least_seconds(setting, row.context) < 0.6 * row.tree.mean for row in rows)
-    assert (
-        abs(over_printed(TABLE_1_H100, H100_8B, fit_machine(TABLE_1_H100, H100_8B)) - 1).max() > 0.8
-    )
-    # The first three rows agree with one that pays 5 ms more in every layer of the ring.
-    rows = TABLE_1_H100[:3]
-    machine = fit_machine(rows, H100_8B, ring_step=True)
-    assert abs(over_printed(rows, H100_8B, machine) - 1).max() < 0.15
-    assert machine.ring_step == pytest.approx(5e-3, rel=0.1)
-    assert 0.5e-3 < machine.overhead < 1.5e-3
 
 
 LLAMA = MODELS["llama-3.1-8b"]
@@ -177,10 +133,8 @@ def test_eight_times_is_no_asymptote():
 
 def test_four_mi300x_rather_than_eight():
     """2025 §6 says 8, §6.4 and Table 1 say 4: with 8 a link would carry more than its 48 GB/s."""
-    four, eight = (
-        fit_machine(TABLE_1_MI300X, MI300X_8B._replace(devices=p)).bandwidth for p in (4, 8)
-    )
-    assert four == pytest.approx(48e9, rel=0.02) and eight == pytest.approx(56e9, rel=0.02)
+    four, eight = (bandwidths(TABLE_1_MI300X, MI300X_8B._replace(devices=p)) for p in (4, 8))
+    assert max(four) < 48e9 and min(eight) > 50e9 and eight == pytest.approx(53e9, rel=0.03)
 
 
 def test_common_seconds_gives_the_printed_ratio():

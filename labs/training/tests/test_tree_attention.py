@@ -11,21 +11,20 @@ from hypothesis import strategies as st
 from oracles import dense_attention, dense_gradients
 
 from labs.training import attention as module
-from labs.training import deal_tree, interval_mask, pack_rows, tree_attention, tree_ring_attention
+from labs.training import interval_mask, pack_rows, tree_attention, tree_ring_attention
 from treeattn import kv_mesh, memory
 
 N, H, H_KV, D, DV = 23, 4, 2, 6, 5
 
 
-def compare(f, seed, **dealing):
-    """Values and gradients of f(q, k, v, w, ends, …) for a random tree of N nodes."""
+def compare(f, seed):
+    """Values and gradients of f(q, k, v, w, ends) for a random tree of N nodes."""
     rng = np.random.default_rng(seed)
     shapes = (1, N, H, D), (1, N, H_KV, D), (1, N, H_KV, DV), (1, N, H, DV)
     q, k, v, w = (rng.normal(size=shape) for shape in shapes)
     tree = pack_rows([rng.integers(0, 3, rng.integers(1, 9)) for _ in range(60)])
     ends = np.minimum(tree.ends[:N], N)
-    options = {"nodes": deal_tree(ends, **dealing)} if dealing else {}
-    (_, out), grads = f(q, k, v, w, ends[None], **options)
+    (_, out), grads = f(q, k, v, w, ends[None])
     mask = interval_mask(ends)[None, None]
     np.testing.assert_allclose(out, dense_attention(q, k, v, mask=mask), atol=1e-12)
     for got, dense in zip(grads, dense_gradients(q, k, v, w, mask=mask), strict=True):
@@ -33,8 +32,8 @@ def compare(f, seed, **dealing):
 
 
 def with_gradient(f):
-    def loss(q, k, v, w, *more, **options):
-        out = f(q, k, v, *more, **options)
+    def loss(q, k, v, w, ends):
+        out = f(q, k, v, ends)
         return jnp.sum(out * w), out
 
     return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
@@ -55,22 +54,11 @@ def test_values_and_gradients(block, monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize(
-    ("p", "dealing"), [(4, None), (3, "contiguous"), (4, "striped"), (3, "balanced")]
-)
-def test_in_a_ring(p, dealing):
-    """With keys and queries in order, and dealt, so that some places are empty."""
+@pytest.mark.parametrize("p", [3, 4])
+def test_in_a_ring(p):
+    """The devices do not share the nodes evenly, so some places are empty."""
     mesh = kv_mesh(jax.devices()[:p])
-
-    def ring(q, k, v, ends, nodes=None):
-        run = functools.partial(tree_ring_attention, ends=ends, mesh=mesh, nodes=nodes)
-        if nodes is None:
-            return run(q, k, v)
-        places = np.argsort(np.where(nodes < 0, N, nodes), kind="stable")[:N]
-        return run(*(x[:, nodes] for x in (q, k, v)))[:, places]
-
-    dealt = {"devices": p, "dealing": dealing} if dealing else {}
-    compare(with_gradient(ring), p, **dealt)
+    compare(with_gradient(functools.partial(tree_ring_attention, mesh=mesh)), p)
 
 
 def test_memory_does_not_grow_with_the_square(optimized):
@@ -90,10 +78,7 @@ def test_memory_does_not_grow_with_the_square(optimized):
 
 def test_what_does_not_fit():
     x = np.ones((1, 3, 2, 4))
-    with pytest.raises(ValueError, match="ends: expected depth-first order"):
-        tree_attention(x, x, x, np.array([[2, 3, 3]]))
-    ring = functools.partial(tree_ring_attention, x, x, x, np.array([[3, 2, 3]]))
-    with pytest.raises(ValueError, match="nodes: expected each of 3 nodes at one place"):
-        ring(mesh=kv_mesh(jax.devices()[:3]), nodes=np.array([0, 1, 1]))
-    with pytest.raises(ValueError, match="nodes: expected 3 places, shared by 2 devices evenly"):
-        ring(mesh=kv_mesh(jax.devices()[:2]), nodes=np.array([0, 1, 2]))
+    ring = functools.partial(tree_ring_attention, mesh=kv_mesh(jax.devices()[:3]))
+    for f in (tree_attention, ring):
+        with pytest.raises(ValueError, match="ends: expected depth-first order"):
+            f(x, x, x, np.array([[2, 3, 3]]))
