@@ -1,4 +1,4 @@
-"""Decoding and prefill over meshes against dense attention in float64, and what programs send."""
+"""Decoding and prefill over meshes against dense attention in float64."""
 
 import functools
 
@@ -20,14 +20,13 @@ from attentions import (
 from calls import python_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from oracles import dense_attention, dense_weights
 
 import treeattn
 from treeattn import from_output, ring_attention, tree_decode
 from treeattn.across import METHODS, merge_across
-from treeattn.program import collectives, count_collectives, sent_bytes, total_bytes
 
 HEADS = 4
 
@@ -216,70 +215,6 @@ def test_every_device_has_the_same_bits(method, sizes, optimized):
     f = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     for x in jax.jit(f)(m, d, n):
         np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape))
-
-
-# What the compiled program sends; notebook 05 prints it for the ring, and what is held.
-
-
-def compiled(sharding, kv_len, name="allreduce", batch=1):
-    """One step of decoding with 16 heads of 128, from a cache that is placed."""
-    cache, q = (
-        jax.ShapeDtypeStruct((batch, n, 16, 128), jnp.float32, sharding=placed)
-        for n, placed in ((kv_len, sharding), (1, NamedSharding(sharding.mesh, P())))
-    )
-    f = functools.partial(DECODERS[name], sharding=sharding, implementation="blockwise")
-    return jax.jit(f).lower(q, cache, cache).compile()
-
-
-def test_allreduce_sends_equation_34():
-    """b·d + 2·b·n_h elements, in at most two collectives."""
-    found = collectives(compiled(over(keys=8), 2048, batch=3))
-    assert {c.kind for c in found} == {"all-reduce"}
-    assert count_collectives(found) <= 2
-    assert total_bytes(found) == 4 * (3 * 16 * 128 + 2 * 3 * 16)
-
-
-STATE, PIVOT = 4 * 16 * (128 + 2), 4 * 16  # bytes of a state of 16 heads of 128, and of its pivot
-
-
-def sent_within(p: int, operand: int) -> int:
-    """By an Allreduce of p devices, at least (2024 eq. 33, 2025 eq. 12)."""
-    return 2 * operand * (p - 1) // p
-
-
-FORMULAS = {  # p -> (collectives, bytes put in, bytes sent)
-    "allreduce": lambda p: (2, STATE, sent_within(p, PIVOT) + sent_within(p, STATE - PIVOT)),
-    "butterfly": lambda p: (p.bit_length() - 1, *[STATE * (p.bit_length() - 1)] * 2),
-    "gather": lambda p: (1, STATE, STATE * (p - 1)),
-    "all_to_all": lambda p: (1, STATE, STATE * (p - 1) // p),
-}
-
-
-@pytest.mark.parametrize("p", [pytest.param(2, marks=pytest.mark.slow), 8])
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "hierarchical"])
-def test_every_method_sends_what_its_formula_says(method, p):
-    """Of the compiled program, and of the one that is lowered for CUDA, for another context."""
-    found = collectives(compiled(over(keys=p), 8192, method))
-    counted = count_collectives(found), total_bytes(found), sent_bytes(found)
-    assert counted == FORMULAS[method](p)
-    mesh = AbstractMesh((p,), ("kv",), axis_types=(AxisType.Auto,))
-    decode = functools.partial(DECODERS[method], sharding=NamedSharding(mesh, P(None, "kv")))
-    q, cache = (jax.ShapeDtypeStruct((1, n, 16, 128), jnp.float32) for n in (1, 1024))
-    traced = jax.jit(functools.partial(decode, implementation="blockwise")).trace(q, cache, cache)
-    written = collectives(traced.lower(lowering_platforms=("cuda",)))
-    joined = 1 if method == "allreduce" else 0  # XLA:CPU joins Algorithm 3's two sums
-    assert count_collectives(written) == FORMULAS[method](p)[0] + joined
-    assert (total_bytes(written), sent_bytes(written)) == FORMULAS[method](p)[1:]
-
-
-def test_by_nodes_a_share_of_the_state_leaves_each_device():
-    """In three collectives: in the node, across, in the node."""
-    nodes, g = 2, 4
-    found = collectives(compiled(over(keys_a=nodes, keys_b=g), 1024, "hierarchical"))
-    in_order = np.arange(nodes * g).reshape(nodes, g)
-    within, across = (tuple(map(tuple, x.tolist())) for x in (in_order, in_order.T))
-    among = [(c.groups, c.operand_bytes) for c in found]
-    assert among == [(within, STATE), (across, STATE // g), (within, STATE // g)]
 
 
 def test_a_warm_call_asks_little(unchecked):
