@@ -15,37 +15,43 @@ import pytest
 from attentions import PREFILLS, check, check_gradients, kernel
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from pages import SITE, blocks
 
 import treeattn.flash as flash
 from treeattn import attend, finalize
 from treeattn.inputs import gather_inputs
+from treeattn_conformance import attend as plain
+from treeattn_conformance import check_attention
 
 
 def draw(dtype="float16", l=3, n=40, d=16):
     return [jnp.asarray(x, dtype) for x in attentions.draw(l=l, n=n, d=d)]
 
 
-def flashs_lse(lse):
-    """(b, l, h) as (b, h, l), with ∞ for no keys."""
-    return jnp.where(jnp.isinf(lse), jnp.inf, lse).swapaxes(1, 2)
+def mha(q, k, v, *, window_size_left, window_size_right, softmax_scale, is_causal):
+    assert (window_size_left, window_size_right, is_causal) == (-1, -1, False)
+    out, lse = kernel(q, k, v, scale=softmax_scale)
+    return out, lse.swapaxes(1, 2)
+
+
+def varlen(*arrays, max_seqlen_q, max_seqlen_k, softmax_scale, **_):
+    """Segment i has the queries from starts_q[i] on and the keys from starts_k[i] on.
+
+    Its lse is (h, max_seqlen_q), with ∞ for no keys.
+    """
+    q, k, v, starts_q, starts_k = map(np.asarray, arrays)
+    outs, lses = [], []
+    for (i, j), (m, n) in zip(pairwise(starts_q), pairwise(starts_k), strict=True):
+        keys = (np.append(x[m:n], x[:1], axis=0)[None] for x in (k, v))  # and one that is not seen
+        out, lse = plain(q[None, i:j], *keys, kv_lengths=[n - m], scale=softmax_scale)
+        outs.append(out[0])
+        lse = np.where(np.isinf(lse[0]), np.inf, lse[0])
+        lses.append(np.pad(lse, ((0, max_seqlen_q - (j - i)), (0, 0))).T)
+    return jnp.asarray(np.concatenate(outs), q.dtype), jnp.asarray(lses, jnp.float32)
 
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    def mha(q, k, v, *, window_size_left, window_size_right, softmax_scale, is_causal):
-        assert (window_size_left, window_size_right, is_causal) == (-1, -1, False)
-        out, lse = kernel(q, k, v, scale=softmax_scale)
-        return out, flashs_lse(lse)
-
-    def varlen(q, k, v, starts_q, starts_k, *, max_seqlen_q, max_seqlen_k, softmax_scale, **_):
-        """Segment i has the queries from starts_q[i] on and the keys from starts_k[i] on."""
-        outs, lses = [], []
-        for (i, j), (m, n) in zip(pairwise(starts_q), pairwise(starts_k), strict=True):
-            out, lse = kernel(q[None, i:j], k[None, m:n], v[None, m:n], scale=softmax_scale)
-            outs.append(out[0])
-            lses.append(jnp.pad(flashs_lse(lse)[0], ((0, 0), (0, max_seqlen_q - (j - i)))))
-        return jnp.concatenate(outs), jnp.stack(lses)
-
     forward = types.SimpleNamespace(flash_mha_fwd=mha)
     rows = types.SimpleNamespace(flash_mha_varlen_fwd=varlen)
     monkeypatch.setattr(flash, "load", lambda: (forward, rows))
@@ -138,3 +144,45 @@ def test_unasked_it_is_taken_for_long_texts_on_a_gpu(monkeypatch):
     jax.clear_caches()
     attend(*long)
     assert len(asked) == 1
+
+
+# ---------------------------------------------------------------- the code of the page about it
+
+
+@pytest.fixture
+def page(request, monkeypatch):
+    """The names that the page's code defines; what it changes is changed back."""
+    for module in request.getfixturevalue("flash").load():
+        monkeypatch.setattr(module, "get_sm_count", module.get_sm_count)
+    names = {}
+    for block in blocks(SITE / "flash_attn_jax.md"):
+        exec(block.code, names)
+    return names
+
+
+def test_the_pages_rows_of_lengths_lower(page):
+    arrays = draw("bfloat16")
+    program = jax.jit(page["with_lengths"], static_argnums=4)
+    traced = program.trace(*arrays, jnp.array([3, 40], "int32"), 0.125)
+    out, lse = traced.out_info
+    assert (out.shape, lse.shape) == ((2, 3, 4, 16), (2, 3, 4)) and lse.dtype == jnp.float32
+    assert "varlen" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_with_the_kernels_axes_and_infinity_the_pages_functions_conform(page, monkeypatch):
+    """In the kernels' place stand what their source states: (b, h, l), and +∞ for no keys."""
+    monkeypatch.setattr(page["flash_fwd"], "flash_mha_fwd", mha)
+    monkeypatch.setattr(page["varlen_fwd"], "flash_mha_varlen_fwd", varlen)
+
+    def pages(q, k, v, *, scale=None, kv_lengths=None, **options):
+        if options:
+            raise NotImplementedError
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        q, k, v = (jnp.asarray(x) for x in (q, k, v))
+        if kv_lengths is None:
+            return page["attention"](q, k, v, scale)
+        return page["with_lengths"](q, k, v, jnp.asarray(kv_lengths, jnp.int32), scale)
+
+    report = check_attention(pages)
+    assert not report.names("failed"), str(report)
+    assert {"plain", "a row without keys", "stale NaN"} <= set(report.names("passed"))
