@@ -5,7 +5,7 @@
 # make test-fast    of these, the unit tests: no notebook is run
 # make labs         the labs, their notebooks and notebooks/deeper
 # make test-all     all of it, and what is slow: processes that fail, launchers, browsers, wheels,
-#                   the README's and the site's programs, figures drawn anew, all beams of 12 tokens
+#                   the README's and the site's programs, figures drawn anew
 # make mutants      sixty mistakes, planted one at a time: do the tests see them? An hour
 # make test-latest  the unit tests, but those of our own files, with the newest releases of
 #                   everything, in .venv-latest; with JAX=0.11.2 that release of JAX, in

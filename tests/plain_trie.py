@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from treeattn_conformance.token_trees import tree_mask
+
 
 def plain_trie(rows, lengths=None):
     """One beam, as lists: (tokens, parents, offsets, unpack_map, encoding).
@@ -27,17 +29,6 @@ def plain_trie(rows, lengths=None):
     return tokens, parents, offsets, unpack_map, encoding
 
 
-def plain_mask(parents):
-    """The ancestors of each node and itself, by walking up, as a list of lists of bools."""
-    mask = [[False] * len(parents) for _ in parents]
-    for i in range(len(parents)):
-        j = i
-        while j >= 0:
-            mask[i][j] = True
-            j = parents[j]
-    return mask
-
-
 def plain_pack(beam, lengths=None, *, pad_token=0, size=None):
     """A batch of beams: PackedBeam's four fields, the encoding, and the packed tokens' indices."""
     beam = np.asarray(beam)
@@ -54,7 +45,7 @@ def plain_pack(beam, lengths=None, *, pad_token=0, size=None):
     for b, (tokens, parents, depth, paths, owners) in enumerate(tries):
         n = len(tokens)
         packed[b, :n], offsets[b, :n] = tokens, depth
-        mask[b, :n, :n] = np.array(plain_mask(parents), bool).reshape(n, n)
+        mask[b, :n, :n] = tree_mask(np.array([parents], int))[0]
         for m, (path, owner) in enumerate(zip(paths, owners, strict=True)):
             unpack_map[b, m, : len(path)] = path
             encoding[b, m, : len(path)] = owner

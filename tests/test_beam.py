@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import dense_attention
-from plain_trie import plain_pack, plain_trie
+from plain_trie import plain_pack
 
 from treeattn import (
     PackedBeam,
@@ -100,15 +100,12 @@ def every_beam(rows, width, letters):
     return digits.astype(np.int8).reshape(-1, rows, width)
 
 
-@pytest.mark.parametrize(
-    "rows,width", [(2, 3), (3, 3), (4, 2), pytest.param(4, 3, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("rows,width", [(2, 3), (3, 3), (4, 2)])
 def test_every_small_beam(rows, width):
-    """All beams of that shape over three letters: 26,973 of them, and 531,441 more."""
+    """All beams of that shape over three letters: 26,973 of them."""
     beams = every_beam(rows, width, letters=3)
-    for chunk in np.array_split(beams, -(-len(beams) // 20_000)):
-        assert_packed(FUNCTIONS, chunk)
-        assert_packed(COMPILED, chunk, size=rows * width)
+    assert_packed(FUNCTIONS, beams)
+    assert_packed(COMPILED, beams, size=rows * width)
 
 
 @pytest.mark.parametrize("rows,width", [(3, 2), (3, 3)])
@@ -162,20 +159,10 @@ def test_compiled_packs_the_same(rows):
         beam = random_beam(seed, (2, rows, 3), "int64")
         lengths = random_lengths(seed, beam)
         assert_packed(COMPILED, beam, lengths, size=rows * 3)
-        if seed == 0 and rows == 33:
-            packed = assert_packed(FUNCTIONS, jnp.asarray(beam), lengths)
-            assert all(isinstance(x, jax.Array) for x in packed)
-
-
-def test_vmap_and_traced_lengths():
-    beam = random_beam(4, (6, 4, 3)).reshape(3, 2, 4, 3)
-    lengths = np.random.default_rng(4).integers(0, 4, (3, 2, 4))
-    packed = jax.jit(jax.vmap(pack))(beam, lengths)
-    for i in range(3):
-        for x, y in zip(packed, plain_pack(beam[i], lengths[i], size=12), strict=False):
-            np.testing.assert_array_equal(x[i], y)
-    closed = jax.jit(lambda lengths: pack(beam[0], lengths))(lengths[0])  # the beam a constant
-    np.testing.assert_array_equal(closed.packed_beam, packed.packed_beam[0])
+    packed = assert_packed(FUNCTIONS, jnp.asarray(beam), lengths)
+    assert all(isinstance(x, jax.Array) for x in packed)
+    closed = jax.jit(lambda lengths: pack(beam, lengths))(lengths)  # the beam is a constant
+    np.testing.assert_array_equal(closed.unpack_map, packed.unpack_map)
 
 
 def test_tokens_and_mask_say_everything():
@@ -194,11 +181,6 @@ def test_tokens_and_mask_say_everything():
 # ---------------------------------------------------------------- the document's unpackers
 
 
-def small_beams():
-    """All beams of up to three candidates of up to three tokens, of two letters, by shape."""
-    return [every_beam(*shape, letters=2) for shape in itertools.product((1, 2, 3), repeat=2)]
-
-
 def own_and_starts(beams):
     """(a row's own tokens, where those of each row start in the packed beam (batch, M))."""
     own = prefix_encoding(beams) == np.arange(beams.shape[1])[:, None]
@@ -206,35 +188,28 @@ def own_and_starts(beams):
     return own, added.cumsum(axis=1) - added
 
 
-def test_two_segments_are_not_enough():
-    """The unpacker in the document's words: a candidate is a prefix from the packed beam's start
-    on, and the rest, which follows its own start.
-
-    Three candidates suffice to get it wrong, and if they are different and have one root, as a
-    drafter's are, the smallest wrong beams have a row of three segments.
+def test_the_documents_unpackers():
+    """Its words: a candidate is a prefix from the packed beam's start on, and the rest, which
+    follows its own start. Its code: a segment's start is its owner's, whichever row that is, and
+    the offset counts the row's earlier places of the same start. The code is right, for all beams
+    of up to three candidates of up to three tokens, of two letters; the words are not.
     """
     wrong = []
-    for beams in small_beams():
-        own, starts = own_and_starts(beams)
-        rest = starts[..., None] + own.cumsum(axis=2) - 1
-        two_segments = np.where(own, rest, np.arange(beams.shape[2]))
-        wrong += beams[(two_segments != pack(beams).unpack_map).any(axis=(1, 2))].tolist()
-    assert wrong[0] == [[1], [0], [0]]
-    drafters = [x for x in wrong if len({row[0] for row in x}) == 1 and len({*map(tuple, x)}) == 3]
-    assert {len(row) for beam in drafters for row in beam} == {3}
-    assert plain_trie(drafters[0])[4] == [[0, 0, 0], [0, 1, 1], [0, 1, 2]]
+    for shape in itertools.product((1, 2, 3), repeat=2):
+        beams = every_beam(*shape, letters=2)
+        unpack_map = pack(beams).unpack_map
+        own, own_starts = own_and_starts(beams)
+        rest = own_starts[..., None] + own.cumsum(axis=2) - 1
+        two_segments = np.where(own, rest, np.arange(shape[1]))
+        wrong += beams[(two_segments != unpack_map).any(axis=(1, 2))].tolist()
 
-
-def test_segments_read_through_the_encoding_are_enough():
-    """The document's two steps as its code takes them: a segment's start is its owner's, whichever
-    row that is, and the offset counts the row's earlier places of the same start."""
-    for beams in small_beams():
         encoding = prefix_encoding(beams).reshape(len(beams), -1)
-        starts = np.take_along_axis(own_and_starts(beams)[1], encoding, axis=1).reshape(beams.shape)
-        earlier = np.tri(beams.shape[2], k=-1, dtype=bool)
+        starts = np.take_along_axis(own_starts, encoding, axis=1).reshape(beams.shape)
+        earlier = np.tri(shape[1], k=-1, dtype=bool)
         offsets = ((starts[..., None] == starts[..., None, :]) & earlier).sum(axis=-1)
         # Rows that add nothing share their start with the next one, but own no place.
-        np.testing.assert_array_equal(starts + offsets, pack(beams).unpack_map)
+        np.testing.assert_array_equal(starts + offsets, unpack_map)
+    assert wrong[0] == [[1], [0], [0]]
 
 
 def test_the_documents_two_steps_for_its_example():
@@ -270,12 +245,6 @@ def test_a_later_column_never_has_fewer_nodes():
     columns = packed.position_offsets[:, None] == np.arange(3)[:, None]
     count = (columns & nodes(packed)[:, None]).sum(axis=2)
     assert (np.diff(count) >= 0).all() and count.max() == 3
-
-
-def test_a_beam_need_not_repeat_anything():
-    """The document calls it unavoidable. Candidates that differ at once share no prefix."""
-    for beam, count in (([[[1, 2, 3], [2, 2, 3]]], 6), ([[[1, 2, 3], [1, 2, 3]]], 3)):
-        assert nodes(pack(beam)).sum() == count
 
 
 def test_operations_are_saved_with_the_tokens():
@@ -322,44 +291,16 @@ def test_numpy_memory():
     assert peak < 6 * mask.nbytes
 
 
-# ---------------------------------------------------------------- attention on the tree
-
-
-def model_of(tokens, positions, mask):
-    """Two layers of attention of two heads."""
-    rng = np.random.default_rng(5)
-    embedding, places = rng.normal(size=(2, 20, 16))
-    x = embedding[tokens] + places[positions]
-    for w in rng.normal(size=(2, 3, 16, 16)) / 4:
-        q, k, v = (x @ w).reshape(3, 1, -1, 2, 8)
-        x = x + dense_attention(q, k, v, mask=mask).reshape(x.shape)
-    return x
-
-
-def errors(beam, tokens, positions, mask, unpack_map):
-    """How far each candidate's results are from those of the candidate alone."""
-    width = beam.shape[1]
-    alone = [model_of(row, np.arange(width), np.tri(width, dtype=bool)) for row in beam]
-    return np.abs(model_of(tokens, positions, mask)[unpack_map] - alone).max(axis=(1, 2))
-
-
-def test_attention_on_packed_tokens_is_attention_on_each_candidate():
-    beam = np.random.default_rng(5).integers(0, 3, (1, 6, 5))
-    tokens, mask, offsets, unpack_map = (x[0] for x in pack(beam))
-    assert len(tokens) < 30
-    assert errors(beam[0], tokens, offsets, mask, unpack_map).max() < 1e-12
-    assert errors(beam[0], tokens, offsets * 0, mask, unpack_map).max() > 1e-3
-
-
 def test_a_token_may_not_be_shared_with_another_prefix():
     """One `red` for two: it sees "a" alone, or "dark" as well, and is wrong for some candidate."""
-    tokens, mask, offsets, unpack_map = (x[0] for x in pack(MARS))
-    shared = np.where(unpack_map == 7, 3, unpack_map)  # the last red is the first
-    both = mask.copy()
-    both[3, 6] = True  # and sees "dark"
-    for seen, wrong in (mask, [False, False, True]), (both, [True, False, True]):
-        found = errors(MARS[0], tokens[:7], offsets[:7], seen[:7, :7], shared)
-        assert (found > 1e-3).tolist() == wrong
+    tokens, mask, *_ = (x[0] for x in pack(MARS))
+    x = np.random.default_rng(5).normal(size=(7, 16))[tokens][None, :, None]
+    reds = dense_attention(x, x, x, mask=mask)[0, [3, 7]]
+    for dark, right in (False, [True, False]), (True, [False, False]):
+        seen = mask.copy()
+        seen[3, 6] = dark
+        red = dense_attention(x, x, x, mask=seen)[0, 3]
+        assert [np.allclose(red, each) for each in reds] == right
 
 
 # ---------------------------------------------------------------- unpack, and edges

@@ -1,14 +1,12 @@
-"""Token trees by parents: against walking up, and against the beams they stand for."""
+"""Token trees by parents, against the conformance suite's plain loops."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from plain_trie import plain_mask, plain_trie
 
-from treeattn import ancestor_mask, depths, pack
+from treeattn import ancestor_mask, depths
+from treeattn_conformance.token_trees import tree_mask
 
 mask_jit, depths_jit = jax.jit(ancestor_mask), jax.jit(depths)
 
@@ -30,7 +28,7 @@ def test_mask_and_depths(size):
             np.minimum(np.arange(size), 1) - 1,  # a root and its children
         ]
     )
-    masks = np.array([plain_mask(x) for x in trees.tolist()], bool).reshape(4, size, size)
+    masks = tree_mask(trees)
     for dtype in "int8", "int64":
         parents = trees.astype(dtype).reshape(2, 2, size)
         for xp, do_mask, do_depths in (np, ancestor_mask, depths), (jnp, mask_jit, depths_jit):
@@ -38,26 +36,6 @@ def test_mask_and_depths(size):
             assert isinstance(mask, xp.ndarray) and depth.dtype == np.int32
             np.testing.assert_array_equal(mask, masks.reshape(2, 2, size, size))
             np.testing.assert_array_equal(depth, mask.sum(axis=-1) - 1)
-
-
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    shape=st.tuples(st.just(1), st.integers(1, 12), st.integers(1, 6)),
-)
-def test_a_beams_mask_is_that_of_its_tree(seed, shape):
-    beam = np.random.default_rng(seed).integers(0, 3, shape)
-    packed, parents = pack(beam), np.array(plain_trie(beam[0].tolist())[1])
-    np.testing.assert_array_equal(ancestor_mask(parents), packed.attention_mask[0])
-    np.testing.assert_array_equal(depths(parents), packed.position_offsets[0])
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_the_documents_arrows():
-    """Mars ← is ← a ← red, is ← reddish ← when, is ← dark ← red: each node's parent, in a list."""
-    packed = pack([[[0, 1, 2, 3], [0, 1, 4, 5], [0, 1, 6, 3]]])
-    arrows = [-1, 0, 1, 2, 1, 4, 1, 6]
-    np.testing.assert_array_equal(ancestor_mask(arrows), packed.attention_mask[0])
-    np.testing.assert_array_equal(depths(arrows), packed.position_offsets[0])
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plain_trie import plain_mask, plain_trie
+from plain_trie import plain_trie
 
 from labs.training import interval_mask, pack_rows
+from treeattn_conformance.token_trees import tree_mask
 
 TOKENS = np.iinfo(np.int32).max, 0, 255, 256  # their bytes sort in another order
 some_rows = st.lists(st.lists(st.sampled_from(TOKENS), min_size=1, max_size=6), max_size=12)
@@ -27,7 +28,7 @@ def test_the_tree_of_rows(rows):
         np.testing.assert_array_equal(line, path + [-1] * (len(line) - len(path)))
     assert tree.row_tokens == sum(map(len, rows))
     # The two integers agree with walking up.
-    expected = np.array(plain_mask(parents), bool).reshape(len(tokens), len(tokens))
+    expected = tree_mask(np.array([parents], int))[0]
     np.testing.assert_array_equal(interval_mask(tree.ends), expected)
 
 
