@@ -140,11 +140,13 @@ ATTENTIONS = [
     ({"implementation": _Unhashable()}, TypeError, "implementation: .* that can be hashed"),
     *[({"sharding": x}, TypeError, "sharding: expected a NamedSharding") for x in NOT_OVER],
     ({"sharding": None}, ValueError, "sharding: k's sharding is unknown"),
-    (
-        {"sharding": NamedSharding(over(keys=2).mesh, P(*[None] * 3, "keys"))},
-        ValueError,
-        "sharding: ",
-    ),
+    *[
+        ({"sharding": NamedSharding(over(keys=2).mesh, spec)}, ValueError, f"sharding: {message}")
+        for spec, message in (
+            (P(*[None] * 3, "keys"), r"expected P\(batch, keys, heads\)"),
+            (P(P.UNCONSTRAINED, "keys"), "expected names of axes or None"),
+        )
+    ],
     ({"sharding": over(rows=3)}, ValueError, "sharding: the 3 devices .* cannot share 2 rows"),
     ({"sharding": over(heads=3)}, ValueError, "sharding: .* cannot share 2 key heads"),
     ({"striped": True}, ValueError, "sharding: .* cannot share 5 slots"),

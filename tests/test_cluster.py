@@ -95,13 +95,6 @@ def test_simulated_devices_are_what_was_asked_for():
         treeattn.simulate_devices(n + 1)
 
 
-@pytest.mark.parametrize("n", [0, -3, 2.0, "8", True, None])
-def test_simulating_no_number_of_devices_is_refused(n, unchecked):
-    error = ValueError if type(n) is int else TypeError
-    with pytest.raises(error, match="n: expected an integer of at least 1, got"):
-        treeattn.simulate_devices(n)
-
-
 def test_meshes():
     """Neighbours share a node, and the keys of one part of the heads."""
     devices = jax.devices()
@@ -119,24 +112,15 @@ def test_meshes():
 
 
 @pytest.mark.parametrize(
-    ("error", "message", "options"),
+    ("message", "options"),
     [
-        (ValueError, "nodes: 6 devices cannot be divided into 4 equal parts", {"nodes": 4}),
-        (ValueError, "nodes: expected an integer of at least 1, got 0", {"nodes": 0}),
-        (TypeError, "nodes: expected an integer of at least 1, got 2.0", {"nodes": 2.0}),
-        (
-            ValueError,
-            "heads: 3 devices cannot be divided into 2 equal parts",
-            {"batch": 2, "heads": 2},
-        ),
-        (TypeError, "batch: expected an integer", {"batch": "2"}),
-        (TypeError, "devices: expected jax.devices", {"devices": [1, 2]}),
-        (ValueError, "devices: expected at least one", {"devices": []}),
+        ("nodes: 6 devices cannot be divided into 4 equal parts", {"nodes": 4}),
+        ("heads: 3 devices cannot be divided into 2 equal parts", {"batch": 2, "heads": 2}),
     ],
 )
-def test_what_makes_no_mesh_is_refused(error, message, options, unchecked):
-    with pytest.raises(error, match=message):
-        treeattn.kv_mesh(**{"devices": jax.devices()[:6]} | options)
+def test_what_makes_no_mesh_is_refused(message, options):
+    with pytest.raises(ValueError, match=message):
+        treeattn.kv_mesh(jax.devices()[:6], **options)
 
 
 def test_after_initialize_an_exception_is_printed_and_ends_the_process(monkeypatch, capsys):

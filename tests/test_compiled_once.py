@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from attentions import over
 from jax.sharding import PartitionSpec as P
 
 import treeattn as ta
@@ -25,71 +25,70 @@ OTHERS = {
 }
 
 
-@functools.cache
-def on_devices(mesh, name, *arguments):
-    """A function of the states of a mesh's devices, as one program."""
-    body = functools.partial(getattr(ta, name), *arguments, axis_name="kv")
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("kv"), out_specs=P("kv")))
-
-
 def add(total, shard, _):
     return jax.tree.map(jnp.add, total, shard)
 
 
 @functools.cache
-def calls(dtype, seed=0) -> dict:
-    """A call of every public function of arrays, by name; other seeds give other values."""
+def on_devices(name, *arguments):
+    """A function of the states of two devices, as one program."""
+    body = functools.partial(getattr(ta, name), *arguments, axis_name="keys")
+    return jax.jit(
+        jax.shard_map(body, mesh=over(keys=2).mesh, in_specs=P("keys"), out_specs=P("keys"))
+    )
+
+
+@functools.cache
+def calls(dtype=jnp.float32, seed=0) -> dict:
+    """(function, arguments) of every public function of arrays, by name; other seeds give other
+    values. Four devices can share every axis of all that is not a query head's own."""
     draw = np.random.default_rng(seed).standard_normal
-    mesh = ta.kv_mesh(jax.devices()[:2])
 
     def array(*shape):
         return jnp.asarray(draw(shape), dtype)
 
-    q, k, v = array(2, 1, 4, 8), array(2, 8, 2, 8), array(2, 8, 2, 8)
-    lengths = jnp.array([3, 8], jnp.int32)
-    options = {"kv_lengths": lengths, "bias": array(1, 4, 1, 8)}
-    over = {"sharding": NamedSharding(mesh, P(None, "kv"))}
-    one = array(8), array(5, 8), array(5, 3)  # one query head: q, k, v
-    source, sources = array(3), array(5, 3)
-    states = ta.AttentionState(array(5, 4), 1 + array(5, 4) ** 2, array(5, 4, 3))
-    a, b = (jax.tree.map(lambda x, i=i: x[i], states) for i in range(2))
+    q, k, v = array(4, 4, 8, 16), array(4, 64, 4, 16), array(4, 64, 4, 16)
+    lengths = jnp.array([3, 8, 0, 64], jnp.int32)
+    options = {"kv_lengths": lengths, "bias": array(1, 8, 1, 64)}
+    over_two = {"sharding": over(keys=2)}
+    one = array(32), array(64, 32), array(64, 16)  # one query head: q, k, v
+    states = ta.AttentionState(array(8, 4, 16), 1 + array(8, 4, 16) ** 2, array(8, 4, 16, 32))
     two = jax.tree.map(lambda x: x[:2], states)
-    beam = jnp.asarray(np.random.default_rng(seed).permutation(12).reshape(1, 3, 4))
-    packed = ta.pack(beam)
-    parents = jnp.array([-1, 0, 0, 2])
+    beam = jnp.asarray(np.random.default_rng(seed).permutation(128).reshape(4, 8, 4))
+    parents = jnp.broadcast_to(jnp.arange(16) - 1, (8, 16))
     return {
-        "ancestor_mask": lambda: ta.ancestor_mask(parents),
-        "attend": lambda: ta.attend(q, k, v, **options),
-        "attention": lambda: ta.attention(q, k, v, **options),
-        "attention_from_energy": lambda: ta.attention_from_energy(*one),
-        "causal_energy": lambda: ta.causal_energy(sources, one[1], *one[1:]),
-        "cumulant": lambda: ta.cumulant(2, *one),
-        "depths": lambda: ta.depths(parents),
-        "energy": lambda: ta.energy(source, *one),
-        "finalize": lambda: ta.finalize(a),
-        "from_output": lambda: ta.from_output(v[0], v[0, ..., 0]),
-        "log_likelihood": lambda: ta.log_likelihood(source, source, *one),
-        "merge": lambda: ta.merge(a, b),
-        "merge_across": lambda: on_devices(mesh, "merge_across")(two),
-        "pack": lambda: ta.pack(beam),
-        "packed_token_indices": lambda: ta.packed_token_indices(beam),
-        "prefix_encoding": lambda: ta.prefix_encoding(beam),
-        "reduce_chain": lambda: ta.reduce_chain(states),
-        "reduce_tree": lambda: ta.reduce_tree(states, arity=3),
-        "ring_attention": lambda: ta.ring_attention(k, k, v, **over),
-        "ring_decode": lambda: ta.ring_decode(q, k, v, kv_lengths=lengths, **over),
-        "scan_states": lambda: ta.scan_states(states),
-        "shard_lengths": lambda: ta.shard_lengths(lengths, lengths[0], 8, 2, striped=True),
-        "striped_position": lambda: ta.striped_position(lengths, 16, 2),
-        "striped_slot": lambda: ta.striped_slot(lengths, 16, 2),
-        "tree_decode": lambda: ta.tree_decode(q, k, v, **options, **over),
-        "ulysses_attention": lambda: ta.ulysses_attention(k, k, v, **over),
-        "unpack": lambda: ta.unpack(packed.packed_beam, packed.unpack_map),
-        "visit_shards": lambda: on_devices(mesh, "visit_shards", add)(two, two),
+        "ancestor_mask": (ta.ancestor_mask, parents),
+        "attend": (functools.partial(ta.attend, **options), q, k, v),
+        "attention": (ta.attention, q, k, v),
+        "attention_from_energy": (ta.attention_from_energy, *one),
+        "causal_energy": (ta.causal_energy, array(64, 16), one[1], *one[1:]),
+        "cumulant": (functools.partial(ta.cumulant, 2), *one),
+        "depths": (ta.depths, parents),
+        "energy": (ta.energy, array(16), *one),
+        "finalize": (ta.finalize, states),
+        "from_output": (ta.from_output, v, v[..., 0]),
+        "log_likelihood": (ta.log_likelihood, array(16), array(16), *one),
+        "merge": (ta.merge, states, states),
+        "merge_across": (on_devices("merge_across"), two),
+        "pack": (ta.pack, beam),
+        "packed_token_indices": (ta.packed_token_indices, beam),
+        "prefix_encoding": (ta.prefix_encoding, beam),
+        "reduce_chain": (ta.reduce_chain, states),
+        "reduce_tree": (functools.partial(ta.reduce_tree, arity=3), states),
+        "ring_attention": (functools.partial(ta.ring_attention, **over_two), k, k, v),
+        "ring_decode": (functools.partial(ta.ring_decode, **over_two, **options), q, k, v),
+        "scan_states": (ta.scan_states, states),
+        "shard_lengths": (ta.shard_lengths, lengths, lengths[0], 64, 2),
+        "striped_position": (ta.striped_position, lengths, 128, 2),
+        "striped_slot": (ta.striped_slot, lengths, 128, 2),
+        "tree_decode": (functools.partial(ta.tree_decode, **over_two, **options), q, k, v),
+        "ulysses_attention": (functools.partial(ta.ulysses_attention, **over_two), k, k, v),
+        "unpack": (ta.unpack, array(4, 32, 16), beam % 32),
+        "visit_shards": (on_devices("visit_shards", add), two, two),
     }
 
 
-NAMES = sorted(calls(jnp.float32))
+NAMES = sorted(calls())
 
 
 def test_every_public_function_is_called():
@@ -111,10 +110,10 @@ def compilations():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_second_call_compiles_nothing(name, compilations):
-    first, second = (calls(jnp.float32, seed)[name] for seed in (0, 1))
-    jax.block_until_ready(first())
+    (f, *first), (_, *second) = (calls(seed=seed)[name] for seed in (0, 1))
+    jax.block_until_ready(f(*first))
     compilations[0] = 0
-    jax.block_until_ready(second())
+    jax.block_until_ready(f(*second))
     assert compilations[0] == 0
 
 
@@ -132,7 +131,8 @@ def test_a_function_made_at_each_call_is_seen(compilations):
 def test_strict_promotion(dtype):
     """`jax_numpy_dtype_promotion` is asked where a function is traced."""
     with jax.enable_x64(dtype == jnp.float64):
-        for name, call in calls(dtype).items():
+        for name, (f, *arguments) in calls(dtype).items():
+            call = functools.partial(f, *arguments)
             expected = jax.eval_shape(call)
             with jax.numpy_dtype_promotion("strict"):
                 assert jax.eval_shape(call) == expected, name

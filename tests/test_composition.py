@@ -9,7 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attentions import DECODERS, PREFILLS, check, check_gradients, draw, oracle, over, put, results
+from attentions import (
+    DECODERS,
+    PLAIN,
+    PREFILLS,
+    check,
+    check_gradients,
+    draw,
+    oracle,
+    over,
+    put,
+    results,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracles import dense_gradients
@@ -181,12 +192,6 @@ def second(f, x, direction):
     return jax.jit(lambda x, t: jax.jvp(jax.grad(loss), (x,), (t,))[1])(x, direction)
 
 
-def plain(q, k, v, causal=False):
-    s = jnp.einsum("blhd,bnhd->bhln", q, k) / np.sqrt(q.shape[-1])
-    s = jnp.where(np.tri(*s.shape[2:], dtype=bool), s, -jnp.inf) if causal else s
-    return jnp.einsum("bhln,bnhd->blhd", jax.nn.softmax(s), v)
-
-
 def scanned(q, k, v, **options):
     """The fast form: on nine devices, attention under jit would be the plain one."""
     options["implementation"] = "blockwise"
@@ -215,7 +220,9 @@ def test_second_derivatives(f, keys, options, dtype):
     more = {} if f is scanned else {"sharding": over(keys=2)}
     found = second(functools.partial(f, **options, **more), x, direction)
     wide = [jax.tree.map(lambda x: x.astype("float64"), tree) for tree in (x, direction)]
-    for got, want in zip(found, second(functools.partial(plain, **options), *wide), strict=True):
+    for got, want in zip(
+        found, second(functools.partial(treeattn.attention, **options, **PLAIN), *wide), strict=True
+    ):
         tolerance = 0.05 * abs(want).max() if dtype == "bfloat16" else 1e-12
         np.testing.assert_allclose(got.astype("float64"), want, atol=tolerance)
 
@@ -246,8 +253,7 @@ print("done")
 def test_a_gradient_in_a_shard_map_of_ones_own_where_devices_skip_blocks():
     """Which checks how results vary: a query that all devices have is made to differ before the
     loop. In a branch, that has an Allreduce for a transpose, and the devices waited for ever."""
-    done = run_code(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})" + OF_ONES_OWN)
-    assert done == "done\n"
+    assert run_code(OF_ONES_OWN, cwd=Path(__file__).parent) == "done\n"
 
 
 def test_pack_batched_and_on_many_devices():

@@ -12,6 +12,7 @@ import pytest
 from attentions import check, draw, over, put
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_compiled_once import calls
 
 import treeattn as ta
 
@@ -67,55 +68,30 @@ def test_attention_sends_no_more_than_jaxs_own(dtype, batch, causal, gradients, 
         assert 0 < sent <= most
 
 
-STATE = ta.AttentionState(array(8, 4, 16), array(8, 4, 16), array(8, 4, 16, 32))
-BEAM = array(4, 8, 4, dtype="int32")
-TREES = array(8, 16, dtype="int32")
-QKV = array(4, 4, 8, 16), *[array(4, 64, 4, 16)] * 2
-ONE_HEAD = array(32), array(64, 32), array(64, 16)
-ARGUMENTS = {
-    **dict.fromkeys(["attention", "attend"], QKV),
-    **dict.fromkeys(["finalize", "reduce_chain", "reduce_tree", "scan_states"], (STATE,)),
-    **dict.fromkeys(["pack", "prefix_encoding", "packed_token_indices"], (BEAM,)),
-    **dict.fromkeys(["ancestor_mask", "depths"], (TREES,)),
-    "merge": (STATE, STATE),
-    "from_output": (array(8, 16, 64), array(8, 16)),
-    "energy": (array(16), *ONE_HEAD),
-    "causal_energy": (array(64, 16), *[array(64, 32)] * 2, array(64, 16)),
-    "attention_from_energy": ONE_HEAD,
-    "cumulant": ONE_HEAD,
-    "log_likelihood": (array(16), array(16), *ONE_HEAD),
-    "unpack": (array(4, 32, 16), BEAM),
-}
+# What says itself how its arrays lie, tests/test_meshes.py asks; these three are elementwise.
+OTHERS = "merge_across visit_shards tree_decode ring_decode ring_attention ulysses_attention "
+OTHERS += "shard_lengths striped_slot striped_position"
 QUICK = "attention", "merge", "reduce_tree"
 CASES = [
     pytest.param(name, axis, marks=() if name in QUICK else pytest.mark.slow)
-    for name, arguments in ARGUMENTS.items()
-    for axis in range(max(len(x.shape) for x in jax.tree.leaves(arguments)))
+    for name, (_, *arguments) in calls().items()
+    if name not in OTHERS.split()
+    for axis in range(max(x.ndim for x in jax.tree.leaves(arguments)))
 ]
 
 
 @pytest.mark.parametrize(("name", "axis"), CASES)
 def test_no_function_sends_an_array_more_than_once(name, axis):
     """Sharded along any axis: each device needs at most all that the others have, once."""
-    f, arguments = getattr(ta, name), ARGUMENTS[name]
-    f = functools.partial(f, 2) if name == "cumulant" else f
+    f, *arguments = calls()[name]
     mesh = over(keys=DEVICES).mesh
 
     def sharding(x):
-        divides = axis < len(x.shape) and x.shape[axis] % DEVICES == 0
+        divides = axis < x.ndim and x.shape[axis] % DEVICES == 0
         return NamedSharding(mesh, P(*[None] * axis, "keys") if divides else P())
 
-    sent = sent_bytes(f, arguments, jax.tree.map(sharding, arguments))
+    sent = sent_bytes(f, arguments, tuple(jax.tree.map(sharding, arguments)))
     assert sent <= (DEVICES - 1) * (size(arguments) + size(jax.eval_shape(f, *arguments)))
-
-
-def test_every_function_of_arrays_is_asked_what_it_sends():
-    others = {"collectives", "collectives_table", "memory"}  # of programs
-    others |= {"initialize", "kv_mesh", "simulate_devices"}  # of devices
-    others |= {"merge_across", "visit_shards"}  # inside shard_map
-    others |= {"tree_decode", "ring_decode", "ring_attention", "ulysses_attention"}  # test_meshes
-    others |= {"shard_lengths", "striped_slot", "striped_position"}  # elementwise
-    assert set(ARGUMENTS) | others | {"AttentionState", "PackedBeam"} == set(ta.__all__)
 
 
 def test_keys_sharded_along_an_explicit_axis_are_refused():
