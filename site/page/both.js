@@ -12,6 +12,7 @@ function drawJoint() {
     drawMass(svg, at, cache, "var(--tree)");
   }
   drawMass(svg, at, guesses, "var(--warm)");
+  nameTokens(svg, at, 380);
   drawCross(svg, at(joined.out));
   svg.setAttribute("aria-label", "Two masses, of the cache and of the guesses, and the cross between them.");
   fillWords(byId("cut-words"), "span", (i) => (i < now.cut ? colour(i % p) : "var(--warm)"));

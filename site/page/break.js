@@ -16,6 +16,7 @@ function drawBroken() {
   const fault = data.faults.find(({ id }) => id === byId("fault").value), svg = byId("broken");
   const [right, broken] = [mergedBy({}), mergedBy(FAULTS[fault.id])], at = drawTokens(svg, 300);
   const gap = largest(right.out.map((v, j) => v - broken.out[j])), lost = Number.isNaN(gap);
+  nameTokens(svg, at, 300);
   if (!lost && gap > 1e-9) {
     const to = at(broken.out).map((x, A) => Math.max(12, Math.min([468, 288][A], x)));
     add(svg, "path", { class: "segment off", d: line([at(right.out), to]) });

@@ -86,16 +86,24 @@ function planeOf(height) {
 const radius = (share) => 46 * Math.sqrt(share);
 const shareOf = (state) => (state.d === 0 ? 0 : Math.exp(finalize(state).lse - dense().lse));
 
-/** The head's words in the plane, as small discs: what is behind every picture of states. */
+/** The head's words in the plane, as discs behind every picture of states. */
 function drawTokens(svg, height) {
   svg.replaceChildren();
   const at = planeOf(height), { lse } = dense();
-  head().words.forEach((word, i) => {
+  head().words.forEach((_, i) => {
     const [cx, cy] = at(head().values[i]), share = Math.exp(head().scores[i] - lse);
     add(svg, "circle", { cx, cy, r: Math.max(1.5, radius(share)), class: "token" });
-    if (share > 0.06) add(svg, "text", { x: cx, y: cy - Math.max(8, radius(share)) - 4, "text-anchor": "middle", class: "quiet" }, word.trim());
   });
   return at;
+}
+/** The heavy words' names, drawn last, on the side that looks away from the cross: states lie between. */
+function nameTokens(svg, at, height) {
+  const { out, lse } = dense(), middle = at(out)[1];
+  head().words.forEach((word, i) => {
+    const [x, cy] = at(head().values[i]), share = Math.exp(head().scores[i] - lse), away = Math.max(8, radius(share));
+    const y = cy > middle ? Math.min(height - 6, cy + away + 18) : cy - away - 6;
+    if (share > 0.06) add(svg, "text", { x, y, "text-anchor": "middle", class: "quiet halo" }, word.trim());
+  });
 }
 function drawCross(svg, place, kind = "") {
   move(add(svg, "path", { d: CROSS, class: `cross ${kind}` }), place);
@@ -148,6 +156,7 @@ function drawMasses() {
     move(group, place);
     byHand(group, i, place);
   }
+  nameTokens(svg, at, 380);
   drawCross(svg, at(right.out));
   const last = finalize(nodes.at(-1).state), gap = apart(last, right), done = count === now.devices - 1;
   heat("by-merges", last.out);

@@ -19,6 +19,12 @@ knob("node", range(64), 4, "a node", (n) => `node ${Math.min(n, packed.nodes.len
 
 const cut = (word, most) => (word.length <= most ? word : `${word.slice(0, most - 1)}…`);
 
+/** The size of a drawing: larger where its place has room, up to one and a half times. */
+function enlarged(svg, width, height) {
+  const times = Math.max(1, Math.min(1.5, svg.parentNode.clientWidth / width));
+  return { width: times * width, height: times * height, viewBox: `0 0 ${width} ${height}` };
+}
+
 /** A tree of {word, parent, depth}: `mark(i)` says the classes of a node, and of the line to it. */
 function drawTree(svg, nodes, mark, rowHeight = 42) {
   svg.replaceChildren();
@@ -33,7 +39,7 @@ function drawTree(svg, nodes, mark, rowHeight = 42) {
   };
   nodes.forEach(({ parent }, i) => parent < 0 && place(i));
   const [width, height] = [Math.max(40, lefts.at(-1) - 20), Math.max(1, lines) * rowHeight + 4];
-  set(svg, { width, height, viewBox: `0 0 ${width} ${height}`, role: "img" });
+  set(svg, { ...enlarged(svg, width, height), role: "img" });
   nodes.forEach(({ parent, depth }, i) => {
     if (parent < 0) return;
     const [x, y, from] = [lefts[depth], heights[i] + 15, lefts[depth - 1] + widths[depth - 1]];
@@ -50,7 +56,7 @@ function drawMask(nodes, at) {
   const svg = byId("mask"), cell = Math.max(9, Math.min(28, 440 / nodes.length)), left = 84;
   const [width, height] = [left + cell * nodes.length, cell * Math.max(1, nodes.length)];
   svg.replaceChildren();
-  set(svg, { width, height, viewBox: `0 0 ${width} ${height}`, role: "img",
+  set(svg, { ...enlarged(svg, width, height), role: "img",
     "aria-label": `a mask of ${plural(nodes.length, "row")}: each node sees its prefix` });
   nodes.forEach(({ word, path }, i) => {
     const row = add(svg, "g", { "data-node": i });

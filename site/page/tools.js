@@ -27,7 +27,7 @@ function number(x, digits) {
 }
 const whole = (x) => x.toLocaleString("en-US");
 const plural = (n, one, many = `${one}s`) => `${whole(n)} ${n === 1 ? one : many}`;
-const percent = (share) => `${number(100 * share, 1)} %`;
+const percent = (share) => `${number(100 * share, 1)}\u00a0%`;
 const sum = (numbers) => numbers.reduce((x, y) => x + y, 0);
 const range = (n) => Array.from({ length: n }, (_, i) => i);
 const largest = (numbers) => Math.max(...numbers.map(Math.abs));

@@ -5,7 +5,7 @@ const queriesText = (n) => (n === 1 ? "one query" : `${whole(n)} queries`);
 knob("queries", powers(0, 20), 1, "queries that ask at once", queriesText);
 knob("context", powers(4, 20), 65536, "tokens in the cache", (n) => `${whole(n)} tokens`);
 knob("devices", range(15).map((i) => i + 2), 8, "devices", (n) => `${n} devices`);
-knob("pernode", [1, 2, 4, 8, 16], 4, "devices of a machine", (n) => `${n} to a machine`);
+knob("pernode", [1, 2, 4, 8, 16], 4, "devices of a machine", (n) => (n < now.devices ? `${n} to a machine` : "all in one machine"));
 knob("between", [1, 2, 5, 10, 12.5, 25, 50, 100, 200, 450], 50, "bandwidth between machines", (n) => `${n} GB/s`);
 KNOBS.size = { values: Object.keys(SIZES), text: String };
 KNOBS.costs = { values: [false, true], text: String };
@@ -48,6 +48,7 @@ function makeWire() {
   say("ring-time", time(wire.ring.end));
   say("tree-time", time(wire.tree.end));
   say("ratio", factor >= 1 ? `, ${rounded(factor)} times faster` : `; the ring is ${rounded(1 / factor)} times faster`);
+  showKnob("pernode"); // its words depend on the number of devices
   showTime();
 }
 function say(place, text) {

@@ -1,7 +1,7 @@
 // ---- two planes: drag the push, or drag the cross ----
 
 const SOURCES = { low: [-2, -2], high: [2, 2], unit: 110 };
-const PLANE = { low: [-1.1, -0.9], high: [5, 4.9], unit: 72 };
+const PLANE = { low: [-1.3, -0.9], high: [5, 4.9], unit: 72 };
 const CROSS = "M-9 -9L9 9M-9 9L9 -9";
 const onPane = ({ low, high, unit }, [x, y]) => [(x - low[0]) * unit, (high[1] - y) * unit];
 const fromPane = ({ low, high, unit }, [x, y]) => [low[0] + x / unit, high[1] - y / unit];
@@ -46,7 +46,7 @@ function makePlanes() {
   drawGrid();
   PLANE.masses = words.map((word, a) => {
     const [cx, cy] = onPane(PLANE, values[a]), away = plus(values[a], [2, 2], -1);
-    const [x, y] = onPane(PLANE, plus(values[a], away, 0.62 / size(away)));
+    const [x, y] = onPane(PLANE, plus(values[a], away, 0.72 / size(away)));
     add(PLANE.svg, "text", { x, y: y + 5, "text-anchor": "middle", "font-size": 21, class: "halo" }, word);
     return add(PLANE.svg, "circle", { cx, cy, class: "mass five" });
   });
@@ -69,7 +69,7 @@ function showPush() {
   set(SOURCES.handle, { "aria-valuenow": number(push[0], 2), "aria-valuetext": pair(push) });
   set(PLANE.handle, { "aria-valuenow": number(z[0], 2), "aria-valuetext": pair(lost ? cross : z) });
   say("push", lost ? `No push puts the cross at ${pair(cross)}: a balance point stays inside the hull.`
-    : `${size(push) < 1e-9 ? "Nobody pushes, and this is attention: the" : "The"} cross is at ${pair(z)}. ` +
+    : `${size(push) < 1e-9 ? "Without a push, this is attention: the" : "The"} cross is at ${pair(z)}. ` +
       `“${words[top]}” has ${percent(weights[top])} of the weight. F = ${number(energy, 3)}.`);
   PLANE.z = lost ? cross : z;
 }
