@@ -1,6 +1,6 @@
 """Tree decoding (each method) beside a ring and gathering the cache, on simulated devices.
 
-python benchmarks/decode.py                      p = 2, 4, 8; 32k to 512k keys; about 7 minutes
+python benchmarks/decode.py                      p = 2, 4, 8 and 32k to 512k keys, about 7 minutes
 python benchmarks/decode.py --processes 2        the same calls over real processes (gloo), and
                                                  ring-attention-pytorch's tree, if installed
 python benchmarks/decode.py --write              also into benchmarks/results

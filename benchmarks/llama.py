@@ -7,15 +7,15 @@
     python benchmarks/llama.py shares     where the time of a prompt goes
 
 Everything is measured in one process, in turn, after a first run that compiles, and the fastest of
-the rounds counts. What is counted is the processor's time, of all cores together, which other
-programs disturb less than the time of day. (Set OMP_WAIT_POLICY=PASSIVE, or PyTorch's threads are
-counted while they wait, too.) `single` has
-prefill and decoding with the same float32 weights as transformers; llama.cpp computes with the
-file's 4-bit weights and keeps its cache in float16. Caches of a given context are filled with
-random numbers: a step's time does not depend on them. `steps` has the time of a step of 1 … 64
-packed candidates, with positions and a tree mask, all of their logits computed, and its ratio to a
-step of one. `shares` has the time of a prompt's matrix products and of its attention, each alone,
-and the rate of the products beside NumPy's. Writes results/llama.json.
+the rounds counts. The time is the processor's, of all cores together, which other programs
+disturb less than the time of day. Set OMP_WAIT_POLICY=PASSIVE, because PyTorch's waiting threads
+count otherwise. `single` has prefill and decoding with the same float32 weights as transformers;
+llama.cpp computes with the file's 4-bit weights and keeps its cache in float16. Caches of a given
+context are filled with random numbers, because a step's time does not depend on them. `steps` has
+the time of a step of 1 … 64 packed candidates, with positions and a tree mask, all of their logits
+computed, and its ratio to a step of one. `shares` has the time of a prompt's matrix
+products and of its attention, each alone, and the rate of the products beside NumPy's. Writes
+results/llama.json.
 """
 
 import argparse

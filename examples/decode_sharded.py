@@ -40,7 +40,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def rows(kind: int, first: int, last: int, heads: int, head_dim: int) -> np.ndarray:
-    """Keys (kind 0) or values (kind 1) first … last − 1: the same whoever makes them."""
+    """Keys (kind 0) or values (kind 1) first … last − 1, the same from every process."""
     made = [
         np.random.default_rng((kind, i)).normal(size=(heads, head_dim)) for i in range(first, last)
     ]

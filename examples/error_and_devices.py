@@ -3,8 +3,8 @@
     python examples/error_and_devices.py
 
 Attention of one query to 2,048 keys, dealt to p devices, merged in a chain as a ring does, or in a
-tree. What differs is only what is kept between two merges: float32, or 16 bits of `out`, of `lse`,
-or of sums that were not divided yet. Plain NumPy; errors are relative, against float64.
+tree. The ways differ only in the numbers kept between two merges: float32, or 16 bits of `out`, of
+`lse`, or of sums that were not divided yet. Plain NumPy; errors are relative, against float64.
 """
 
 import argparse

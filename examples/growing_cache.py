@@ -1,10 +1,10 @@
-"""A cache that grows: room for many tokens on the devices, and a length that says how many count.
+"""A cache that grows: room for many tokens on the devices, and the number of tokens that count.
 
     python examples/growing_cache.py
 
 The arrays never change their shape, so one program serves every step. They are donated, so a step
-writes one row in its place and copies nothing. Keys beyond the length are never looked at: their
-scores do not count, and blocks that lie wholly beyond it are not even read.
+writes one row in its place and copies nothing. Keys beyond the length do not
+count, and blocks wholly beyond the length are not even read.
 """
 
 import argparse
@@ -27,7 +27,7 @@ HEAD_DIM = 16
 def append(mesh, keys, values, key, value, length):
     """The cache with one token's key and value, (1, 1, kv_heads, head_dim), as row `length`.
 
-    Every device writes to its own rows, or writes back what it had: nothing is sent.
+    Every device writes to its own rows, or writes its old row back, so nothing is sent.
     """
 
     def write(rows, row, length):
@@ -64,7 +64,7 @@ def main() -> None:
         out = decode(q, keys, values, jnp.int32(length + 1))
 
         seen.append((key, value))
-        if length % 13 == 0:  # against all that was ever appended, on one device
+        if length % 13 == 0:  # against all appended keys, on one device
             k, v = (jnp.concatenate(x, axis=1) for x in zip(*seen, strict=True))
             close = np.allclose(out, treeattn.attention(jnp.asarray(q), k, v), atol=1e-5)
             print(f"{length + 1} tokens, allclose: {close}")

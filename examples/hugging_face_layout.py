@@ -2,8 +2,8 @@
 
     python examples/hugging_face_layout.py
 
-Its cache is sharded along the length, striped, and donated. One compiled program writes 50 tokens,
-and so does another one, on one device with JAX's own attention.
+Its cache is sharded along the length, striped, and donated. One compiled program writes 50 tokens.
+Another program writes the same tokens on one device, with JAX's own attention.
 """
 
 import argparse

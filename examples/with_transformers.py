@@ -3,8 +3,8 @@
     python examples/with_transformers.py [folder or name of a model]
 
 transformers takes an attention function by name. This one cuts the cache into shards, as devices
-would hold them, attends to each by itself, and merges the pairs (out, lse). Whoever has devices
-puts a kernel that returns lse in the place of `attend`, and a collective in the place of the loop.
+would hold them, attends to each by itself, and merges the pairs (out, lse). If you have
+devices, replace `attend` by a kernel that returns lse, and the loop by a collective.
 The greedy text and the logits are compared with those of the model's own attention. Without a
 model's name, a small Llama with random weights is made.
 """
@@ -44,20 +44,20 @@ def attend(q, k, v, seen, scale):
 
 
 def merge(parts):
-    """(out, lse) of the keys of all shards; an lse of ±∞ is one that has no keys."""
+    """(out, lse) of the keys of all shards; a pair with an lse of ±∞ has no keys."""
     outs, lses = (torch.stack(x) for x in zip(*parts, strict=True))
     lses = torch.where(lses.isinf(), -torch.inf, lses)
-    outs = torch.where(lses.isinf()[..., None], 0, outs)  # whatever stands there
+    outs = torch.where(lses.isinf()[..., None], 0, outs)  # and not an unwritten number
     lse = lses.logsumexp(0)
     weights = (lses - torch.where(lse.isinf(), 0, lse)).exp()
     return (outs * weights[..., None]).sum(0), lse
 
 
 def over_shards(module, query, key, value, attention_mask, scaling=None, **_):
-    """What transformers calls: query (b, h, l, d), key and value (b, h_kv, n, d).
+    """The function that transformers calls: query (b, h, l, d), key and value (b, h_kv, n, d).
 
-    The mask is of bool, True where a query sees a key, or None, where each sees all of them up to
-    its own. Returns out (b, l, h, d), and None for the weights, which nobody has.
+    The mask is of bool, True where a query sees a key, or None if each query sees all keys up to
+    its own. Returns out (b, l, h, d), and None in place of the weights, which are never computed.
     """
     l, n = query.shape[2], key.shape[2]
     if attention_mask is None and l > 1:

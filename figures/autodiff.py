@@ -1,4 +1,4 @@
-"""Notebook 03: passes over the keys, and what differentiating the maximum does."""
+"""Notebook 03: passes over the keys, and a maximum that is differentiated."""
 
 import jax
 import jax.numpy as jnp

@@ -39,7 +39,7 @@ def draw_cell(axes, x, y, text, color=None, *, width=0.94, strength=0.25, **font
 
 
 def headline(axes, text):
-    """What the picture shows, above it."""
+    """A headline above the picture."""
     axes.set_title(text, loc="left", fontsize=11)
 
 

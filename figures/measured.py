@@ -1,4 +1,4 @@
-"""What the scripts in benchmarks/ measured and wrote down, for the figures that show it."""
+"""The results that the scripts in benchmarks/ wrote, for the figures that show them."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ def measured(name: str, results: str | Path | None = None, *, script: str | None
 
     script: which writes it; benchmarks/{name}.py when None
 
-    Raises ValueError where there is no such file: there is none outside of a checkout.
+    Raises ValueError if the file is missing, as it is outside of a checkout.
     """
     script = script or f"benchmarks/{name}.py"
     path = Path(RESULTS if results is None else results) / f"{name}.json"

@@ -43,7 +43,7 @@ STEPS = (  # a function of the document, what it passes on to the next one
 
 @styled
 def flow() -> Figure:
-    """The five lines of the document as a picture: which function hands what to which."""
+    """The five lines of the document as a picture: the functions, and the tensors between them."""
     figure, axes = new_figure(7.2, 5.2)
     gap = 1.3  # from one box to the next
     for i, (name, passed) in enumerate(STEPS):
@@ -164,7 +164,7 @@ def tree_mask(rows=MARS) -> Figure:
 
 @styled
 def unpacker_segments(rows: Sequence | None = None, wrong=None) -> Figure:
-    """A beam whose last row has three segments, unpacked; `wrong` beside it, marked where so.
+    """A beam whose last row has three segments, unpacked; beside it `wrong`, its mistakes marked.
 
     rows: a beam of words; wrong: (M, C) the numbers that another unpacker gives.
     """

@@ -1,4 +1,4 @@
-"""What decoding sends, holds and takes, by method: a figure of the README."""
+"""The bytes and the time of decoding, by method: a figure of the benchmarks' page."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +8,7 @@ from figures.canvas import styled
 from figures.measured import measured
 from figures.style import new_figure
 
-# What the story needs: the tree, the ring, and the cache brought to the query.
+# The three methods to compare: the tree, the ring, and the cache brought to the query.
 SHOWN = ("tree, allreduce", "ring", "gather the cache")
 
 

@@ -101,7 +101,7 @@ def verified_tree(
     return accepted_tree(parents, shown[:-1], accepted, shown[-1])
 
 
-# What the model says after each of the eight nodes of the Mars tree: it goes on "is dark red .".
+# The model's token after each of the Mars tree's eight nodes: the model writes "is dark red .".
 SAID = ("is", "dark", "planet", "planet", "in", "the", "red", ".")
 
 

@@ -35,10 +35,9 @@ RC = {
 
 
 class Figure(matplotlib.figure.Figure):
-    """A figure that a notebook shows as a PNG when it ends a cell, whatever its backend.
+    """A figure that a notebook shows as a PNG when it ends a cell, with any backend.
 
-    What it shows is also said in words (`describe`): the alternative text of the image, for
-    readers who do not see it.
+    `describe` gives the image its alternative text, for readers who do not see the figure.
     """
 
     alt = ""

@@ -34,7 +34,7 @@ def llama_sends(p: int) -> tuple[float, float]:
 
 @styled
 def ring_and_tree(p: int = 8) -> Figure:
-    """What travels: keys and values around a ring, states up and down a tree (2024 Figure 1b).
+    """Keys and values travel around a ring, states up and down a tree (2024 Figure 1b).
 
     The bytes that a device sends are areas: a square behind the ring, and a dot by the tree.
     """

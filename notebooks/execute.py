@@ -28,6 +28,7 @@ REPOSITORY = Path(__file__).parent.parent.resolve()
 BUILD = REPOSITORY / "build"
 MAIN_ROAD = ("notebooks/*.ipynb",)
 BESIDE_IT = ("notebooks/deeper/*.ipynb", "labs/*/*.ipynb")
+KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 FONTS = """MathJax.Hub.Config({"HTML-CSS": {
   availableFonts: [], preferredFont: null, imageFont: null, webFont: "STIX-Web"  // the one there is
 }});
@@ -69,7 +70,7 @@ def execute(path: Path, progress: tqdm) -> nbformat.NotebookNode:
     )
     runner.preprocess(notebook, {"metadata": {"path": str(path.parent)}})
     # Only what a reader's Jupyter needs: kernel versions differ between machines.
-    notebook.metadata = {"kernelspec": notebook.metadata["kernelspec"]}
+    notebook.metadata = {"kernelspec": KERNEL}
     return notebook
 
 

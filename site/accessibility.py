@@ -1,7 +1,7 @@
-"""What axe-core, the usual checker of accessibility, finds wrong with pages in headless Chromium.
+"""Faults that axe-core, the usual checker of accessibility, finds in pages in headless Chromium.
 
-And what is wider than the window, or, on the API's page, than its frame. axe is taken from the
-package axe-playwright-python, without the playwright that this would want.
+The check also finds elements wider than the window, or, on the API's page, than their frame. axe is
+taken from the package axe-playwright-python, without the playwright that the package asks for.
 """
 
 import importlib.util
@@ -31,9 +31,9 @@ VIEWS = {  # of the other pages, one
 
 
 def violations(pages: Iterable[Path]) -> list[str] | None:
-    """What is seriously wrong with each page, on a phone; with some, in the dark and wide, too.
+    """The serious faults of each page on a phone, and of some in the dark and on a wide screen.
 
-    None where nothing can tell.
+    None without a browser or axe.
     """
     package = importlib.util.find_spec("axe_playwright_python")
     if chromium() is None or package is None:

@@ -1,7 +1,7 @@
 """Merges with a fault each, for the first page's "what breaks it"; page/faults.js has the same.
 
 A merge takes two pairs (out, lse) and returns one, in NumPy's float64, along a tree as along a
-chain. What the page says of a fault is what `check_merge` finds out about it.
+chain. The page says of a fault what `check_merge` finds out about it.
 """
 
 import functools
@@ -66,7 +66,7 @@ def sums_in_16_bits(a, b):
 
 
 def cleaned(out, lse):
-    """What a sound merge reads: +∞ is no keys, too, and what they left behind is nothing."""
+    """The pair as a sound merge reads it: +∞ is no keys, too, and the out of no keys is 0."""
     return np.where(np.isinf(lse)[..., None], 0, out), np.where(np.isposinf(lse), -np.inf, lse)
 
 

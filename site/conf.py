@@ -18,7 +18,7 @@ myst_heading_anchors = 3
 # The API's page. Shapes and types stand in the docstrings.
 autodoc_typehints = "none"
 autodoc_preserve_defaults = True  # an object's default as its source has it
-highlight_language = "text"  # what a page does not call Python is not coloured as such
+highlight_language = "text"  # blocks that a page does not call Python are not coloured
 default_role = "py:obj"  # `merge` is a link, wherever that name has an entry
 
 # MathJax 2, as jupyter-server-mathjax carries it; build.py copies it.

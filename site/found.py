@@ -50,7 +50,7 @@ def for_the_site(page: str) -> str:
 
 
 def first_page(page: Path, site: Path, address: str) -> None:
-    """index.html, and its first frame as the picture of cards; a figure where no browser is."""
+    """index.html, and its first frame as the picture of cards; without a browser, a figure."""
     text = for_the_site(page.read_text(encoding="utf-8"))
     card = f"{address}_static/card.png"
     tags = [f'<meta property="og:image" content="{escape(card)}">']

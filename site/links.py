@@ -9,7 +9,7 @@ LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link
 
 
 class Page(HTMLParser):
-    """The ids of a page, what it links to, and what a browser loads to show it."""
+    """The ids of a page, its links, and the files that a browser loads to show it."""
 
     def __init__(self, path: Path):
         super().__init__()
@@ -27,7 +27,7 @@ class Page(HTMLParser):
 
 
 def broken(paths: Iterable[Path]) -> list[str]:
-    """The links of these pages to files that are not there, or places that pages do not have.
+    """The links of these pages to missing files, or to ids that pages do not have.
 
     Links to other sites are not followed.
     """

@@ -1,4 +1,4 @@
-"""llms.txt: what the site holds, as a page of plain text for programs that read it.
+"""llms.txt: the site's contents, as a page of plain text for programs.
 
 Addresses are relative to the file, which lies at the site's root.
 """
@@ -57,7 +57,7 @@ def names() -> list[str]:
 
 
 def llms_text() -> str:
-    """The file: what this is, its conventions, pages, notebooks, names, and faults with cures."""
+    """The file: the project, its conventions, pages, notebooks, names, and faults with cures."""
     lines = ["# treeattn", "", f"> {IDEA}", "", *(f"- {fact}" for fact in FACTS)]
     lines += ["", "## Pages", "", *entries(sorted(REPOSITORY.glob("*.md")), REPOSITORY)]
     lines += entries([x for x in sorted(HERE.glob("*.md")) if x.name != "contents.md"], HERE)

@@ -1,8 +1,8 @@
 """Write the site's first page, one file that needs nothing but a browser: python site/make_page.py
 
-What is in page/ becomes one file, with the numbers that it shows inside: scores and values of
-heads of the packaged model, beams that the model finds, its choices after each token of a tree;
-and what the conformance suite says of each merge that is broken on purpose.
+The files of page/ become one file, with the page's numbers inside: scores and values of heads of
+the packaged model, beams that the model finds, its choices after each token of a tree, and the
+conformance suite's report on each merge that is broken on purpose.
 """
 
 import argparse
@@ -99,10 +99,10 @@ def beam(model: Llama, prompt: list[int], width: int, length: int) -> np.ndarray
 
 
 def tree_of_choices(prompt: str) -> dict:
-    """A tree of what the model thinks may follow, and its own choice after each node.
+    """A tree of the model's likeliest continuations, and the model's own choice after each node.
 
-    Of a node: its token, its parent, the logarithm of its probability after it; `best`, the child
-    that the model would write, or -1 at the leaves; `said`, the token that it would write.
+    A node has its token, its parent, and the logarithm of its probability after the parent. `said`
+    is the token that the model would write next, `best` the child with it, or -1 at the leaves.
     """
     model = packaged_model()
     start = model.tokenizer.encode(prompt)
@@ -161,7 +161,7 @@ def favicon() -> str:
 
 
 def numbers() -> dict:
-    """All that the page computes with. The model takes minutes for them."""
+    """The numbers that the page computes with. The model takes minutes for them."""
     return {
         "heads": heads(),
         "sentence": sentence(),
@@ -172,7 +172,7 @@ def numbers() -> dict:
 
 
 def written(data: dict) -> str:
-    """The whole page: the template with the files and the data that it names put in."""
+    """The whole page: the template, with the files and the data that the template names."""
     # No "</script>" may end the data early; a line for each list of lists.
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
     parts = {"data": text.replace("],[", "],\n["), "favicon": favicon(), "still": still()}

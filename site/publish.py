@@ -3,7 +3,7 @@
     make publish REPOSITORY=https://github.com/owner/name
 
 writes the badges and launch links of README.md, `repository-code` of CITATION.cff, and the URLs in
-pyproject.toml. Another call replaces what the one before wrote. The site's address is
+pyproject.toml. Another call replaces the address that an earlier call wrote. The site's address is
 https://owner.github.io/name/, unless ADDRESS=https://…/ names another. `make site` reads it from
 pyproject.toml, for canonical links, cards and the sitemap.
 """
@@ -20,7 +20,7 @@ GITHUB = re.compile(r"https://github\.com/([\w.-]+)/([\w.-]+)")
 
 
 def site_address(repository: str) -> str:
-    """Where a forge that has pages of its own would show the site; "" where that is not known."""
+    """Where a forge that has pages of its own would show the site; "" for other forges."""
     known = GITHUB.fullmatch(repository)
     return f"https://{known[1].lower()}.github.io/{known[2]}/" if known else ""
 

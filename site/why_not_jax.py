@@ -20,7 +20,7 @@ SIZES = 8_192, 65_536  # keys
 
 
 def functions(cache: NamedSharding) -> dict:
-    """`tree_decode` is told how the cache is sharded; for the others XLA's partitioner decides."""
+    """`tree_decode` is told how the cache is sharded; XLA partitions the other functions."""
     return {
         "`jax.nn.dot_product_attention`": jax.nn.dot_product_attention,
         "`attention`": attention,
@@ -37,7 +37,7 @@ def compiled(f, mesh, keys: int):
 
 
 def measured() -> dict[str, list[int]]:
-    """What the compiled programs send and hold, in numbers; a list has one for each function."""
+    """Row -> the number of each function's compiled program: bytes sent and held, collectives."""
     mesh = kv_mesh(jax.devices()[:DEVICES])
     fs = functions(NamedSharding(mesh, P(None, "kv"))).values()
     small, large = ([compiled(f, mesh, n) for f in fs] for n in SIZES)
@@ -56,7 +56,7 @@ def measured() -> dict[str, list[int]]:
 
 
 def answered() -> dict[str, list[str]]:
-    """What the functions do with Explicit axes, and for a row without keys."""
+    """The functions' results with Explicit axes, and for a row without keys."""
     mesh = kv_mesh(jax.devices()[:DEVICES])
     explicit = jax.sharding.Mesh(mesh.devices, mesh.axis_names, (AxisType.Explicit,))
     one_device = NamedSharding(kv_mesh(jax.devices()[:1]), P(None, "kv"))
@@ -79,7 +79,7 @@ def takes(f, mesh) -> str:
 
 
 def of_no_keys(f, name: str) -> str:
-    """What f gives where no key counts; the values are 0 … 7, whose mean is 3.5."""
+    """f's output where no key counts; the values are 0 … 7, whose mean is 3.5."""
     q, k = jnp.ones((1, 1, 1, 4), jnp.float32), jnp.ones((1, 8, 1, 4), jnp.float32)
     v = k * jnp.arange(8)[:, None, None].astype(k.dtype)
     out = f(q, k, v, **{name: jnp.zeros(1, jnp.int32)})
