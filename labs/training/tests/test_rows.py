@@ -27,6 +27,8 @@ def test_the_tree_of_rows(rows):
         line = tree.row_map[number]
         np.testing.assert_array_equal(line, path + [-1] * (len(line) - len(path)))
     assert tree.row_tokens == sum(map(len, rows))
+    numbers = np.arange(len(tokens)) + 1
+    np.testing.assert_array_equal(tree.unpack(numbers), tree.row_map + 1)
     # The two integers agree with walking up.
     expected = tree_mask(np.array([parents], int))[0]
     np.testing.assert_array_equal(interval_mask(tree.ends), expected)
