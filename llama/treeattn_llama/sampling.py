@@ -62,10 +62,8 @@ class Sampling:
             return np.asarray(logits).argmax(axis=-1).astype(np.int32)  # without a copy on a CPU
         drawn = np.zeros(index.shape, np.int32)
         for b, i in np.ndindex(index.shape):
-            at = np.int32(index[b, i]), np.int32(b)
-            drawn[b, i] = _draw(
-                logits[b, i], self.key, *at, self.temperature, self.top_p, self.top_k
-            )
+            options = self.temperature, self.top_p, self.top_k
+            drawn[b, i] = _draw(logits[b, i], self.key, index[b, i], b, *options)
         return drawn
 
 

@@ -7,21 +7,20 @@
     tokens = accept_candidate_tokens(beam, scores, verified, verified_scores)
     cache = model.commit(cache, new, select=tokens.nodes(unpack_map), counts=tokens.counts)
 
-A model's call for one token mostly waits until its weights and its cache are read from memory. A
-call for several tokens reads them once for all. So a draft guesses how the text goes on, and one
-call computes the model's own token after each guess. The guesses that the model agrees with are
-accepted, and the text is the one that the model writes alone, in fewer calls. (A call of another
-size may round differently, and take the other of two tokens that are equally likely.)
+A model's call for one token mostly waits until its weights and its cache are read from memory. So a
+draft guesses how the text goes on, and one call computes the model's own token after each guess.
+The guesses that the model agrees with are accepted, and the text is the one that the model writes
+alone, in fewer calls.
 
-`Writer` runs these steps in a loop, with tokens that are likeliest or drawn. Between two calls the
-cache holds all tokens of a text but the last one: `context` (B,) of them. The `last` token is
-certain, but the model has not read it yet, so it is the first token of every candidate.
+`Writer` runs these steps in a loop. Between two calls the cache holds all tokens of a text but the
+last one: `context` (B,) of them. The `last` token is certain, but the model has not read it yet, so
+it is the first token of every candidate.
 
 Arrays of candidates are (B, M, C): texts of a batch, candidates of a text, tokens of a candidate.
-Scores of −∞ mark the places after a candidate's end.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -38,11 +37,7 @@ from treeattn_llama.cache import Cache
 
 @runtime_checkable
 class Draft(Protocol):
-    """An object that observes texts, and proposes how they go on.
-
-    A draft never decides what the text says, only how much of it a call of the model confirms. It
-    serves one stream at a time.
-    """
+    """An object that observes texts, and proposes how they go on, for one stream at a time."""
 
     def observe(self, texts: list[list[int]]) -> None:
         """Get the texts so far; all their tokens are certain. The lists are copies, which the draft
@@ -51,9 +46,8 @@ class Draft(Protocol):
     def propose(self, budget: int) -> tuple[Any, Any]:
         """(beam, scores), both (B, M, C): candidates for each text, the best ones first.
 
-        budget: the number of tokens that the next call verifies for each text. A prefix that
-                candidates share counts once. The rest of a larger proposal is cut off.
-        beam:   token ids
+        budget: the number of different prefixes that the next call verifies for each text; the rest
+                of a larger proposal is cut off
         scores: the draft's log-probability of each token after those before it, −∞ after the end of
                 a candidate. Only the −∞ are used.
         """
@@ -67,16 +61,14 @@ def draft_candidate_tokens(
     vocabulary: int | None = None,
 ) -> tuple[Int[np.ndarray, "b m c"], Float[np.ndarray, "b m c"]]:
     """(beam, scores), both (B, M, budget + 1): the draft's candidates for the texts that it has
-    observed, each with the text's certain token before it.
+    observed. Every text has a candidate, if only its certain token.
 
-    certain:    (B,) each text's last token, the first of all its candidates, with a score of 0.
-                Every text has a candidate, if only this token.
+    certain:    (B,) each text's last token, the first of all its candidates, with a score of 0
     budget:     the number of different prefixes of candidates that are kept, candidate by
                 candidate, the certain token not counted
     vocabulary: the size of the model's, to check the draft's tokens
 
-    Raises ValueError, with the draft's name, unless it returns beam and scores for all texts, with
-    tokens in the vocabulary, and scores that fit.
+    Raises ValueError, with the draft's name, for a proposal that does not fit texts or vocabulary.
     """
     budget = integer("budget", budget, 0)
     certain = np.asarray(integers("certain", certain, (None,)))
@@ -128,7 +120,7 @@ def _checked_scores(name: str, scores, shape: tuple[int, ...]) -> np.ndarray:
     return scores
 
 
-# Pack
+# Pack and verify
 
 
 def pad_packed(packed: PackedBeam, size: int) -> PackedBeam:
@@ -151,17 +143,13 @@ def call_size(nodes: int, budget: int) -> int:
     return min(size, budget)
 
 
-# Verify
-
-
 @jax.jit
 def likeliest(
     logits: Float[Array, "*b vocabulary"],
 ) -> tuple[Int[Array, "*b"], Float[Array, "*b"]]:
     """(tokens, scores): the likeliest token of each distribution, and its log-probability."""
-    token = jnp.argmax(logits, axis=-1)
-    top = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
-    return token, top - jax.nn.logsumexp(logits, axis=-1)
+    top = jnp.max(logits, axis=-1)
+    return jnp.argmax(logits, axis=-1), top - jax.nn.logsumexp(logits, axis=-1)
 
 
 # Accept
@@ -171,8 +159,7 @@ class Accepted(list):
     """A list of each text's new tokens, and the candidate that they follow.
 
     candidates: (B,) the candidate whose beginning was accepted, as a row of the beam
-    counts:     (B,) the number of its accepted nodes, the certain one included. Their keys belong
-                in the cache. The text has as many new tokens.
+    counts:     (B,) the number of its accepted nodes, the certain one included, and of new tokens
     """
 
     def __init__(self, tokens: list[list[int]], candidates, counts):
@@ -181,10 +168,7 @@ class Accepted(list):
         self.counts = counts
 
     def nodes(self, unpack_map: Int[Array, "b m c"]) -> Int[np.ndarray, "b c"]:
-        """The accepted candidate's packed nodes, of which the first `counts` were accepted.
-
-        unpack_map: as from `pack`
-        """
+        """The accepted candidate's packed nodes, of which the first `counts` were accepted."""
         unpack_map = integers("unpack_map", unpack_map, (len(self), None, None))
         return np.asarray(unpack_map)[np.arange(len(self)), self.candidates]
 
@@ -203,30 +187,22 @@ def accept_candidate_tokens(
     verified_scores: (B, M, C) its log-probability
 
     A candidate is followed as long as each of its tokens is the model's own after those before it.
-    The tokens of the longest such path are accepted, and the model's token after them is new. So a
-    text that has a candidate gets at least one token, and at most C. Scores only say where
-    candidates end, because a text must not depend on the draft.
+    The tokens of the longest such path are accepted, and the model's token after them is new. The
+    scores only say where candidates end, because a text must not depend on the draft.
+
+    For [7, 3, 5] and [7, 3, 6], and a model with 3 after 7, 6 after 3, and 9 after 6, the second
+    candidate's three nodes are accepted, and the text goes on with 3, 6, 9.
 
     Raises ValueError if shapes do not fit, or a finite score follows −∞.
     """
     beam, scores = _checked_beam(beam, scores)
     verified = np.asarray(integers("verified_beam", verified_beam, beam.shape))
     _checked_scores("verified_scores", verified_scores, beam.shape)
-    return accept(beam, candidate_lengths(scores), verified)
-
-
-def accept(
-    beam: Int[np.ndarray, "b m c"], lengths: Int[np.ndarray, "b m"], verified: np.ndarray
-) -> Accepted:
-    """`accept_candidate_tokens` without checks.
-
-    For [7, 3, 5] and [7, 3, 6], and a model with 3 after 7, 6 after 3, and 9 after 6, the second
-    candidate's three nodes are accepted, and the text goes on with 3, 6, 9.
-    """
     batch, rows, width = beam.shape
     if rows == 0:
         nothing = np.zeros(batch, np.int32)
         return Accepted([[] for _ in range(batch)], nothing, nothing)
+    lengths = candidate_lengths(scores)
     right = beam[..., 1:] == verified[..., :-1]
     right &= np.arange(1, width) < lengths[..., None]
     counts = np.where(lengths > 0, 1 + np.cumprod(right, axis=2).sum(axis=2), 0)
@@ -242,43 +218,27 @@ def accept(
 
 class State(NamedTuple):
     """The state of a `Writer` between two calls of the model. A call replaces it by a new one at
-    once, so an interrupt leaves one or the other.
+    once, so an interrupt leaves one or the other."""
 
-    texts: the prompts with their new tokens
-    over:  whether each text has ended
-    cache: holds all tokens but each text's last; None if the texts must be read (again)
-    steps: the number of calls after the texts were read
-    """
-
-    texts: tuple[list[int], ...]
-    over: tuple[bool, ...]
-    cache: Cache | None = None
-    steps: int = 0
+    texts: tuple[list[int], ...]  # the prompts with their new tokens
+    over: tuple[bool, ...]  # whether each text has ended
+    cache: Cache | None = None  # None if the texts must be read (again)
+    steps: int = 0  # the number of calls after the texts were read
 
 
 @dataclasses.dataclass(eq=False)
-class Writer:
+class Writer(Iterator[list[list[int]]]):
     """An iterator that calls the model, and yields the new ids of each text: a list of lists, []
-    for a text that is over.
+    for a text that is over. An interrupt during a call loses no token: the next call goes on from
+    the last state."""
 
-    model:    a `Llama`
-    prompts:  lists of token ids
-    ending:   finds the end of a text (`text.Ending`)
-    sampling: chooses tokens from logits (`sampling.Sampling`)
-    capacity: of the cache, in tokens
-    draft:    a `Draft`, or None
-    budget:   the most tokens of a call, the certain one included
-
-    An interrupt during a call loses no token: the next call goes on from the last state.
-    """
-
-    model: Any
+    model: Any  # a `Llama`
     prompts: list[list[int]]
-    ending: Any
-    sampling: Any
-    capacity: int
+    ending: Any  # finds the end of a text: a `text.Ending`
+    sampling: Any  # chooses tokens from logits: a `sampling.Sampling`
+    capacity: int  # of the cache, in tokens
     draft: Draft | None
-    budget: int
+    budget: int  # the most tokens of a call, the certain one included
 
     def __post_init__(self):
         self.begin = np.array([len(prompt) for prompt in self.prompts])
@@ -288,9 +248,6 @@ class Writer:
     def steps(self) -> int:
         """The number of calls of the model so far, after the texts were read."""
         return self.state.steps
-
-    def __iter__(self) -> "Writer":
-        return self
 
     def __next__(self) -> list[list[int]]:
         before = self.state.texts
@@ -314,8 +271,8 @@ class Writer:
     def _step(self) -> State:
         """Draft, pack, verify, unpack, accept, commit."""
         context = self._lengths() - 1  # the tokens in the cache
-        beam, lengths = self._candidates()
-        packed = pack(beam, lengths)
+        beam, scores = self._candidates()
+        packed = pack(beam, candidate_lengths(scores))
         packed = pad_packed(packed, call_size(packed.packed_beam.shape[1], self.budget))
         tokens, mask, offsets, unpack_map = packed
         cache = self.state.cache
@@ -324,8 +281,8 @@ class Writer:
         )
         # The token after a node has this number in its text, for every draft.
         index = (context + 1 - self.begin)[:, None] + offsets
-        verified = self.sampling.next_tokens(logits, index)
-        accepted = accept(beam, lengths, unpack(verified, unpack_map))
+        verified = unpack(self.sampling.next_tokens(logits, index), unpack_map)
+        accepted = accept_candidate_tokens(beam, scores, verified, np.zeros(beam.shape))
         # `commit` donates the cache, so after an interrupt from here on the texts are read again.
         self.state = self.state._replace(cache=None)
         nodes = accepted.nodes(unpack_map)
@@ -333,38 +290,30 @@ class Writer:
         return self._after(accepted, cache)._replace(steps=self.steps + 1)
 
     def _candidates(self) -> tuple[np.ndarray, np.ndarray]:
-        """(beam, lengths) with each text's certain last token, as far as the cache has room.
-
-        A text that is over has no candidates.
-        """
+        """(beam, scores) as far as the cache has room; a text that is over has no candidates."""
         texts = self.state.texts
-        over = np.array(self.state.over)
         certain = np.array([text[-1] for text in texts], np.int32)
-        if self.draft is None:
-            return certain[:, None, None], (~over)[:, None].astype(np.int32)
-        self.draft.observe([list(text) for text in texts])
-        vocabulary = self.model.config.vocabulary
-        beam, scores = draft_candidate_tokens(
-            self.draft, certain=certain, budget=self.budget - 1, vocabulary=vocabulary
-        )
+        beam, scores = certain[:, None, None], np.zeros((len(texts), 1, 1))
+        if self.draft is not None:
+            self.draft.observe([list(text) for text in texts])
+            vocabulary = self.model.config.vocabulary
+            beam, scores = draft_candidate_tokens(
+                self.draft, certain=certain, budget=self.budget - 1, vocabulary=vocabulary
+            )
         room = self.capacity + 1 - self._lengths()  # for the certain token and its candidates
-        lengths = np.minimum(candidate_lengths(scores), room[:, None])
-        return beam, np.where(over[:, None], 0, lengths)
+        room = np.where(self.state.over, 0, room)[:, None, None]
+        return beam, np.where(np.arange(beam.shape[2]) < room, scores, -np.inf)
 
     def _after(self, tokens: list[list[int]], cache: Cache) -> State:
         """The state after the texts have got these tokens, up to their ends."""
-        texts = []
-        over = []
-        for b, text in enumerate(self.state.texts):
-            ended = self.state.over[b]
-            if not ended:
-                begin = len(self.prompts[b])
+        texts = list(self.state.texts)
+        over = list(self.state.over)
+        for b, (text, begin) in enumerate(zip(texts, self.begin.tolist(), strict=True)):
+            if not over[b]:
                 longer = text + tokens[b]
                 end = self.ending.at(longer[begin:], len(text) - begin)
-                ended = end is not None
-                text = longer[: begin + end] if ended else longer
-            texts.append(text)
-            over.append(ended)
+                over[b] = end is not None
+                texts[b] = longer[: begin + end] if over[b] else longer
         return self.state._replace(texts=tuple(texts), over=tuple(over), cache=cache)
 
     def _lengths(self) -> Int[np.ndarray, " b"]:
