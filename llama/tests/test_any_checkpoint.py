@@ -20,13 +20,14 @@ from hypothesis import strategies as st
 from llamas import Folder, byte_tokenizer, write_gguf
 
 from treeattn_llama import Llama, gguf_file, open_checkpoint, packaged_model
+from treeattn_llama.config import NAMES
 from treeattn_llama.gguf_tokenizer import from_gguf
 from treeattn_llama.tokenizer import from_directory
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 NO_NUMBER = (True, False, "1", "x", "", [], [1], {}, {"a": 1}, [[1.0]])
-NO_SIZE = (*NO_NUMBER, 0, -1, 1.5, 2.0, math.nan, math.inf, 10**30, 2**31, 2**63, -(2**63))
+NO_SIZE = (*NO_NUMBER, 0, -1, 1.5, 2.0, math.nan, math.inf, 10**30, 10**12, 2**31, -(2**63))
 NOT_POSITIVE = (*NO_NUMBER, 0, -1, 0.0, -0.5, math.nan, math.inf, -math.inf, 10**400)
 NO_FLAG = ("false", "true", "", 0, 1, 0.0, [], {}, [False], math.nan)
 NO_TEXT = (True, 0, 1.5, [], ["a"], {}, [["a"]])
@@ -57,16 +58,19 @@ def folder(tmp_path_factory):
     return Folder(tmp_path_factory.mktemp("config"), "llama31")
 
 
-SIZES = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"]
-SIZES += ["num_key_value_heads", "head_dim", "intermediate_size"]
+# By the names of `Config`; both formats have these.
+FIELDS = {
+    **dict.fromkeys(("vocabulary", "width", "layers", "heads", "kv_heads"), NO_SIZE),
+    **dict.fromkeys(("head_dim", "mlp_width"), NO_SIZE),
+    "context": (*NO_NUMBER, 0, -1, 1.5, math.nan),
+    **dict.fromkeys(("norm_epsilon", "rotary_base"), NOT_POSITIVE),
+}
 NUMBERS = ["rms_norm_eps", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"]
 NUMBERS += ["original_max_position_embeddings"]
-FLAGS = ["tie_word_embeddings", "attention_bias", "mlp_bias"]
 CONFIGS = {
-    **dict.fromkeys(SIZES, (*NO_SIZE, 10**12)),
-    "max_position_embeddings": (*NO_NUMBER, 0, -1, 1.5, math.nan),
+    **{NAMES[field][0]: values for field, values in FIELDS.items()},
     **dict.fromkeys(NUMBERS, NOT_POSITIVE),
-    **dict.fromkeys(FLAGS, NO_FLAG),
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), NO_FLAG),
     "model_type": (*NO_TEXT, None, "", "gpt2"),
     "hidden_act": (*NO_TEXT, "", "gelu"),
     "rope_type": (["llama3"], 3, {"a": 1}, "yarn", True),
@@ -74,14 +78,14 @@ CONFIGS = {
     "rope_parameters": ("linear", 3, ["llama3"], True, 0.5, {"rope_type": "llama3"}),
     "is_causal": (False,),
 }
-LARGE = (2**31, 2**63, 10**30, 10**12)  # sizes, but not this model's; layers are not listed
+LARGE = (2**31, 10**30, 10**12)  # sizes, but not this model's; layers are not listed
 OF_TENSORS = ("configuration", "tensors", "missing", "evenly")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_wrong_fields_of_a_configuration_are_named(folder, name):
     for value in CONFIGS[name]:
-        words = OF_TENSORS if name in SIZES and value in LARGE else ()
+        words = OF_TENSORS if value in LARGE else ()
         alias = {"model_type": "type", "rope_type": "rope", "rope_parameters": "rope"}
         refuses(folder.changed(name, value), alias.get(name, name), *words)
     if name in NUMBERS:
@@ -110,21 +114,6 @@ def test_both_places_of_rotary_numbers_have_to_be_right(folder):
         ({"full_attention": {"rope_type": "yarn", "factor": 4.0}}, "full_attention"),
     ):
         refuses(folder.write(folder.fields | {"rope_parameters": rotary}), word)
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=5), x, max_size=3),
-    max_leaves=5,
-)
-
-
-@settings(max_examples=60)
-@given(st.data())
-def test_any_value_of_any_field_of_a_configuration(folder, data):
-    names = sorted({*folder.fields, *folder.fields["rope_parameters"], "rope_scaling"})
-    path = folder.changed(data.draw(st.sampled_from(names)), data.draw(json_values))
-    loads_or_says(path)
 
 
 # The files of a directory
@@ -271,11 +260,8 @@ GGUF_FILES = {
     "big-endian": ({"endianess": 1}, "little-endian"),
     "architecture": ({"architecture": "qwen2"}, "expected architecture 'llama', got 'qwen2'"),
     "int8": ({"norms": np.int8}, "norm.weight: NotImplementedError"),
-    "text": ({"head_dim": lambda w: w.add_string(HEAD, "8")}, f"{HEAD}: expected an integer"),
-    "list": ({"head_dim": lambda w: w.add_array(HEAD, [8, 8])}, f"{HEAD}: expected an integer"),
     "float": ({"head_dim": lambda w: w.add_float32(HEAD, 8.0)}, f"{HEAD}: expected an integer"),
-    "bool": ({"head_dim": lambda w: w.add_bool(HEAD, True)}, f"{HEAD}: expected an integer"),
-    **{str(x): ({"factors": np.float32([x] * 4)}, "rotary frequencies") for x in (0, np.nan)},
+    **{str(x): ({"factors": np.float32([1, 1, 1, x])}, "rotary freq") for x in (0, np.nan)},
     "factors": ({"factors": np.ones(5, np.float32)}, "rope_freqs.weight has shape (5,)"),
 }
 
@@ -320,12 +306,8 @@ def changed(stored, monkeypatch):
 
 
 METADATA = {
-    **dict.fromkeys(("embedding_length", "block_count", "feed_forward_length"), NO_SIZE),
-    **dict.fromkeys(("attention.head_count", "attention.head_count_kv"), NO_SIZE),
-    **dict.fromkeys(("attention.key_length", "rope.dimension_count"), NO_SIZE),
-    "context_length": (*NO_NUMBER, 0, -1, 1.5, math.nan),
-    "rope.freq_base": NOT_POSITIVE,
-    "attention.layer_norm_rms_epsilon": NOT_POSITIVE,
+    **{NAMES[field][1]: values for field, values in FIELDS.items() if field != "vocabulary"},
+    "rope.dimension_count": NO_SIZE,
     "rope.scaling.type": (3, ["linear"], {}, "yarn", True, b"none"),
     "rope.scale_linear": NOT_POSITIVE,
     "expert_count": (1, "x", [1], 8, True),
@@ -474,45 +456,26 @@ def test_any_value_beside_a_tokenizer(tokenizer_folder, file):
     for name in BESIDE[file]:
         for value in (*VALUES, *ODD):
             (tokenizer_folder / file).write_text(json.dumps({name: value}))
-            encodes_or_says(tokenizer_folder)
+            error = encodes_or_says(tokenizer_folder)
+            assert error is None or file in str(error), error
     for value in ([], 3, "x", None):
         (tokenizer_folder / file).write_text(json.dumps(value))
         assert f"{file}: expected an object" in str(encodes_or_says(tokenizer_folder))
     (tokenizer_folder / file).unlink()
 
 
-@pytest.mark.parametrize(
-    "name, text",
-    [
-        ("generation_config.json", b'{"eos_token_id": "2"}'),
-        ("config.json", b'{"eos_token_id": -1}'),
-        ("chat_template.jinja", b"\xff"),
-        ("tokenizer_config.json", b'{"bos_token": 3}'),
-        ("tokenizer.json", b"{}"),
-    ],
-)
-def test_the_file_that_is_wrong_is_named(tmp_path, name, text):
-    byte_tokenizer().backend.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / name).write_bytes(text)
-    assert name in str(encodes_or_says(tmp_path))
-
-
 # Chat templates
 
 
 FAILING = [
-    *("{{ 1 / 0 }}", "{{ 1 % 0 }}", "{{ messages + 1 }}", "{{ 'a' + 1 }}", "{{ nothing.at.all }}"),
-    *("{{ messages[7].role }}", "{{ messages[0].content.x.y }}", "{{ range(10**9) | list }}"),
+    *("{{ 1 / 0 }}", "{{ messages + 1 }}", "{{ nothing.at.all }}", "{{ range(10**9) | list }}"),
     *("{{ 2.0 ** 5000 }}", "{{ none() }}", "{{ messages | nothing }}", "{% for %}", "{{", "{% if"),
-    *("{% include 'x' %}", "{% import 'x' as y %}", "{{ raise_exception(1) }}"),
-    *("{{ strftime_now(3) }}", "{{ messages | tojson(indent='a', x=1) }}"),
-    *("{{ ''.__class__.__mro__ }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}"),
+    *("{% include 'x' %}", "{{ raise_exception(1) }}", "{{ strftime_now(3) }}"),
+    "{{ messages | tojson(indent='a', x=1) }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "{{ " + "(" * 5000 + ")" * 5000 + " }}",
-    "{{ " + "[" * 500 + "]" * 500 + " }}",
 ]
-PIECES = ["{{", "}}", "{%", "%}", "{#", "messages", "[0]", ".role", " for m in ", " if ", "endfor"]
-PIECES += ["|", "tojson", "(", ")", "+", "'a'", "1", "/", "0", "loop", "bos_token", "not", " ", "x"]
 
 
 @pytest.mark.parametrize("template", FAILING, ids=range(len(FAILING)))
@@ -520,16 +483,6 @@ def test_a_template_that_fails(template):
     tokenizer = byte_tokenizer(chat_template=template)
     with pytest.raises(ValueError, match=r"^messages: the checkpoint's chat template says: ."):
         tokenizer.chat("Hi")
-
-
-@settings(max_examples=100)
-@given(st.lists(st.sampled_from(PIECES), max_size=8).map("".join))
-def test_any_template(template):
-    tokenizer = byte_tokenizer(chat_template=template)
-    try:
-        assert all(isinstance(i, int) for i in tokenizer.chat("Hi"))
-    except ValueError as error:
-        assert str(error).startswith("messages: the checkpoint's chat template says: ")
 
 
 BAD_CALLS = [

@@ -52,24 +52,18 @@ def test_half_precision_is_kept_and_agrees_with_transformers(name):
     assert error < 1.2 * np.abs(want["logits_as_stored"] - want["logits"]).mean()
 
 
-def test_eight_devices_and_a_cache_agree_with_transformers():
-    want = expected("biased")
-    tokens = want["tokens"]
-    model = Llama.load(LLAMAS / "biased", dtype=jnp.float32, mesh=kv_mesh(jax.devices()[:8]))
-    cache = model.new_cache(2, 104)
-    first, cache = model.prefill(tokens[:, :71].tolist(), cache)
-    rest, cache = model.step(tokens[:, 71:], cache)
-    logits = np.concatenate([first[:, None], rest], axis=1)  # from position 70 on
-    agree(logits, want["logits"][:, 14:])
-
-
-def test_rotary_settings_of_older_configurations(tmp_path):
+def test_older_configurations_lack_fields(tmp_path):
+    """Rotary fields stand in two places; each query head has a key head of its own."""
     folder = Folder(tmp_path, "llama31")
-    old = folder.fields
-    rotary = old.pop("rope_parameters")
+    rotary = folder.fields.pop("rope_parameters")
     theta = rotary.pop("rope_theta")
-    folder.write(old | {"rope_theta": theta, "rope_scaling": rotary})
+    folder.write(folder.fields | {"rope_theta": theta, "rope_scaling": rotary})
     assert open_checkpoint(folder.path).config == open_checkpoint(LLAMAS / "llama31").config
+    folder = Folder(tmp_path, "llama2")
+    for name in ("num_key_value_heads", "head_dim", "tie_word_embeddings", "attention_bias"):
+        del folder.fields[name]
+    folder.write(folder.fields)
+    assert open_checkpoint(folder.path).config == open_checkpoint(LLAMAS / "llama2").config
 
 
 @pytest.mark.parametrize("name", ["llama3", "llama31", "llama32"])
@@ -116,10 +110,7 @@ def decodes(path: Path, devices, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind, devices",
-    [("F16", None), ("F16", 3), ("BF16", None), ("Q8_0", None), ("Q4_1", None), ("Q4_1", 3)],
-)
+@pytest.mark.parametrize("kind, devices", [("F16", 3), ("BF16", None), ("Q4_1", 3)])
 def test_gguf_quantizations_decode(stored, kind, devices):
     decodes(stored(kind), devices, KEPT.get(kind, jnp.float32))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from llamas import SMALL
 
-from treeattn import ancestor_mask, attend, depths, kv_mesh, memory, merge_across
+from treeattn import ancestor_mask, depths, kv_mesh, memory
 from treeattn_llama import ATTENTIONS, Llama, in_order, layers, prefill, shard_lengths
 from treeattn_llama import cache as caches
 from treeattn_llama.layers import extend_layer
@@ -46,15 +46,11 @@ MESHES = {
     "one": (lambda: None, "tree"),
     **{name: (lambda: kv_mesh(jax.devices()[:8]), name) for name in ATTENTIONS},
     "nodes": (lambda: kv_mesh(jax.devices()[:6], nodes=2), "tree"),
-    "nodes, ring": (lambda: kv_mesh(jax.devices()[:4], nodes=2), "ring"),
     "batch": (lambda: batch_mesh(2, 3, **EXPLICIT), "butterfly"),
 }
-SLOW = ("nodes, ring",)  # both of which others ask about
 
 
-@pytest.mark.parametrize(
-    "mesh", [pytest.param(m, marks=pytest.mark.slow) if m in SLOW else m for m in MESHES]
-)
+@pytest.mark.parametrize("mesh", MESHES)
 def test_every_attention_agrees_with_the_full_pass(model, dense, mesh):
     make, attention = MESHES[mesh]
     model = model.on(make()).using(attention)
@@ -99,7 +95,7 @@ def test_shards_stay_balanced_and_hold_the_same_keys(model, eight, dense):
             check(logits[0], dense[stop - 1])
             counts = [int(shard_lengths(cache.lengths, r, 8)[0]) for r in range(8)]
             assert sum(counts) == stop and max(counts) - min(counts) <= 1
-            # What the device really holds: the rows in use, and zeros after them.
+            # The device's own rows
             for shard in cache.k[1].addressable_shards:
                 used = np.abs(np.asarray(shard.data)[0]).sum((1, 2)) > 0
                 assert used[: counts[shard.index[1].start // 6]].all()
@@ -133,15 +129,6 @@ def test_a_tree_of_candidates(eight, model):
     check(eight.step(np.array([[3]]), cache)[0][0, 0], after_path([7, 12, 15, 3]))
 
 
-def test_an_attention_of_ones_own(eight, dense):
-    def blind(q, k, v, lengths, axes):
-        state = merge_across(attend(q, k, v, kv_lengths=lengths), axes, method="gather")
-        return state._replace(denominator=state.denominator * 0, numerator=state.numerator * 0)
-
-    seen = eight.using(blind).extend(TEXT[None, 20:21], after(eight, 20)[1])[0][0, 0]
-    assert np.isfinite(seen).all() and np.abs(seen - dense[20]).max() > 0.1
-
-
 def test_float64(dense, unchecked):
     """It agrees, and is not narrowed in silence."""
     wide = Llama.load(SMALL, dtype=jnp.float64).logits(TEXT[None])[0]
@@ -159,45 +146,15 @@ def test_one_mask_for_all_texts(model):
     """Known or traced, also where devices share the texts out."""
     model = model.on(batch_mesh(2, 1))
     cache = model.new_cache(2, 16)
-    tokens = np.array([[1, 2, 3]] * 2)
-    mask = np.tri(3, dtype=bool)[None]
-    want, _ = model.extend(tokens, cache)
-    check(model.extend(tokens, cache, mask=mask)[0], want)
-    traced = jax.jit(lambda mask, cache: model.extend(tokens, cache, mask=mask)[0])
-    check(traced(mask, cache), want)
+
+    def logits(mask):
+        return model.extend(TEXT[:6].reshape(2, 3), cache, mask=mask)[0]
+
+    for run in (logits, jax.jit(logits)):
+        check(run(np.tri(3, dtype=bool)[None]), logits(None))
 
 
-# What compiles, and what is copied
-
-
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_trees_of_the_same_sizes_compile_once(model, devices, caplog):
-    """Drafts of a few sizes, any trees, any accepted paths, between plain steps."""
-    model = model if devices == 1 else model.on(kv_mesh(jax.devices()[:devices]))
-    _, cache = model.prefill([TEXT.tolist()], model.new_cache(1, 128))
-    rng, sizes, compiled = np.random.default_rng(0), (1, 4), []
-
-    def verify(cache, n):
-        parents = np.array([-1, *(rng.integers(i) for i in range(1, n))])
-        positions = np.asarray(cache.lengths)[:, None] + depths(parents)
-        tree = {"positions": positions, "mask": ancestor_mask(parents)[None]}
-        _, new = model.extend(rng.integers(96, size=(1, n)), cache, **tree)
-        accepted = int(rng.integers(1, min(n, 3) + 1))
-        path = np.zeros((1, n), np.int32)  # of any length, in as many places as there are tokens
-        path[0, :accepted] = np.sort(rng.choice(n, accepted, replace=False))
-        return model.commit(cache, new, select=path, counts=np.array([accepted]))
-
-    with jax.log_compiles():
-        for _ in range(3):
-            caplog.clear()
-            for n in sizes:
-                cache = verify(cache, n)
-                _, cache = model.step(rng.integers(96, size=(1, 1)), cache)
-            compiled.append(sum("Finished XLA compilation" in m for m in caplog.messages))
-    assert compiled[0] > len(sizes) and compiled[1:] == [0, 0]
-
-
-def test_many_steps_over_devices(model):  # nobody looks at the logits, and all run at once
+def test_many_steps_over_devices(model):  # whose logits are not waited for: all run at once
     model = model.on(kv_mesh(jax.devices()[:2]))
     cache = model.new_cache(1, 64)
     for i in range(60):
@@ -221,17 +178,15 @@ def test_a_step_copies_no_cache(model, optimized):
         assert memory(program).temporary_bytes < cached[0].nbytes / 4
 
 
-# What is refused
+# Calls that are refused
 
 BAD_STEPS = [
     ({"tokens": [[96]]}, "tokens: expected ids from 0 to 95, got 96"),
     ({"tokens": [[-1]]}, "tokens: expected ids from 0 to 95, got -1"),
     ({"tokens": [1, 2]}, r"tokens: expected integers \(any, any\)"),
-    ({"tokens": [[0.5]]}, r"tokens: expected integers \(any, any\)"),
     ({"tokens": [[1], [2]]}, "tokens: the cache has 1 texts, got 2 rows"),
     ({"tokens": [[1] * 3]}, "tokens: 9 tokens do not fit into a cache of 8"),
     ({"positions": np.zeros((1, 2), np.int32)}, r"positions: expected integers \(1, 1\)"),
-    ({"mask": np.ones((1, 1, 1))}, "mask: expected booleans"),
     ({"mask": np.ones((1, 2, 2), bool)}, "mask: expected booleans"),
     ({"cache": None}, "cache: expected a Cache"),
 ]
@@ -242,7 +197,6 @@ BAD_COMMITS = [
     ({"counts": np.array([1, 1])}, r"counts: expected integers \(1,\)"),
     ({"counts": [6]}, "counts: expected numbers of tokens from 0 to 2, got 6"),
     ({"counts": np.array([-3])}, "counts: expected numbers of tokens from 0 to 2, got -3"),
-    ({"counts": [0.5]}, r"counts: expected integers \(1,\)"),
     ({"select": [[0]], "counts": [2]}, "counts: expected numbers of tokens from 0 to 1, got 2"),
     ({"select": [[0, 1, 1]], "counts": None}, "tokens: 9 tokens do not fit into a cache of 8"),
 ]
@@ -279,6 +233,7 @@ def test_bad_calls(model, unchecked):
     assert model.extend([[1, 2, 3]], cache, **candidates)[0].shape == (1, 3, 96)
     right = model.commit(cache, new, select=[[1, 0]], counts=[1])
     assert right.lengths == 7 and cache.k[0].is_deleted()  # written in place
+    assert right.k[0][:, 6].any() and not right.k[0][:, 7:].any()
     _, full = model.step([[1]], right)
     with pytest.raises(ValueError, match="tokens: 9 tokens do not fit into a cache of 8"):
         model.extend([[1, 2, 3]], full, **candidates)

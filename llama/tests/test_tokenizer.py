@@ -28,6 +28,7 @@ from plain_tokenizer import (
 
 from treeattn_llama import open_checkpoint, packaged_model
 from treeattn_llama.gguf_tokenizer import from_gguf
+from treeattn_llama.text import pieces
 from treeattn_llama.tokenizer import from_directory
 
 GOLDEN = Path(__file__).parent / "data" / "packaged_tokens.json"  # (text, ids)
@@ -121,7 +122,7 @@ def pairs(pre: str) -> Vocabulary:
 
 
 @functools.cache
-def pieces() -> Vocabulary:
+def sentences() -> Vocabulary:
     """Pieces with scores; characters of every other text only, and all bytes."""
     words = [w for text in TEXTS[::2] for w in text.split(" ") if w.isprintable()]
     letters = sorted({c for word in words for c in word} | {"▁"})
@@ -150,7 +151,7 @@ def test_byte_pairs(pre):
 
 
 def test_sentence_pieces():
-    plain = pieces()
+    plain = sentences()
     tokenizer = plain.read()
     for text in TEXTS:
         assert tokenizer.encode(text) == plain.started(text), text
@@ -159,6 +160,9 @@ def test_sentence_pieces():
     assert tokenizer.decode(plain.encode("a<think>b</s>")) == "a<think> b"
     half = [plain.ids[f"<0x{b:02X}>"] for b in "🙂".encode()[:3]]
     assert tokenizer.decode([*plain.encode("a"), *half]) == "a" + 3 * "\ufffd"
+    # The bytes of a second character hide the first one, until it is whole.
+    two = [[[plain.ids[f"<0x{b:02X}>"]]] for b in "🙂🙂".encode()]
+    assert "".join(pieces(tokenizer, two)) == "🙂🙂"
     spaceless = plain.read(add_space_prefix=False)
     assert spaceless.decode(spaceless.encode(" a")) == " a"
 
