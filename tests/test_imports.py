@@ -66,7 +66,7 @@ OTHERS = {
 # Tokens of code, comments and docstrings aside. They are limits, to be lowered when there is less.
 BUDGET = {
     "treeattn": 22_530,
-    "treeattn_llama": 19_950,
+    "treeattn_llama": 19_900,
     "treeattn_conformance": 29_100,
     "figures": 21_000,
     "benchmarks": 7_800,
