@@ -2,11 +2,7 @@
 
 import pytest
 
-from labs.cost.observed import (
-    observed_steps,
-    over_measured,
-    repairs,
-)
+from labs.cost.observed import observed_steps, over_measured, repairs
 from labs.cost.steps import REPAIRED
 
 ROWS = observed_steps()

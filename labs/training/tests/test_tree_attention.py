@@ -58,7 +58,7 @@ def test_values_and_gradients(block, monkeypatch):
 def test_in_a_ring(p):
     """The devices do not share the nodes evenly, so some places are empty."""
     mesh = kv_mesh(jax.devices()[:p])
-    compare(with_gradient(functools.partial(tree_ring_attention, mesh=mesh)), p)
+    compare(jax.jit(with_gradient(functools.partial(tree_ring_attention, mesh=mesh))), p)
 
 
 def test_memory_does_not_grow_with_the_square(optimized):
