@@ -12,11 +12,8 @@ def rotate(x, frequencies):
     return np.concatenate([z.real, z.imag], axis=-1)
 
 
-def plain_logits(checkpoint, tokens, frequencies, cached=lambda x: x):
-    """(n, vocabulary) for tokens (n,); `frequencies` (head_dim / 2,) as the configuration says.
-
-    cached: what a cache makes of keys and values (n, h_kv, head_dim)
-    """
+def plain_logits(checkpoint, tokens, frequencies):
+    """(n, vocabulary) for tokens (n,); `frequencies` (head_dim / 2,) as the configuration says."""
     c = checkpoint.config
 
     def read(name):
@@ -39,7 +36,6 @@ def plain_logits(checkpoint, tokens, frequencies, cached=lambda x: x):
             linear(y, f"{at}self_attn.{n}_proj").reshape(len(x), -1, c.head_dim) for n in "qkv"
         )
         q, k = rotate(q, frequencies), rotate(k, frequencies)
-        k, v = cached(k), cached(v)
         out = dense_attention(q[None], k[None], v[None], mask=causal)[0]
         x = x + linear(out.reshape(len(x), -1), at + "self_attn.o_proj")
         y = norm(x, at + "post_attention_layernorm.weight")

@@ -360,8 +360,6 @@ def test_where_a_file_does_not_say_how_texts_begin_and_end(changed, kind, ids):
     tokenizer = open_checkpoint(changed(vocabulary(kind, **missing))).tokenizer
     assert (tokenizer.start, tokenizer.stop) == (None, set())
     fields = {name: x for name, x in vocabulary(kind).items() if name[15:] not in missing}
-    for name in missing:  # the file that is changed has none of them
-        assert f"tokenizer.ggml.{name}" not in fields
     tokenizer = open_checkpoint(changed(fields)).tokenizer
     assert (tokenizer.start, tokenizer.stop) == ids
 

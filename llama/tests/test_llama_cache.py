@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from llamas import SMALL
 
-from treeattn import ancestor_mask, depths, kv_mesh, memory
+from treeattn import kv_mesh, memory
 from treeattn_llama import ATTENTIONS, Llama, in_order, layers, prefill, shard_lengths
 from treeattn_llama import cache as caches
 from treeattn_llama.layers import extend_layer
@@ -101,32 +101,6 @@ def test_shards_stay_balanced_and_hold_the_same_keys(model, eight, dense):
                 assert used[: counts[shard.index[1].start // 6]].all()
         for x, y in zip(alone.k + alone.v, cache.k + cache.v, strict=True):
             check(in_order(y, 8)[:, :41], x[:, :41])
-
-
-def test_a_tree_of_candidates(eight, model):
-    """Packed tokens with a tree mask: each sees the text and its ancestors; one path is kept."""
-
-    def after_path(path):  # the logits after text and path, in full passes of one length
-        text = [*TEXT[:20], *path]
-        return model.logits(np.array([text + [0] * (41 - len(text))]))[0, len(text) - 1]
-
-    parents = np.array([-1, 0, 0, 1, 2, 2])
-    tokens = np.array([7, 11, 12, 13, 14, 15])
-    _, cache = after(eight, 20)
-    positions = 20 + depths(parents)[None]
-    mask = ancestor_mask(parents)[None]
-    logits, new = eight.extend(tokens[None], cache, positions=positions, mask=mask)
-    for i in range(len(tokens)):
-        path = [i]
-        while parents[path[0]] >= 0:
-            path.insert(0, parents[path[0]])
-        check(logits[0, i], after_path(tokens[path]))
-
-    # Accept 7, 12, 15, and go on from there.
-    select = np.array([[0, 2, 5, 0]])
-    cache = eight.commit(cache, new, select=select, counts=np.array([3]))
-    assert cache.lengths.tolist() == [23]
-    check(eight.step(np.array([[3]]), cache)[0][0, 0], after_path([7, 12, 15, 3]))
 
 
 def test_float64(dense, unchecked):

@@ -127,7 +127,7 @@ def test_the_five_lines(model, plain):
     assert text[len(PROMPT) :][:12] == plain[:12]
 
 
-# What a call costs
+# The cost of a call
 
 
 class Growing:
@@ -261,7 +261,7 @@ def test_an_interrupt_where_a_text_fills_the_cache(model, monkeypatch):
     assert [a + b for a, b in zip(begun, rest, strict=True)] == texts and count == 1
 
 
-# What a draft may propose
+# Proposals of a draft
 
 
 class Fixed:

@@ -1,8 +1,7 @@
 """Token ids over awkward texts: the packaged tokenizer's, and those of vocabularies made here.
 
-Each vocabulary becomes the metadata of a GGUF file. What the ids must be, `plain_tokenizer` says,
-which knows nothing of the tokenizers library. Those of the packaged vocabulary are stored:
-`python tests/test_tokenizer.py` writes them.
+Each vocabulary becomes the metadata of a GGUF file. `plain_tokenizer` computes the right ids,
+without the tokenizers library; `python tests/test_tokenizer.py` stores the packaged vocabulary's.
 """
 
 import functools
@@ -206,8 +205,8 @@ def test_where_gguf_files_say_nothing(pre, changes, starts):
 NAMED = [{"name": "tool_use", "template": "y"}, {"name": "default", "template": "z"}]
 IDS = {"bos_token_id": 256, "eos_token_id": 257}
 TEXT_TOKENS = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
-# What stands around a text; tokenizer_config.json, config.json, generation_config.json; and what
-# begins and ends a text then.
+# The tokens around a text; tokenizer_config.json, config.json, generation_config.json; and the
+# tokenizer's start, stop, chat_template, bos and eos.
 FOLDERS = [
     (
         "<s> $A",
@@ -230,7 +229,7 @@ def test_tokenizer_of_a_directory(tmp_path, single, about, config, generation, w
     backend.post_processor = tokenizers.processors.TemplateProcessing(
         single=single, special_tokens=[("<s>", 256), ("</s>", 257)]
     )
-    backend.enable_truncation(4)  # what belongs to the batches of a training run
+    backend.enable_truncation(4)  # settings of a training run's batches
     backend.enable_padding(pad_id=3, length=12)
     backend.save(str(tmp_path / "tokenizer.json"))
     for name, fields in (("tokenizer_", about), ("", config), ("generation_", generation)):

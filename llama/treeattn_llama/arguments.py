@@ -120,7 +120,7 @@ def as_array(name: str, x) -> Array:
 def integers(name: str, x, shape: tuple, kind: str = "", most: int | None = None) -> Array:
     """`x` as an array of integers of this shape (None for any size), each from 0 to `most`.
 
-    kind: what the integers are, for the error
+    kind: a name for the integers, for the error
     most: None for any integers. The values of a traced array are not known, and are not checked.
     """
     x = as_array(name, x)

@@ -84,10 +84,6 @@ def make(name: str) -> None:
     if dtype != torch.float32:
         expected["logits_as_stored"] = as_stored[:, kept].astype(np.float16)
     np.savez_compressed(folder / "expected.npz", **expected)
-    for file in folder.iterdir():
-        file.chmod(0o644)
-    size = sum(f.stat().st_size for f in folder.iterdir())
-    print(f"{name}: {size / 1e3:.0f} kB in {len(list(folder.glob('*.safetensors')))} shard(s)")
 
 
 if __name__ == "__main__":
