@@ -67,7 +67,7 @@ OTHERS = {
 BUDGET = {
     "treeattn": 22_530,
     "treeattn_llama": 19_900,
-    "treeattn_conformance": 29_100,
+    "treeattn_conformance": 26_250,
     "figures": 21_000,
     "benchmarks": 7_800,
     "labs.acceptance": 4_550,

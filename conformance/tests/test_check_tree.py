@@ -6,8 +6,7 @@ from public_bugs import changed
 from right_ones import build, commit
 
 from treeattn_conformance import check_tree
-from treeattn_conformance.token_trees import tree_batches
-from treeattn_conformance.trees import TREE_CURES
+from treeattn_conformance.trees import TREE_CURES, tree_batches
 
 TO_RETURN = "    return {"
 
@@ -22,16 +21,6 @@ def at(offset):
 
 def of_first_tree(parents, lengths):
     return build(np.repeat(parents[:1], len(parents), 0), lengths)
-
-
-def by_level(parents, lengths):
-    """The next node at the same depth, as a breadth-first list has it."""
-    answer = build(parents, lengths)
-    for r, row in enumerate(answer["positions"]):
-        for i, x in enumerate(row):
-            later = i + 1 + np.flatnonzero(row[i + 1 :] == x)
-            answer["next_sibling"][r, i] = later[0] if len(later) else -1
-    return answer
 
 
 def last_child_last(parents, lengths):
@@ -69,28 +58,17 @@ WRONG_BUILDERS = [
     ),
     ("positions off by one", at(1)),
     ("positions off by one", at(-1)),
-    ("next sibling by level", by_level),
-    ("only first children", at_the_end("next_sibling[:] = -1")),
-    ("next token by index", at_the_end("next_token[:] = [*range(1, n), -1]")),
-    (
-        "last child first",
-        changed(build, ("            elif p >= 0:", "            if p >= 0:")),
-    ),
-    (
-        "0 for none",
-        at_the_end(
-            "next_token, next_sibling = (np.maximum(x, 0) for x in (next_token, next_sibling))"
-        ),
-    ),
+]
+WRONG_LINKS = [  # without a name
+    at_the_end("next_sibling[:] = -1"),
+    at_the_end("next_sibling[next_sibling < 0] = 0"),
+    at_the_end("next_token[:] = [*range(1, n), -1]"),
+    changed(build, ("            elif p >= 0:", "            if p >= 0:")),
 ]
 
 
 def dense(cache, lengths, accepted):
     return cache, lengths + (accepted >= 0).sum(1)
-
-
-def first_rows_path(cache, lengths, accepted):
-    return commit(cache, lengths, np.repeat(accepted[:1], len(accepted), 0))
 
 
 def first_rows_count(cache, lengths, accepted):
@@ -103,10 +81,9 @@ def rootless(cache, lengths, accepted):
 
 
 WRONG_COMMITS = [
-    ("path kept as a dense prefix", dense),
-    ("one row's path for all", first_rows_path),
-    ("one row's count for all", first_rows_count),
-    ("root not kept", rootless),
+    (dense, {"path kept as a dense prefix"}),
+    (first_rows_count, set()),
+    (rootless, set()),
 ]
 
 
@@ -124,14 +101,20 @@ def test_a_wrong_builder_is_named(name, wrong):
     assert report.names("skipped") == ["commit"]
 
 
-@pytest.mark.parametrize(("name", "wrong"), WRONG_COMMITS)
-def test_a_wrong_commit_is_named(name, wrong):
+@pytest.mark.parametrize("wrong", WRONG_LINKS)
+def test_wrong_links_fail_at_a_node(wrong):
+    report = check_tree(wrong)
+    assert report.names("failed") == ["walk"] and "has the children" in str(report), str(report)
+
+
+@pytest.mark.parametrize(("wrong", "names"), WRONG_COMMITS)
+def test_a_wrong_commit_fails(wrong, names):
     report = check_tree(commit=wrong)
-    assert report.fingerprints == {name}, str(report)
+    assert report.names("failed") == ["commit"] and report.fingerprints == names, str(report)
 
 
 def test_every_fingerprint_is_planted():
-    planted = {name for name, _ in WRONG_BUILDERS + WRONG_COMMITS}
+    planted = {name for name, _ in WRONG_BUILDERS}.union(*(names for _, names in WRONG_COMMITS))
     assert planted == set(TREE_CURES)
 
 

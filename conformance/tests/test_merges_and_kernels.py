@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from public_bugs import GUARD, UNREAD, changed
-from right_ones import kernel, kernel_by_blocks, merge_at_once, visible
+from public_bugs import GUARD, UNREAD, added_lse, changed
+from right_ones import kernel, kernel_by_blocks, merge_at_once
+from test_planted import MERGES
 
 import treeattn_conformance
 from treeattn_conformance import CURES, bfloat16, check_attention, check_merge, merge
@@ -19,7 +20,7 @@ from treeattn_conformance.attention import attention_questions
 from treeattn_conformance.kernel_mistakes import kernel_mistakes
 from treeattn_conformance.merge_mistakes import merge_mistakes
 from treeattn_conformance.merging import merge_questions
-from treeattn_conformance.rounding import TOLERANCES, rounded
+from treeattn_conformance.reference import TOLERANCES, rounded
 
 DTYPES = tuple(TOLERANCES)
 PACKAGE = Path(treeattn_conformance.__file__).parent
@@ -267,29 +268,14 @@ def local_bounds(q, k, v, *, query_positions=None, key_positions=None, **options
     return merge(parts)
 
 
-def as_stripes_of_one_key(q, k, v, *, query_positions=None, key_positions=None, **options):
-    """Device 1 of 2 bounds its stripes of four keys as if they were stripes of one key."""
-    if query_positions is None:
-        return reference(q, k, v, **options)
-    n = k.shape[1]
-    if n == 40 and len(key_positions) == 40 and q.shape[1] == 7:
-        bounds = (query_positions + 1) // 2
-        mask = np.arange(n) < bounds[:, None]
-        return reference(q, k, v, mask=mask[None, None])
-    positions = {"query_positions": query_positions, "key_positions": key_positions}
-    return reference(q, k, v, **positions, **options)
+def split(merge_parts):
+    """A kernel over blocks of 8 keys, whose parts are merged in this way."""
 
+    def run(q, k, v):
+        blocks = [slice(i, i + 8) for i in range(0, k.shape[1], 8)]
+        return merge_parts([reference(q, k[:, x], v[:, x]) for x in blocks])
 
-def maximum_of_all(q, k, v, *, scale=0.25, sinks=None, **options):
-    """One path gives the maximum of all keys, and another the sum over the seen keys."""
-    out, lse = reference(q, k, v, scale=scale, sinks=sinks, **options)
-    if sinks is None:
-        k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
-        s = np.einsum("blhd,bnhd->blhn", np.float64(q), k) * scale
-        seen = visible(q, k, **options).swapaxes(1, 2)
-        largest = np.where(seen, s, -np.inf).max(-1)
-        lse = lse + np.where(np.isneginf(largest), 0, np.nanmax(s, -1) - largest)
-    return out, lse
+    return run
 
 
 def two_by_two(x):
@@ -303,7 +289,9 @@ def forgetful(size, *changes):
 
 OLD_D, OLD_N = ("d * old", "d"), ("n * old[..., None]", "n")
 WRONG_KERNELS = [
-    ("maximum of other keys", maximum_of_all),
+    ("lse + block_lse", split(added_lse)),
+    ("outs not weighted", split(MERGES["outs averaged"][0])),
+    ("weights of other shards", split(MERGES["weights of two shards exchanged"][0])),
     ("heads regrouped", as_kernel(lambda answer: tuple(map(two_by_two, answer)))),
     ("heads regrouped", as_kernel(lambda answer: (np.roll(answer[0], 1, 2), answer[1]))),
     ("no keys as lse 0", lse_as(lambda lse: np.where(np.isneginf(lse), 0, lse))),
@@ -330,7 +318,6 @@ WRONG_KERNELS = [
     ("sinks once a shard", shards_with_sinks),
     ("sinks ignored", as_kernel(sinks=None)),
     ("local positions", local_bounds),
-    ("local positions", as_stripes_of_one_key),
     ("exp overflows", changed(kernel, (GUARD, "m = np.zeros_like(m)"))),
     *(
         ("stale pivot", forgetful(size, *changes))
@@ -356,8 +343,7 @@ def test_what_is_not_planted_here_is_named_as_the_suite_has_it(kind):
     known = {name for name, _ in WRONG_MERGES + WRONG_KERNELS}
     for mistake in mistakes:
         if mistake.name not in known:
-            number = {"number": 7.0} if hasattr(mistake, "low") else {}
-            report = check(functools.partial(mistake.wrong, **number))
+            report = check(mistake.wrong(7.0) if hasattr(mistake, "low") else mistake.wrong)
             assert mistake.name in report.fingerprints, str(report)
             known.add(mistake.name)
     assert set(CURES[kind]) <= known

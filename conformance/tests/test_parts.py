@@ -8,13 +8,13 @@ import pytest
 import treeattn_conformance
 
 PACKAGE = Path(treeattn_conformance.__file__).parent
-COMMON = {"judge", "report", "calling", "reference", "rounding"}
+COMMON = {"judge", "report", "reference"}
 PAIRS = {"pairs", "signs", "merge_mistakes"}
 PARTS = {
     "merge": PAIRS | {"merging"},
     "attention": PAIRS | {"attention", "kernel_mistakes"},
     "gradients": {"gradients", "pairs"},
-    "tree": {"trees", "token_trees"},
+    "tree": {"trees"},
     "verifier": {"verifying", "outcomes", "steps"},
 }
 

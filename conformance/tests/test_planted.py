@@ -457,7 +457,16 @@ def sink_without_keys(q, k, v, sinks=None, kv_lengths=None):
     return out, lse
 
 
+def evenly_spaced(q, k, v, query_positions=None, key_positions=None):
+    """It reads the first two positions of keys alone."""
+    if key_positions is not None:
+        first, second = key_positions[:2]
+        key_positions = first + (second - first) * np.arange(len(key_positions))
+    return attend(q, k, v, query_positions=query_positions, key_positions=key_positions)
+
+
 TOGETHER = {
+    "keys at even distances": evenly_spaced,
     "sinks without a scale": without("sinks", ["scale"]),
     "sinks without lengths": without("sinks", ["kv_lengths"]),
     "lengths without a mask": without("kv_lengths", ["mask"]),

@@ -200,7 +200,7 @@ def test_json_from_a_shell(capsys):
     said = json.loads(capsys.readouterr().out)
     assert said["passed"] and [x["question"] for x in said["questions"]] == ["plain", "mask"]
     for wrong, message in (
-        (["tree", place, "--dtype", "float32"], "check_tree has no option dtype"),
+        (["tree", place, "--dtype", "float32"], "unexpected keyword argument 'dtype'"),
         (["attention", place, "--only", "no such"], "only has"),
         ([], "a check and a function are needed"),
     ):

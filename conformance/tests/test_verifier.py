@@ -8,7 +8,7 @@ import pytest
 from treeattn_conformance import check_verifier, law, outcomes, run_step
 from treeattn_conformance.__main__ import main
 from treeattn_conformance.outcomes import OwnChance
-from treeattn_conformance.steps import STEP_FAULTS, VERIFIER_CURES, Settings
+from treeattn_conformance.steps import STEP_FAULTS, VERIFIER_CURES
 
 # ---------------------------------------------------------------- every way that chance can fall
 
@@ -82,7 +82,7 @@ def test_what_cannot_be_enumerated_says_so():
 def test_the_right_step_passes_everything():
     report = check_verifier(run_step)
     assert not report.names("failed") and not report.names("skipped"), str(report)
-    assert len(report.names("passed")) == 17
+    assert len(report.names("passed")) == 12
 
 
 # ---------------------------------------------------------------- what fails, and how it is named
@@ -93,23 +93,20 @@ FORMS = [(name, form) for name, (_, *forms) in STEP_FAULTS.items() for form in f
 
 @pytest.mark.parametrize(("name", "form"), FORMS)
 def test_each_fault_is_named(name, form):
-    def step(target, draft, rng, *, widths, replacement, temperature, top_k, top_p):
-        settings = Settings(widths, replacement, temperature, top_k, top_p)
+    def step(target, draft, rng, *, widths, **options):
         if name.startswith("noise") and max(widths) > 1:
             raise NotImplementedError("chains only")
-        return form(target, draft, rng, settings).run()
+        return form(target, draft, rng, widths, **options).run()
 
     report = check_verifier(step)
     assert report.names("failed") and report.fingerprints == {name}, str(report)
 
 
-def chain(fault=None, dtype=np.float64):
+def chain(fault=None, dtype=np.float64, top_k=4):
     """A chain of two, written independently of `Step`, with a fault or none."""
 
-    def step(target, draft, rng, *, temperature=1.0, top_k=9):
-        def probabilities(logits, top_k=top_k):
-            if temperature == 0:
-                return np.eye(n)[np.argmax(logits)]
+    def step(target, draft, rng, *, temperature=1.0):
+        def probabilities(logits, temperature=temperature, top_k=top_k):
             p = np.exp(((logits - logits.max()) / temperature).astype(dtype))
             p[np.argsort(-p)[top_k:]] = 0
             return p / p.sum()
@@ -125,8 +122,10 @@ def chain(fault=None, dtype=np.float64):
             q.append(probabilities(draft(drafted)))
             drafted = (*drafted, drawn(q[i], rng.at(i) if shared else own))
         p = [probabilities(target(drafted[:i])) for i in range(3)]
-        if fault == "q before temperature, top-k, top-p":
-            q = [probabilities(draft(drafted[:i]), top_k=9) for i in range(2)]
+        if fault == "q before temperature":
+            q = [probabilities(draft(drafted[:i]), 1.0) for i in range(2)]
+        if fault == "q before top-k":
+            q = [probabilities(draft(drafted[:i]), top_k=4) for i in range(2)]
         for i, x in enumerate(drafted):
             chance = {
                 "first token unchecked": p[i][x] / q[i][x] if i else 1.0,
@@ -171,7 +170,7 @@ OF_THE_SUITE = (
     "residual not renormalized",
     "residual is the target",
     "bonus from the wrong position",
-    "q before temperature, top-k, top-p",
+    "q before temperature",
     "q said one-hot, but sampled",
 )
 # Planted by a reader who did not know the names
@@ -199,14 +198,24 @@ def test_a_stranger_without_faults_passes():
     for dtype in (np.float64, np.float32):
         report = check_verifier(chain(dtype=dtype))
         assert report.names("failed") == [], str(report)
-    assert len(report.names("passed")) == 8
+    assert len(report.names("passed")) == 6
     assert "it has no option widths" in str(report)
-    shaped = check_verifier(chain("first token unchecked"), widths=(1, 1))
-    assert shaped.fingerprints == {"first token unchecked"}
+
+
+@pytest.mark.parametrize(("fault", "status"), [(None, "passed"), ("q before top-k", "failed")])
+def test_a_cut_is_asked_by_a_token_that_it_cuts_off(fault, status):
+    def with_rest(model):
+        return lambda path: np.maximum(model(path), -4.5)
+
+    def step(target, draft, rng):
+        return chain(fault, top_k=2)(with_rest(target), with_rest(draft), rng)
+
+    report = check_verifier(step, only=["other tokens"])
+    assert report.names(status) == ["other tokens"], str(report)
 
 
 def test_a_wrong_step_fails_soon(monkeypatch):
-    """A fault without a name is searched in one question, among the shapes that are possible."""
+    """A fault without a name is searched in one question."""
     runs = []
     answers = outcomes.Answers
     monkeypatch.setattr(outcomes, "Answers", lambda told: runs.append(told) or answers(told))
@@ -216,14 +225,12 @@ def test_a_wrong_step_fails_soon(monkeypatch):
         assert len(runs) < most
 
 
-def test_where_the_draft_is_asked_says_what_was_drafted():
-    """A tree of two and one after each, without an option for it."""
-
+@pytest.mark.parametrize(("drafted", "widths"), [((2, 1), (2, 1)), ((1, 1, 1), None)])
+def test_a_draft_without_options_has_the_widths_that_are_given_or_is_a_chain(drafted, widths):
     def step(target, draft, rng):
-        form = STEP_FAULTS["accepts all drafts"][1]
-        return form(target, draft, rng, Settings((2, 1))).run()
+        return STEP_FAULTS["accepts all drafts"][1](target, draft, rng, drafted).run()
 
-    assert check_verifier(step).fingerprints == {"accepts all drafts"}
+    assert check_verifier(step, widths=widths).fingerprints == {"accepts all drafts"}
 
 
 def test_what_is_not_a_step():

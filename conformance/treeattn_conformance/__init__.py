@@ -13,12 +13,11 @@ NumPy and can be copied, under any name.
 
 For all checks, `judge` asks, compares and names mistakes, and `report` holds the results.
 
-    calling            copies, options, and what NumPy can read
-    right answers      reference, rounding
+    right answers      reference
     merge, attention   merging and attention (the questions), pairs (comparing (out, lse)),
-                       merge_mistakes, kernel_mistakes, signs
+                       signs (mistakes that a number shows), merge_mistakes, kernel_mistakes
     gradients          gradients
-    tree               trees (the questions), token_trees
+    tree               trees
     verifier           verifying (the questions), outcomes, steps (the right step, and faults)
 """
 
@@ -30,9 +29,8 @@ from .kernel_mistakes import KERNEL_CURES
 from .merge_mistakes import MERGE_CURES
 from .merging import check_merge, folded
 from .outcomes import law
-from .reference import attend, merge
+from .reference import attend, bfloat16, merge
 from .report import Report, Result
-from .rounding import bfloat16
 from .steps import VERIFIER_CURES, run_step
 from .trees import TREE_CURES, check_tree
 from .verifying import check_verifier

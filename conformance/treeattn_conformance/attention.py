@@ -5,12 +5,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .judge import TOGETHER, Question, judge, together
+from .judge import TOGETHER, Question, judge, questions_of, together
 from .kernel_mistakes import KERNEL_CURES, kernel_mistakes
 from .pairs import pairs
-from .reference import attend
+from .reference import attend, rounded
 from .report import Report
-from .rounding import rounded
 
 
 def attention_questions(dtype: str = "float32") -> list[Question]:
@@ -21,32 +20,32 @@ def attention_questions(dtype: str = "float32") -> list[Question]:
         q = rng.normal(size=(b, l, h, d))
         k = rng.normal(size=(b, n, h_kv, d))
         v = 0.5 + rng.normal(size=(b, n, h_kv, d_v))
-        return [rounded(x, dtype) for x in (q * size, k, v)]
+        return {name: rounded(x, dtype) for name, x in (("q", q * size), ("k", k), ("v", v))}
 
     def rising():
         """Scores that rise from block to block, so that every block has the largest so far."""
-        q, k, v = qkv(b=2, l=2, h=2, h_kv=2, n=549)
-        q[..., 0] = 4
-        k[..., 0] = np.linspace(-20, 20, 549)[:, None]
-        return [rounded(x, dtype) for x in (q, k, v)]
+        found = qkv(b=2, l=2, h=2, h_kv=2, n=549)
+        found["q"][..., 0] = 4
+        found["k"][..., 0] = rounded(np.linspace(-20, 20, 549)[:, None], dtype)
+        return found
 
     def rows_apart():
         """Scores near 0 in one row of the batch, far above 0 in the next, far below in the last."""
-        q, k, v = qkv(b=3)
-        q[..., 0] = 8
-        k[..., 0] = rounded(np.array([0, 500, -500])[:, None, None], dtype)
-        return [rounded(x, dtype) for x in (q, k, v)]
+        found = qkv(b=3)
+        found["q"][..., 0] = 8
+        found["k"][..., 0] = rounded(np.array([0, 500, -500])[:, None, None], dtype)
+        return found
+
+    def positions(queries, keys):
+        return {"query_positions": queries, "key_positions": keys}
 
     stale = qkv()
-    for keys_or_values in stale[1:]:
-        keys_or_values[1, 7:] = np.nan
+    for name in "kv":
+        stale[name][1, 7:] = np.nan
     mask = rng.random((2, 1, 3, 40)) < 0.5
     hidden = mask.copy()
     hidden[1, 0, 2] = False
     at = np.arange(80)
-    step = {"query_positions": np.arange(37, 40), "key_positions": np.arange(40)}
-    stripe = {"query_positions": step["query_positions"], "key_positions": np.arange(1, 40, 4)}
-    stripes = {"query_positions": np.arange(73, 80), "key_positions": at[at // 4 % 2 == 1]}
     asked = {
         "plain": (qkv(), {}),
         "one query, one key": (qkv(3, 1, 2, 2, n=1), {}),
@@ -61,16 +60,13 @@ def attention_questions(dtype: str = "float32") -> list[Question]:
         "stale NaN": (stale, {"kv_lengths": np.array([40, 7])}),
         "mask": (qkv(), {"mask": mask}),
         "a masked query": (qkv(), {"mask": hidden}),
-        "causal step": (qkv(), step),
-        "one stripe of four": (qkv(n=10), stripe),
-        "stripes of four keys": (qkv(l=7), stripes),
+        "causal step": (qkv(), positions(at[37:40], at[:40])),
+        "one stripe of four": (qkv(n=10), positions(at[37:40], at[1:40:4])),
+        "stripes of four keys": (qkv(l=7), positions(at[73:], at[at // 4 % 2 == 1])),
         "sinks": (qkv(), {"sinks": np.array([0.0, 2.0, 4.0, 5.0])}),
         "large sinks": (qkv(h_kv=2), {"sinks": np.array([-1000.0, 0.0, 100.0, 1000.0])}),
-        "causal prompt": (qkv(1, 40, 2, 2), {"query_positions": at[:40], "key_positions": at[:40]}),
-        "causal chunk": (
-            qkv(1, 24, 2, 2),
-            {"query_positions": at[13:37], "key_positions": at[:40]},
-        ),
+        "causal prompt": (qkv(1, 40, 2, 2), positions(at[:40], at[:40])),
+        "causal chunk": (qkv(1, 24, 2, 2), positions(at[13:37], at[:40])),
     }
     long = np.arange(300)
     of_size = {
@@ -84,10 +80,7 @@ def attention_questions(dtype: str = "float32") -> list[Question]:
             qkv(2, 133, 2, 2, n=300),
             {"mask": rng.random((2, 1, 133, 300)) < 0.5},
         ),
-        "a causal prompt of 300": (
-            qkv(1, 300, 1, 1, n=300),
-            {"query_positions": long, "key_positions": long},
-        ),
+        "a causal prompt of 300": (qkv(1, 300, 1, 1, n=300), positions(long, long)),
         TOGETHER: (
             qkv(3, 5, 12, 3, n=300),
             {
@@ -101,17 +94,7 @@ def attention_questions(dtype: str = "float32") -> list[Question]:
         ),
     }
     largest = {"large scores": 6000.0, "rows far apart": 1000.0, "scores that rise": 80.0}
-    return [
-        Question(
-            name,
-            dict(zip("qkv", arrays, strict=True)),
-            options,
-            attend(*arrays, **options),
-            largest=largest.get(name, 0.0),
-            names=name not in of_size,
-        )
-        for name, (arrays, options) in (asked | of_size).items()
-    ]
+    return questions_of(asked, of_size, attend, largest)
 
 
 def check_attention(

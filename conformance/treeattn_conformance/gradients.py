@@ -10,12 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .calling import as_array
-from .judge import TOGETHER, Mistake, Question, Subject, judge, together
+from .judge import TOGETHER, Mistake, Question, Subject, as_array, judge, questions_of, together
 from .pairs import along, size_of
-from .reference import scores, softmax
+from .reference import TOLERANCES, rounded, scores, softmax
 from .report import Report
-from .rounding import TOLERANCES, rounded
 
 GRADIENT_CURES = {
     "lse without a gradient": "dS = P · (dout·v − Σ dout·out + dlse), with the merged out: a merge "
@@ -104,17 +102,14 @@ def backward(
             dq[i][:, row] += of_q * np.einsum("blhn,bnhd->blhd", ds, k[:, used])
             dk[:, to] += of_k * slip.dkv * np.einsum("blhn,blhd->bnhd", ds_to, q[:, row])
             dv[:, to] += slip.dkv * np.einsum("blhn,blhd->bnhd", p_to, dout[:, row])
-    ways = {"sum": np.sum, "mean": np.mean, "first": _first, "last": _last}
+    ways = {
+        "sum": np.sum,
+        "mean": np.mean,
+        "first": functools.partial(np.take, indices=0),
+        "last": functools.partial(np.take, indices=-1),
+    }
     heads = (x.reshape(*x.shape[:2], -1, group, x.shape[-1]) for x in (dk, dv))
     return ways[slip.dq](dq, axis=0), *(ways[slip.heads](x, axis=3) for x in heads)
-
-
-def _first(x, axis):
-    return np.take(x, 0, axis=axis)
-
-
-def _last(x, axis):
-    return np.take(x, -1, axis=axis)
 
 
 def slips() -> Iterator[tuple[str, Slip]]:
@@ -152,11 +147,12 @@ def gradient_questions(dtype: str = "float32") -> list[Question]:
     def qkv(b=2, l=5, h=4, h_kv=4, n=16, d=8, d_v=8, size=1.0):
         shapes = (b, l, h, d), (b, n, h_kv, d), (b, n, h_kv, d_v), (b, l, h, d_v)
         q, k, v, dout = (rng.normal(size=shape) for shape in shapes)
-        return [rounded(x, dtype) for x in (size * q, k, 0.5 + v, dout)]
+        found = {"q": size * q, "k": k, "v": 0.5 + v, "dout": dout}
+        return {name: rounded(x, dtype) for name, x in found.items()}
 
     stale = qkv()
-    for keys_or_values in stale[1:3]:
-        keys_or_values[1, 7:] = np.nan
+    for name in "kv":
+        stale[name][1, 7:] = np.nan
     dlse = rounded(rng.normal(size=(2, 5, 4)), dtype)
     asked = {
         "as many queries as keys": (qkv(l=16), {}),
@@ -193,16 +189,7 @@ def gradient_questions(dtype: str = "float32") -> list[Question]:
             },
         ),
     }
-    return [
-        Question(
-            name,
-            dict(zip(("q", "k", "v", "dout"), arrays, strict=True)),
-            options,
-            backward(*arrays, **options),
-            names=name not in of_size,
-        )
-        for name, (arrays, options) in (asked | of_size).items()
-    ]
+    return questions_of(asked, of_size, backward)
 
 
 def check_gradients(

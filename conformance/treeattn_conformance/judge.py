@@ -6,13 +6,14 @@ least one of them. Otherwise no name is given, and the report says which numbers
 by how much.
 """
 
+import copy
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .calling import on_copies, takes
 from .report import Report, Result, expected, first_line
 
 TOGETHER = "all options at once"  # a question about all options that the function has
@@ -107,17 +108,29 @@ def judge(
     return Report(expected(results, expect, subject.cures), subject.cures)
 
 
+def questions_of(
+    small: dict, large: dict, right: Callable, largest: Mapping[str, float] = {}
+) -> list[Question]:
+    """Questions, from {name: (arguments, options)}. The small ones are used to find a name, too."""
+    return [
+        Question(
+            name,
+            arguments,
+            options,
+            right(*arguments.values(), **options),
+            largest.get(name, 0.0),
+            names=name in small,
+        )
+        for name, (arguments, options) in (small | large).items()
+    ]
+
+
 def together(f: Callable, questions: Sequence[Question], right: Callable) -> list[Question]:
-    """The questions, of which "all options at once" asks for the options that f has."""
-
-    def of(question: Question) -> Question:
-        if question.name != TOGETHER:
-            return question
-        options = {name: x for name, x in question.options.items() if takes(f, name)}
-        answer = right(*question.arguments.values(), **options)
-        return question._replace(options=options, right=answer)
-
-    return [of(question) for question in questions]
+    """The questions, of which the last, "all options at once", asks for the options of f."""
+    *others, last = questions
+    options = {name: x for name, x in last.options.items() if takes(f, name)}
+    answer = right(*last.arguments.values(), **options)
+    return [*others, last._replace(options=options, right=answer)]
 
 
 def chosen(questions: Sequence[Question], only: Iterable[str] | None) -> Sequence[Question]:
@@ -142,9 +155,8 @@ def _ask(f, question: Question, subject: Subject, written: set[str]) -> tuple[Re
     except NotImplementedError as error:
         return Result(name, "skipped", (), first_line(error)), None
     except Exception as error:
-        mistake = (error.mistake,) if hasattr(error, "mistake") else ()
         detail = f"{type(error).__name__}: {first_line(error)}"
-        return Result(name, "failed", mistake, detail), None
+        return Result(name, "failed", getattr(error, "mistakes", ()), detail), None
 
 
 # Which mistakes explain everything?
@@ -214,3 +226,48 @@ def smallest_sets(explained: list[np.ndarray], wrong: np.ndarray, most: int) -> 
 
     found = (list(sets((), wrong, size)) for size in range(1, most + 1))
     return next((x for x in found if x), [])
+
+
+# Calling the function under test
+
+
+def parameters(f: Callable) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(f).parameters
+    except (TypeError, ValueError):  # some functions that are not written in Python
+        return {}
+
+
+def takes(f: Callable, option: str) -> bool:
+    """Whether f has an argument of this name, or takes any keyword."""
+    found = parameters(f)
+    return option in found or any(x.kind is x.VAR_KEYWORD for x in found.values())
+
+
+def as_array(x) -> np.ndarray:
+    """x as an array. Raises TypeError, with advice, if NumPy cannot read a tensor."""
+    try:
+        return np.asarray(x)
+    except (TypeError, RuntimeError) as error:
+        words = (("BFloat16", ".float()"), ("cuda", ".cpu()"), ("grad", ".detach()"))
+        advice = [call for word, call in words if word in str(error)]
+        if not advice:
+            raise
+        raise TypeError(f"NumPy cannot read this tensor: return x{advice[0]}") from error
+
+
+def on_copies(f: Callable, arguments: dict, options: dict, written: set[str]):
+    """f's answer on copies; adds to `written` the names of the arguments that f changed."""
+    given = copy.deepcopy(arguments), copy.deepcopy(options)
+    answer = f(*given[0].values(), **given[1])
+    for before, after in zip((arguments, options), given, strict=True):
+        written |= {name for name in before if not same_bits(before[name], after[name])}
+    return answer
+
+
+def same_bits(x, y) -> bool:
+    """Whether two arrays, or two lists of arrays, hold the same numbers."""
+    if isinstance(x, list | tuple):
+        return len(x) == len(y) and all(map(same_bits, x, y))
+    x, y = np.asarray(x), np.asarray(y)
+    return x.dtype == y.dtype and np.array_equal(x, y, equal_nan=x.dtype.kind == "f")

@@ -13,35 +13,18 @@ import numpy as np
 
 from . import merge_mistakes as merges
 from .judge import Asked, Mistake
-from .merge_mistakes import MERGE_CURES, Wrongs, merged
+from .merge_mistakes import SUM_CURES, Wrongs
 from .pairs import Family, PairMistake
-from .reference import attend, scores, softmax
+from .reference import attend, merged, scores, softmax
 from .signs import SIGN_CURES, SIGNS
 
-SHARED = (  # with merges
-    "log base 2",
-    "axes of lse",
-    "lse without its maximum",
-    "lse is the maximum",
-    "not divided",
-    "exp overflows",
-    "pivot of other rows",
-    "pivot is not the maximum",
-    "stale pivot",
-    "counted twice",
-    "epsilon in the sum",
-)
 KERNEL_CURES = (
     SIGN_CURES
-    | {name: MERGE_CURES[name] for name in SHARED}
+    | SUM_CURES
     | {
-        "log base 10": "lse is in base 10: multiply by log 10",
         "lse of other scores": "lse is of the scores that softmax saw: scaled once, in one base",
-        "one more in the sum": "log1p, or softmax with a 1 in its denominator, counts a key that "
-        "is not there",
         "a cap on scores": "c · tanh(s / c) is another attention: turn the cap off",
         "scale": "scores are q·k · scale, with 1/√d where no scale is given",
-        "maximum of other keys": "lse = max + log Σ exp(s − max): the same maximum, of seen keys",
         "heads tiled": "query head i reads key head i // (h // h_kv): repeat each, do not tile all",
         "first head for all": "query head i reads key head i // (h // h_kv)",
         "heads regrouped": "a device has other heads than it merged: regroup before, or send back",
@@ -66,17 +49,15 @@ KERNEL_CURES = (
         "sinks once a shard": "a sink is one more key: add it on one device, or after the merge",
     }
 )
-
-
 POSITIONS = ("query_positions", "key_positions")
 
 
 def kernel_mistakes() -> Iterator[Mistake]:
     """Known mistakes, one for each form."""
     yield from (*SIGNS, Regrouped("heads regrouped", attend))
-    for name, wrong in itertools.chain(of_heads(), of_lse(), of_keys(), of_masks(), of_sums()):
+    for name, wrong in itertools.chain(of_heads(), of_keys(), of_masks(), of_sums()):
         yield Mistake(name, wrong)
-    for name, wrong in itertools.chain(of_numbers(), of_sinks(), of_logs()):
+    for name, wrong in itertools.chain(of_lse(), of_sinks()):
         yield PairMistake(name, wrong)
     for rule in (
         lambda given, d, c: (given or d**-0.5) * c,
@@ -85,11 +66,10 @@ def kernel_mistakes() -> Iterator[Mistake]:
         lambda given, d, c: c,
         lambda given, d, c: (given or 1) * c,
     ):
-        yield Family("scale", functools.partial(scaled, rule=rule), 1e-4, 1e4)
+        yield Family("scale", functools.partial(scaled, rule), 1e-4, 1e4)
     yield Family("a cap on scores", capped, 0.5, 5000.0)
     yield Family("sinks once a shard", shared_sinks, 1.5, 5000.0, whole=True)
-    for wrong in merges.epsilons():
-        yield Family("epsilon in the sum", of_shards(wrong), 1e-20, 0.1)
+    yield from merges.epsilons(of_shards)
 
 
 # Right scores, merged wrongly
@@ -103,7 +83,6 @@ def of_shards(wrong: Callable, block: int = 1, *, apart: bool = False, maxima: b
     """
 
     def kernel(q, k, v, *, sinks=None, **options):
-        number = {"number": options.pop("number")} if "number" in options else {}
         s = np.moveaxis(scores(q, k, **options), -1, 0)
         values = np.repeat(np.asarray(v, np.float64), q.shape[2] // k.shape[2], axis=2)
         values = np.broadcast_to(values.swapaxes(0, 1)[:, :, None], (*s.shape, v.shape[-1]))
@@ -113,42 +92,51 @@ def of_shards(wrong: Callable, block: int = 1, *, apart: bool = False, maxima: b
             parts = [merged(values[x], s[x]) for x in blocks]
             values, s = map(np.stack, zip(*parts, strict=True))
         if sinks is None:
-            return wrong(values, s, **largest, **number)
-        sink = np.zeros((1, *values.shape[1:])), np.broadcast_to(sinks, (1, *s.shape[1:]))
-        if apart or maxima:
-            keys = wrong(values, s, **largest, **number)
-            return merged(*(np.stack([x, y[0]]) for x, y in zip(keys, sink, strict=True)))
-        return wrong(*map(np.concatenate, zip((values, s), sink, strict=True)), **number)
+            return wrong(values, s, **largest)
+        if not apart:
+            return wrong(*with_sink(values, s, sinks))
+        out, lse = wrong(values, s, **largest)
+        return merged(*with_sink(out[None], lse[None], sinks))
 
     return kernel
 
 
+def with_sink(out, lse, sinks):
+    """Stacked outs and lses, and one more shard of the sinks."""
+    sink = np.zeros((1, *out.shape[1:])), np.broadcast_to(sinks, (1, *lse.shape[1:]))
+    return tuple(map(np.concatenate, zip((out, lse), sink, strict=True)))
+
+
 def of_sums() -> Wrongs:
-    for name, wrong in merges.wrong_pivots():
-        for apart in (False, True):
-            yield name, of_shards(wrong, apart=apart)
+    for (name, wrong), apart in itertools.product(merges.wrong_pivots(), (False, True)):
+        yield name, of_shards(wrong, apart=apart)
     for name, wrong in merges.wrong_sums():
         yield name, of_shards(wrong)
-    for block, wrong, maxima in itertools.product((4, 8, 16, 32), merges.STALE, (False, True)):
-        yield "stale pivot", of_shards(wrong, block, maxima=maxima)
-
-
-def of_logs() -> Wrongs:
-    for name, wrong in (*merges.wrong_logs(), *merges.of_turned_lse()):
-        yield name, of_shards(wrong)
+    of_blocks = [*merges.of_weights(), *merges.added_logs()]
+    for block in (4, 8, 16, 32):
+        for name, wrong in of_blocks:
+            yield name, of_shards(wrong, block, apart=True)
+        for wrong, maxima in itertools.product(merges.STALE, (False, True)):
+            yield "stale pivot", of_shards(wrong, block, apart=True, maxima=maxima)
 
 
 # Other scores
 
 
-def scaled(q, k, v, *, rule, number, **options):
-    options["scale"] = rule(options.get("scale"), q.shape[-1], number)
-    return attend(q, k, v, **options)
+def scaled(rule: Callable, number: float) -> Callable:
+    def wrong(q, k, v, **options):
+        options["scale"] = rule(options.get("scale"), q.shape[-1], number)
+        return attend(q, k, v, **options)
+
+    return wrong
 
 
-def capped(q, k, v, *, number, sinks=None, **options):
-    s = scores(q, k, **options)
-    return softmax(np.where(np.isneginf(s), s, number * np.tanh(s / number)), v, sinks)
+def capped(number: float) -> Callable:
+    def wrong(q, k, v, *, sinks=None, **options):
+        s = scores(q, k, **options)
+        return softmax(np.where(np.isneginf(s), s, number * np.tanh(s / number)), v, sinks)
+
+    return wrong
 
 
 def of_heads() -> Wrongs:
@@ -169,64 +157,40 @@ class Regrouped(Mistake):
     """Heads in another order, of out, lse or both; the order is found from the answer."""
 
     def explains(self, asked: Asked, same: Callable) -> np.ndarray:
-        found = list(asked.question.right)
-        for i, (x, right) in enumerate(zip(asked.answer, asked.question.right, strict=True)):
-            if x is not None and x.shape == right.shape:
-                heads = [np.moveaxis(np.nan_to_num(y), 2, 0) for y in (x, right)]
-                off = [[np.abs(one - other).sum() for other in heads[1]] for one in heads[0]]
-                order = np.argmin(off, axis=1)
-                found[i] = right[:, :, order] if len({*order.tolist()}) == len(order) else right
-        return same(asked.question, asked.answer, found)
+        found = map(self.ordered, asked.answer, asked.question.right)
+        return same(asked.question, asked.answer, tuple(found))
+
+    @staticmethod
+    def ordered(x: np.ndarray | None, right: np.ndarray) -> np.ndarray:
+        """The right answer's heads, each where x has a head that is nearest to it."""
+        if x is None or x.shape != right.shape:
+            return right
+        heads = [np.moveaxis(np.nan_to_num(y), 2, 0) for y in (x, right)]
+        off = [[np.abs(one - other).sum() for other in heads[1]] for one in heads[0]]
+        order = np.argmin(off, axis=1)
+        return right[:, :, order] if len(set(order)) == len(order) else right
 
 
 def of_lse() -> Wrongs:
-    def times(q, k, v, *, factor, **options):
+    def scaled_lse(q, k, v, **options):
         out, lse = attend(q, k, v, **options)
-        return out, lse * factor(options.get("scale", q.shape[-1] ** -0.5))
+        return out, lse * options.get("scale", q.shape[-1] ** -0.5)
 
-    def of_unscaled(q, k, v, **options):
-        return attend(q, k, v, **options)[0], attend(q, k, v, **options | {"scale": 1})[1]
-
-    yield "log base 10", functools.partial(times, factor=lambda scale: 1 / np.log(10))
-    yield "lse of other scores", of_unscaled
-    yield "lse of other scores", functools.partial(times, factor=lambda scale: scale)
-
-
-def of_numbers() -> Wrongs:
-    def one_more(q, k, v, *, one, guarded, **options):
-        out, lse = attend(q, k, v, **options)
-        m = scores(q, k, **{x: y for x, y in options.items() if x != "sinks"}).max(axis=-1)
-        m = np.maximum(m, options.get("sinks", -np.inf))
-        pivot = np.where(np.isneginf(m), 0, m)
-        d = np.exp(lse - pivot)
-        total = d + one(pivot)
-        wrong = pivot + np.log(total)
-        return out * (d / total)[..., None], wrong if guarded else np.where(d == 0, lse, wrong)
-
-    def of_all_keys(q, k, v, *, sinks=None, **options):
-        """The sum is relative to the seen keys' maximum; out and lse use that of all keys."""
-        out, lse = attend(q, k, v, sinks=sinks, **options)
-        seen = scores(q, k, **options).max(axis=-1)
-        rise = np.fmax.reduce(scores(q, k, scale=options.get("scale")), axis=-1) - seen
-        rise = np.where(np.isneginf(seen), 0, rise)
-        return out * np.exp(-rise)[..., None], lse + rise
-
-    for one, guarded in itertools.product((np.ones_like, lambda m: np.exp(-m)), (True, False)):
-        yield "one more in the sum", functools.partial(one_more, one=one, guarded=guarded)
-    yield "maximum of other keys", of_all_keys
+    yield "lse of other scores", scaled_lse
+    for name, wrong in (*merges.wrong_logs(), *merges.of_turned_lse()):
+        yield name, of_shards(wrong)
 
 
 # Other keys
 
 
-def with_(**changes: Callable) -> Callable:
-    """A kernel that replaces the value of each given option `name` by change(value)."""
+def with_(name: str, change: Callable) -> Callable:
+    """A kernel that replaces the value of an option, where it is given, by change(value)."""
 
     def wrong(q, k, v, **options):
-        changed = {
-            name: change(options[name]) for name, change in changes.items() if name in options
-        }
-        return attend(q, k, v, **options | changed)
+        if name in options:
+            options[name] = change(options[name])
+        return attend(q, k, v, **options)
 
     return wrong
 
@@ -253,7 +217,7 @@ def some_keys(kept: Callable, or_all: bool = True) -> Callable:
 
 
 def lengths(rule: Callable) -> Callable:
-    return with_(kv_lengths=lambda x: np.maximum(rule(x), 0))
+    return with_("kv_lengths", lambda x: np.maximum(rule(x), 0))
 
 
 def of_keys() -> Wrongs:
@@ -269,10 +233,9 @@ def of_keys() -> Wrongs:
         ):
             yield "keys left out", some_keys(kept)
             yield "keys left out", some_keys(kept, or_all=False)
-        if b > 1:
-            yield "a partial block left out", some_keys(lambda n, b=b: slice(0, n // b * b))
-            yield "a partial block left out", lengths(lambda x, b=b: x // b * b)
-            yield "keys beyond the length", lengths(lambda x, b=b: -(-x // b) * b)
+        yield "a partial block left out", some_keys(lambda n, b=b: slice(0, n // b * b))
+        yield "a partial block left out", lengths(lambda x, b=b: x // b * b)
+        yield "keys beyond the length", lengths(lambda x, b=b: -(-x // b) * b)
         yield "keys beyond the length", lengths(lambda x, b=b: (x // b + 1) * b)
     yield "keys left out", lengths(lambda x: x - 1)
     yield "counted twice", twice
@@ -284,28 +247,29 @@ def of_keys() -> Wrongs:
 
 
 def of_masks() -> Wrongs:
-    yield "mask inverted", with_(mask=np.logical_not)
-    for one in (np.s_[:1], np.s_[:, :, :1], np.s_[:, :, -1:]):
-        yield "one row's mask for all", with_(mask=lambda x, i=one: np.broadcast_to(x[i], x.shape))
+    yield "mask inverted", with_("mask", np.logical_not)
+    for one in (lambda x: x[:1], lambda x: x[:, :, :1]):
+        yield (
+            "one row's mask for all",
+            with_("mask", lambda x, f=one: np.broadcast_to(f(x), x.shape)),
+        )
 
-    def other_scores(q, k, v, *, names, change, sinks=None, **options):
-        """Keys that one of the options `names` hides have another score than −∞."""
-        s = scores(q, k, **{name: x for name, x in options.items() if name not in names})
-        changed = change(s, ~np.isneginf(scores(q, k, **options))) if names & options.keys() else s
-        return softmax(changed, v, sinks)
+    def other_scores(q, k, v, *, change, sinks=None, scale=None, **hiding):
+        """Hidden keys have another score than −∞."""
+        s = scores(q, k, scale=scale)
+        return softmax(change(s, ~np.isneginf(scores(q, k, **hiding))) if hiding else s, v, sinks)
 
-    def after_the_softmax(q, k, v, *, names, **options):
-        _, lse = without(*names)(q, k, v, **options)
+    def after_the_softmax(q, k, v, **options):
+        _, lse = without("mask", "kv_lengths", *POSITIONS)(q, k, v, **options)
         seen, lse_of_seen = attend(q, k, v, **options)
-        share = np.where(np.isneginf(lse_of_seen), 0, np.exp(lse_of_seen - lse))
-        return seen * share[..., None], lse
+        return seen * np.exp(lse_of_seen - lse)[..., None], lse
 
-    zero = functools.partial(other_scores, change=lambda s, seen: np.where(seen, s, 0 * s))
-    added = functools.partial(other_scores, change=np.add)
-    for names in ({"mask"}, {"kv_lengths"}, {*POSITIONS}, {"mask", "kv_lengths", *POSITIONS}):
-        yield "hidden scores are 0", functools.partial(zero, names=names)
-        yield "mask added as a number", functools.partial(added, names=names)
-        yield "masked after the softmax", functools.partial(after_the_softmax, names=names)
+    for name, change in (
+        ("hidden scores are 0", lambda s, seen: np.where(seen, s, 0 * s)),
+        ("mask added as a number", np.add),
+    ):
+        yield name, functools.partial(other_scores, change=change)
+    yield "masked after the softmax", after_the_softmax
 
     def bounded(q, k, v, *, bound, query_positions=None, key_positions=None, **options):
         if query_positions is None:
@@ -313,33 +277,18 @@ def of_masks() -> Wrongs:
         mask = bound(query_positions[:, None], key_positions)
         return attend(q, k, v, mask=mask[None, None], **options)
 
-    for name, bound in bounds():
-        yield name, functools.partial(bounded, bound=bound)
-
-
-def bounds() -> Wrongs:
-    """The keys (n,) that queries (l, 1) see on a device that misreads their positions."""
-
     def from_the_last(query, key, *, p):
         """Keys in stripes: a key at position `key` is key number key // p of its device."""
         l, at = len(query), np.arange(len(key))
         kept = (len(key) - at % p + p - 1) // p
         return at // p <= kept - l + np.arange(l)[:, None]
 
-    def as_single_keys(query, key):
-        """Stripes of several keys, with the bound of one-key stripes:
-        ⌈(position + 1 − rank) / p⌉."""
-        jumps = np.flatnonzero(np.diff(key) > 1)
-        stripe = jumps[0] + 1 if len(jumps) else len(key)
-        p = (key[stripe] - key[0]) // stripe if len(jumps) else 1
-        rank = key[0] // stripe if len(jumps) else 0
-        return np.arange(len(key)) < (query + p - rank) // p
-
-    yield "a query does not see itself", lambda query, key: key < query
-    yield "causal from the first key", lambda query, key: np.tri(len(query), len(key), dtype=bool)
-    yield "local positions", as_single_keys
-    for p in (1, 2, 3, 4, 8, 16):
-        yield "local positions", functools.partial(from_the_last, p=p)
+    for name, bound in (
+        ("a query does not see itself", lambda query, key: key < query),
+        ("causal from the first key", lambda query, key: np.tri(len(query), len(key), dtype=bool)),
+        *(("local positions", functools.partial(from_the_last, p=p)) for p in (1, 2, 3, 4, 8, 16)),
+    ):
+        yield name, functools.partial(bounded, bound=bound)
 
 
 def of_sinks() -> Wrongs:
@@ -347,15 +296,14 @@ def of_sinks() -> Wrongs:
         out, lse = attend(q, k, v, **options)
         if sinks is None:
             return out, lse
-        m = scores(q, k, **options).max(axis=-1)
-        d = np.exp(lse - m) + np.exp((sinks - m).astype(dtype))
-        return out * (np.exp(lse - m) / d)[..., None], m + np.log(d)
+        stacked = with_sink(out[None], lse[None], sinks)
+        return merges.flawed(*stacked, pivot=lambda lse: lse[0], dtype=dtype)
 
-    for dtype in ("float16", "float32", "float64"):
+    for dtype in ("float32", "float64"):
         yield "sinks not in the maximum", functools.partial(not_in_the_maximum, dtype=dtype)
     yield "sinks ignored", without("sinks")
 
 
-def shared_sinks(q, k, v, *, number, **options):
+def shared_sinks(number: float) -> Callable:
     """A sink that counts once on each of `number` shards."""
-    return with_(sinks=lambda x: x + np.log(number))(q, k, v, **options)
+    return with_("sinks", lambda x: x + np.log(number))

@@ -12,12 +12,12 @@ import numpy as np
 
 from .judge import Mistake
 from .pairs import Family, PairMistake
-from .reference import weighed
-from .rounding import rounded
+from .reference import clean, merged, rounded
 from .signs import SIGN_CURES, SIGNS
 
-MERGE_CURES = SIGN_CURES | {
+SUM_CURES = {  # of kernels, too
     "log base 2": "lse is in base 2 on one side and natural on the other: multiply by log 2",
+    "log base 10": "lse is in base 10: multiply by log 10",
     "axes of lse": "lse is (b, l, h) here, (b, h, l) in many kernels: transpose, not reshape",
     "lse + block_lse": "sums of exponentials add, not their logarithms: use logaddexp",
     "exp overflows": "subtract the maximum before the exponential, across the shards too",
@@ -30,11 +30,14 @@ MERGE_CURES = SIGN_CURES | {
     "lse without its maximum": "lse = max + log Σ exp(lse − max): add the maximum again",
     "lse is the maximum": "lse = max + log Σ exp(lse − max): the logarithm is missing",
     "outs not weighted": "each out counts by its mass: weigh it with exp(lse − max)",
-    "a shard left out": "every shard counts, the first and the last as well",
-    "counted twice": "every shard, and every key, counts once: where do two of them overlap?",
     "weights of other shards": "a weight belongs to the out of its own shard",
+    "counted twice": "every shard, and every key, counts once: where do two of them overlap?",
     "epsilon in the sum": "a constant in the denominator outweighs small sums: select instead",
+    "one more in the sum": "log1p, or softmax with a 1 in its denominator, counts a key that "
+    "is not there",
 }
+MERGE_CURES = SIGN_CURES | SUM_CURES
+MERGE_CURES["a shard left out"] = "every shard counts, the first and the last as well"
 Wrongs = Iterator[tuple[str, Callable]]
 
 
@@ -47,8 +50,7 @@ def merge_mistakes() -> Iterator[Mistake]:
             yield Mistake(name, of_parts(way))
     for name, wrong in itertools.chain(of_shards(), wrong_logs(), of_rounding(), of_axes()):
         yield PairMistake(name, of_parts(wrong))
-    for wrong in epsilons():
-        yield Family("epsilon in the sum", of_parts(wrong), 1e-20, 0.1)
+    yield from epsilons(of_parts)
 
 
 # The forms that merges come in
@@ -56,23 +58,7 @@ def merge_mistakes() -> Iterator[Mistake]:
 
 def of_parts(wrong: Callable) -> Callable:
     """A merge of pairs, from a merge of stacked arrays."""
-
-    def merge_pairs(parts, **options):
-        stacked = (np.stack(x).astype(np.float64) for x in zip(*parts, strict=True))
-        return wrong(*stacked, **options)
-
-    return merge_pairs
-
-
-def merged(out, lse):
-    """The right merge."""
-    return weighed(*clean(out, lse))
-
-
-def clean(out, lse):
-    """The arrays as a right merge reads them: out 0 and lse −∞ where there are no keys."""
-    none = np.isinf(lse)
-    return np.where(none[..., None], 0, out), np.where(none, -np.inf, lse)
+    return lambda parts: wrong(*(np.stack(x).astype(np.float64) for x in zip(*parts, strict=True)))
 
 
 def in_turn(merge_two: Callable, *, from_nothing: bool = False) -> Callable:
@@ -139,10 +125,13 @@ def wrong_pivots() -> Wrongs:
     pivots = [("exp overflows", lambda lse: np.zeros_like(lse[0]))]
     for others in ((1, 2, 3), (1,), (2,), (3,), (1, 2), (2, 3), (1, 3)):
         pivots.append(("pivot of other rows", over((0, *others))))
-    for other in (np.min, np.mean):
-        pivots.append(("pivot is not the maximum", functools.partial(other, axis=0)))
-    for place in (0, -1):
-        pivots.append(("pivot is not the maximum", lambda lse, i=place: lse[i]))
+    for other in (
+        lambda lse: lse.min(axis=0),
+        lambda lse: lse.mean(axis=0),
+        lambda lse: lse[0],
+        lambda lse: lse[-1],
+    ):
+        pivots.append(("pivot is not the maximum", other))
     for (name, pivot), dtype, guarded in itertools.product(
         pivots, ("float32", "float64"), (True, False)
     ):
@@ -169,40 +158,37 @@ def stale(out, lse, *, rescaled, maxima=None):
 STALE = [functools.partial(stale, rescaled=rescaled) for rescaled in ("", "d", "n")]
 
 
-def not_divided(out, lse):
-    right, total = merged(out, lse)
-    m = clean(out, lse)[1].max(axis=0)
-    return right * np.where(np.isneginf(total), 0, np.exp(total - m))[..., None], total
+def largest(lse) -> np.ndarray:
+    """The largest lse of a shard, or 0 where no shard has keys."""
+    m = np.where(np.isinf(lse), -np.inf, lse).max(axis=0)
+    return np.where(np.isneginf(m), 0, m)
 
 
 def wrong_sums() -> Wrongs:
+    def not_divided(out, lse):
+        right, total = merged(out, lse)
+        return right * np.exp(total - largest(lse))[..., None], total
+
     for wrong in STALE:
         yield "stale pivot", wrong
     yield "not divided", not_divided
 
 
 def of_weights() -> Wrongs:
-    def mean(out, lse, *, of_all):
-        out, cleaned = clean(out, lse)
-        counted = np.ones(lse.shape) if of_all else np.isfinite(cleaned) * 1.0
-        sums = (out * counted[..., None]).sum(axis=0)
-        return sums / np.maximum(counted.sum(axis=0), 1)[..., None], merged(out, lse)[1]
+    def mean(out, lse):
+        return clean(out, lse)[0].mean(axis=0), merged(out, lse)[1]
 
-    def moved(out, lse, *, order):
-        """Each out with the lse of another shard."""
+    def exchanged(out, lse):
+        """The outs of the first two shards have each other's lse."""
         out, lse = clean(out, lse)
+        order = np.arange(len(lse))
+        order[:2] = order[:2][::-1]
         total = merged(out, lse)[1]
-        w = np.exp(order(lse) - np.where(np.isneginf(total), 0, total))
+        w = np.exp(lse[order] - np.where(np.isneginf(total), 0, total))
         return np.einsum("p...,p...d->...d", w, out), total
 
-    for of_all in (False, True):
-        yield "outs not weighted", functools.partial(mean, of_all=of_all)
-    for order in (
-        lambda x: np.roll(x, 1, 0),
-        lambda x: np.roll(x, -1, 0),
-        lambda x: x[[1, 0, *range(2, len(x))]] if len(x) > 1 else x,
-    ):
-        yield "weights of other shards", functools.partial(moved, order=order)
+    yield "outs not weighted", mean
+    yield "weights of other shards", exchanged
 
 
 def of_shards() -> Wrongs:
@@ -216,6 +202,18 @@ def of_shards() -> Wrongs:
             out, lse = merged(*(x.reshape(-1, 2, *x.shape[1:]).swapaxes(0, 1) for x in two))
         return out[0], lse[0]
 
+    yield "a shard left out", odd_one_lost
+    for kept in (slice(0, -1), slice(1, None)):
+        yield "a shard left out", functools.partial(some, kept=kept)
+    for again in (0, -1):
+        yield (
+            "counted twice",
+            lambda out, lse, i=again: merged(*(np.concatenate([x, x[[i]]]) for x in (out, lse))),
+        )
+    yield from added_logs()
+
+
+def added_logs() -> Wrongs:
     def added(out, lse, *, kept, dtype):
         """lse is the sum of all lse, or, with `kept`, of those of shards that have keys."""
         lse = lse.astype(dtype)
@@ -226,14 +224,6 @@ def of_shards() -> Wrongs:
         total = np.where(none.all(axis=0), -np.inf, pivot)
         return (out * np.exp(lse - pivot)[..., None]).sum(axis=0), total
 
-    yield "a shard left out", odd_one_lost
-    for kept in (slice(0, -1), slice(1, None)):
-        yield "a shard left out", functools.partial(some, kept=kept)
-    for again in (0, -1):
-        yield (
-            "counted twice",
-            lambda out, lse, i=again: merged(*(np.concatenate([x, x[[i]]]) for x in (out, lse))),
-        )
     for kept, dtype in itertools.product((True, False), ("float32", "float64")):
         yield "lse + block_lse", functools.partial(added, kept=kept, dtype=dtype)
 
@@ -252,8 +242,32 @@ def wrong_logs() -> Wrongs:
     ln2 = np.log(2)
     for read, written in ((1, 1 / ln2), (ln2, 1), (1 / ln2, 1), (ln2, 1 / ln2)):
         yield "log base 2", functools.partial(in_base, read=read, written=written)
+    yield "log base 10", functools.partial(in_base, read=1, written=1 / np.log(10))
     yield "lse without its maximum", functools.partial(of_maximum, left=True)
     yield "lse is the maximum", functools.partial(of_maximum, left=False)
+    for pivot in (True, False):
+        yield "one more in the sum", one_more(1.0, pivot=pivot)
+
+
+def one_more(number: float, *, pivot: bool) -> Callable:
+    """A merge that adds a number to the sum of all weights, after a pivot or without one."""
+
+    def wrong(out, lse):
+        right, total = merged(out, lse)
+        m = largest(lse)
+        d = np.exp(total - m)
+        more = d + number * (1 if pivot else np.exp(-m))
+        return right * (d / more)[..., None], m + np.log(more)
+
+    return wrong
+
+
+def epsilons(form: Callable) -> Iterator[Mistake]:
+    """form: `of_parts`, or a kernel of a merge"""
+    for pivot in (True, False):
+        yield Family(
+            "epsilon in the sum", lambda x, p=pivot: form(one_more(x, pivot=p)), 1e-20, 0.1
+        )
 
 
 def of_rounding() -> Wrongs:
@@ -271,19 +285,6 @@ def of_rounding() -> Wrongs:
         yield "sums in 16 bits", functools.partial(of_outs, dtype=dtype)
         yield f"lse in {dtype}", functools.partial(of_lse, dtype=dtype)
         yield f"lse in {dtype}", in_turn(functools.partial(of_result, dtype=dtype))
-
-
-def epsilons() -> list[Callable]:
-    """Merges that add a `number` to the sum of all weights, after a pivot or without one."""
-
-    def wrong(out, lse, *, number, pivot):
-        right, total = merged(out, lse)
-        m = clean(out, lse)[1].max(axis=0) if pivot else np.zeros(total.shape)
-        m = np.where(np.isneginf(m), 0, m)
-        with_epsilon = m + np.logaddexp(total - m, np.log(number))
-        return right * np.exp(total - with_epsilon)[..., None], with_epsilon
-
-    return [functools.partial(wrong, pivot=pivot) for pivot in (True, False)]
 
 
 def of_axes() -> Wrongs:

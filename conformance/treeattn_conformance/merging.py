@@ -1,17 +1,15 @@
 """check_merge and its questions to merges of (out, lse)."""
 
 import functools
-import inspect
 from collections.abc import Callable
 
 import numpy as np
 
-from .judge import Question, judge
+from .judge import Question, judge, parameters, questions_of
 from .merge_mistakes import MERGE_CURES, merge_mistakes
 from .pairs import pairs
-from .reference import merge
+from .reference import merge, rounded
 from .report import Report
-from .rounding import rounded
 
 
 def merge_questions(dtype: str = "float32") -> list[Question]:
@@ -29,7 +27,7 @@ def merge_questions(dtype: str = "float32") -> list[Question]:
         lses = np.where(none, -np.inf, lses)
         return list(zip(rounded(outs, dtype), lses, strict=True))
 
-    def apart(axis):
+    def far_apart(axis):
         """lse near −1000, 0 and 1000 along an axis of (shards, b, l, h)."""
         means = np.array([0.0, 1000.0, -1000.0])
         where = means.reshape([3 if i == axis else 1 for i in range(4)])
@@ -49,10 +47,10 @@ def merge_questions(dtype: str = "float32") -> list[Question]:
         "256 shards": shards(256, (1, 2, 3)),
         "large lse": shards(3, mean=large),
         "very negative lse": shards(3, mean=-large),
-        "shards far apart": apart(0),
-        "rows far apart": apart(1),
-        "queries far apart": apart(2),
-        "heads far apart": apart(3),
+        "shards far apart": far_apart(0),
+        "rows far apart": far_apart(1),
+        "queries far apart": far_apart(2),
+        "heads far apart": far_apart(3),
         "empty shards": shards(4, empty=[0, 1, 3]),
         "ragged": shards(4, below=9.0),
         "no keys anywhere": shards(3, empty=[0, 1, 2], stale=left_over),
@@ -70,17 +68,9 @@ def merge_questions(dtype: str = "float32") -> list[Question]:
         "d = 192, 9 rows": shards(2, (9, 2, 2), d=192),
         "300 shards": shards(300, (1, 1, 2)),
     }
-    return [
-        Question(
-            name,
-            {"parts": parts},
-            {},
-            merge(parts),
-            largest=1000.0 if name.endswith("far apart") else 0.0,
-            names=name not in of_size,
-        )
-        for name, parts in (asked | of_size).items()
-    ]
+    both = ({name: ({"parts": x}, {}) for name, x in some.items()} for some in (asked, of_size))
+    apart = [name for name in asked if name.endswith("far apart")]
+    return questions_of(*both, merge, dict.fromkeys(apart, 1000.0))
 
 
 def check_merge(
@@ -117,12 +107,10 @@ def _questions(dtype: str) -> tuple:
 
 def _needs(f: Callable) -> int:
     """The number of positional arguments without a default; 0 if f has no signature."""
-    try:
-        parameters = inspect.signature(f).parameters.values()
-    except (TypeError, ValueError):
-        return 0
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(x.kind in kinds and x.default is inspect.Parameter.empty for x in parameters)
+    return sum(
+        x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD) and x.default is x.empty
+        for x in parameters(f).values()
+    )
 
 
 def folded(merge_two: Callable) -> Callable:

@@ -18,7 +18,7 @@ ROUNDED = 1e-6  # how far from 1 a sum of probabilities may be, because float32 
 class OwnChance(Exception):
     """The same answers led to other questions, so some randomness did not come from rng."""
 
-    mistake = "chance of its own"
+    mistakes = ("chance of its own",)
 
     def __init__(self):
         super().__init__("the same answers led to other questions")

@@ -4,14 +4,12 @@ out is (b, l, h, d), and lse (b, l, h) is a natural logarithm. If a function ret
 is None, and only out is judged.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from .calling import as_array
-from .judge import Asked, Mistake, Question, Subject
-from .rounding import TOLERANCES
+from .judge import Asked, Mistake, Question, Subject, as_array
+from .reference import TOLERANCES
 
 STEPS = 50  # halvings of an interval
 Pair = tuple[np.ndarray, np.ndarray | None]
@@ -38,7 +36,7 @@ class Part(Mistake):
 class Family(PairMistake):
     """A mistake with a number in it, such as an epsilon or a cap, which is fitted to the answers.
 
-    wrong(*arguments, number=x, **options), for any x between `low` and `high`, both positive.
+    wrong(x) makes it, for any x between `low` and `high`, both positive.
     """
 
     def __init__(self, name: str, wrong: Callable, low: float, high: float, whole: bool = False):
@@ -53,7 +51,7 @@ class Family(PairMistake):
         _, which, place, target, question = max(furthest, key=lambda x: x[0])
 
         def off(x: float) -> float:
-            given = self.wrong(*question.arguments.values(), number=x, **question.options)
+            given = self.wrong(x)(*question.arguments.values(), **question.options)
             return given[which][place] - target
 
         low, high = self.low, self.high
@@ -64,7 +62,7 @@ class Family(PairMistake):
             middle = np.sqrt(low * high)
             low, high = (middle, high) if (off(middle) < 0) == rises else (low, middle)
         found = float(np.round(high) if self.whole else high)
-        return PairMistake(self.name, functools.partial(self.wrong, number=found)).fit(asked)
+        return PairMistake(self.name, self.wrong(found)).fit(asked)
 
 
 def _furthest(x: Asked) -> tuple | None:

@@ -1,4 +1,4 @@
-"""The right answers, in float64 and in few lines: attention, and the merge of its parts."""
+"""The right answers, in float64 and in few lines; and numbers rounded to a dtype."""
 
 import numpy as np
 
@@ -58,14 +58,12 @@ def merge(parts) -> tuple[np.ndarray, np.ndarray]:
 
     An lse of +∞ is read as −∞, no keys. Where there are no keys, out is not read.
     """
-    out = np.stack([np.asarray(part[0], np.float64) for part in parts])
-    lse = np.stack([np.asarray(part[1], np.float64) for part in parts])
-    lse = np.where(np.isposinf(lse), -np.inf, lse)
-    return weighed(np.where(np.isneginf(lse)[..., None], 0, out), lse)
+    return merged(*(np.stack(x).astype(np.float64) for x in zip(*parts, strict=True)))
 
 
-def weighed(out, lse) -> tuple[np.ndarray, np.ndarray]:
-    """The merge of stacked outs (p, …, d) and lses (p, …). out is 0 where lse is −∞."""
+def merged(out, lse) -> tuple[np.ndarray, np.ndarray]:
+    """The merge of stacked outs (p, …, d) and lses (p, …)."""
+    out, lse = clean(out, lse)
     m = lse.max(axis=0)
     pivot = np.where(np.isneginf(m), 0, m)
     w = np.exp(lse - pivot)
@@ -73,3 +71,27 @@ def weighed(out, lse) -> tuple[np.ndarray, np.ndarray]:
     sums = (out * w[..., None]).sum(axis=0)
     with np.errstate(divide="ignore"):
         return sums / np.where(d == 0, 1, d)[..., None], pivot + np.log(d)
+
+
+def clean(out, lse) -> tuple[np.ndarray, np.ndarray]:
+    """The arrays as a right merge reads them: out 0 and lse −∞ where there are no keys."""
+    none = np.isinf(lse)
+    return np.where(none[..., None], 0, out), np.where(none, -np.inf, lse)
+
+
+# How far a result of each dtype may be off, absolute and relative.
+TOLERANCES = {"float64": 1e-10, "float32": 2e-5, "float16": 3e-3, "bfloat16": 1.6e-2}
+
+
+def bfloat16(x) -> np.ndarray:
+    """`x` rounded to bfloat16, to nearest even, in a float32 array, as NumPy has no bfloat16."""
+    bits = np.asarray(x, np.float32).view(np.uint32)
+    bits = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return (bits & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def rounded(x, dtype: str) -> np.ndarray:
+    """`x` rounded to a dtype by its name, one of `TOLERANCES`."""
+    if dtype not in TOLERANCES:
+        raise ValueError(f"dtype is {dtype!r}, expected one of {list(TOLERANCES)}")
+    return bfloat16(x) if dtype == "bfloat16" else np.asarray(x).astype(dtype)

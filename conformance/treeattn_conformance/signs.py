@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from .judge import Asked, Mistake, Question
-from .rounding import rounded
+from .reference import attend, rounded
 
 
 class Sign(Mistake):
@@ -40,18 +40,16 @@ def uniform_mean(question, out, lse):
         outs = [np.asarray(x, np.float64) for x, _ in question.arguments["parts"]]
         means = [np.mean(outs, axis=0), functools.reduce(lambda a, b: (a + b) / 2, outs)]
     else:
-        values = np.asarray(question.arguments["v"], np.float64)
-        mean = np.mean(values, axis=1, keepdims=True)
-        means = [np.repeat(mean, out.shape[2] // mean.shape[2], axis=2)]
+        q, k, v = question.arguments.values()
+        means = [attend(0 * q, np.zeros_like(k), v)[0]]
     alike = [np.isclose(out, mean, rtol=0.01, atol=0.01).all(axis=-1) for mean in means]
-    return without_keys(question) & np.any(alike, axis=0), np.zeros(lse.shape, bool)
+    return without_keys(question) & np.any(alike, axis=0), False
 
 
 def stale(question, out, lse):
     """NaN in a row of the batch whose keys or values hold NaN where no query may look."""
     arrays = [x for name, x in question.arguments.items() if name in ("k", "v")]
-    held = sum((np.isnan(x).any(axis=(1, 2, 3)) for x in arrays), np.zeros(len(lse), bool))
-    held = held[:, None, None]
+    held = sum(np.isnan(x).any(axis=(1, 2, 3))[:, None, None] for x in arrays) > 0
     return held & np.isnan(out).any(axis=-1), held & np.isnan(lse)
 
 
@@ -71,7 +69,7 @@ def rounded_out(question, out, lse):
     """One rounding: an error of the last of eight bits."""
     right = question.right[0]
     near = np.abs(out - right) <= np.abs(right) / 2**8 + 1e-7
-    return near.all(axis=-1) & _in_16_bits(out), np.zeros(lse.shape, bool)
+    return near.all(axis=-1) & _in_16_bits(out), False
 
 
 def rounded_sums(question, out, lse):
@@ -80,7 +78,7 @@ def rounded_sums(question, out, lse):
     terms = len(question.arguments.get("parts", range(8)))
     largest = np.abs(right[np.isfinite(right)]).max(initial=0)
     near = np.abs(out - right) <= min(terms * 2**-8, 0.25) * largest
-    return near.all(axis=-1) & _in_16_bits(out), np.zeros(lse.shape, bool)
+    return near.all(axis=-1) & _in_16_bits(out), False
 
 
 def rounded_lse(question, out, lse, *, dtype, bits):

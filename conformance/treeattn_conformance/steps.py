@@ -3,39 +3,15 @@
 `Step` is recursive rejection sampling on a drawn tree (https://arxiv.org/abs/2402.14160).
 """
 
-import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 
 Path = tuple[int, ...]
 
 
-class Settings(NamedTuple):
-    widths: tuple[int, ...] = (1, 1)
-    replacement: bool = False
-    temperature: float = 1.0
-    top_k: int = 10**6
-    top_p: float = 1.0
-
-    def of(self, logits: np.ndarray) -> np.ndarray:
-        """(V,) the probabilities of these logits: temperature, then top-k, then top-p."""
-        return _probabilities(logits.tobytes(), *self[2:]).copy()
-
-
-@functools.lru_cache(maxsize=10_000)
-def _probabilities(logits: bytes, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    x = np.frombuffer(logits)
-    if temperature == 0:
-        return np.eye(len(x))[np.argmax(x)]
-    p = normalized(np.exp((x - x.max()) / temperature))
-    order = np.argsort(-p, kind="stable")
-    p[order[top_k:]] = 0
-    p = p / p.sum()
-    before = np.cumsum(p[order]) - p[order]
-    p[order[before >= top_p]] = 0
-    return p / p.sum()
+def probabilities(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    return normalized(np.exp((logits - logits.max()) / temperature))
 
 
 def normalized(p: np.ndarray) -> np.ndarray:
@@ -50,30 +26,35 @@ def lacking(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 class Step:
     """One right step. `run` gives its tokens.
 
+    widths, replacement, temperature: as in `check_verifier`
     drawn: the drafted tokens, {path: its children, in the order in which they were drawn}
     """
 
-    def __init__(self, target, draft, rng, settings: Settings, drawn: dict | None = None):
+    def __init__(
+        self, target, draft, rng, widths=(1, 1), replacement=False, temperature=1.0, drawn=None
+    ):
         self.target = target
         self.draft = draft
         self.rng = rng
-        self.settings = settings
+        self.widths = widths
+        self.replacement = replacement
+        self.temperature = temperature
         self.drawn = self.tree() if drawn is None else drawn
 
     def tree(self) -> dict[Path, Path]:
         found: dict[Path, Path] = {}
         level: list[Path] = [()]
-        for width in self.settings.widths:
+        for width in self.widths:
             found |= {path: self.children(path, width) for path in level}
             level = [(*path, x) for path in level for x in dict.fromkeys(found[path])]
         return found
 
     def p(self, path: Path) -> np.ndarray:
-        return self.settings.of(self.target(path))
+        return probabilities(self.target(path), self.temperature)
 
     def q(self, path: Path) -> np.ndarray:
         """The distribution from which the first token after the path is drawn."""
-        return self.settings.of(self.draft(path))
+        return probabilities(self.draft(path), self.temperature)
 
     def claimed(self, path: Path) -> np.ndarray:
         """The distribution of this token that the acceptance test uses."""
@@ -87,12 +68,12 @@ class Step:
         found: list[int] = []
         while len(found) < width and q.any():
             found.append(self.draw(q))
-            q = q if self.settings.replacement else removed(q, found[-1])
+            q = Step.left(self, q, found[-1])
         return tuple(found)
 
     def left(self, q: np.ndarray, x: int) -> np.ndarray:
         """The distribution from which x's next sibling was drawn."""
-        return q if self.settings.replacement else removed(q, x)
+        return q if self.replacement else removed(q, x)
 
     def chance(self, p: np.ndarray, q: np.ndarray, x: int) -> float:
         return min(1.0, p[x] / q[x]) if q[x] > 0 else 0.0
@@ -134,7 +115,7 @@ def removed(q: np.ndarray, x: int) -> np.ndarray:
 
 def run_step(target: Callable, draft: Callable, rng, **options) -> Path:
     """A lossless step, with every option that `check_verifier` asks for."""
-    return Step(target, draft, rng, Settings(**options)).run()
+    return Step(target, draft, rng, **options).run()
 
 
 # Faults: steps with some parts changed
@@ -148,14 +129,6 @@ def wrong(**parts: Callable) -> type[Step]:
 keyed_draft = {"children": lambda s, path, _: (s.draw(s.q(path), s.rng.at(len(path))),)}
 keyed_test = {"accepts": lambda s, at, p, q, x: s.rng.at(len(at)).random() < s.chance(p, q, x)}
 keyed_end = {"instead": lambda s, path, p: s.draw(p, s.rng.at(len(path)))}
-
-
-def uncut(step: Step, logits: np.ndarray, *, divided: bool = False) -> np.ndarray:
-    """Probabilities before top-k and top-p; before the temperature, too, unless `divided` or 0."""
-    temperature = step.settings.temperature
-    if temperature == 0:
-        return step.settings.of(logits)
-    return Settings().of(logits / temperature if divided else logits)
 
 
 def likeliest(step: Step, path: Path, width: int) -> Path:
@@ -204,23 +177,14 @@ STEP_FAULTS: dict[str, tuple] = {
         "after a rejection draw from max(p − q, 0), normalized, not from p",
         wrong(instead=lambda s, path, p: s.draw(s.p(path))),
     ),
-    "q before temperature, top-k, top-p": (
-        "q is what the draft was drawn from, after all cuts",
-        wrong(claimed=lambda s, path: uncut(s, s.draft(path))),
-        wrong(claimed=lambda s, path: uncut(s, s.draft(path), divided=True)),
-    ),
-    "q after temperature, top-k, top-p": (
-        "q is what the draft was drawn from: it was drawn uncut",
-        wrong(q=lambda s, path: uncut(s, s.draft(path)), claimed=Step.q),
-    ),
-    "target uncut": (
-        "apply temperature, top-k and top-p to the target's logits, too",
-        wrong(p=lambda s, path: uncut(s, s.target(path))),
+    "q before temperature": (
+        "q is what the draft was drawn from, after temperature, top-k and top-p",
+        wrong(claimed=lambda s, path: probabilities(s.draft(path))),
     ),
     "siblings by the first q": (
         "a sibling is drawn from what those before have left: q without them where drawn without "
         "replacement, q itself where drawn with",
-        wrong(left=lambda s, q, x: removed(q, x) if s.settings.replacement else q),
+        wrong(left=lambda s, q, x: removed(q, x) if s.replacement else q),
     ),
     "siblings tossed independently": (
         "after a rejection, p is what p still lacks",

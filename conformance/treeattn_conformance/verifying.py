@@ -9,18 +9,17 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .calling import takes
-from .judge import Asked, Mistake, Question, Subject, judge
+from .judge import Asked, Mistake, Question, Subject, judge, takes
 from .outcomes import law
 from .report import Report
-from .steps import STEP_FAULTS, VERIFIER_CURES, Path, Settings, Step
+from .steps import STEP_FAULTS, VERIFIER_CURES, Path, Step, probabilities
 
 TOLERANCE = 1e-6  # of probabilities, so that steps in float32 pass
 NOTHING = {(): 1.0}  # the law of a step without tokens, so all tokens are the target's
 
 
-def model(seed: int, vocabulary: int = 3, *, lacks: int | None = None, sure: bool = False):
-    """Made-up logits (vocabulary,) after any path, the same every time.
+def model(seed: int, *, lacks: int | None = None, sure: bool = False):
+    """Made-up logits of three tokens after any path, the same every time.
 
     lacks: a token of probability 0. sure: one token has probability 1.
     """
@@ -28,11 +27,11 @@ def model(seed: int, vocabulary: int = 3, *, lacks: int | None = None, sure: boo
     @functools.cache
     def logits(path: Path) -> np.ndarray:
         random = np.random.default_rng([seed, *(token + 1 for token in path)])
-        p = random.dirichlet(np.full(vocabulary, 1.5)) + 0.02
+        p = random.dirichlet(np.full(3, 1.5)) + 0.02
         if lacks is not None:
             p[lacks] = 0
         if sure:
-            p = np.eye(vocabulary)[random.integers(vocabulary)]
+            p = np.eye(3)[random.integers(3)]
         with np.errstate(divide="ignore"):
             return np.log(p / p.sum())
 
@@ -43,7 +42,6 @@ def model(seed: int, vocabulary: int = 3, *, lacks: int | None = None, sure: boo
 def verifier_questions() -> list[Question]:
     """The questions, the same ones at every call. An answer is a law of texts."""
     target, draft = model(1), model(2)
-    wide = model(5, 4), model(6, 4)
     asked = {
         "one token": (target, draft, {"widths": (1,)}),
         "chain": (target, draft, {}),
@@ -57,11 +55,6 @@ def verifier_questions() -> list[Question]:
         "a tree, later": (target, draft, {"widths": (1, 2)}),
         "drawn with replacement": (target, draft, {"widths": (2, 1), "replacement": True}),
         "temperature": (target, draft, {"temperature": 0.5}),
-        "temperature 0": (target, draft, {"temperature": 0.0}),
-        "top-k": (*wide, {"top_k": 2}),
-        "top-p": (*wide, {"top_p": 0.7}),
-        "top-p at a temperature": (*wide, {"temperature": 0.5, "top_p": 0.75}),
-        "top-k, siblings": (*wide, {"top_k": 3, "widths": (2,)}),
     }
     return [
         Question(name, {"target": target, "draft": draft}, options, NOTHING)
@@ -76,18 +69,22 @@ def check_verifier(
 
     step:   step(target, draft, rng, **options) -> the tokens of one step: the accepted drafts, and
             one more. target(path) and draft(path) are the logits (V,) after a path, a tuple of
-            tokens; V is 3 or 4. rng looks like a `numpy.random.Generator`, with the methods of
+            tokens; V is 3. rng looks like a `numpy.random.Generator`, with the methods of
             `Source`. All random numbers must come from rng, for drafting and for accepting, so a
             step that draws with PyTorch or JAX has to be transcribed
     widths: the shape of the drafts, for a step without this option, to recognize its faults; (1, 1)
-            means two tokens in a row. None: tries chains and small trees, as deep as its answers
+            means two tokens in a row. None: a chain, one shorter than the step's longest answer
     only, expect: as in `check_merge`
 
     A step is asked about the options that it has, and each call passes all of these:
 
     widths: how many tokens are drafted after each path, by depth; (2, 1): two, and one after each
     replacement: whether siblings are drawn with replacement
-    temperature, top_k, top_p: applied to the logits in this order; temperature 0 is the argmax
+    temperature: by which the logits are divided
+
+    Top-k and top-p have no question of their own. In "other tokens" one of three tokens has
+    probability 0. Give it a logit of −4.5, np.maximum(target(path), -4.5), and draft(path) too:
+    then top_k=2 or top_p=0.98 cuts it off again.
 
     A question is skipped if the step raises NotImplementedError. The step is run once for each
     outcome of its random numbers, 10 to 2,000 times a question. Probabilities are compared to 1e-6,
@@ -96,27 +93,22 @@ def check_verifier(
     if not callable(step):
         raise TypeError(f"step: expected a function, got {step!r:.40}")
     whole = functools.wraps(step)(functools.partial(law_of, step))
-    shapes = [None] if takes(step, "widths") else [widths] if widths else _likely_shapes(step)
-    for shape in shapes:
-        subject = Subject(
-            lambda question, came: came,
-            lambda question, *laws: np.array([not difference(question, *laws)]),
-            lambda question, answer, right: difference(question, answer, question.right),
-            _faults(shape),
-            VERIFIER_CURES,
-            narrower={"likeliest tokens judged as drawn": "drafts ignore the key"},
-            fewest=1,
-        )
-        report = judge(whole, verifier_questions(), subject, only=only, expect=expect)
-        if report.fingerprints or not report.names("failed"):
-            break
-    return report
+    subject = Subject(
+        lambda question, came: came,
+        lambda question, *laws: np.array([not difference(question, *laws)]),
+        lambda question, answer, right: difference(question, answer, question.right),
+        _faults(None if takes(step, "widths") else widths or _chain(step)),
+        VERIFIER_CURES,
+        narrower={"likeliest tokens judged as drawn": "drafts ignore the key"},
+        fewest=1,
+    )
+    return judge(whole, verifier_questions(), subject, only=only, expect=expect)
 
 
 def law_of(step: Callable, target: Callable, draft: Callable, **options) -> dict[Path, float]:
     """{tokens: probability} of the step, which gets all options that it takes."""
-    settings = Settings(**options)._asdict()
-    given = {name: x for name, x in settings.items() if takes(step, name)}
+    options = {"widths": (1, 1), "replacement": False, "temperature": 1.0} | options
+    given = {name: x for name, x in options.items() if takes(step, name)}
     vocabulary = len(target(()))
 
     def run(rng) -> Path:
@@ -148,45 +140,27 @@ def _faults(widths: Path | None) -> list[Fault]:
 @functools.cache
 def _laws(wrong: type[Step] | None, widths: Path | None, name: str) -> list[dict]:
     (question,) = (x for x in verifier_questions() if x.name == name)
-    settings = Settings(**question.options)
-    settings = settings._replace(widths=widths or settings.widths)
+    options = question.options | ({"widths": widths} if widths else {})
     models = question.arguments.values()
     steps = [wrong]
     if wrong is None:  # every call has the same draft, one of the possible drafts
-        drafts = law(lambda rng: tuple(Step(*models, rng, settings).drawn.items()))
+        drafts = law(lambda rng: tuple(Step(*models, rng, **options).drawn.items()))
         steps = [functools.partial(Step, drawn=dict(drawn)) for drawn in drafts]
-    return [law(lambda rng, s=step: s(*models, rng, settings).run()) for step in steps]
+    return [law(lambda rng, s=step: s(*models, rng, **options).run()) for step in steps]
 
 
-def _likely_shapes(step: Callable) -> list[Path]:
-    """The widths that a step without this option may draft: chains, some with two siblings first.
-
-    The paths at which it calls the draft, and the length of its answers, tell them apart.
-    """
-    target, draft = verifier_questions()[1].arguments.values()
-    runs: list[set] = []  # for each run, the paths at which it called the draft
-
-    def asked(path):
-        if not len(path):
-            runs.append(set())
-        runs[-1].add(tuple(int(token) for token in path))
-        return draft(path)
-
+def _chain(step: Callable) -> Path:
+    """The widths of a step without this option: a chain, one shorter than its longest answer."""
     try:
-        most = max(map(len, law_of(step, target, asked)))
+        longest = max(map(len, law_of(step, **verifier_questions()[1].arguments)))
     except Exception:  # the first question will report it
-        return [(1, 1)]
-    deepest = max((len(path) for paths in runs for path in paths), default=0)
-    depths = [n for n in (most - 1, most) if 0 < n <= deepest + 1]  # deeper drafts are impossible
-    branches = any(len(paths) > len(set(map(len, paths))) for paths in runs)
-    # The draft is not asked after the last tokens: siblings among them cannot be seen.
-    firsts = (1, 2) if branches or deepest == 0 else (1,)
-    return [(first, *[1] * (n - 1)) for n in depths for first in firsts] or [(1, 1)]
+        longest = 3
+    return (1,) * max(longest - 1, 1)
 
 
 def texts(found: dict, question: Question, length: int) -> np.ndarray:
     """(V, V, …): the probability of each text of `length` tokens, continued by the target."""
-    target, settings = question.arguments["target"], Settings(**question.options)
+    target, temperature = question.arguments["target"], question.options.get("temperature", 1.0)
     total = np.zeros([len(target(()))] * length)
     rest = list(found.items())
     while rest:
@@ -194,7 +168,7 @@ def texts(found: dict, question: Question, length: int) -> np.ndarray:
         if len(tokens) == length:
             total[tokens] += chance
         else:
-            p = settings.of(target(tokens))
+            p = probabilities(target(tokens), temperature)
             rest += [((*tokens, x), chance * p[x]) for x in np.flatnonzero(p)]
     return total
 
