@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from treeattn_conformance.token_trees import tree_mask
+from treeattn_conformance.trees import tree_mask
 
 
 def plain_trie(rows, lengths=None):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from treeattn import ancestor_mask, depths
-from treeattn_conformance.token_trees import tree_mask
+from treeattn_conformance.trees import tree_mask
 
 mask_jit, depths_jit = jax.jit(ancestor_mask), jax.jit(depths)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from plain_trie import plain_trie
 
 from labs.training import interval_mask, pack_rows
-from treeattn_conformance.token_trees import tree_mask
+from treeattn_conformance.trees import tree_mask
 
 TOKENS = np.iinfo(np.int32).max, 0, 255, 256  # their bytes sort in another order
 some_rows = st.lists(st.lists(st.sampled_from(TOKENS), min_size=1, max_size=6), max_size=12)
