@@ -91,8 +91,9 @@ def test_a_rank_alone_is_ended_by_xla_and_nothing_is_raised(ranks, present):
 def test_simulated_devices_are_what_was_asked_for():
     n = len(jax.devices())
     treeattn.simulate_devices(n)  # again, with the same number: nothing to change
-    with pytest.raises(RuntimeError, match=rf"simulate_devices\({n + 1}\).*already started"):
-        treeattn.simulate_devices(n + 1)
+    for other in (n - 1, n + 1):
+        with pytest.raises(RuntimeError, match=rf"simulate_devices\({other}\).*already started"):
+            treeattn.simulate_devices(other)
 
 
 def test_meshes():

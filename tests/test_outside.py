@@ -183,6 +183,7 @@ def test_stripes_are_a_permutation_that_fills_devices_evenly(p, t):
 def test_visit_shards_sees_every_shard_once_with_its_owner(axes):
     def body(x):
         def visit(total, shard, owner):
+            assert owner.dtype == jnp.int32
             return total + shard * (1 + owner)  # x is one-hot, so this notes the owner
 
         own = jax.lax.axis_index(axes)
