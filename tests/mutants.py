@@ -55,6 +55,8 @@ def nodes(tree: ast.AST) -> Iterator[ast.AST]:
     for name, value in ast.iter_fields(tree):
         if name in ("annotation", "returns") or isinstance(tree, ast.JoinedStr | ast.Raise):
             continue
+        if getattr(tree, "arg", None) == "strict":  # of `zip`: what has one length has it still
+            continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST):
                 yield child

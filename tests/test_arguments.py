@@ -107,6 +107,7 @@ ATTENTIONS = [
     (SMALL, TypeError, "q: expected 16 bits or more.*float8"),
     ({"k": K.astype(np.float16)}, TypeError, "expected one dtype.*k float16"),
     ({"q": Q[0]}, ValueError, r"q: expected 4 axes.*\(3, 4, 8\)"),
+    ({"k": K[0, 0, 0], "kv_lengths": 1}, ValueError, "k"),
     ({"k": K[:1], "v": K[:1]}, ValueError, r"k: expected.*batch 2.*\(1, 5, 2, 8\)"),
     ({"k": K[..., :7]}, ValueError, r"k: expected.*head_dim 8"),
     ({"v": K[:, :4]}, ValueError, r"v: expected k's.*\(2, 4, 2, 8\)"),

@@ -248,6 +248,7 @@ class NoHash:
         (lambda m: m.on(batch_mesh(2, 1)).new_cache(3, 48), "batch: expected a number of texts"),
         (lambda m: m.on(batch_mesh(2, 1)).logits([[1]]), "tokens: expected a number of texts"),
         (lambda m: Llama.load(SMALL, dtype="int8"), "dtype: expected a floating-point one"),
+        (lambda m: Llama.load(SMALL, dtype=jnp.float8_e4m3fn), "dtype: .* of 16 bits or more"),
     ],
 )
 def test_bad_options(model, unchecked, call, message):
