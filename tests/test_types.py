@@ -43,21 +43,21 @@ NAMES = [*treeattn.__all__, "AttentionState.identity"]
 QUESTIONS = "\n".join(["import treeattn", *(f"reveal_type(treeattn.{name})" for name in NAMES)])
 
 
+SCRIPT = (ROOT / "tests" / "user_script.py").read_text(encoding="utf-8")
+WRONG = "wrong: int = treeattn.merge(empty, empty)\n"  # what a checker must say something about
+
+
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory):
-    """What mypy says of the questions, and of the mistakes."""
+    """What mypy says, line by line, of the questions, the mistakes and a user's script."""
     folder = tmp_path_factory.mktemp("types")
-    (folder / "questions.py").write_text(QUESTIONS, encoding="utf-8")
-    (folder / "mistakes.py").write_text(MISTAKES, encoding="utf-8")
-    return mypy("questions.py", "mistakes.py", cwd=folder)
-
-
-def mypy(*arguments, cwd) -> list[str]:
-    """What mypy says, line by line; it finds something."""
-    command = [sys.executable, "-m", "mypy", "--follow-imports", "silent", "--no-error-summary"]
+    files = {"questions.py": QUESTIONS, "mistakes.py": MISTAKES, "user_script.py": SCRIPT + WRONG}
+    for name, code in files.items():
+        (folder / name).write_text(code, encoding="utf-8")
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports", "silent"]
     done = subprocess.run(
-        [*command, "--cache-dir", str(ROOT / "build" / "mypy"), *arguments],
-        cwd=cwd,
+        [*command, "--cache-dir", str(ROOT / "build" / "mypy"), *files],
+        cwd=folder,
         capture_output=True,
         text=True,
         env={**os.environ, "MYPYPATH": str(ROOT)},
@@ -88,19 +88,8 @@ def test_the_package_says_that_it_has_types():
     assert (ROOT / "treeattn" / "py.typed").exists()
 
 
-SCRIPT = (ROOT / "tests" / "user_script.py").read_text(encoding="utf-8")
-WRONG = "wrong: int = treeattn.merge(empty, empty)\n"  # what a checker must say something about
-
-
-@pytest.fixture
-def script(tmp_path):
-    """A folder with a user's script, and a line that is wrong at its end."""
-    (tmp_path / "user_script.py").write_text(SCRIPT + WRONG, encoding="utf-8")
-    return tmp_path
-
-
 @pytest.mark.slow
-def test_a_users_script_under_mypy(script):
-    errors = mypy("--strict", "user_script.py", cwd=script)
+def test_a_users_script_under_mypy(lines):
+    errors = [line for line in lines if line.startswith("user_script")]
     ours = [line for line in errors if "untyped function" not in line]  # JAX's PartitionSpec
     assert len(ours) == 1 and '"AttentionState"' in ours[0], ours
