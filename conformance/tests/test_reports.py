@@ -98,15 +98,6 @@ def test_a_report_prints_on_any_terminal(encoding, monkeypatch):
     assert f"ValueError: {infinite}, and" in said and f"write {infinite}" in said
 
 
-def test_from_a_shell_all_skipped_is_no_success(tmp_path, monkeypatch, capsys):
-    (tmp_path / "asked_in_vain.py").write_text(
-        "def skips(parts):\n    raise NotImplementedError('−∞')\n", encoding="utf-8"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert main(["merge", "asked_in_vain:skips"]) == 1
-    assert "skipped" in capsys.readouterr().out
-
-
 def test_from_a_shell_in_ascii(tmp_path):
     (tmp_path / "asked_in_ascii.py").write_text(
         "from treeattn_conformance import merge\n"
