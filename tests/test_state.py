@@ -197,13 +197,13 @@ def test_an_infinite_lse_means_no_keys(lse, beside):
 
 def test_a_nan_with_an_infinite_lse_is_not_lost():
     """FlashAttention-2 writes lse = +∞ for a sum that is NaN, as it does for no keys."""
-    out = np.array([[1.0, 2.0], [np.nan, 2.0], [np.nan, np.nan]])
-    state = from_output(out, np.full(3, INF))
-    more = merge(state, from_output(np.ones((3, 2)), np.zeros(3)))
+    out = np.array([[[1.0, 2.0]], [[np.nan, 2.0]], [[np.nan, np.nan]]])
+    state = from_output(out, np.full((3, 1), INF))
+    more = merge(state, from_output(np.ones((3, 1, 2)), np.zeros((3, 1))))
     for of_nan, seen in (state, 0.0), (more, 1.0):
         out, lse = finalize(of_nan)
-        np.testing.assert_array_equal(np.isnan(lse), [False, True, True])
-        np.testing.assert_array_equal(out[0], [seen, seen])
+        np.testing.assert_array_equal(np.isnan(lse), [[False], [True], [True]])
+        np.testing.assert_array_equal(out[0], [[seen, seen]])
         assert np.isnan(out[1:]).any(axis=-1).all()
 
 
