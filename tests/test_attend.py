@@ -377,13 +377,13 @@ def test_causal_with_everything_else(how):
 
 def test_causal_halves_compute_few_hidden_scores(monkeypatch):
     seen = []
-    attend_blockwise = blocks.attend_blockwise
+    attend_parts = blocks._attend
 
-    def counting(inputs):
-        seen.append(inputs.q.shape[0] * inputs.q.shape[1] * inputs.k.shape[1])
-        return attend_blockwise(inputs)
+    def counting(inputs):  # queries (b, h_kv, group, l, d)
+        seen.append(inputs.q.shape[0] * inputs.q.shape[3] * inputs.k.shape[1])
+        return attend_parts(inputs)
 
-    monkeypatch.setattr(blocks, "attend_blockwise", counting)
+    monkeypatch.setattr(blocks, "_attend", counting)
     n = 8 * CAUSAL_BLOCK
     q = jnp.ones((1, n, 2, 8))
     jax.make_jaxpr(functools.partial(blockwise, causal=True))(q, q, q)

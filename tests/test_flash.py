@@ -132,15 +132,14 @@ def test_unasked_it_is_taken_for_long_texts_on_a_gpu(monkeypatch):
     long, short = draw(l=flash.LONG_TEXT + 1), draw(l=flash.LONG_TEXT)
     inputs = [gather_inputs(*x, None, None, None, None) for x in (long, short)]
     monkeypatch.setattr(flash.importlib.util, "find_spec", lambda name: name)
+    assert not flash.is_best(inputs[0])  # this is a CPU
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert [flash.is_best(x) for x in inputs] == [True, False]
     monkeypatch.setattr(flash.importlib.util, "find_spec", lambda name: None)
     assert not flash.is_best(inputs[0])
 
     asked = []
     monkeypatch.setattr(flash, "is_best", asked.append)  # which returns None: no
-    attend(*long)
-    assert not asked  # this is a CPU
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     jax.clear_caches()
     attend(*long)
     assert len(asked) == 1

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from pages import run_code
+from totals import count_collectives, total_bytes
 
 import treeattn
-from treeattn.program import collectives, count_collectives, total_bytes
+from treeattn.program import collectives
 
 # What each device puts into its collectives, of its own b rows and h heads, for the devices along
 # the keys' axes alone: (how many, bytes).

@@ -5,15 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from totals import count_collectives, total_bytes
 
 from treeattn import kv_mesh
 from treeattn.program import (
     Collective,
     collectives,
     collectives_table,
-    count_collectives,
     memory,
-    total_bytes,
 )
 
 REPLICATED, SHARDED = PartitionSpec(), PartitionSpec("kv")

@@ -15,9 +15,9 @@ import pytest
 from attentions import DECODERS, over
 from jax.sharding import PartitionSpec as P
 from test_your_turn import source
+from totals import count_collectives, sent_bytes, total_bytes
 
 from treeattn import attend, collectives, finalize, memory
-from treeattn.program import count_collectives, sent_bytes, total_bytes
 
 SAID = {}
 FUNCTIONS = [statement for statement in source("06") if isinstance(statement, ast.FunctionDef)]

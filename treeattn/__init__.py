@@ -1,9 +1,10 @@
 """Tree Attention in JAX.
 
-Attention over a set of keys is a small state; the states of disjoint sets merge. The files, in the
-order of reading:
+Attention over any set of keys can be kept as a small state, and the states of two disjoint sets can
+be merged into that of both. The files, in the order of reading:
 
     state       (m, d, n): merge, finalize; chains, trees and scans of states
+    inputs      the arguments of one attention, gathered and checked (checks has the errors)
     gradient    attention is the gradient of a log-sum-exp, the energy
     plain       attention on one device, with all scores in memory at once
     local       choice of implementation: plain, or a faster one (blocks, products, flash)
@@ -11,13 +12,14 @@ order of reading:
     layout      how a cache is sharded over a mesh, in stripes or not
     across      merge_across: all devices' states become the state of all keys
     ring        Ring Attention: every shard visits every device
-    decode      one query and a sharded cache: tree_decode, ring_decode
-    prefill     texts whose queries are sharded, too: ring, Ulysses
-    beam        candidates of tokens, packed as a prefix tree and unpacked
+    decode      few queries, held by every device, and a sharded cache: tree_decode, ring_decode
+    prefill     whole texts, with queries sharded as the keys are: ring, Ulysses
+    beam        candidate continuations of a text, packed as a prefix tree and unpacked
     token_tree  trees of any shape: masks and depths
     program     what a compiled program sends and holds (reads hlo)
-    inputs      the arguments of one attention, gathered and checked
-    checks      errors that name the argument
+
+In parentheses, 2024 and 2025 are two texts of the Tree Attention paper (arXiv 2408.04093): that of
+August 2024, and the fourth version.
 """
 
 from treeattn.across import merge_across

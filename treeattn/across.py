@@ -1,5 +1,8 @@
 """Merging across a mesh: all devices' states become the state of all keys.
 
+Merging is associative, so the states may be merged as a tree. The default method, "allreduce",
+leaves the choice between a tree and a ring to the library that runs the Allreduce.
+
 Only states are sent, and their size does not depend on the length of the context. (2024 §5.2,
 Algorithm 3; 2025 §5.2, Algorithm 3.) All methods but "allreduce" send a state as one array, in one
 message: these messages are small, so latency dominates.
@@ -11,9 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Float
 
-from treeattn.checks import Array, check_hashable
+from treeattn.checks import check_hashable
 from treeattn.state import AttentionState, check_state, merge, reduce_tree, rescale, where
 
 Axes = tuple[str, ...]  # of a mesh, by name
@@ -30,23 +32,26 @@ def merge_across(
     axis_name: an axis of the mesh, or several, outermost first
     method:    how the states are merged. The first four give every device the merged state:
 
-        "allreduce":    2025 Algorithm 3: one Allreduce for the pivot, two for the sums. The
-                        library picks the route: NCCL a tree or ring, a TPU a ring over its
-                        torus, gloo (CPUs) a ring, 2 (p − 1) rounds per Allreduce.
+        "allreduce":    2025 Algorithm 3: one Allreduce for the pivot, two for the sums. How an
+                        Allreduce travels depends on what runs it: NCCL takes a tree or a ring, a
+                        TPU a ring over its torus, gloo (on CPUs) a ring of 2 (p − 1) rounds.
         "butterfly":    recursive doubling: in each of log₂ p rounds a device swaps its state with
                         a partner and merges; two more rounds if p is not a power of two. All
-                        devices get the same bits. Fewest rounds: best where latency dominates,
-                        as between CPU processes.
+                        devices get the same bits. It takes fewer rounds than a ring's Allreduce or
+                        gather, so it is best where latency dominates, as between CPU processes.
         "gather":       every device gets all states and merges them as a tree.
-        "hierarchical": within a node (the last axis) an all-to-all gives each device a share of
-                        the heads, a gather across nodes merges the states of the same heads, and a
-                        gather within the node completes them.
+        "hierarchical": in three steps. Within a node (the last axis) an all-to-all gives each
+                        device all of the node's states of its share of the heads, which it merges.
+                        Devices of different nodes with the same share gather each other's merged
+                        states, and merge them. A gather within the node gives every device all
+                        shares.
         "all_to_all":   each device has a share of ⌈h/p⌉ heads. It gets all devices' states of these
                         heads, and keeps their merge. The last share is padded with states of no
                         keys.
 
                Or a function (state, axes) that returns the merged AttentionState. `state` is not
-               checked, so it may be of an implementation's own kind. `axes` is a tuple of names,
+               checked, so it may be any pytree, such as the state that your own kernel returns to
+               `tree_decode`. `axes` is a tuple of names,
                perhaps empty. The function must return the same state on every device along these
                axes, which is not checked.
 
@@ -80,7 +85,7 @@ def merge_across(
         return _all_to_all(state, axes)
     if method == "hierarchical":
         return _hierarchical(state, axes)
-    for axis in reversed(axes):  # the innermost axis first: a tree of trees
+    for axis in reversed(axes):  # the innermost axis first: within a node, then across nodes
         state = WHOLE[method](state, axis)
     return state
 
@@ -141,19 +146,26 @@ def _all_to_all(state: AttentionState, axes: Axes) -> AttentionState:
 
     Fields (..., h) and (..., h, dv) in, (..., ⌈h/p⌉) and (..., ⌈h/p⌉, dv) out.
     """
-    heads = state.max.ndim - 1
+    *queries, h = state.max.shape
+    heads = len(queries)
+    if added := -h % lax.axis_size(axes):
+        no_keys = AttentionState.identity(
+            (*queries, added), state.numerator.shape[-1], state.max.dtype
+        )
+        state = jax.tree.map(lambda *x: jnp.concatenate(x, axis=heads), state, no_keys)
 
     def exchange(x):  # (…, h, …) -> (p, …, h / p, …)
         return lax.all_to_all(x[None], axes, split_axis=heads + 1, concat_axis=0, tiled=True)
 
-    return reduce_tree(_move(exchange, _pad_heads(state, lax.axis_size(axes))))
+    return reduce_tree(_move(exchange, state))
 
 
 def _hierarchical(state: AttentionState, axes: Axes) -> AttentionState:
     """Split the heads within a node (the last axis), then merge the same heads across nodes.
 
-    Between n nodes, a gather sends n − 1 shares from each device in one step. An Allreduce sends
-    2 (n − 1)/n of a share in two steps, pivot first. For small states steps cost more than bytes.
+    Across N nodes, a gather sends N − 1 shares from each device, in one collective. Allreduces
+    would send only 2 (N − 1)/N of a share, but one after another, because the sums need the pivot
+    first. The time of small messages depends on their number, not on their bytes.
     """
     h = state.max.shape[-1]
     heads = state.max.ndim - 1
@@ -170,21 +182,10 @@ def _hierarchical(state: AttentionState, axes: Axes) -> AttentionState:
     return _move(complete, share)
 
 
-def _pad_heads(state: AttentionState, p: int) -> AttentionState:
-    """The state with empty heads added at its end, so that p devices can share the heads evenly."""
-    added = -state.max.shape[-1] % p
-    if not added:
-        return state
-    shape = (*state.max.shape[:-1], added)
-    more = AttentionState.identity(shape, state.numerator.shape[-1], state.max.dtype)
-    heads = state.max.ndim - 1
-    return jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=heads), state, more)
-
-
 def _move(collective: Callable, state: AttentionState) -> AttentionState:
     """The state that arrives when `collective` sends all fields as one array (..., h, dv + 2)."""
     m, d, n = state
-    joined: Float[Array, "... fields"] = jnp.concatenate([n, d[..., None], m[..., None]], axis=-1)
+    joined = jnp.concatenate([n, d[..., None], m[..., None]], axis=-1)
     arrived = collective(joined)
     return AttentionState(arrived[..., -1], arrived[..., -2], arrived[..., :-2])
 

@@ -17,8 +17,7 @@ candidate 0, then the tokens of candidate 1 that candidate 0 lacks, and so on. A
 follow from one table, `_common_prefix`: how many leading tokens two candidates share.
 
 Given NumPy arrays or nested lists, each function returns NumPy arrays. Given JAX arrays, traced
-arrays included, it returns JAX arrays. The packing is that of the document on packing a beam for
-Tree Attention. The unpacking differs; `pack` says why.
+arrays included, it returns JAX arrays.
 """
 
 from functools import partial
@@ -103,10 +102,7 @@ def packed_token_indices(beam: Beam, lengths: Lengths = None) -> Int[Array, "bat
     xp, beam, lengths = _checked(beam, lengths)
     width = beam.shape[2]
     _, owner, offsets, real = _nodes(xp, _common_prefix(xp, beam, lengths), lengths, width)
-    indices = xp.where(real, owner * width + offsets, -1)
-    if isinstance(indices, jax.core.Tracer):
-        return indices
-    return indices[:, : int(real.sum(axis=1).max(initial=0))]
+    return xp.where(real, owner * width + offsets, -1)
 
 
 def pack(beam: Beam, lengths: Lengths = None, *, pad_token: int = 0) -> PackedBeam:
@@ -121,8 +117,8 @@ def pack(beam: Beam, lengths: Lengths = None, *, pad_token: int = 0) -> PackedBe
     unknown, L is M·C, and the first entries are the same. Equal candidates, and a candidate
     that is a prefix of another, share their nodes and keep their rows of `unpack_map`. An
     empty candidate adds no nodes. A beam without candidates (M = 0), without positions
-    (C = 0) or with empty candidates only is a tree without nodes: all pads, and L = 0 outside
-    jit.
+    (C = 0) or with empty candidates only is a tree without nodes: L = 0 outside jit, and
+    inside all M·C entries are pads.
 
     A candidate's tokens can belong to any number of earlier candidates: row 2 of
     [[1, 2, 3], [1, 4, 5], [1, 4, 6]] takes its first token from row 0, the second from row 1
@@ -130,9 +126,9 @@ def pack(beam: Beam, lengths: Lengths = None, *, pad_token: int = 0) -> PackedBe
     the node's number in a cumulative sum over the tokens that each candidate adds.
 
     Memory: besides its arguments and results, the compiled program holds at most 10·B·M·L
-    bytes. In this program L is M·C, and the mask has B·L·L bytes, so that is the size of the
-    mask times 10 / C. For 64 beams of 32×16 it holds less, a sixtieth of the mask. NumPy keeps
-    every intermediate array and needs 4 to 6 times the mask.
+    bytes, with L = M·C. The mask has B·L·L bytes, so the bound is 10 / C of the mask. A program
+    may hold less: for 64 beams of 32 candidates of 16 tokens it is 1 / 60 of the mask. NumPy
+    keeps every intermediate array and needs 4 to 6 times the mask.
 
     Raises TypeError if beam or lengths are not integers, or are ragged. Raises ValueError if
     their shapes do not fit, if a length is negative or beyond C (inside jit, lengths are
@@ -202,7 +198,7 @@ def _common_prefix(xp, beam, lengths):
 
 
 def _encode(xp, common, width):
-    """(B, M, C): the first row that shares row m's tokens up to c; m beyond row m's length."""
+    """(B, M, C): the first row that shares row m's tokens up to c; m itself beyond m's length."""
     row = xp.arange(common.shape[1], dtype=xp.int32)
     column = xp.arange(width, dtype=xp.int32)[None, None, None]
     shared = column < common[..., None]  # (B, M, M, C)
@@ -228,17 +224,17 @@ def _pack(xp, beam, lengths, pad_token):
 
 
 def _nodes(xp, common, lengths, width):
-    """(start, owner, offsets, real): the candidate that adds each node, and its position there.
+    """For each node the candidate that adds it, and its position there, in four arrays.
 
     start:   (B, M) the node that candidate m adds at position c has the number start[m] + c
-    owner:   (B, L) the candidate that adds the node. L is M·C in jax.numpy, and the largest number
-             of nodes in the batch in NumPy
+    owner:   (B, L) the candidate that adds the node. L is M·C inside jit, and the largest number
+             of nodes in the batch elsewhere
     offsets: (B, L) the node's position in its owner
     real:    (B, L) False at pads
 
-    A candidate's last node has number `end` − 1. In [[1, 2, 3], [1, 4, 5]] the second candidate
-    borrows one token and adds two, so end = [3, 5] and start = [0, 2]. Its tokens 4 and 5 are nodes
-    2 + 1 and 2 + 2. Its token 1 belongs to the first candidate and is node 0 + 0.
+    The last node that a candidate adds has number `end` − 1. In [[1, 2, 3], [1, 4, 5]] the second
+    candidate borrows one token and adds two, so end = [3, 5] and start = [0, 2]. Its tokens 4 and 5
+    are nodes 2 + 1 and 2 + 2. Its token 1 belongs to the first candidate and is node 0 + 0.
     """
     rows = common.shape[1]
     row = xp.arange(rows, dtype=xp.int32)
@@ -248,8 +244,9 @@ def _nodes(xp, common, lengths, width):
     end = xp.cumulative_sum(lengths - borrowed, axis=1, dtype=xp.int32)
     start = end - lengths
 
-    # The owner of node i is the number of candidates that end before node i.
-    size = rows * width if xp is jnp else int(end.max(initial=0))
+    # Candidates are in order, so node i belongs to the candidate whose index is the number of
+    # candidates with `end` at most i.
+    size = rows * width if isinstance(end, jax.core.Tracer) else int(end.max(initial=0))
     node = xp.arange(size, dtype=xp.int32)[None]
     ended = node[..., None] >= end[:, None]  # (B, L, M)
     owner = xp.sum(ended, axis=2, dtype=xp.int32)  # (B, L)

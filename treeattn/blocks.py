@@ -5,8 +5,8 @@ eq. 2–4, 2025 eq. 1–3, a block at a time, as in FlashAttention). Keys and va
 the layout that they have; temporary memory does not grow with their number.
 
 Inside, queries are (b, h_kv, group, l, d), grouped by the key head that they read, and already
-scaled; scores (b, h_kv, group, l, size). Masks and biases (b, h, l, n), keys and values
-(b, n, h_kv, ·) keep their layout.
+scaled. Scores of a block of `size` keys are (b, h_kv, group, l, size). Masks and biases (b, h, l,
+n), keys and values (b, n, h_kv, ·) keep their layout.
 """
 
 import functools
@@ -27,8 +27,9 @@ from treeattn.inputs import (
 )
 from treeattn.state import AttentionState, finite, merge
 
-SCORES = 1 << 20  # at most about so many scores at a time: more do not fit a CPU's caches
-CAUSAL_BLOCK = 128  # at most so many queries in a causal block: half of its scores are hidden
+SCORES = 1 << 20  # about the most scores of a block: more do not fit a CPU's caches
+# A longer causal text is halved. Of a text that is not, half of the scores are computed in vain.
+CAUSAL_BLOCK = 128
 
 
 def attend_blockwise(inputs: Inputs) -> AttentionState:
@@ -45,36 +46,25 @@ def attend_blockwise(inputs: Inputs) -> AttentionState:
 def _attend_causal(inputs: Inputs) -> AttentionState:
     """The state of causal queries, without mask, bias and lengths.
 
-    The text is halved until its parts are short: 1,000 tokens become 8 parts of 125. Each part
-    attends to itself. On the way back up, the second of two neighbours attends to all of the first,
-    and its states merge. This tree over the text computes few hidden scores.
+    The text is cut into two halves, and each half attends to itself, by this function again while
+    it is long: 1,000 tokens become 8 parts of 125. Then the queries of the second half attend to
+    all keys of the first, and these states merge with those that they have from their own half.
+    This tree over the text computes few hidden scores.
     """
     b, length = inputs.q.shape[:2]
-    parts = 1
-    while parts * CAUSAL_BLOCK < length:
-        parts *= 2
-    size = -(-length // parts)
-    # Padded keys come last, so no real query sees them.
-    q, k, v = (pad_axis(x, 1, parts * size) for x in (inputs.q, inputs.k, inputs.v))
+    size = -(-length // 2)
 
-    def split(tree, rows):  # the same tokens as `rows` rows of `size` tokens
-        return jax.tree.map(lambda x: x.reshape(rows, size, *x.shape[2:]), tree)
+    def halves(x):  # two rows for each text; padded keys come last, so no real query sees them
+        return pad_axis(x, 1, 2 * size).reshape(2 * b, size, *x.shape[2:])
 
-    def half(tree, which):  # the first (0) or the second (1) half of each row
-        return jax.tree.map(lambda x: jnp.split(x, 2, axis=1)[which], tree)
+    def half(rows, which):  # the first (0) or the second (1) half of each text
+        return jax.tree.map(lambda x: x.reshape(b, 2, *x.shape[1:])[:, which], rows)
 
-    def state_of_keys(q, k, v, causal=False):
-        return attend_blockwise(inputs.replace(q=q, k=k, v=v, causal=causal))
-
-    state = state_of_keys(*split((q, k, v), b * parts), causal=True)
-    while parts > 1:
-        parts //= 2
-        size *= 2
-        state, q, k, v = split((state, q, k, v), b * parts)
-        before = state_of_keys(half(q, 1), half(k, 0), half(v, 0))
-        second = merge(before, half(state, 1))
-        state = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), half(state, 0), second)
-    return jax.tree.map(lambda x: x[:, :length], state)
+    q, k, v = (halves(x) for x in (inputs.q, inputs.k, inputs.v))
+    own = attend_blockwise(inputs.replace(q=q, k=k, v=v))
+    before = inputs.replace(q=half(q, 1), k=half(k, 0), v=half(v, 0), causal=False)
+    second = merge(attend_blockwise(before), half(own, 1))
+    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1)[:, :length], half(own, 0), second)
 
 
 def _group_heads(inputs: Inputs) -> Inputs:
@@ -173,8 +163,8 @@ def _attend_jvp(primals, tangents):
     """Differentiates `_sums`, a second pass over the blocks, instead of the first pass.
 
     `_sums` is relative to the final pivot. The pivot is constant, so the blocks only add up, and no
-    block's scores have to be kept. If JAX differentiates the gradient of a scan, it ignores this
-    rule, and differentiates the operations of the first pass.
+    block's scores have to be kept. Where JAX differentiates the gradient of a scan around this
+    function once more, it does not use this rule, but differentiates the first pass.
     """
     (inputs,) = primals
     (given,) = tangents
@@ -240,9 +230,10 @@ def _varying_as(inputs: Inputs, tree):
     """`tree` with the varying type of all inputs together, for loops inside `shard_map`.
 
     A loop's carry must vary over the same mesh axes before and after its body. Arrays are cast
-    before the loop, because the transpose of a cast is an Allreduce. Inside the loop's branch, the
-    devices that visit a block would wait for devices that skip it. Adding an empty sum changes the
-    varying type, not the value; XLA removes it. As an integer it has no gradient.
+    before the loop, because the transpose of a cast is an Allreduce. If it were inside the loop's
+    branch, the devices that take the branch would wait forever for those that skip it. Adding an
+    empty sum changes the varying type, not the value; XLA removes it. As an integer it has no
+    gradient.
     """
     empty = [x[None][:0].astype(jnp.int32) for x in jax.tree.leaves(inputs)]
     zero = jnp.asarray(sum(jnp.sum(x) for x in empty))
@@ -252,24 +243,22 @@ def _varying_as(inputs: Inputs, tree):
 def block_size(inputs: Inputs) -> int:
     """The number of keys in a block, for queries (b, h_kv, group, l, d) and n keys.
 
-    At most BLOCK and at most n, and nearly equal: 1,500 keys are two blocks of 750. For matrix
-    products with lengths, 513 keys or more are at least two blocks, so that the empty half of a
-    half-full cache is not read. For streams the size is a multiple of STREAMS. On a GPU, where each
-    block launches kernels, it is 16 times as large.
+    Blocks are nearly equal: 1,500 keys are two blocks of 750. On a CPU a block has at most BLOCK
+    keys, and fewer if it had more than SCORES scores, but then at least 128. On a GPU, where each
+    block launches kernels, these bounds are 16 times as large. For matrix products with lengths,
+    more keys than half of BLOCK are at least two blocks, so that the empty half of a half-full
+    cache is not read. For streams the size is a multiple of STREAMS.
     """
     q = inputs.q
     n = inputs.k.shape[1]
-    if not products.few_queries(q, n):
-        more = 1 if jax.default_backend() == "cpu" else 16
-        most = min(max(more * SCORES * q.shape[-1] // q.size, 128), more * products.BLOCK)
-        blocks = -(-n // most)
-        if inputs.lengths is not None and n > more * products.BLOCK // 2:
-            blocks = max(blocks, 2)
-        return -(-n // blocks)
-    streams = products.STREAMS
-    blocks = -(-n // products.BLOCK)
-    size = -(-n // (blocks * streams)) * streams
-    return size if size <= n else -(-n // ((blocks + 1) * streams)) * streams
+    more = 1 if jax.default_backend() == "cpu" else 16
+    multiple = products.STREAMS if products.few_queries(q, n) else 1
+    most = min(max(more * SCORES * q.shape[-1] // q.size, 128), more * products.BLOCK)
+    blocks = -(-n // most)
+    half_may_be_empty = inputs.lengths is not None and n > more * products.BLOCK // 2
+    if n % multiple or (multiple == 1 and half_may_be_empty):
+        blocks = max(blocks, 2)
+    return -(-n // (blocks * multiple)) * multiple
 
 
 def _over_blocks(add_block, nothing, size: int, inputs: Inputs, *blocks):
@@ -296,8 +285,9 @@ def _over_blocks(add_block, nothing, size: int, inputs: Inputs, *blocks):
 def _longest(lengths):
     """The largest of the lengths (b,), a scalar. Under `jax.vmap`, the largest of the whole batch.
 
-    So a batch skips the blocks that none of its rows sees. With a scalar for each row, `vmap` would
-    turn the branch into a select of both sides, whose derivative JAX cannot transpose.
+    So a batch skips the blocks that none of its rows sees. If each element of the batch had a
+    scalar of its own, `vmap` would turn the branch into a select of both sides, whose derivative
+    JAX cannot transpose.
     """
     return jnp.max(lengths, initial=0)
 
@@ -354,7 +344,7 @@ def _mask_and_clip(s, visible, bias):
 
 
 def _zero_unused(x, unused, first: int = 0):
-    """Keys or values (b, count, h_kv, ·) of a block, from its key `first` on, 0 where unused.
+    """Keys `first`, `first` + 1, … of a block, or their values (b, count, h_kv, ·); 0 where unused.
 
     A cache may hold anything there, and 0 · NaN is NaN.
     """

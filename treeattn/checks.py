@@ -1,7 +1,7 @@
 """Checks of arrays and numbers, whose errors name the argument.
 
-Values are checked before a function is compiled. Shapes and dtypes are checked while it is traced,
-once for each shape.
+The numbers in arrays are checked before a function is compiled. Shapes and dtypes are checked while
+it is traced, once for each shape.
 """
 
 import operator
@@ -73,7 +73,7 @@ def as_array(name: str, x) -> Array:
 
 
 def as_integers(name: str, x) -> Array:
-    """`x` as by `as_array`. Raises TypeError for an array that does not hold integers, too."""
+    """`x` as by `as_array`. Raises its errors, and TypeError if the entries are not integers."""
     array = as_array(name, x)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name}: expected an array of integers, got dtype {array.dtype}")
@@ -95,18 +95,18 @@ def check_floating(**arrays: Array) -> None:
 def bounded(name: str, x: Array, least: int, most, expected: str) -> Array:
     """The integers `x` as int32. Raises ValueError for an entry below `least` or above `most`.
 
-    `most` is a number or an array. Both bounds are within int32. Entries that this process cannot
-    inspect, because they are traced or on other processes' devices, are clipped.
+    `most` is a number or an array. Both bounds must fit int32. `expected` is the error's text for
+    what is allowed. Entries that this process cannot inspect, because they are traced or on other
+    processes' devices, are clipped.
     """
     unknown = isinstance(x, jax.core.Tracer)
     if isinstance(x, jax.Array) and not unknown:
         unknown = not (x.is_fully_addressable or x.is_fully_replicated)
     if unknown:
-        # Clipped in x's own dtype, because narrowing an entry beyond int32 would wrap it.
-        lowest = max(np.iinfo(x.dtype).min, -(2**31))
-        highest = min(np.iinfo(x.dtype).max, 2**31 - 1)
-        least = np.clip(least, lowest, highest).astype(x.dtype)
-        most = np.clip(most, lowest, highest).astype(x.dtype)
+        # Clipped before an entry beyond int32 is narrowed, because narrowing would wrap it.
+        if x.dtype.itemsize < 4:  # does not hold every bound
+            x = x.astype(jnp.int32)
+        least, most = (np.asarray(bound).astype(x.dtype) for bound in (least, most))
         return jnp.clip(x, least, most).astype(jnp.int32)
     entries = np.asarray(x)
     wrong = (entries < least) | (entries > most)

@@ -1,9 +1,11 @@
-"""Decoding from a sharded cache: by a tree of states, and by the ring it is compared with.
+"""Decoding from a sharded cache: `tree_decode` merges states; `ring_decode` sends the keys around.
 
-A call goes straight down:
+A call runs these in turn:
 
-    gather_inputs, check_inputs   inputs.py   arguments are checked
-    layout_of, deal               layout.py   the cache in shards, one on each device
+    gather_inputs                 inputs.py   lengths and scale are checked
+    layout_of                     layout.py   the sharding is checked
+    check_inputs                  inputs.py   shapes and dtypes are checked
+    deal                          layout.py   the cache in shards, one on each device
     attend_inputs                 local.py    on every device: its shard becomes a state
     merge_across                  across.py   the states are merged
     finalize                      state.py    a state becomes the output
@@ -16,7 +18,6 @@ import jax
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float
 
 from treeattn.across import Method, check_method, merge_across
 from treeattn.inputs import (
@@ -39,9 +40,9 @@ from treeattn.layout import (
     on_devices,
     onto_mesh,
 )
-from treeattn.local import Implementation, attend_inputs, check_implementation
+from treeattn.local import Implementation, attend_inputs, check_implementation, output_of
 from treeattn.ring import visit_shards
-from treeattn.state import finalize, merge
+from treeattn.state import merge
 
 
 def tree_decode(
@@ -65,14 +66,15 @@ def tree_decode(
               None, an axis, or a tuple of axes, outermost first. q and the result are sharded as
               P(batch, None, heads), so nothing is sent along batch or heads. Along other axes,
               arrays are replicated. None means k's own sharding, which `jax.jit` hides along Auto
-              axes. NumPy's arrays, and arrays on one device, are sharded first. kv_len need not be
-              a multiple of the number of devices unless striped, and may be smaller.
-    striped:  key i is in slot `striped_slot(i, kv_len, p)`, on device i mod p, so a half-empty
-              cache keeps all devices busy. mask and bias are in the order of the slots;
+              axes. NumPy's arrays, and arrays on one device, are sharded first. Unless striped,
+              kv_len may be any number, also smaller than that of the devices.
+    striped:  key i is in slot `striped_slot(i, kv_len, p)`, on device i mod p of the p devices
+              along the keys' axes, so a half-empty cache keeps all devices busy. kv_len must be a
+              multiple of p. mask and bias are in the order of the slots;
               kv_lengths counts keys.
     method:   how states are merged, as in `merge_across`. "all_to_all" also shards the result's
-              heads along the keys' axes. It pads the h heads of each shard to ⌈h/p⌉·p; the added
-              ones have output 0.
+              heads along the keys' axes. It pads the h heads that a device holds to ⌈h/p⌉·p;
+              the added ones have output 0.
     Other arguments are as in `attend`. Devices send states, whose size does not depend on kv_len.
 
     Returns out (b, l, h, dv) in q's dtype; with return_lse also lse (b, l, h), the natural
@@ -110,10 +112,10 @@ def ring_decode(
 ) -> Any:
     """Ring Attention for decoding: every shard of the cache visits every device.
 
-    (Liu et al. 2023; 2024 §6.3.) Arguments, result and errors are those of `tree_decode`. In each
-    of p − 1 steps a device sends its shard on and attends to the one that arrives. With shards of t
-    keys, and dv = d, it sends 2·b·t·h_kv·d·(p − 1) elements. 2024 eq. 31–32 counts p steps; the
-    last would return each shard to its owner.
+    The ring is that of Liu et al. 2023, as in 2024 §6.3. Arguments, result and errors are those of
+    `tree_decode`. In each of p − 1 steps a device sends its shard on and attends to the one that
+    arrives. With shards of t keys, and dv = d, it sends 2·b·t·h_kv·d·(p − 1) elements. 2024 eq.
+    31–32 counts p steps; the last would return each shard to its owner.
 
     >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> q, k, v = (jax.numpy.ones((1, n, 2, 4)) for n in (1, 8, 8))
@@ -125,9 +127,10 @@ def ring_decode(
 
 
 def run_on_mesh(program, inputs, sharding, striped, method, implementation, return_lse):
-    """out or (out, lse) of `program`, a jitted function (inputs, layout, method, implementation).
+    """Call `program`, a jitted function, and return its out, or (out, lse).
 
-    Here is checked what a trace cannot see: the implementation, and the sharding of the keys.
+    program(inputs, layout, method, implementation) returns one or the other. The implementation and
+    the keys' sharding are checked here, because inside a trace they cannot be.
     """
     check_implementation(implementation, inputs.q)
     layout = layout_of(inputs, sharding, striped)
@@ -136,21 +139,19 @@ def run_on_mesh(program, inputs, sharding, striped, method, implementation, retu
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _decode(
-    inputs: Inputs, layout: Layout, method: Method | None, implementation: Implementation
-) -> tuple[Float[jax.Array, "b l heads dv"], Float[jax.Array, "b l heads"]]:
-    """(out, lse). `method` None is a ring; "all_to_all" rounds heads up to fill the devices."""
+def _decode(inputs: Inputs, layout: Layout, method: Method | None, implementation: Implementation):
+    """(out, lse), (b, l, h, dv) and (b, l, h), by a ring if `method` is None.
+
+    "all_to_all" rounds h up to a multiple of the devices that share the keys.
+    """
     check_inputs(inputs)
 
     def on_device(rank, inputs):
         if method is None:
-            state = ring_state(inputs, layout, rank, implementation)
-        else:
-            own = inputs.replace(lengths=local_lengths(inputs, layout, rank))
-            state = attend_inputs(own, implementation)
-            state = merge_across(state, layout.keys, method=method)
-        out, lse = finalize(state)
-        return out.astype(inputs.q.dtype), lse
+            return ring_output(inputs, layout, rank, implementation)
+        own = inputs.replace(lengths=local_lengths(inputs, layout, rank))
+        state = attend_inputs(own, implementation)
+        return output_of(merge_across(state, layout.keys, method=method), inputs)
 
     inputs, specs = deal(inputs, layout)
     heads = layout.heads
@@ -160,8 +161,8 @@ def _decode(
     return on_devices(on_device, layout, inputs, specs, result)
 
 
-def ring_state(inputs: Inputs, layout: Layout, rank, implementation: Implementation):
-    """The state of a device's queries after they have seen every shard.
+def ring_output(inputs: Inputs, layout: Layout, rank, implementation: Implementation):
+    """(out, lse) of a device's queries after they have seen every shard.
 
     If causal, query i has key i's position, so a device skips later devices' shards. In decoding,
     all devices have the same queries but merge the shards in different orders, so their states
@@ -182,4 +183,4 @@ def ring_state(inputs: Inputs, layout: Layout, rank, implementation: Implementat
 
     shard = inputs.k, inputs.v, inputs.mask, inputs.bias
     own = state_of(shard, rank, inputs.causal)
-    return visit_shards(visit, own, shard, layout.keys)
+    return output_of(visit_shards(visit, own, shard, layout.keys), inputs)

@@ -30,7 +30,11 @@ def load():
     Raises ImportError, with what to install, if it or the CUDA runtime is missing.
     """
     try:
-        _load_cuda_runtime()
+        # The kernel's library looks for the CUDA runtime by name, and finds it if it is loaded.
+        spec = importlib.util.find_spec("nvidia.cuda_runtime")
+        for folder in (spec and spec.submodule_search_locations) or ():
+            for path in Path(folder).glob("lib/libcudart.so.12*"):
+                ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         from flash_attn_jax import flash_fwd, varlen_fwd  # type: ignore[import-untyped]
     except (ImportError, OSError) as error:
         raise ImportError(
@@ -40,21 +44,11 @@ def load():
     return flash_fwd, varlen_fwd
 
 
-def _load_cuda_runtime() -> None:
-    """Load libcudart.so.12 before the kernel's library looks for it by name."""
-    spec = importlib.util.find_spec("nvidia.cuda_runtime")
-    for folder in (spec and spec.submodule_search_locations) or ():
-        for path in Path(folder).glob("lib/libcudart.so.12*"):
-            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-            return
-
-
 def check_device(q) -> None:
     """Raise ValueError if `q` is on a device that is not CUDA's; a traced q is on none yet."""
     if isinstance(q, jax.core.Tracer):
         return
-    devices = q.devices() if isinstance(q, jax.Array) else jax.local_devices()[:1]
-    device = next(iter(devices))
+    device, *_ = jnp.asarray(q).devices()
     if device.platform not in ("gpu", "cuda"):
         raise ValueError(
             f"implementation: 'flash' needs a CUDA device, got a {device.platform} device"
@@ -76,15 +70,15 @@ def why_not(inputs: Inputs) -> str | None:
         if x is not None:
             return f"{name}: the flash kernel takes none; use implementation='blockwise'"
     if inputs.causal and inputs.lengths is not None:
-        return "kv_lengths: the flash kernel takes none where it is causal"
+        return "kv_lengths: the flash kernel takes none with causal=True"
     return None
 
 
 def is_best(inputs: Inputs) -> bool:
-    """Whether to use the kernel by default: for a long text, if it can run."""
-    if inputs.q.shape[1] <= LONG_TEXT or importlib.util.find_spec("flash_attn_jax") is None:
+    """Whether to use the kernel by default: for a long text on a GPU, if it can run."""
+    if jax.default_backend() != "gpu" or inputs.q.shape[1] <= LONG_TEXT:
         return False
-    return why_not(inputs) is None
+    return importlib.util.find_spec("flash_attn_jax") is not None and why_not(inputs) is None
 
 
 @jax.custom_vjp

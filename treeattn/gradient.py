@@ -1,10 +1,11 @@
 """Attention as the gradient of a scalar: the energy of one query over its keys.
 
-With a source ζ beside the query's scores,
+Add ζ·v_a to each score, with a vector ζ, the source:
 
     F(ζ) = log Σ_a exp(q·k_a + ζ·v_a)                               (2024 eq. 15, 2025 eq. 6, 24)
 
-is the cumulant generating function of the values under the attention weights. Its gradient at
+Up to the constant F(0), the lse, this is the cumulant generating function of the values under the
+attention weights. Its gradient at
 ζ = 0 is attention, and its Hessian there is the covariance of the values. `scale` multiplies q·k,
 as everywhere in this package; the papers leave it out.
 
@@ -59,13 +60,10 @@ def energy(
     >>> print(energy(jnp.zeros(1), jnp.ones(4), k, v).round(4))  # log 2
     0.6931
     """
-    mask = _check_inputs(q, k, v, mask)
-    check_floating(zeta=zeta)
-    _check_shape("zeta", zeta, (v.shape[1],), "(dv,)")
+    mask = _check_inputs(q, k, v, mask, zeta=zeta)
     if mask is None:
         return log_sum_exp(_scores(zeta, q, k, v, scale))
-    k = jnp.where(mask[:, None], k, 0)
-    v = jnp.where(mask[:, None], v, 0)
+    k, v = (jnp.where(mask[:, None], x, 0) for x in (k, v))
     s = _scores(zeta, q, k, v, scale)
     return log_sum_exp(jnp.where(mask, s, -jnp.inf))
 
@@ -84,10 +82,7 @@ def causal_energy(
     >>> print(jax.grad(causal_energy)(jnp.zeros((2, 1)), q, q, v).ravel())
     [1. 2.]
     """
-    _check_inputs(q, k, v, rank=2)
-    check_floating(zeta=zeta)
-    _check_shape("q", q, k.shape, "a query for each key, (n, d)")
-    _check_shape("zeta", zeta, v.shape, "a source for each key, (n, dv)")
+    _check_inputs(q, k, v, causal=True, zeta=zeta)
     s = _scores(zeta, q, k, v, scale)
     below = jnp.tri(len(q), dtype=bool)
     return jnp.sum(log_sum_exp(jnp.where(below, s, -jnp.inf)))
@@ -155,8 +150,7 @@ def log_likelihood(
     >>> print(log_likelihood(jnp.zeros(1), jnp.array([2.0]), jnp.ones(4), k, v).round(4))
     -0.6931
     """
-    check_floating(zeta=zeta, z=z)
-    _check_shape("z", z, zeta.shape, "zeta's shape")
+    _check_inputs(q, k, v, zeta=zeta, z=z)
     f = energy(zeta, q, k, v, mask=mask, scale=scale)
     dtype = accumulation_dtype(f, z)
     return jnp.dot(z.astype(dtype), zeta.astype(dtype), precision="highest") - f
@@ -194,26 +188,28 @@ def _scores(zeta, q, k, v, scale):
     return s + dot(zeta, v)
 
 
-def _check_inputs(q, k, v, mask=None, rank: int = 1) -> Array | None:
-    """The mask as an array. Raises TypeError or ValueError if the arguments do not fit."""
+def _check_inputs(q, k, v, mask=None, *, causal: bool = False, **sources) -> Array | None:
+    """The mask as an array. Raises TypeError or ValueError if the arguments do not fit.
+
+    sources: arrays with an entry for each coordinate of the values, by name
+    causal:  whether there is a query, and a source, for each key
+    """
     check_same_dtype(q=q, k=k, v=v)
-    check_rank(rank, "(d,)" if rank == 1 else "(n, d)", q=q)
+    check_floating(**sources)
+    check_rank(2 if causal else 1, "(n, d)" if causal else "(d,)", q=q)
     check_rank(2, "(n, d)", k=k)
     check_rank(2, "(n, dv)", v=v)
-    if q.shape[-1] == 0:
+    n, d, dv = len(k), q.shape[-1], v.shape[1]
+    if d == 0:
         raise ValueError(f"q: expected a head_dim d of at least 1, got shape {q.shape}")
-    if k.shape[1] != q.shape[-1]:
-        raise ValueError(f"k: expected (n, d) with d {q.shape[-1]} as in q, got {k.shape}")
-    if len(v) != len(k):
-        raise ValueError(f"v: expected a value for each of the {len(k)} keys, got {v.shape}")
     if mask is not None:
         mask = as_array("mask", mask)
         if mask.dtype != jnp.bool_:
             raise TypeError(f"mask: expected booleans, got dtype {mask.dtype}")
-        _check_shape("mask", mask, (len(k),), "(n,)")
+    queries = (n,) if causal else ()
+    expected = [("k", k, (n, d)), ("v", v, (n, dv)), ("q", q, (*queries, d)), ("mask", mask, (n,))]
+    expected += [(name, x, (*queries, dv)) for name, x in sources.items()]
+    for name, x, shape in expected:
+        if x is not None and x.shape != shape:
+            raise ValueError(f"{name}: expected shape {shape}, as the others, got {x.shape}")
     return mask
-
-
-def _check_shape(name: str, x: Array, shape: tuple[int, ...], layout: str) -> None:
-    if x.shape != shape:
-        raise ValueError(f"{name}: expected {layout} = {shape}, got shape {x.shape}")

@@ -61,9 +61,8 @@ class Instruction(NamedTuple):
             return [_numbers(group) for group in re.findall(r"\{([\d,]+)\}", lists[1])]
         rows = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", self.rest)
         if rows:
-            shape, before, order = (_numbers(text) for text in rows.groups())
-            numbers = np.arange(math.prod(shape)).reshape(before).transpose(order or None)
-            return numbers.reshape(shape).tolist()
+            shape, *transposition = rows.groups()
+            return _transposed(*transposition).reshape(_numbers(shape)).tolist()
         mesh = re.search(r"replica_groups=mesh\[(.*?)\]([^{]*)\{(.*?)\}", self.rest)
         return _groups_of_mesh(*mesh.groups()) if mesh else []
 
@@ -108,15 +107,19 @@ def _groups_of_mesh(axes: str, devices: str, within: str) -> list[list[int]]:
     device_ids=([3,2]T(1,0)).
     """
     sizes = {name: int(size) for name, size in re.findall(r"'(.*?)'=(\d+)", axes)}
-    names = list(sizes)
-    numbers = np.arange(math.prod(sizes.values()))
-    if ids := re.search(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", devices):
-        numbers = numbers.reshape(_numbers(ids[1])).transpose(_numbers(ids[2]) or None)
-    numbers = numbers.reshape(list(sizes.values()))
+    ids = re.search(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", devices)
+    numbers = _transposed(*ids.groups()) if ids else np.arange(math.prod(sizes.values()))
     inner = re.findall(r"'(.*?)'", within)
-    outer = [name for name in names if name not in inner]
-    numbers = numbers.transpose([names.index(name) for name in outer + inner])
+    axes_within = [list(sizes).index(name) for name in inner]
+    numbers = numbers.reshape(*sizes.values())
+    numbers = np.moveaxis(numbers, axes_within, range(-len(inner), 0))
     return numbers.reshape(-1, math.prod(sizes[name] for name in inner)).tolist()
+
+
+def _transposed(shape: str, order: str | None) -> np.ndarray:
+    """0, 1, 2, … in this shape, with its axes in this order: "3,2" and "1,0" -> [[0,2,4], …]."""
+    sizes = _numbers(shape)
+    return np.arange(math.prod(sizes)).reshape(sizes).transpose(_numbers(order) or None)
 
 
 def _numbers(text: str | None) -> list[int]:

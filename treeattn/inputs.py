@@ -1,7 +1,7 @@
 """The arguments of an attention call, gathered and checked.
 
-Values are checked before a function is compiled; shapes and dtypes while it is traced, once for
-each shape.
+The numbers in arrays (lengths, the scale) are checked before a function is compiled. Shapes and
+dtypes are checked while it is traced, once for each shape.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ class Inputs:
 
     q:          (b, l, h, d); k (b, n, h_kv, d) and v (b, n, h_kv, dv), of one dtype
     mask, bias: (b, h, l, n), any of them 1 to broadcast; or None
-    lengths:    (b,) int32, how many keys of each row count, 0 … n; or None
+    lengths:    (b,) int32, for each row how many of its keys are in use, 0 … n; or None
     factor:     a scale given as a JAX scalar, or None. Not static, so a new value compiles no new
                 program
     scale:      a number; scores are scale · factor · q·k
@@ -73,7 +73,7 @@ class Inputs:
 
     @property
     def total_scale(self):
-        """What q·k is multiplied by: `scale`, times the factor in the dtype of the scores."""
+        """The factor of q·k: `scale`, times the factor in the dtype of the scores."""
         return self.scale if self.factor is None else self.scale * self.factor.astype(self.dtype)
 
 
@@ -167,9 +167,12 @@ def pad_axis(x: Array, axis: int, size: int) -> Array:
 
 
 def visible_keys(inputs: Inputs, position):
-    """True where a query sees a key; broadcasts to (b, h_kv, group, l, n). None: everywhere.
+    """True where a query sees a key; broadcasts to (b, h_kv, group, l, n).
 
-    position: (n,) the keys' numbers, to be compared with lengths
+    position: (n,) the number of each key in its row, compared with lengths and, if causal, with the
+              queries' numbers
+
+    Returns None if every query sees every key.
     """
     conditions = []
     if inputs.mask is not None:
@@ -191,7 +194,7 @@ def visible_keys(inputs: Inputs, position):
 def unused_keys(visible):
     """True for keys that no query of their head sees: (b, n, h_kv, 1), in the layout of the keys.
 
-    An axis has size 1 if the entries along it are all the same.
+    An axis has size 1 if no condition depends on it, and broadcasts.
     """
     return jnp.moveaxis(~visible.any(axis=(2, 3)), 1, 2)[..., None]
 

@@ -64,8 +64,8 @@ def layout_of(inputs: Inputs, sharding: NamedSharding | None, striped: bool = Fa
     layout = _layout(sharding, bool(striped), manual)
     if manual:  # arrays here are local to a device along these axes
         sharding = NamedSharding(layout.mesh, layout.spec(layout.keys))
-    _check_lies("k", inputs.k, sharding)
-    _check_lies("v", inputs.v, sharding)
+    _check_sharded_as("k", inputs.k, sharding)
+    _check_sharded_as("v", inputs.v, sharding)
     return layout
 
 
@@ -88,7 +88,7 @@ def _sharding_of(k) -> NamedSharding:
 
 @functools.lru_cache(maxsize=256)
 def _layout(sharding: NamedSharding, striped: bool, manual: frozenset[str]) -> Layout:
-    """The layout of a checked sharding, without axes that an enclosing `shard_map` has split."""
+    """The layout of a NamedSharding, without axes that an enclosing `shard_map` has split."""
     if P.UNCONSTRAINED in sharding.spec:
         raise ValueError(f"sharding: expected names of axes or None, got {sharding.spec}")
     entries = _entries(sharding.spec)
@@ -109,7 +109,7 @@ def manual_axes() -> frozenset[str]:
     return frozenset(name for name, kind in kinds if kind == AxisType.Manual)
 
 
-def _check_lies(name: str, x, wanted: NamedSharding) -> None:
+def _check_sharded_as(name: str, x, wanted: NamedSharding) -> None:
     """Raise a ValueError for an array that is sharded in another way than `wanted`.
 
     NumPy arrays, and arrays on one device or replicated, are accepted.
@@ -136,10 +136,10 @@ def _check_lies(name: str, x, wanted: NamedSharding) -> None:
 
 
 def _explicit(spec: P, mesh: AbstractMesh | Mesh) -> P:
-    """`spec` with Explicit axes only, because a traced array's type shows only these.
+    """`spec` without the mesh's Auto and Manual axes, which a traced array's type does not show.
 
-    Axes that the mesh lacks are kept, so that `_check_lies` refuses an array sharded over another
-    mesh.
+    An axis that the mesh does not have stays, so that `_check_sharded_as` refuses an array that is
+    sharded over another mesh.
     """
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     hidden = [name for name, kind in kinds if kind != AxisType.Explicit]
@@ -187,35 +187,27 @@ def _on_one_device(x) -> bool:
     return x.committed and len(x.devices()) == 1
 
 
-def _check_divides(inputs: Inputs, layout: Layout) -> None:
-    """Raise ValueError if the devices cannot share the rows, heads or stripes evenly."""
-    wholes = {
-        "rows": (layout.batch, inputs.q.shape[0]),
-        "key heads": (layout.heads, inputs.k.shape[2]),
-        "slots of a striped cache": (layout.keys if layout.striped else (), inputs.k.shape[1]),
-    }
-    for what, (axes, n) in wholes.items():
-        devices = math.prod(layout.mesh.shape[name] for name in axes)
-        if n % devices:
-            raise ValueError(
-                f"sharding: the {devices} devices along {axes} cannot share {n} {what} evenly"
-            )
-
-
 def deal(inputs: Inputs, layout: Layout) -> tuple[Inputs, Inputs]:
     """(inputs, specs): the keys padded to whole shards, and the spec of each array.
 
     10 keys (b, 10, …) over 4 devices become (b, 12, …), 3 on each device, with lengths of 10.
-    Causal attention gets no lengths, because its mask hides the padding, which comes last. Queries
-    are replicated along the keys' axes. So are lengths, which count the keys of all shards. Raises
+    Causal attention needs no lengths, because the padded keys come after every query. Queries and
+    lengths are replicated along the keys' axes. Lengths count the keys of all shards. Raises
     ValueError if the devices cannot share the rows, heads or stripes evenly.
     """
-    _check_divides(inputs, layout)
-    n = inputs.k.shape[1]
+    b, n, h_kv, _ = inputs.k.shape
+    striped = layout.keys if layout.striped else ()
+    wholes = ("rows", b, layout.batch), ("key heads", h_kv, layout.heads), ("slots", n, striped)
+    for what, size, axes in wholes:
+        devices = math.prod(layout.mesh.shape[name] for name in axes)
+        if size % devices:
+            raise ValueError(
+                f"sharding: the {devices} devices along {axes} cannot share {size} {what} evenly"
+            )
     padded = layout.whole(n)
     lengths = inputs.lengths
     if lengths is None and padded != n and not inputs.causal:
-        lengths = jnp.full(inputs.k.shape[0], n, jnp.int32)
+        lengths = jnp.full(b, n, jnp.int32)
 
     def spread(x):  # axes of size 1 of a mask or bias are not sharded, because they broadcast
         if x is None:
@@ -243,9 +235,9 @@ def deal(inputs: Inputs, layout: Layout) -> tuple[Inputs, Inputs]:
 
 
 def local_lengths(inputs: Inputs, layout: Layout, rank):
-    """How many keys of each row device `rank` holds, (b,).
+    """(b,) for each row the number of its keys that are on device `rank`.
 
-    `inputs.lengths` counts the keys of each row on all devices together.
+    `inputs.lengths` counts the keys of a row on all devices together.
     """
     if inputs.lengths is None:
         return None

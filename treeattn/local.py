@@ -6,7 +6,6 @@ values (b, n, h_kv, dv); query head i reads key head i // (h // h_kv).
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import numpy as np
 
 from treeattn import flash, products
 from treeattn.blocks import attend_blockwise
-from treeattn.checks import Array, check_hashable
+from treeattn.checks import Array, check_floating, check_hashable
 from treeattn.inputs import (
     Bias,
     Inputs,
@@ -54,36 +53,38 @@ def attend(
                 same dtype. h must be a multiple of h_kv.
     mask:       True where a query may see a key; broadcasts to (b, h, l, n) as in NumPy.
     bias:       added to the scaled scores; broadcasts in the same way. −∞ hides the key.
-    kv_lengths: (b,), or one number: how many keys of each row count, 0 … n. Traced lengths are
-                clipped to that.
+    kv_lengths: (b,), or one number: for each row how many of its keys are in use, 0 … n. The rest
+                are ignored. Traced lengths are clipped to that.
     causal:     query i sees keys 0 … i; there must be as many keys as queries.
     scale:      multiplies q·k; 1/√d when None. A number is compiled in, a JAX array's value is not.
     implementation: "plain" holds all scores, and XLA can split it over devices; "blockwise" is the
                 same in bounded memory, and faster; "flash" is flash-attn-jax's CUDA kernel, for
-                float16 and bfloat16 without mask and bias. None is flash on a CUDA device where it
-                can run and has more than 128 queries, plain where XLA may split the arrays, and
-                blockwise everywhere else. Or pass a function,
+                float16 and bfloat16 without mask and bias. None chooses flash on a CUDA device if
+                there are more than 128 queries and flash can compute the call, plain where XLA may
+                split the arrays, and blockwise everywhere else. Or pass a function,
 
                     kernel(q, k, v, *, scale, mask=None, bias=None, kv_lengths=None, causal=False)
 
-                that returns (out, lse) as `from_output` reads them, an AttentionState, or a state
-                of its own kind, which the `method` of `tree_decode` then has to merge. The function
-                gets checked arrays, and only the options that you pass, so it needs no parameters
-                for the others. `tree_decode` also passes kv_lengths if devices cannot share the
-                keys evenly. The function is compiled into the program and differentiated as it is.
-                It stays in memory as long as the process, and a new lambda is compiled anew.
+                that returns (out, lse), as `from_output` reads them, or an AttentionState. It may
+                also return a state of its own kind: `attend` returns this as it is, and
+                `tree_decode` needs a `method` that merges it. The function gets checked arrays, and
+                only the options that you pass, so it needs no parameters for the others.
+                `tree_decode` also passes kv_lengths if devices cannot share the keys evenly. The
+                function is compiled into the program and differentiated as it is. It stays in
+                memory as long as the process, and a new lambda is compiled anew.
 
     Sharded arrays: inside jit, on several devices, implementation=None sends no more than
     `jax.nn.dot_product_attention` does. For a cache that is sharded along its keys call
     `tree_decode`, which also keeps temporary memory bounded; for a sharded text `ring_attention`.
-    Pass "blockwise" if all scores together do not fit in memory, and no array is sharded along its
-    length.
+    If all scores together do not fit in memory, pass "blockwise", but only if no array is sharded
+    along its length.
 
-    The state is in float32, or float64 if an input is. A score above the dtype's range counts as
-    the largest finite number, and sums saturate ("plain" gives NaN if products of both signs
-    overflow). A query that sees no key has the state (−∞, 0, 0) and zero gradients. Keys and values
-    that no query of their row and head sees may be NaN or ∞. A NaN that one query sees may reach
-    other queries of the head, because 0 · NaN is NaN. (2024 eq. 2–4, 2025 eq. 1–3.)
+    The state is in float32, or float64 if an input is. A score or a sum above the dtype's range
+    counts as the largest finite number. With "plain" a score is NaN if some of its terms q_i·k_i
+    overflow to +∞ and others to −∞. A query that sees no key has the state (−∞, 0, 0) and zero
+    gradients. Keys and values that no query of their row and head sees may be NaN or ∞. A NaN that
+    one query sees may reach other queries of the head, because 0 · NaN is NaN. (2024 eq. 2–4, 2025
+    eq. 1–3.)
 
     Raises TypeError if dtypes are not floating-point or differ, or if a function cannot be hashed.
     Raises ValueError if shapes do not fit, lengths are out of range, the scale is not finite, keys
@@ -97,7 +98,7 @@ def attend(
     (1, 1, 2) (1, 1, 2, 5) [3. 3.]
     """
     inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal)
-    return _attend(inputs, choose_implementation(implementation, inputs))
+    return _attend(inputs, choose_implementation(implementation, inputs), False)
 
 
 def attention(
@@ -122,19 +123,20 @@ def attention(
     [2.]
     """
     inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal)
-    return _attention(inputs, choose_implementation(implementation, inputs))
+    return _attend(inputs, choose_implementation(implementation, inputs), True)
 
 
-@functools.partial(jax.jit, static_argnums=1, inline=True)
-def _attend(inputs: Inputs, implementation: Implementation):
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
+def _attend(inputs: Inputs, implementation: Implementation, finalized: bool):
     check_inputs(inputs)
-    return attend_inputs(inputs, implementation)
+    state = attend_inputs(inputs, implementation)
+    return output_of(state, inputs)[0] if finalized else state
 
 
-@functools.partial(jax.jit, static_argnums=1, inline=True)
-def _attention(inputs: Inputs, implementation: Implementation):
-    check_inputs(inputs)
-    return finalize(attend_inputs(inputs, implementation))[0].astype(inputs.q.dtype)
+def output_of(state: AttentionState, inputs: Inputs):
+    """(out, lse) of the state, with out in the queries' dtype."""
+    out, lse = finalize(state)
+    return out.astype(inputs.q.dtype), lse
 
 
 def check_implementation(implementation: Implementation, q) -> None:
@@ -154,7 +156,10 @@ def check_implementation(implementation: Implementation, q) -> None:
 
 
 def choose_implementation(implementation: Implementation, inputs: Inputs) -> Implementation:
-    """The implementation for arrays as a user passes them: "plain" where XLA may split them.
+    """The implementation to run for `attend` and `attention`, whose arrays may be sharded.
+
+    None becomes "plain" where XLA may split the arrays. Under `tree_decode` each device calls
+    `attend_inputs` on its own shard instead.
 
     Inside a program the sharding of an array along Auto axes is unknown. If the keys are sharded,
     "blockwise" sends every block of keys to every device. With "plain", each device sums over its
@@ -172,8 +177,7 @@ def choose_implementation(implementation: Implementation, inputs: Inputs) -> Imp
             "ring_attention, or jax.reshard k"
         )
     if implementation is None and products.xla_may_split(inputs.q, inputs.k, inputs.v):
-        on_gpu = jax.default_backend() == "gpu"
-        return None if on_gpu and flash.is_best(inputs) else "plain"
+        return None if flash.is_best(inputs) else "plain"
     return implementation
 
 
@@ -189,7 +193,7 @@ def attend_inputs(inputs: Inputs, implementation: Implementation):
         if (reason := flash.why_not(inputs)) is not None:
             raise ValueError(reason)
         return flash.flash_attend(inputs)
-    if implementation is None and jax.default_backend() == "gpu" and flash.is_best(inputs):
+    if implementation is None and flash.is_best(inputs):
         # The platform is known only when the program is lowered.
         return jax.lax.platform_dependent(inputs, cuda=flash.flash_attend, default=attend_blockwise)
     return attend_blockwise(inputs)
@@ -198,24 +202,23 @@ def attend_inputs(inputs: Inputs, implementation: Implementation):
 def _attend_by_function(inputs: Inputs, kernel: Callable):
     """The state by a user's kernel, which gets the options that this call has.
 
-    Raises what `_as_state` raises, and Python's own TypeError if the kernel lacks an option.
-    """
-    options = {"mask": inputs.mask, "bias": inputs.bias, "kv_lengths": inputs.lengths}
-    options |= {"causal": inputs.causal or None}
-    options = {name: x for name, x in options.items() if x is not None}
-    result = kernel(inputs.q, inputs.k, inputs.v, scale=inputs.total_scale, **options)
-    return _as_state(result, inputs, getattr(kernel, "__name__", str(kernel)))
-
-
-def _as_state(result: Any, inputs: Inputs, name: str):
-    """The state that a kernel's result stands for.
-
     (out, lse) and an AttentionState are checked, and become a state in the accumulation dtype. A
     state of the kernel's own kind is returned as it is, unchecked.
 
-    Raises TypeError if the result is none of these or its sums have a narrower dtype than the
-    accumulation's, ValueError if its shapes do not fit. Both name `implementation`.
+    Raises TypeError for None, one array, and a tuple or list of other than two entries, and if lse
+    or a field of the state has a narrower dtype than the accumulation's. Raises ValueError if
+    shapes do not fit. These errors name `implementation`. If the kernel has no parameter for an
+    option, Python raises its own TypeError.
     """
+    options = {
+        "mask": inputs.mask,
+        "bias": inputs.bias,
+        "kv_lengths": inputs.lengths,
+        "causal": inputs.causal or None,
+    }
+    options = {name: x for name, x in options.items() if x is not None}
+    result = kernel(inputs.q, inputs.k, inputs.v, scale=inputs.total_scale, **options)
+    name = getattr(kernel, "__name__", str(kernel))
     pair = type(result) in (tuple, list) and len(result) == 2
     if isinstance(result, AttentionState):
         parts = result._asdict()
@@ -230,15 +233,13 @@ def _as_state(result: Any, inputs: Inputs, name: str):
         return result
     queries, dtype = inputs.q.shape[:3], inputs.dtype
     for part, x in parts.items():
-        expected = f"implementation: expected {name}'s {part}"
-        if not isinstance(x, Array | np.generic) or not jnp.issubdtype(x.dtype, jnp.floating):
-            kind = getattr(x, "dtype", type(x).__name__)
-            raise TypeError(f"{expected} to be a floating-point array, got {kind}")
+        of_kernel = f"implementation: {name}'s {part}"
+        check_floating(**{of_kernel: x})
         # `out` may be narrower, because kernels round it once, at the end. Other parts may not.
         if part != "out" and jnp.promote_types(x.dtype, dtype) != x.dtype:
-            raise TypeError(f"{expected} in {dtype} or wider, got {x.dtype}")
+            raise TypeError(f"{of_kernel}: expected {dtype} or wider, got {x.dtype}")
         values = inputs.v.shape[-1:] if part in ("out", "numerator") else ()
         if x.shape != queries + values:
-            raise ValueError(f"{expected} of shape {queries + values}, got {x.shape}")
+            raise ValueError(f"{of_kernel}: expected shape {queries + values}, got {x.shape}")
     arrays = [jnp.asarray(x).astype(dtype) for x in parts.values()]
     return from_output(*arrays) if pair else AttentionState(*arrays)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
-from treeattn.decode import ring_state, run_on_mesh
+from treeattn.decode import ring_output, run_on_mesh
 from treeattn.inputs import (
     Inputs,
     Keys,
@@ -27,8 +27,7 @@ from treeattn.inputs import (
     pad_axis,
 )
 from treeattn.layout import Layout, deal, on_devices, place
-from treeattn.local import Implementation, attend_inputs
-from treeattn.state import finalize
+from treeattn.local import Implementation, attend_inputs, output_of
 
 
 def ring_attention(
@@ -47,8 +46,8 @@ def ring_attention(
     Every device keeps its queries, and all shards of the keys visit it. With `causal`, query i sees
     keys 0 … i, and a device skips the shards after its own.
 
-    sharding: the sharding of q, k, v and the result, P(batch, sequence, heads). The lengths need
-              not be multiples of the number of devices.
+    sharding: the sharding of q, k, v and the result, P(batch, sequence, heads). The number
+              of queries or keys need not be a multiple of the number of devices.
     Other arguments are as in `attend`.
 
     Returns out (b, l, h, dv) in q's dtype; with return_lse also lse (b, l, h), sharded in the same
@@ -62,7 +61,7 @@ def ring_attention(
     (1, 8, 2, 4)
     """
     inputs = gather_inputs(q, k, v, None, None, None, scale, causal)
-    return run_on_mesh(_prefill, inputs, sharding, False, _ring, implementation, return_lse)
+    return run_on_mesh(_prefill, inputs, sharding, False, ring_output, implementation, return_lse)
 
 
 def ulysses_attention(
@@ -94,11 +93,12 @@ def ulysses_attention(
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _prefill(inputs: Inputs, layout: Layout, method, implementation: Implementation):
+def _prefill(inputs: Inputs, layout: Layout, algorithm, implementation: Implementation):
     """(out,) or (out, lse), for the whole text.
 
-    method(inputs, layout, rank, implementation) gets shards of queries (b, ⌈l/p⌉, h, d) and keys
-    (b, t, …); returns shards.
+    algorithm(inputs, layout, rank, implementation), `ring_output` or `_ulysses`, runs on each
+    device. It takes the device's shards, queries (b, ⌈l/p⌉, h, d) and keys (b, t, …), and returns
+    its shards of the result.
     """
     check_inputs(inputs)
     l, n = inputs.q.shape[1], inputs.k.shape[1]
@@ -109,23 +109,19 @@ def _prefill(inputs: Inputs, layout: Layout, method, implementation: Implementat
     def on_device(rank, inputs):
         t = inputs.k.shape[1]
         if layout.whole(n) > n:
-            # XLA:CPU may leave the padding unwritten. A NaN there counts even if the mask hides it,
-            # because 0 · NaN is NaN.
+            # When XLA:CPU splits a program, it may leave the entries that `deal` has added
+            # uninitialized, so zeros are written here again. A NaN there would spoil the result
+            # even where it is hidden, because 0 · NaN is NaN.
             real = (rank * t + jnp.arange(t) < n)[:, None, None]
             k, v = (jnp.where(real, x, 0) for x in (inputs.k, inputs.v))
             inputs = inputs.replace(k=k, v=v)
-        return method(inputs, layout, rank, implementation)
+        return algorithm(inputs, layout, rank, implementation)
 
     result = on_devices(on_device, layout, inputs, specs.replace(q=along), along)
     if layout.whole(l) == l:
         return result
     # p does not divide l: reshard, then cut.
     return tuple(place(x, layout.spec(), layout)[:, :l] for x in result)
-
-
-def _ring(inputs: Inputs, layout: Layout, rank, implementation: Implementation):
-    out, lse = finalize(ring_state(inputs, layout, rank, implementation))
-    return out.astype(inputs.q.dtype), lse
 
 
 def _ulysses(inputs: Inputs, layout: Layout, rank, implementation: Implementation):
@@ -143,5 +139,5 @@ def _ulysses(inputs: Inputs, layout: Layout, rank, implementation: Implementatio
     repeats = p // math.gcd(p, h_kv)
     k, v = (jnp.repeat(x, repeats, axis=2) for x in (inputs.k, inputs.v))
     q, k, v = (exchange(x, 2, 1) for x in (inputs.q, k, v))
-    out, _ = finalize(attend_inputs(inputs.replace(q=q, k=k, v=v), implementation))
-    return (exchange(out.astype(inputs.q.dtype), 1, 2),)
+    state = attend_inputs(inputs.replace(q=q, k=k, v=v), implementation)
+    return (exchange(output_of(state, inputs)[0], 1, 2),)

@@ -1,17 +1,18 @@
-"""The scores of a block of keys, and the sums of its values: what XLA:CPU computes fast.
+"""Scores of a block of keys and weighted sums of its values, in forms that XLA:CPU runs fast.
 
-A decoding step does little arithmetic, so it can be as fast as memory. Written as plain products
-and sums, the same loop over blocks takes longer, for one query in float32 on two cores:
+A decoding step does little arithmetic, so it can be as fast as memory, and these forms are near to
+that. With plain products and sums in their place, the loop over blocks takes, for one query in
+float32 on two cores:
 
     16 heads of 128, 16 key heads, 16,384 keys   2.4 times as long
     16 heads of 128,  4 key heads, 16,384 keys   7.7 times
      9 heads of  64,  3 key heads,  8,192 keys   2.5 times
 
 Comments below say what XLA needs; benchmarks/local_attention.py times the result. Many queries, and
-GPUs, use matrix products. For few queries the arrays are cut into slices, called streams: along
-head_dim for the scores, and along the block's keys for the sums. Streams are multiplied
-elementwise, and the products of all streams are added to one array. Then the entries of this array
-are added.
+GPUs, use matrix products. For few queries the arrays are cut into at most 8 slices, called streams:
+queries and keys along head_dim for the scores, weights and values along the block's keys for the
+sums. Stream i of one is multiplied elementwise with stream i of the other. The products are added
+up to one array, and this array is summed along the axis that was cut.
 
 Queries are (b, h_kv, group, l, d), keys and values (b, size, h_kv, ·), scores and weights
 (b, h_kv, group, l, size), as in treeattn/blocks.py.
@@ -23,7 +24,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
-BLOCK = 1024  # at most so many keys at a time
+BLOCK = 1024  # the most keys of a block
 STREAMS = 8  # products added in one expression; XLA:CPU does not fuse sums of 16
 EXACT = lax.Precision.HIGHEST  # by default XLA rounds to TensorFloat-32 on a GPU
 
@@ -31,8 +32,9 @@ EXACT = lax.Precision.HIGHEST  # by default XLA rounds to TensorFloat-32 on a GP
 def xla_may_split(*arrays) -> bool:
     """Whether XLA may split a program with these arguments over several devices by itself.
 
-    The sharding of a traced array is unknown, so the answer is True. It is False if there is only
-    one device, or inside `shard_map`, where each device runs the program by itself.
+    False if there is only one device, or inside `shard_map`, where each device runs the program by
+    itself. Elsewhere True for traced arrays, whose sharding is unknown, and if no arrays are given.
+    For concrete arrays, whether one of them is on several devices.
     """
     context = jax.sharding.get_abstract_mesh()
     sizes = zip(context.axis_sizes, context.axis_types, strict=True)
@@ -76,7 +78,7 @@ def read_block(x, first, size: int, *, row, rows: int, dtype):
 def row_max(s):
     """max over the last axis: (…, size) -> (…). It may ignore a NaN; the sums do not.
 
-    jnp.max propagates NaN, and is not vectorized because of it. This reduction is.
+    jnp.max propagates NaN, which keeps XLA from vectorizing it. This reduction is vectorized.
     """
     if xla_may_split():
         return jnp.max(s, axis=-1)
@@ -147,9 +149,19 @@ def _sum(x, axis: int):
 def stream_queries(q):
     """`q` for `stream_scores`: pairs (start, part), each part (b, 1, h_kv, group, l, width).
 
+    For d = 128 the slices begin at 0, 16, 32, … 112, and are 16 wide.
+
     Call it before the loop over blocks: inside, XLA would slice q anew for every score.
     """
-    starts, width = _terms(q.shape[-1])
+    d = q.shape[-1]
+    terms = max(t for t in range(1, STREAMS + 1) if d % (8 * t) == 0)
+    width = d // terms
+    starts = range(0, d, width)
+    if 24 < d <= 64:
+        # LLVM unrolls sums of up to 64 products, and then does not vectorize them. Three slices
+        # that overlap have 72 products.
+        width = 24
+        starts = 0, (d - 24) // 2, d - 24
     parts = []
     done = 0
     for start in starts:
@@ -165,19 +177,6 @@ def stream_scores(parts, k):
     k = k[:, :, :, None, None]
     s = sum(q * k[..., start : start + q.shape[-1]] for start, q in parts)
     return jnp.moveaxis(_sum(s, -1), 1, -1)
-
-
-def _terms(d: int) -> tuple[range | tuple[int, ...], int]:
-    """(starts, width) of the streams of q and k: slices that begin at `starts`, all `width` wide.
-
-    For d = 128 they begin at 0, 16, 32, … 112, and are 16 wide.
-    """
-    if 24 < d <= 64:
-        # LLVM unrolls sums of up to 64 products, and then does not vectorize them. Three slices
-        # that overlap have 72 products.
-        return (0, (d - 24) // 2, d - 24), 24
-    terms = max(t for t in range(1, STREAMS + 1) if d % (8 * t) == 0)
-    return range(0, d, d // terms), d // terms
 
 
 def stream_sums(p, streams):

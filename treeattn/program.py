@@ -1,9 +1,10 @@
-"""What a program sends and holds, read from the program itself.
+"""The bytes that a program sends and holds, read from the program itself.
 
-`collectives` lists the collectives of a jitted function, as written (`jax.jit(f).lower(...)`) or
-as XLA compiled it (its `.compile()`): the kind of each, how often it runs, including the trip
-counts of the loops around it, and its bytes on each device. `memory` gives the bytes that the
-compiled function holds on each device. Both are exact and the same in every process; times are not.
+`collectives` lists the collectives of a jitted function, as written (`jax.jit(f).lower(...)`) or as
+XLA compiled it (its `.compile()`): the kind of each, how often it runs, including the trip counts
+of the loops around it, and its bytes on each device. `memory` gives the bytes that the compiled
+function holds on each device. These numbers are exact, and the same in every process; times are
+not.
 """
 
 from collections.abc import Iterable
@@ -62,7 +63,8 @@ class Collective(NamedTuple):
 
         A device sends at least 2 (p − 1)/p of its operand in an Allreduce (2024 eq. 33, 2025
         eq. 12), and (p − 1)/p in a reduce-scatter or an all-to-all. An all-gather sends the
-        operand p − 1 times, along a ring or otherwise. A network whose switches add numbers
+        operand p − 1 times, along a ring or otherwise. A collective-permute or collective-broadcast
+        sends the whole operand. A network whose switches add numbers
         themselves can do with less. Raises ValueError if the program does not name the devices.
         """
         p = self.devices
@@ -70,12 +72,11 @@ class Collective(NamedTuple):
             raise ValueError(f"sent_bytes: the program does not say how many run the {self.kind}")
         shares = {  # of the operand, in p-ths
             "all-reduce": 2 * (p - 1),
-            "reduce-scatter": p - 1,
-            "all-to-all": p - 1,
-            "ragged-all-to-all": p - 1,
             "all-gather": p * (p - 1),
+            "collective-permute": p,
+            "collective-broadcast": p,
         }
-        bytes_times_p = shares.get(self.kind, p) * self.operand_bytes
+        bytes_times_p = shares.get(self.kind, p - 1) * self.operand_bytes
         return self.count * -(-bytes_times_p // p)
 
 
@@ -100,9 +101,9 @@ def collectives(program: Any) -> list[Collective]:
              whose `as_text()` gives HLO; or HLO text. For an object of Equinox pass its `.lowered`
              or `.compiled`, which are JAX's
 
-    A conditional counts the branch with the most bytes. Raises TypeError for any other program,
-    and ValueError for a collective in a loop without a trip count: only XLA notes trip counts, when
-    it compiles a loop that runs a fixed number of times.
+    Of a conditional's branches only the one with the most bytes counts. Raises TypeError for any
+    other program, and ValueError for a collective in a loop without a trip count: only XLA notes
+    trip counts, when it compiles a loop that runs a fixed number of times.
 
     >>> mesh = jax.sharding.Mesh(jax.devices()[:2], "kv")
     >>> spec = jax.sharding.PartitionSpec("kv")
@@ -148,21 +149,6 @@ def _call(name: str, program: Any, method: str) -> Any:
     return analysis
 
 
-def count_collectives(collectives: Iterable[Collective]) -> int:
-    """How many collectives each device runs, loops included."""
-    return sum(c.count for c in collectives)
-
-
-def total_bytes(collectives: Iterable[Collective]) -> int:
-    """Bytes of each device's operands, loops included."""
-    return sum(c.total_bytes for c in collectives)
-
-
-def sent_bytes(collectives: Iterable[Collective]) -> int:
-    """The least bytes that each device sends, loops included."""
-    return sum(c.sent_bytes for c in collectives)
-
-
 def collectives_table(collectives: Iterable[Collective]) -> str:
     """The collectives as lines of text: how often each runs, and its bytes over all runs.
 
@@ -175,15 +161,14 @@ def collectives_table(collectives: Iterable[Collective]) -> str:
     all-reduce     3           192   336  f32[16]
     all            3           192   336
     """
-    collectives = list(collectives)
-    if not collectives:
+    counted = [(c.kind, c.count, c.total_bytes, c.sent_bytes, c.shapes) for c in collectives]
+    if not counted:
         return "no collectives"
+    _, *columns, _ = zip(*counted, strict=True)
+    counted.append(("all", *map(sum, columns), ()))
     rows = [("collective", "runs", "bytes put in", "sent", "operands")]
-    for c in collectives:
-        numbers = f"{c.count:,}", f"{c.total_bytes:,}", f"{c.sent_bytes:,}"
-        rows.append((c.kind, *numbers, " ".join(c.shapes)))
-    totals = [total(collectives) for total in (count_collectives, total_bytes, sent_bytes)]
-    rows.append(("all", *(f"{n:,}" for n in totals), ""))
+    for kind, *numbers, shapes in counted:
+        rows.append((kind, *(f"{n:,}" for n in numbers), " ".join(shapes)))
     w0, w1, w2, w3, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines = []
     for kind, runs, put_in, sent, operands in rows:
@@ -211,7 +196,7 @@ def _walk(name: str, computations: dict[str, Computation]) -> list[Collective]:
         elif instruction.opcode == "conditional":
             names = ("branch_computations", "true_computation", "false_computation")
             branches = [_walk(branch, computations) for branch in instruction.called(*names)]
-            listed += max(branches, key=total_bytes)
+            listed += max(branches, key=lambda branch: sum(c.total_bytes for c in branch))
         else:
             for callee in instruction.called("calls", "to_apply", "called_computations"):
                 listed += _walk(callee, computations)

@@ -1,13 +1,13 @@
 """The state of an attention over some of the keys, and the merge of two such states.
 
-Attention of a query over keys with scores s_a and values v_a is n / d with
+Attention of a query over keys with scores s_a and values v_a is N / D with
 
-    d = Σ_a exp(s_a),    n = Σ_a exp(s_a) v_a.
+    D = Σ_a exp(s_a),    N = Σ_a exp(s_a) v_a.
 
 Sums over disjoint sets of keys add, so every partition of the keys, reduced in any order,
-gives the same attention. To stay in range, a state keeps both sums relative to a pivot m,
-usually the largest score so far: (m, d, n) stands for the sums (d·eᵐ, n·eᵐ), and `merge` adds
-the sums of two states. (2024 §5.1; 2025 §5.1.)
+gives the same attention. To stay in range, a state (m, d, n) keeps d = D·e⁻ᵐ and n = N·e⁻ᵐ, with a
+pivot m, usually the largest score so far. The attention is n / d for every m. `merge` adds the
+sums D and N of two states. (2024 §5.1; 2025 §5.1.)
 
 **No keys** is the state (−∞, 0, 0), the identity of `merge`. It finalizes to output 0 and
 lse −∞, and its gradients are zeros.
@@ -92,8 +92,9 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
     """The state of the union of two disjoint sets of keys.
 
     Associative up to rounding, commutative bit for bit, with `AttentionState.identity` as identity.
-    The result has the wider of the two dtypes. Finite sums with finite or −∞ pivots never give a
-    NaN, because sums saturate. Raises TypeError or ValueError if `a` or `b` is not a state, if its
+    The result has the wider of the two dtypes. If pivots are finite or −∞, and d and n hold no NaN,
+    neither does the result: `merge` and `finalize` read a sum that has overflowed to ∞ as the
+    dtype's largest number. Raises TypeError or ValueError if `a` or `b` is not a state, if its
     fields do not fit each other, or if the states differ in shape. (2024 §5.1, 2025 §5.1.)
 
     >>> a, b = from_output([[1.0]], [0.0]), from_output([[4.0]], [0.0])  # two keys of score 0
@@ -116,20 +117,20 @@ def _merge(a: AttentionState, b: AttentionState) -> AttentionState:
     if a.max.dtype != b.max.dtype:
         dtype = accumulation_dtype(a.max, b.max)  # float32 for float16 and bfloat16
         a, b = (jax.tree.map(lambda x: x.astype(dtype), state) for state in (a, b))
-    m = jnp.maximum(a.max, b.max)
+    m = jax.lax.stop_gradient(jnp.maximum(a.max, b.max))
     a_is_higher = a.max >= b.max
     high = where(a_is_higher, a, b)
     low = rescale(where(a_is_higher, b, a), m)
     # Only the lower state is scaled. If both were, a compiler could fuse either product into the
-    # sum (FMA), and rounding would change between programs. The higher state's weight is 1. It is
-    # written as 1 + excess, so that high.max gets its gradient: low.max is a constant of the same
-    # value, so excess is 0, but its derivative in high.max is not.
-    excess = jnp.expm1(finite(high.max) - finite(low.max))
+    # sum (FMA), and rounding would change between programs. The higher state's weight is
+    # exp(high.max − m) = 1. It is written as 1 + excess, so that high.max gets its gradient: m has
+    # the same value as high.max but no gradient, so excess is 0, and its derivative is 1.
+    excess = jnp.expm1(finite(high.max) - finite(m))
     d = finite(high.denominator)
     d = d + d * excess
     n = finite(high.numerator)
     n = n + n * excess[..., None]
-    return AttentionState(low.max, d + low.denominator, n + low.numerator)
+    return AttentionState(m, d + low.denominator, n + low.numerator)
 
 
 def where(
@@ -175,10 +176,10 @@ def from_output(
 ) -> AttentionState:
     """The state that finalizes to (out, lse), as a flash-attention kernel returns them.
 
-    lse is a natural logarithm. −∞ means no keys, and `out` is ignored. +∞ has two meanings. Where
-    `out` holds a NaN, the sums are NaN, as in FlashAttention-2. Elsewhere there are no keys, as in
-    other kernels. The state's dtype is float64 if out's or lse's is, else float32. Raises TypeError
-    or ValueError if dtypes or shapes do not fit.
+    lse is a natural logarithm. −∞ means no keys, and `out` is ignored. Kernels mark two kinds of
+    queries by +∞. If the query's `out` holds a NaN, its scores did (FlashAttention-2), and its
+    state is NaN. If not, the query saw no keys (other kernels). The state's dtype is float64 if
+    out's or lse's is, else float32. Raises TypeError or ValueError if dtypes or shapes do not fit.
 
     >>> state = from_output(jnp.ones((1, 2)), jnp.array([3.0]))
     >>> print(*finalize(state))
@@ -220,7 +221,9 @@ def reduce_chain(states: AttentionState, axis: int = 0) -> AttentionState:
         dv = states.numerator.shape[-1]
         return AttentionState.identity(states.max.shape[1:], dv, states.max.dtype)
     first = jax.tree.map(lambda x: x[0], states)
-    # Rescaling to its own pivot keeps the value but gives `first` the type that merge returns.
+    # scan wants a carry of one type, and merge mixes the types of the three fields: the axes of a
+    # `shard_map` that they vary over. Rescaling `first` to its own pivot mixes its types in the
+    # same way, and changes no value.
     first = rescale(first, first.max)
     if len(states.max) == 1:  # under jax.disable_jit, scanning no states is an error
         return first
@@ -235,8 +238,8 @@ def _merge_next(merged: AttentionState, state: AttentionState) -> tuple[Attentio
 def reduce_tree(states: AttentionState, axis: int = 0, *, arity: int = 2) -> AttentionState:
     """Merge the states along `axis` as a tree with `arity` children per node.
 
-    p states take ⌈log_arity p⌉ rounds and p − 1 merges. (Theorem 1: 2024 §10, 2025 App. E.)
-    Raises as `reduce_chain` does, and for an arity below 2.
+    p states take p − 1 merges, in ⌈log_arity p⌉ rounds of up to arity − 1 merges in a row. This is
+    Theorem 1 (2024 §10, 2025 App. E). Raises as `reduce_chain` does, and for an arity below 2.
 
     >>> three = from_output(jnp.array([[1.0], [2.0], [6.0]]), jnp.zeros(3))
     >>> print(finalize(reduce_tree(three))[0])
@@ -270,9 +273,9 @@ def tree_round(states: AttentionState, arity: int) -> AttentionState:
 def scan_states(states: AttentionState, axis: int = 0) -> AttentionState:
     """All prefixes along `axis`: entry i is the merge of the states 0 … i.
 
-    If each state holds one key for the same query, this is attention as a recurrence: entry i is
-    that query's attention over the keys 0 … i. If the query is query i of a text, entry i is its
-    causal attention. p states take fewer than 2p merges, in at most 2 log₂ p rounds. Raises as
+    With one key in each state, all for one query, entry i is that query's attention over the keys
+    0 … i. For query j of a text, entry j is causal attention; each query needs a scan of its own.
+    p states take fewer than 2p merges, in at most 2 log₂ p rounds. Raises as
     `reduce_chain` does.
 
     >>> three = from_output(jnp.array([[1.0], [2.0], [6.0]]), jnp.zeros(3))

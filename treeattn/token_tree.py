@@ -20,8 +20,9 @@ def ancestor_mask(
 
     parents: (..., L) each node's parent, an earlier node, or −1 at a root
 
-    Takes ⌈log₂ L⌉ rounds. After k rounds, every node knows its ancestors fewer than 2ᵏ steps up. In
-    the next round it adds those that the node 2ᵏ steps up knows, and so reaches twice as far.
+    Takes ⌈log₂ L⌉ rounds. After k rounds, a node's row marks those of its ancestors that are fewer
+    than 2ᵏ steps above it. The next round adds the row of the ancestor exactly 2ᵏ steps above, and
+    so reaches twice as far.
 
     Raises TypeError if `parents` is not an array of signed integers, and ValueError if a parent is
     neither −1 nor an earlier node, which excludes cycles. Inside jit, parents are clipped instead.
