@@ -1,4 +1,4 @@
-"""Notebooks run as people run them: once through, a cell again, an earlier one after later ones.
+"""Notebooks run as people run them: once through, and an earlier cell again after later ones.
 
 Nothing may raise, and every cell shows each time what is stored: for `make test-all` these are the
 notebooks' only runs. At the end the solutions run that a notebook's text has.
@@ -42,11 +42,11 @@ def solutions(path: Path) -> list:
 
 
 def faults(path: Path) -> list[str]:
-    """Each cell twice in a row; then all once more, from the last one up: so each of them meets
-    the names that later ones have bound."""
+    """All cells in their order, then all once more from the last one up. So each cell runs again
+    while the cells before it have not, and meets the names that later cells have bound."""
     notebook = nbformat.read(path, as_version=4)
     stored = [c for c in enumerate(notebook.cells) if c[1].cell_type == "code" and c[1].source]
-    order = [pair for pair in stored for _ in range(2)] + stored[::-1]
+    order = stored + stored[::-1]
     notebook.cells = [*(copy.deepcopy(cell) for _, cell in order), *solutions(path)]
     kernel = NotebookClient(
         notebook,
@@ -62,7 +62,7 @@ def faults(path: Path) -> list[str]:
     for answer in notebook.cells[len(order) :]:
         found += [f"a solution, {x.ename}: {x.evalue}" for x in answer.outputs if "ename" in x]
     for turn, ((number, cell), ran) in enumerate(zip(order, notebook.cells, strict=False)):
-        when = "after later ones" if turn >= 2 * len(stored) else ("first", "at once")[turn % 2]
+        when = "again" if turn >= len(stored) else "first"
         tags = cell.metadata.get("tags", ())
         errors = [x for x in ran.outputs if x.output_type == "error"]
         if errors and "raises-exception" not in tags:

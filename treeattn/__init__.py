@@ -18,8 +18,8 @@ be merged into that of both. The files, in the order of reading:
     token_tree  trees of any shape: masks and depths
     program     what a compiled program sends and holds (reads hlo)
 
-In parentheses, 2024 and 2025 are two texts of the Tree Attention paper (arXiv 2408.04093): that of
-August 2024, and the fourth version.
+References such as (2024 §5.1) are to two texts of the Tree Attention paper (arXiv 2408.04093): 2024
+is that of August 2024, and 2025 is the fourth version.
 """
 
 from treeattn.across import merge_across

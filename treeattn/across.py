@@ -30,36 +30,42 @@ def merge_across(
     state:     each device's own AttentionState, fields (..., h) and (..., h, dv), of the same shape
                on all devices
     axis_name: an axis of the mesh, or several, outermost first
-    method:    how the states are merged. The first four give every device the merged state:
+    method:    how the states are merged. The first four give every device the merged state. Along
+               several axes the first three run once for each axis, the innermost axis first, over
+               the p devices along it.
 
-        "allreduce":    2025 Algorithm 3: one Allreduce for the pivot, two for the sums. How an
-                        Allreduce travels depends on what runs it: NCCL takes a tree or a ring, a
-                        TPU a ring over its torus, gloo (on CPUs) a ring of 2 (p − 1) rounds.
-        "butterfly":    recursive doubling: in each of log₂ p rounds a device swaps its state with
-                        a partner and merges; two more rounds if p is not a power of two. All
-                        devices get the same bits. It takes fewer rounds than a ring's Allreduce or
-                        gather, so it is best where latency dominates, as between CPU processes.
+        "allreduce":    2025 Algorithm 3: one Allreduce for the pivot, then one for each of the
+                        sums, which XLA may combine into one. How an Allreduce travels depends on
+                        what runs it: NCCL takes a tree or a ring, a TPU a ring over its torus, gloo
+                        (between CPU processes) a ring of 2 (p − 1) rounds.
+        "butterfly":    recursive doubling: in each of ⌊log₂ p⌋ rounds a device swaps its state
+                        with a partner and merges; two more rounds if p is not a power of two. All
+                        devices get the same bits. A ring takes 2 (p − 1) rounds, so for many
+                        devices a butterfly is faster where latency dominates, as between CPU
+                        processes.
         "gather":       every device gets all states and merges them as a tree.
-        "hierarchical": in three steps. Within a node (the last axis) an all-to-all gives each
-                        device all of the node's states of its share of the heads, which it merges.
-                        Devices of different nodes with the same share gather each other's merged
-                        states, and merge them. A gather within the node gives every device all
-                        shares.
-        "all_to_all":   each device has a share of ⌈h/p⌉ heads. It gets all devices' states of these
-                        heads, and keeps their merge. The last share is padded with states of no
-                        keys.
+        "hierarchical": in three steps. First, the devices of a node (the last axis) share the
+                        heads. By an all-to-all each device gets the states of its heads from all
+                        devices of the node, and merges them. Second, the devices that have the same
+                        heads in different nodes gather each other's merged states, and merge those.
+                        Third, a gather within the node gives every device all heads.
+        "all_to_all":   runs once, over the p devices along all axes together. Each device has a
+                        share of ⌈h/p⌉ heads. It gets all devices' states of these heads, and keeps
+                        their merge. The h heads are padded at their end to p·⌈h/p⌉, with states
+                        of no keys.
 
                Or a function (state, axes) that returns the merged AttentionState. `state` is not
-               checked, so it may be any pytree, such as the state that your own kernel returns to
-               `tree_decode`. `axes` is a tuple of names,
-               perhaps empty. The function must return the same state on every device along these
-               axes, which is not checked.
+               checked, so it may be any pytree that the function you pass to `tree_decode` as
+               `implementation` returns. `axes` is a tuple of names, perhaps empty. The function
+               must return the same state on every device along these axes, which is not checked.
 
-    JAX can infer only for "allreduce" that all devices hold the same result. For the other methods
-    call `shard_map` with check_vma=False if its `out_specs` replicate the result.
+    The result of "butterfly", "gather" and "hierarchical" is the same on all devices, but JAX
+    cannot infer it: `out_specs` that replicate the result need `shard_map(..., check_vma=False)`.
+    With "all_to_all" `out_specs` must shard the heads along the axes.
 
-    Raises ValueError if the method is unknown or an axis is named twice, TypeError if the state is
-    not an AttentionState, or a function is unhashable or returns something else.
+    Raises ValueError if the method is unknown or an axis is named twice. For a named method, raises
+    TypeError or ValueError if `state` is not an AttentionState whose fields fit each other. For a
+    function, raises TypeError if it cannot be hashed or does not return an AttentionState.
 
     >>> from jax.sharding import PartitionSpec as P
     >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -164,8 +170,9 @@ def _hierarchical(state: AttentionState, axes: Axes) -> AttentionState:
     """Split the heads within a node (the last axis), then merge the same heads across nodes.
 
     Across N nodes, a gather sends N − 1 shares from each device, in one collective. Allreduces
-    would send only 2 (N − 1)/N of a share, but one after another, because the sums need the pivot
-    first. The time of small messages depends on their number, not on their bytes.
+    along a ring would send only 2 (N − 1)/N of a share, but in two steps, because the sums cannot
+    be sent before the pivot is known. The time of small messages depends on their number, not on
+    their bytes.
     """
     h = state.max.shape[-1]
     heads = state.max.ndim - 1

@@ -113,12 +113,12 @@ def pack(beam: Beam, lengths: Lengths = None, *, pad_token: int = 0) -> PackedBe
                length the beam may hold anything
     pad_token: fills `packed_beam` after a batch row's last node
 
-    L is the largest number of nodes in the batch. Inside jit or vmap, where that number is
-    unknown, L is M·C, and the first entries are the same. Equal candidates, and a candidate
-    that is a prefix of another, share their nodes and keep their rows of `unpack_map`. An
-    empty candidate adds no nodes. A beam without candidates (M = 0), without positions
-    (C = 0) or with empty candidates only is a tree without nodes: L = 0 outside jit, and
-    inside all M·C entries are pads.
+    L is the number of nodes of the batch row that has the most. Inside jit or vmap, where that
+    number is unknown, L is M·C, and the first entries are the same. Equal candidates, and a
+    candidate that is a prefix of another, share their nodes and keep their rows of `unpack_map`. An
+    empty candidate adds no nodes. A beam without candidates (M = 0), without positions (C = 0) or
+    with empty candidates only is a tree without nodes: L = 0 outside jit, and all M·C entries are
+    pads inside jit.
 
     A candidate's tokens can belong to any number of earlier candidates: row 2 of
     [[1, 2, 3], [1, 4, 5], [1, 4, 6]] takes its first token from row 0, the second from row 1
@@ -291,8 +291,8 @@ def _look_up(table, row):
         rows_of_word = table[:, first : first + 32]
         bits = rows_of_word.astype(jnp.uint32) << bit[None, :, None]
         word = jnp.sum(bits, axis=1, dtype=jnp.uint32)
-        # If the row is in another word, the shift is above 31, because a negative one wraps to a
-        # large number. Such a shift leaves no bit.
+        # For a row of a later word the shift is above 31. For a row of an earlier word it is
+        # negative, and wraps to a large number. Either shift leaves no bit.
         shift = row.astype(jnp.uint32) - jnp.uint32(first)
         member = member | (word[:, None] >> shift[:, :, None])
     return (member & 1) == 1

@@ -1,8 +1,9 @@
 """The attention of plain.py, a block of keys at a time: the same values in bounded memory.
 
 The scores of a block become a state, and the states of the blocks merge (the iteration of 2024
-eq. 2–4, 2025 eq. 1–3, a block at a time, as in FlashAttention). Keys and values are read once, in
-the layout that they have; temporary memory does not grow with their number.
+eq. 2–4, 2025 eq. 1–3, a block at a time, as in FlashAttention). Without causal order and without
+derivatives, keys and values are read once, in the layout that they have, and temporary memory does
+not grow with their number.
 
 Inside, queries are (b, h_kv, group, l, d), grouped by the key head that they read, and already
 scaled. Scores of a block of `size` keys are (b, h_kv, group, l, size). Masks and biases (b, h, l,
@@ -28,7 +29,8 @@ from treeattn.inputs import (
 from treeattn.state import AttentionState, finite, merge
 
 SCORES = 1 << 20  # about the most scores of a block: more do not fit a CPU's caches
-# A longer causal text is halved. Of a text that is not, half of the scores are computed in vain.
+# Causal texts of more tokens than this are halved. In a text that is not halved, half of the scores
+# that are computed are hidden.
 CAUSAL_BLOCK = 128
 
 
@@ -47,9 +49,9 @@ def _attend_causal(inputs: Inputs) -> AttentionState:
     """The state of causal queries, without mask, bias and lengths.
 
     The text is cut into two halves, and each half attends to itself, by this function again while
-    it is long: 1,000 tokens become 8 parts of 125. Then the queries of the second half attend to
-    all keys of the first, and these states merge with those that they have from their own half.
-    This tree over the text computes few hidden scores.
+    it has more than CAUSAL_BLOCK tokens: 1,000 tokens become 8 parts of 125. Then the queries of
+    the second half attend to all keys of the first, and these states merge with those that they
+    have from their own half. This tree over the text computes few hidden scores.
     """
     b, length = inputs.q.shape[:2]
     size = -(-length // 2)
@@ -163,8 +165,8 @@ def _attend_jvp(primals, tangents):
     """Differentiates `_sums`, a second pass over the blocks, instead of the first pass.
 
     `_sums` is relative to the final pivot. The pivot is constant, so the blocks only add up, and no
-    block's scores have to be kept. Where JAX differentiates the gradient of a scan around this
-    function once more, it does not use this rule, but differentiates the first pass.
+    block's scores have to be kept. Second derivatives of a `lax.scan` that calls this function
+    bypass this rule: JAX then differentiates the first pass.
     """
     (inputs,) = primals
     (given,) = tangents
@@ -183,8 +185,8 @@ def _attend_jvp(primals, tangents):
     values, (d, n) = jax.jvp(sums, (moving,), (directions,))
     empty = (state.max == -jnp.inf)[..., None]
     if inputs.k.dtype == jnp.bfloat16:
-        # The first pass reads the keys as bits, which have no derivative. If this state is
-        # differentiated once more, it has to come from the second pass.
+        # The first pass reads the keys as bits, which have no derivative. So that the returned
+        # state can be differentiated again, its sums are those of the second pass.
         state = AttentionState(state.max, values[0], jnp.where(empty, 0, finite(values[1])))
     n = jnp.where(empty, 0, n)  # a hidden value may be NaN
     return state, AttentionState(jnp.zeros_like(state.max), d, n)
@@ -200,8 +202,8 @@ def _sums(inputs: Inputs, m):
     size = block_size(inputs)
     m = lax.stop_gradient(finite(m))[..., None]
     shrunk, root = products.shrink(q)
-    # The loop gets an array of blocks, and so an array of their gradients. The gradient of slices
-    # would be a sum of arrays of the cache's size.
+    # The loop scans over one array of stacked blocks, so their gradient is one array, too. The
+    # gradient of slices would be a sum of arrays of the cache's size.
     blocks = {"k": _split_blocks(inputs.k, 1, size), "v": _split_blocks(inputs.v, 1, size)}
     if bias is not None and bias.shape[-1] == n:
         blocks["bias"] = _split_blocks(bias, -1, size)
@@ -230,10 +232,10 @@ def _varying_as(inputs: Inputs, tree):
     """`tree` with the varying type of all inputs together, for loops inside `shard_map`.
 
     A loop's carry must vary over the same mesh axes before and after its body. Arrays are cast
-    before the loop, because the transpose of a cast is an Allreduce. If it were inside the loop's
-    branch, the devices that take the branch would wait forever for those that skip it. Adding an
-    empty sum changes the varying type, not the value; XLA removes it. As an integer it has no
-    gradient.
+    before the loop, because the transpose of a cast is an Allreduce. If this Allreduce were inside
+    the loop's branch, the devices that take the branch would wait forever for those that skip it.
+    Adding an empty sum changes the varying type, not the value; XLA removes it. The empty sum is an
+    integer, so it has no gradient.
     """
     empty = [x[None][:0].astype(jnp.int32) for x in jax.tree.leaves(inputs)]
     zero = jnp.asarray(sum(jnp.sum(x) for x in empty))
@@ -244,10 +246,10 @@ def block_size(inputs: Inputs) -> int:
     """The number of keys in a block, for queries (b, h_kv, group, l, d) and n keys.
 
     Blocks are nearly equal: 1,500 keys are two blocks of 750. On a CPU a block has at most BLOCK
-    keys, and fewer if it had more than SCORES scores, but then at least 128. On a GPU, where each
-    block launches kernels, these bounds are 16 times as large. For matrix products with lengths,
-    more keys than half of BLOCK are at least two blocks, so that the empty half of a half-full
-    cache is not read. For streams the size is a multiple of STREAMS.
+    keys; fewer, but at least 128, if BLOCK keys would have more than SCORES scores. On a GPU, where
+    each block launches kernels, BLOCK and SCORES are 16 times as large. With lengths, and if matrix
+    products are used, more than BLOCK / 2 keys are cut into at least two blocks, so that the empty
+    half of a half-full cache is not read. For streams the size is a multiple of STREAMS.
     """
     q = inputs.q
     n = inputs.k.shape[1]
@@ -264,7 +266,8 @@ def block_size(inputs: Inputs) -> int:
 def _over_blocks(add_block, nothing, size: int, inputs: Inputs, *blocks):
     """The state after add_block(state, start, *block) for each block that any row sees.
 
-    start is the block's first key; blocks are pytrees of arrays, whose first axis is the blocks.
+    start is the first key that the block adds: the last block begins earlier if it would not be
+    whole. blocks are pytrees of arrays, whose first axis is the blocks.
     """
     n = inputs.k.shape[1]
     longest = n if inputs.lengths is None else _longest(inputs.lengths)
@@ -315,9 +318,9 @@ def _split_blocks(x, axis: int, size: int):
 def _visibility(inputs: Inputs, start, size: int):
     """(first, visible, bias): the block's first key, which keys each query sees, and their bias.
 
-    `visible` is None if every query sees every key. The last block starts early enough to be whole,
-    and hides the keys of the block before: of 10 keys in blocks of 4, the last block is 6 … 9, and
-    hides 6 and 7.
+    `visible` is None where nothing can hide a key: every query sees every key. The last block
+    starts early enough to be whole, and hides the keys of the block before: of 10 keys in blocks of
+    4, the last block is 6 … 9, and hides 6 and 7.
     """
     n = inputs.k.shape[1]
     first = jnp.minimum(start, n - size)

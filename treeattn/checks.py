@@ -1,7 +1,8 @@
 """Checks of arrays and numbers, whose errors name the argument.
 
-The numbers in arrays are checked before a function is compiled. Shapes and dtypes are checked while
-it is traced, once for each shape.
+The numbers in arrays are checked at every call, before a jitted function is entered. Those of
+traced arrays are unknown: they are clipped, or not checked. Shapes, and
+most dtypes, are checked while the function is traced, so only when it is compiled anew.
 """
 
 import operator
@@ -103,8 +104,8 @@ def bounded(name: str, x: Array, least: int, most, expected: str) -> Array:
     if isinstance(x, jax.Array) and not unknown:
         unknown = not (x.is_fully_addressable or x.is_fully_replicated)
     if unknown:
-        # Clipped before an entry beyond int32 is narrowed, because narrowing would wrap it.
-        if x.dtype.itemsize < 4:  # does not hold every bound
+        # Clip first, and narrow to int32 after: narrowing an entry beyond int32 would wrap it.
+        if x.dtype.itemsize < 4:  # an 8- or 16-bit dtype may not hold the bounds
             x = x.astype(jnp.int32)
         least, most = (np.asarray(bound).astype(x.dtype) for bound in (least, most))
         return jnp.clip(x, least, most).astype(jnp.int32)
@@ -145,8 +146,8 @@ def check_hashable(name: str, function) -> None:
 def check_scale(scale, d: int, dtype) -> Array | float:
     """`scale` as a scalar array, or 1/√d if it is None.
 
-    Raises ValueError for anything but a real number, and, unless it is traced, for a number that is
-    not finite in `dtype`, the dtype of the scores.
+    Raises what `as_array` raises, ValueError for an array that is not one real number, and, unless
+    it is traced, for a number that is not finite in `dtype`, the dtype of the scores.
     """
     if scale is None:
         return d**-0.5

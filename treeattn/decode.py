@@ -1,13 +1,15 @@
 """Decoding from a sharded cache: `tree_decode` merges states; `ring_decode` sends the keys around.
 
-A call runs these in turn:
+A call of `tree_decode` runs these in turn:
 
     gather_inputs                 inputs.py   lengths and scale are checked
     layout_of                     layout.py   the sharding is checked
+    onto_mesh                     layout.py   arrays on one device move to the mesh
     check_inputs                  inputs.py   shapes and dtypes are checked
-    deal                          layout.py   the cache in shards, one on each device
-    attend_inputs                 local.py    on every device: its shard becomes a state
-    merge_across                  across.py   the states are merged
+    deal                          layout.py   the keys are padded to equal shards
+    on_devices                    layout.py   each device runs what follows (a `shard_map`)
+    attend_inputs                 local.py    the device's shard becomes a state
+    merge_across                  across.py   the devices' states are merged
     finalize                      state.py    a state becomes the output
 """
 
@@ -60,31 +62,36 @@ def tree_decode(
     implementation: Implementation = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attention of q over a sharded cache, by a tree of states (2024 and 2025, Algorithm 3).
+    """Attention over a sharded cache, by merging the devices' states (2024 and 2025, Algorithm 3).
 
     sharding: the sharding of k and v, NamedSharding(mesh, P(batch, keys, heads)). Each entry is
               None, an axis, or a tuple of axes, outermost first. q and the result are sharded as
               P(batch, None, heads), so nothing is sent along batch or heads. Along other axes,
-              arrays are replicated. None means k's own sharding, which `jax.jit` hides along Auto
-              axes. NumPy's arrays, and arrays on one device, are sharded first. Unless striped,
-              kv_len may be any number, also smaller than that of the devices.
+              arrays are replicated. None means k's own sharding. Inside `jax.jit` it is unknown if
+              the mesh has an Auto axis; pass it then. NumPy's arrays, and arrays on one device, are
+              accepted, too. An array committed to one device is moved to its shards first, or
+              copied to every device if the devices cannot share it evenly. Unless striped, kv_len
+              may be any number, even below that of the devices along the keys' axes: the program
+              pads the keys to equal shards.
     striped:  key i is in slot `striped_slot(i, kv_len, p)`, on device i mod p of the p devices
               along the keys' axes, so a half-empty cache keeps all devices busy. kv_len must be a
-              multiple of p. mask and bias are in the order of the slots;
-              kv_lengths counts keys.
+              multiple of p. mask and bias are in the order of the slots; kv_lengths counts keys.
     method:   how states are merged, as in `merge_across`. "all_to_all" also shards the result's
-              heads along the keys' axes. It pads the h heads that a device holds to ⌈h/p⌉·p;
-              the added ones have output 0.
+              heads along the keys' axes. It pads the heads that each device holds to a multiple of
+              p, with heads of output 0, so the result may have more than h heads. If `sharding`
+              also names axes for the heads, each shard of heads is padded by itself, so added heads
+              come after every shard's own heads.
     Other arguments are as in `attend`. Devices send states, whose size does not depend on kv_len.
 
     Returns out (b, l, h, dv) in q's dtype; with return_lse also lse (b, l, h), the natural
     logarithm of the sum of exponentials, in float32 or wider.
 
-    Raises what `attend` raises. Raises ValueError, too, if k's sharding cannot be inferred (jit
-    with Auto axes), k or v has another sharding than `sharding`, the devices cannot share rows,
-    heads or stripes evenly, the method is unknown, or the mesh is not that of `jax.set_mesh`; and
-    TypeError if the sharding is not a NamedSharding. Under your own `shard_map` call `attend` and
-    `merge_across` instead.
+    Raises what `attend` raises, but accepts keys that are sharded along an Explicit axis. Raises
+    ValueError, too, if k's sharding is unknown, if k or v is known to be sharded otherwise than
+    `sharding` says, if the devices cannot share the rows, the key heads, or the
+    slots of a striped cache evenly, if the method is unknown, or if `jax.set_mesh` has set a mesh
+    of other axes or sizes. Raises TypeError if the sharding is not a NamedSharding. Under a
+    `shard_map` that has split the keys' axes call `attend`, `merge_across` and `finalize` instead.
 
     >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> q, k, v = (jax.numpy.ones((1, n, 2, 4)) for n in (1, 8, 8))
@@ -113,9 +120,10 @@ def ring_decode(
     """Ring Attention for decoding: every shard of the cache visits every device.
 
     The ring is that of Liu et al. 2023, as in 2024 §6.3. Arguments, result and errors are those of
-    `tree_decode`. In each of p − 1 steps a device sends its shard on and attends to the one that
-    arrives. With shards of t keys, and dv = d, it sends 2·b·t·h_kv·d·(p − 1) elements. 2024 eq.
-    31–32 counts p steps; the last would return each shard to its owner.
+    `tree_decode`, but for `method`. In each of p − 1 steps a device passes on the shard that it
+    holds, and attends to the one that arrives. With shards of t keys, and dv = d, each device sends
+    2·b·t·h_kv·d·(p − 1) elements, and those of its shards of mask and bias. 2024 eq. 31–32 counts p
+    steps; the last would return each shard to its owner.
 
     >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> q, k, v = (jax.numpy.ones((1, n, 2, 4)) for n in (1, 8, 8))
@@ -127,10 +135,11 @@ def ring_decode(
 
 
 def run_on_mesh(program, inputs, sharding, striped, method, implementation, return_lse):
-    """Call `program`, a jitted function, and return its out, or (out, lse).
+    """Call `program`, and return out, or (out, lse) if `return_lse`.
 
-    program(inputs, layout, method, implementation) returns one or the other. The implementation and
-    the keys' sharding are checked here, because inside a trace they cannot be.
+    program(inputs, layout, method, implementation) is a jitted function that returns a tuple,
+    (out,) or (out, lse). The implementation and the keys' sharding are checked here, because inside
+    a trace they cannot be.
     """
     check_implementation(implementation, inputs.q)
     layout = layout_of(inputs, sharding, striped)
@@ -142,7 +151,8 @@ def run_on_mesh(program, inputs, sharding, striped, method, implementation, retu
 def _decode(inputs: Inputs, layout: Layout, method: Method | None, implementation: Implementation):
     """(out, lse), (b, l, h, dv) and (b, l, h), by a ring if `method` is None.
 
-    "all_to_all" rounds h up to a multiple of the devices that share the keys.
+    "all_to_all" rounds each device's heads up to a multiple of the number of devices that share
+    the keys.
     """
     check_inputs(inputs)
 

@@ -113,7 +113,8 @@ def initialize(
     ends as well, on JAX 0.8.3 by a segmentation fault.
 
     On CPUs the processes then communicate through gloo, which listens at the address that this
-    machine's own name resolves to. Warns if other machines cannot reach that address.
+    machine's own name resolves to. Warns if that is a loopback address, which other machines cannot
+    reach, while the coordinator's address is not.
 
     >>> initialize("10.0.0.1:9876", num_processes=4, process_id=0)  # doctest: +SKIP
     """

@@ -182,8 +182,8 @@ def _scores(zeta, q, k, v, scale):
     def dot(x, keys):  # keys first, so that XLA on CPU does not copy them to transpose them
         return jnp.einsum("nd,...d->...n", keys, x, precision="highest")
 
-    # A score out of range counts as the largest finite number, because ∞ − ∞ is NaN. ζ·v_a is added
-    # after this bound, so that a key whose score is bounded keeps its derivative in ζ.
+    # A score above the range counts as the largest finite number, because ∞ − ∞ is NaN. ζ·v_a is
+    # added after this bound, so that a key whose score is bounded keeps its derivative in ζ.
     s = jnp.minimum(dot(q * scale, k), jnp.finfo(dtype).max)
     return s + dot(zeta, v)
 

@@ -1,7 +1,7 @@
 """The arguments of an attention call, gathered and checked.
 
-The numbers in arrays (lengths, the scale) are checked before a function is compiled. Shapes and
-dtypes are checked while it is traced, once for each shape.
+The numbers in arrays (lengths, the scale) are checked at every call, before a jitted function is
+entered. Shapes, and most dtypes, are checked while the function is traced.
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ class Inputs:
 
     @property
     def total_scale(self):
-        """The factor of q·k: `scale`, times the factor in the dtype of the scores."""
+        """The number that multiplies q·k: `scale`, times `factor` if there is one."""
         return self.scale if self.factor is None else self.scale * self.factor.astype(self.dtype)
 
 
@@ -169,10 +169,10 @@ def pad_axis(x: Array, axis: int, size: int) -> Array:
 def visible_keys(inputs: Inputs, position):
     """True where a query sees a key; broadcasts to (b, h_kv, group, l, n).
 
-    position: (n,) the number of each key in its row, compared with lengths and, if causal, with the
-              queries' numbers
+    position: (n,) each key's index in its row, which is compared with the lengths and, if causal,
+              with the queries' indices
 
-    Returns None if every query sees every key.
+    Returns None without mask, bias, lengths and causal order: every query sees every key.
     """
     conditions = []
     if inputs.mask is not None:

@@ -159,7 +159,8 @@ def onto_mesh(inputs: Inputs, layout: Layout) -> Inputs:
     """The inputs, with arrays committed to one device moved to the mesh.
 
     `jax.jit` refuses arguments that are committed to different devices. Keys and values are moved
-    to their shards if the devices can share them evenly. All else that is moved is replicated.
+    to their shards if the devices can share them evenly. Other arrays that are on one device are
+    replicated.
     """
     held = [_on_one_device(x) for x in jax.tree.leaves(inputs)]
     if isinstance(layout.mesh, AbstractMesh) or not any(held):

@@ -54,7 +54,7 @@ def attend(
     mask:       True where a query may see a key; broadcasts to (b, h, l, n) as in NumPy.
     bias:       added to the scaled scores; broadcasts in the same way. −∞ hides the key.
     kv_lengths: (b,), or one number: for each row how many of its keys are in use, 0 … n. The rest
-                are ignored. Traced lengths are clipped to that.
+                are ignored. Traced lengths are clipped to 0 … n.
     causal:     query i sees keys 0 … i; there must be as many keys as queries.
     scale:      multiplies q·k; 1/√d when None. A number is compiled in, a JAX array's value is not.
     implementation: "plain" holds all scores, and XLA can split it over devices; "blockwise" is the
@@ -70,8 +70,8 @@ def attend(
                 `tree_decode` needs a `method` that merges it. The function gets checked arrays, and
                 only the options that you pass, so it needs no parameters for the others.
                 `tree_decode` also passes kv_lengths if devices cannot share the keys evenly. The
-                function is compiled into the program and differentiated as it is. It stays in
-                memory as long as the process, and a new lambda is compiled anew.
+                function is compiled into the program and differentiated as it is. JAX keeps it and
+                its program until the process ends, and compiles every new lambda anew.
 
     Sharded arrays: inside jit, on several devices, implementation=None sends no more than
     `jax.nn.dot_product_attention` does. For a cache that is sharded along its keys call
@@ -79,7 +79,7 @@ def attend(
     If all scores together do not fit in memory, pass "blockwise", but only if no array is sharded
     along its length.
 
-    The state is in float32, or float64 if an input is. A score or a sum above the dtype's range
+    The state is in float32, or float64 if q, k and v are. A score or a sum above the dtype's range
     counts as the largest finite number. With "plain" a score is NaN if some of its terms q_i·k_i
     overflow to +∞ and others to −∞. A query that sees no key has the state (−∞, 0, 0) and zero
     gradients. Keys and values that no query of their row and head sees may be NaN or ∞. A NaN that
@@ -158,14 +158,14 @@ def check_implementation(implementation: Implementation, q) -> None:
 def choose_implementation(implementation: Implementation, inputs: Inputs) -> Implementation:
     """The implementation to run for `attend` and `attention`, whose arrays may be sharded.
 
-    None becomes "plain" where XLA may split the arrays. Under `tree_decode` each device calls
-    `attend_inputs` on its own shard instead.
+    None becomes "plain" where XLA may split the arrays, unless flash is best. `tree_decode` does
+    not use this function: each device calls `attend_inputs` on its own shard.
 
     Inside a program the sharding of an array along Auto axes is unknown. If the keys are sharded,
     "blockwise" sends every block of keys to every device. With "plain", each device sums over its
     own keys, and only largest scores and sums are sent.
     Raises what `check_implementation` raises, and ValueError for keys that are sharded along
-    Explicit axes.
+    Explicit axes, unless the implementation is a function.
     """
     check_implementation(implementation, inputs.q)
     if callable(implementation):

@@ -76,11 +76,11 @@ def ulysses_attention(
 ) -> Output:
     """Prefill by two all-to-alls: shards of the sequence become shards of the heads, and back.
 
-    Each device attends over the whole sequence for h / p heads (Jacobs et al. 2023, DeepSpeed
+    p devices share the sequence, and each of them holds h heads: all, unless the heads are sharded,
+    too. Each device attends over the whole sequence for h / p heads (Jacobs et al. 2023, DeepSpeed
     Ulysses). If p does not divide the key heads, they are repeated as often as needed. Arguments
-    and result are those of `ring_attention`, without return_lse. If the heads are sharded, too, h
-    is the number of heads in one shard. Raises ValueError if p does not divide h, and what
-    `ring_attention` raises.
+    and result are those of `ring_attention`, without return_lse. Raises ValueError if p does not
+    divide h, and what `ring_attention` raises.
 
     >>> from jax.sharding import PartitionSpec as P
     >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -98,7 +98,7 @@ def _prefill(inputs: Inputs, layout: Layout, algorithm, implementation: Implemen
 
     algorithm(inputs, layout, rank, implementation), `ring_output` or `_ulysses`, runs on each
     device. It takes the device's shards, queries (b, ⌈l/p⌉, h, d) and keys (b, t, …), and returns
-    its shards of the result.
+    the device's shards of the result.
     """
     check_inputs(inputs)
     l, n = inputs.q.shape[1], inputs.k.shape[1]

@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
-BLOCK = 1024  # the most keys of a block
+BLOCK = 1024  # the most keys of a block on a CPU
 STREAMS = 8  # products added in one expression; XLA:CPU does not fuse sums of 16
 EXACT = lax.Precision.HIGHEST  # by default XLA rounds to TensorFloat-32 on a GPU
 
@@ -132,9 +132,9 @@ def _sum(x, axis: int):
     """The sum over an axis, fused with the loop that computes x.
 
     From JAX 0.10 on, XLA:CPU calls a library for plain sums, and writes the summands to memory for
-    it, which takes three times as long. It does not recognize the sum if each addition is followed
-    by a rounding to the dtype's own precision, which changes nothing. XLA's partitioner does not
-    recognize it either, so arrays that XLA may split get jnp.sum.
+    it, which takes three times as long. XLA:CPU does not recognize the sum if each addition is
+    followed by a rounding to the dtype's own precision, which changes nothing. XLA's partitioner
+    does not recognize it either, so arrays that XLA may split get jnp.sum.
     """
     if xla_may_split():
         return jnp.sum(x, axis=axis)

@@ -47,7 +47,7 @@ class Collective(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """Devices in a group, pairs of a collective-permute, or 0 if the program names none."""
+        """Devices in a group, 0 if the program names none; a collective-permute's pairs."""
         if self.kind == "collective-permute":
             return len(self.groups)
         return len(self.groups[0]) if self.groups else 0

@@ -21,7 +21,7 @@ def visit_shards(
     shard: Shard,
     axis_name: str | Axes,
 ) -> State:
-    """Inside `shard_map`: the state after `visit` was called with each other device's shard.
+    """Inside `shard_map`: the state after `visit` was called once for each shard of the others.
 
     The devices along the axes are a ring, and the shards go around it in p − 1 steps. In step i
     each device sends the shard that it holds to the next device, and calls visit with the arriving

@@ -78,8 +78,9 @@ def finite(x: Float[jax.Array, "..."]) -> Float[jax.Array, "..."]:
 def rescale(state: AttentionState, m: Float[jax.Array, "..."]) -> AttentionState:
     """The same state relative to the pivot `m`, which must not be below the state's own.
 
-    `m` gets no gradient and needs none: the sums d·eᵐ and n·eᵐ that the state stands for are the
-    same for every m. The state's own pivot does get its gradient, through `weight`.
+    The new pivot `m` gets no gradient and needs none, because the sums d·eᵐ and n·eᵐ of the result
+    are the same for every m. They do depend on the old pivot, which gets its gradient through
+    `weight`.
     """
     m = jax.lax.stop_gradient(m)
     weight = jnp.exp(finite(state.max) - finite(m))
@@ -92,10 +93,11 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
     """The state of the union of two disjoint sets of keys.
 
     Associative up to rounding, commutative bit for bit, with `AttentionState.identity` as identity.
-    The result has the wider of the two dtypes. If pivots are finite or −∞, and d and n hold no NaN,
-    neither does the result: `merge` and `finalize` read a sum that has overflowed to ∞ as the
-    dtype's largest number. Raises TypeError or ValueError if `a` or `b` is not a state, if its
-    fields do not fit each other, or if the states differ in shape. (2024 §5.1, 2025 §5.1.)
+    The result has the wider of the two dtypes, and float32 for float16 with bfloat16. It holds no
+    NaN if d and n hold none and the pivots are finite or −∞, even where a sum has overflowed:
+    `merge` and `finalize` read ∞ as the dtype's largest number. Raises TypeError or ValueError if
+    `a` or `b` is not a state, if its fields do not fit each other, or if the states differ in
+    shape. (2024 §5.1, 2025 §5.1.)
 
     >>> a, b = from_output([[1.0]], [0.0]), from_output([[4.0]], [0.0])  # two keys of score 0
     >>> out, lse = finalize(merge(a, b))
@@ -121,10 +123,12 @@ def _merge(a: AttentionState, b: AttentionState) -> AttentionState:
     a_is_higher = a.max >= b.max
     high = where(a_is_higher, a, b)
     low = rescale(where(a_is_higher, b, a), m)
-    # Only the lower state is scaled. If both were, a compiler could fuse either product into the
-    # sum (FMA), and rounding would change between programs. The higher state's weight is
-    # exp(high.max − m) = 1. It is written as 1 + excess, so that high.max gets its gradient: m has
-    # the same value as high.max but no gradient, so excess is 0, and its derivative is 1.
+    # Only the lower state's d and n are scaled. If both states' were, d would be a sum of two
+    # products, and a compiler could fuse one or the other of them into the addition (FMA), so
+    # merge(a, b) could round differently from merge(b, a). The higher state's weight,
+    # exp(high.max − m), is 1, because m has the value of high.max. But m is a constant to `grad`,
+    # so the weight has the derivative 1 in high.max. Hence the weight is written as 1 + excess:
+    # excess is 0, so d + d · excess is d, and high.max gets its gradient.
     excess = jnp.expm1(finite(high.max) - finite(m))
     d = finite(high.denominator)
     d = d + d * excess
@@ -176,10 +180,11 @@ def from_output(
 ) -> AttentionState:
     """The state that finalizes to (out, lse), as a flash-attention kernel returns them.
 
-    lse is a natural logarithm. −∞ means no keys, and `out` is ignored. Kernels mark two kinds of
-    queries by +∞. If the query's `out` holds a NaN, its scores did (FlashAttention-2), and its
-    state is NaN. If not, the query saw no keys (other kernels). The state's dtype is float64 if
-    out's or lse's is, else float32. Raises TypeError or ValueError if dtypes or shapes do not fit.
+    lse is a natural logarithm. −∞ means no keys, and `out` is ignored. An lse of +∞ has two
+    meanings. If the query's `out` holds a NaN, the query's scores held a NaN, and the state is NaN.
+    Otherwise the query saw no keys. FlashAttention-2 writes +∞ for both. The state's dtype is
+    float64 if out's or lse's is, else float32. Raises TypeError or ValueError if dtypes or shapes
+    do not fit.
 
     >>> state = from_output(jnp.ones((1, 2)), jnp.array([3.0]))
     >>> print(*finalize(state))
@@ -221,9 +226,9 @@ def reduce_chain(states: AttentionState, axis: int = 0) -> AttentionState:
         dv = states.numerator.shape[-1]
         return AttentionState.identity(states.max.shape[1:], dv, states.max.dtype)
     first = jax.tree.map(lambda x: x[0], states)
-    # scan wants a carry of one type, and merge mixes the types of the three fields: the axes of a
-    # `shard_map` that they vary over. Rescaling `first` to its own pivot mixes its types in the
-    # same way, and changes no value.
+    # scan wants a carry whose type does not change. Inside `shard_map` a type includes the mesh
+    # axes that an array varies over, and a merged d or n varies over the pivots' axes, too.
+    # Rescaling `first` to its own pivot gives it the same types, and changes no finite value.
     first = rescale(first, first.max)
     if len(states.max) == 1:  # under jax.disable_jit, scanning no states is an error
         return first
@@ -274,9 +279,9 @@ def scan_states(states: AttentionState, axis: int = 0) -> AttentionState:
     """All prefixes along `axis`: entry i is the merge of the states 0 … i.
 
     With one key in each state, all for one query, entry i is that query's attention over the keys
-    0 … i. For query j of a text, entry j is causal attention; each query needs a scan of its own.
-    p states take fewer than 2p merges, in at most 2 log₂ p rounds. Raises as
-    `reduce_chain` does.
+    0 … i. So the causal attention of query j of a text is entry j of query j's own scan; a text of
+    l queries needs l scans. p states take fewer than 2p merges, in at most 2 log₂ p rounds. Raises
+    as `reduce_chain` does.
 
     >>> three = from_output(jnp.array([[1.0], [2.0], [6.0]]), jnp.zeros(3))
     >>> print(finalize(scan_states(three))[0].ravel())
