@@ -54,10 +54,11 @@ def merge_across(
                         their merge. The h heads are padded at their end to p·⌈h/p⌉, with states
                         of no keys.
 
-               Or a function (state, axes) that returns the merged AttentionState. `state` is not
-               checked, so it may be any pytree that the function you pass to `tree_decode` as
-               `implementation` returns. `axes` is a tuple of names, perhaps empty. The function
-               must return the same state on every device along these axes, which is not checked.
+               Or a function (state, axes) that returns the merged AttentionState. Its `state` is
+               not checked: in `tree_decode` it is the state that your `implementation` made, which
+               may be a pytree of its own kind. `axes` is a tuple of names, perhaps empty. The
+               merging function must return the same state on every device along `axes`, which is
+               not checked.
 
     The result of "butterfly", "gather" and "hierarchical" is the same on all devices, but JAX
     cannot infer it: `out_specs` that replicate the result need `shard_map(..., check_vma=False)`.

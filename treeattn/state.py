@@ -93,11 +93,11 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
     """The state of the union of two disjoint sets of keys.
 
     Associative up to rounding, commutative bit for bit, with `AttentionState.identity` as identity.
-    The result has the wider of the two dtypes, and float32 for float16 with bfloat16. It holds no
-    NaN if d and n hold none and the pivots are finite or −∞, even where a sum has overflowed:
-    `merge` and `finalize` read ∞ as the dtype's largest number. Raises TypeError or ValueError if
-    `a` or `b` is not a state, if its fields do not fit each other, or if the states differ in
-    shape. (2024 §5.1, 2025 §5.1.)
+    The result has the wider of the two dtypes, and float32 for float16 with bfloat16. If the pivots
+    of `a` and `b` are finite or −∞, and their sums hold no NaN, the result holds no NaN, even where
+    a sum has overflowed: `merge` and `finalize` read ∞ as the dtype's largest number. Raises
+    TypeError or ValueError if `a` or `b` is not a state, if its fields do not fit each other, or if
+    the states differ in shape. (2024 §5.1, 2025 §5.1.)
 
     >>> a, b = from_output([[1.0]], [0.0]), from_output([[4.0]], [0.0])  # two keys of score 0
     >>> out, lse = finalize(merge(a, b))
@@ -278,10 +278,10 @@ def tree_round(states: AttentionState, arity: int) -> AttentionState:
 def scan_states(states: AttentionState, axis: int = 0) -> AttentionState:
     """All prefixes along `axis`: entry i is the merge of the states 0 … i.
 
-    With one key in each state, all for one query, entry i is that query's attention over the keys
-    0 … i. So the causal attention of query j of a text is entry j of query j's own scan; a text of
-    l queries needs l scans. p states take fewer than 2p merges, in at most 2 log₂ p rounds. Raises
-    as `reduce_chain` does.
+    If state i is that of key i alone, and all states belong to the same query, entry i is the state
+    of that query over the keys 0 … i. So the causal attention of query j of a text is entry j of
+    query j's own scan; a text of l queries needs l scans. p states take fewer than 2p merges, in at
+    most 2 log₂ p rounds. Raises as `reduce_chain` does.
 
     >>> three = from_output(jnp.array([[1.0], [2.0], [6.0]]), jnp.zeros(3))
     >>> print(finalize(scan_states(three))[0].ravel())
