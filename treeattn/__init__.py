@@ -4,7 +4,7 @@ Attention over any set of keys can be kept as a small state, and the states of t
 be merged into that of both. The files, in the order of reading:
 
     state       (m, d, n): merge, finalize; chains, trees and scans of states
-    inputs      the arguments of one attention, gathered and checked (checks has the errors)
+    inputs      the arguments of one attention, gathered and checked (checks has the general checks)
     gradient    attention is the gradient of a log-sum-exp, the energy
     plain       attention on one device, with all scores in memory at once
     local       choice of implementation: plain, or a faster one (blocks, products, flash)

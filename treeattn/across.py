@@ -4,8 +4,8 @@ Merging is associative, so the states may be merged as a tree. The default metho
 leaves the choice between a tree and a ring to the library that runs the Allreduce.
 
 Only states are sent, and their size does not depend on the length of the context. (2024 §5.2,
-Algorithm 3; 2025 §5.2, Algorithm 3.) All methods but "allreduce" send a state as one array, in one
-message: these messages are small, so latency dominates.
+Algorithm 3; 2025 §5.2, Algorithm 3.) The methods other than "allreduce" send the three fields of a
+state as one array, because such small messages cost little but latency.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,8 @@ def merge_across(
                         heads. By an all-to-all each device gets the states of its heads from all
                         devices of the node, and merges them. Second, the devices that have the same
                         heads in different nodes gather each other's merged states, and merge those.
-                        Third, a gather within the node gives every device all heads.
+                        Third, a gather within the node gives every device all heads. With more than
+                        two axes, the second step runs once for each outer axis.
         "all_to_all":   runs once, over the p devices along all axes together. Each device has a
                         share of ⌈h/p⌉ heads. It gets all devices' states of these heads, and keeps
                         their merge. The h heads are padded at their end to p·⌈h/p⌉, with states
@@ -170,10 +171,11 @@ def _all_to_all(state: AttentionState, axes: Axes) -> AttentionState:
 def _hierarchical(state: AttentionState, axes: Axes) -> AttentionState:
     """Split the heads within a node (the last axis), then merge the same heads across nodes.
 
-    Across N nodes, a gather sends N − 1 shares from each device, in one collective. Allreduces
-    along a ring would send only 2 (N − 1)/N of a share, but in two steps, because the sums cannot
-    be sent before the pivot is known. The time of small messages depends on their number, not on
-    their bytes.
+    The states are merged across nodes by a gather, although it sends more bytes: N − 1 shares from
+    each device across N nodes, against 2 (N − 1)/N of a share by Allreduces along a ring. But the
+    gather is one collective. Of Allreduces it takes at least two, one after the other, because the
+    sums cannot be sent before the pivot is known. With messages this small, each collective costs
+    its latency, and bytes hardly count.
     """
     h = state.max.shape[-1]
     heads = state.max.ndim - 1

@@ -4,7 +4,7 @@ A call of `tree_decode` runs these in turn:
 
     gather_inputs                 inputs.py   lengths and scale are checked
     layout_of                     layout.py   the sharding is checked
-    onto_mesh                     layout.py   committed arrays move to the mesh
+    onto_mesh                     layout.py   arrays committed to one device move to the mesh
     check_inputs                  inputs.py   shapes and dtypes are checked
     deal                          layout.py   the keys are padded to equal shards
     on_devices                    layout.py   each device runs what follows (a `shard_map`)
@@ -66,14 +66,14 @@ def tree_decode(
 
     sharding: the sharding of k and v, NamedSharding(mesh, P(batch, keys, heads)). Each entry is
               None, an axis, or a tuple of axes, outermost first. q and the result are sharded as
-              P(batch, None, heads), so nothing is sent along batch or heads. Along other axes,
-              arrays are replicated. Without `sharding`, k's own is taken, which must be a
-              NamedSharding. Inside `jax.jit` k's sharding cannot be seen if the mesh has an Auto
-              axis, so pass `sharding`. With `sharding`, k and v may also be NumPy's arrays,
-              replicated, or on one device. If k or v is committed to one device, it is moved to its
-              shards first, or copied to every device if the devices cannot share it evenly. Unless
-              striped, kv_len may be any number, even smaller than the number of devices along the
-              keys' axes, because the program pads the keys to equal shards.
+              P(batch, None, heads), so nothing is sent along batch or heads. Along mesh axes that
+              `sharding` does not name, arrays are replicated. Without `sharding`, k's own is taken,
+              which must be a NamedSharding. Inside `jax.jit` k's sharding cannot be seen if the
+              mesh has an Auto axis, so pass `sharding`. With `sharding`, k and v may also be
+              NumPy's arrays, replicated, or on one device. If k or v is committed to one device, it
+              is moved to its shards first, or copied to every device if the devices cannot share it
+              evenly. Unless striped, kv_len may be any number, even smaller than the number of
+              devices along the keys' axes, because the program pads the keys to equal shards.
     striped:  key i is in slot `striped_slot(i, kv_len, p)`, on device i mod p of the p devices
               along the keys' axes, so a half-empty cache keeps all devices busy. kv_len must be a
               multiple of p. mask and bias are in the order of the slots; kv_lengths counts keys.
@@ -82,19 +82,21 @@ def tree_decode(
               p, with heads of output 0, so the result may have more than h heads. If `sharding`
               also names axes for the heads, each shard of heads is padded by itself: the result
               holds the first shard's heads, their padding, the second shard's heads, and so on.
-    Other arguments are as in `attend`, but implementation=None never chooses "plain", because each
-    device attends to its own shard. Devices send states, whose size does not depend on kv_len.
+    Other arguments are as in `attend`. There implementation=None chooses "plain" where XLA may
+    split the arrays. Here it never does, because each device calls the implementation on its own
+    shard. Devices send states, whose size does not depend on kv_len.
 
     Returns out (b, l, h, dv) in q's dtype; with return_lse also lse (b, l, h), the natural
     logarithm of the sum of exponentials, in float32 or wider.
 
     Raises what `attend` raises, but accepts keys that are sharded along an Explicit axis. Raises
-    ValueError, too, if k's sharding is unknown, if k or v is known to be sharded otherwise than
-    `sharding` says, if the devices cannot share the rows, the key heads, or the slots of a striped
-    cache evenly, if the method is unknown, or if `jax.set_mesh` has set a mesh of other axes or
-    sizes. Raises TypeError if the sharding is not a NamedSharding, and ValueError if its spec is
-    not P(batch, keys, heads), or if a `shard_map` around the call has split the keys' axes. There,
-    call `attend`, `merge_across` and `finalize` instead.
+    ValueError, too, if `sharding` is None and k's own is unknown or not a NamedSharding, if k or v
+    is known to be sharded otherwise than `sharding` says, if the devices cannot share the rows, the
+    key heads, or the slots of a striped cache evenly, if the method is unknown, or if
+    `jax.set_mesh` has set a mesh of other axes or sizes. Raises TypeError if `sharding` is neither
+    None nor a NamedSharding, and ValueError if its spec is not P(batch, keys, heads), or if a
+    `shard_map` around the call has split the keys' axes. There, call `attend`, `merge_across` and
+    `finalize` instead.
 
     >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> q, k, v = (jax.numpy.ones((1, n, 2, 4)) for n in (1, 8, 8))

@@ -123,12 +123,12 @@ def _merge(a: AttentionState, b: AttentionState) -> AttentionState:
     a_is_higher = a.max >= b.max
     high = where(a_is_higher, a, b)
     low = rescale(where(a_is_higher, b, a), m)
-    # Only the lower state's d and n are scaled. If both states' were, d would be a sum of two
-    # products, and a compiler could fuse one or the other of them into the addition (FMA), so
-    # merge(a, b) could round differently from merge(b, a). The higher state's weight,
-    # exp(high.max − m), is 1, because m has the value of high.max. But m is a constant to `grad`,
-    # so the weight has the derivative 1 in high.max. Hence the weight is written as 1 + excess:
-    # excess is 0, so d + d · excess is d, and high.max gets its gradient.
+    # The higher state's weight, exp(high.max − m), is 1, and is not multiplied in. Otherwise d
+    # would be a sum of two products, and a compiler could fuse either of them into the addition
+    # (FMA), so merge(a, b) could round differently from merge(b, a). But `grad` needs the weight,
+    # because m is a constant to it and high.max is not. So d · excess is added, with excess =
+    # weight − 1: its value is 0, fused or not, and its derivative in high.max is that of the
+    # weight.
     excess = jnp.expm1(finite(high.max) - finite(m))
     d = finite(high.denominator)
     d = d + d * excess
