@@ -25,7 +25,8 @@ from treeattn.inputs import Inputs, pad_axis
 class Layout(NamedTuple):
     """The axes of a mesh that shard rows, keys and heads; and whether the keys are striped.
 
-    Nothing is sent along the axes of rows and heads. Along axes that it lacks, arrays are replicated.
+    Nothing is sent along the axes of rows and heads. Along the mesh's other axes, which the layout
+    does not name, arrays are replicated.
     """
 
     mesh: Mesh | AbstractMesh
