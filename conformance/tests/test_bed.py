@@ -9,9 +9,8 @@ import pytest
 import right_ones
 
 from treeattn_conformance import check_attention, check_merge, check_tree
-from treeattn_conformance.attention import attention_questions
+from treeattn_conformance.forward import attention_questions, merge_questions
 from treeattn_conformance.judge import judge
-from treeattn_conformance.merging import merge_questions
 from treeattn_conformance.pairs import pairs
 
 CHECKS = {

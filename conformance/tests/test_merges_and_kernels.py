@@ -16,10 +16,9 @@ import treeattn_conformance
 from treeattn_conformance import CURES, bfloat16, check_attention, check_merge, merge
 from treeattn_conformance import attend as reference
 from treeattn_conformance.__main__ import main
-from treeattn_conformance.attention import attention_questions
+from treeattn_conformance.forward import attention_questions, merge_questions
 from treeattn_conformance.kernel_mistakes import kernel_mistakes
 from treeattn_conformance.merge_mistakes import merge_mistakes
-from treeattn_conformance.merging import merge_questions
 from treeattn_conformance.reference import TOLERANCES, rounded
 
 DTYPES = tuple(TOLERANCES)

@@ -21,7 +21,7 @@ from treeattn import (
     tree_decode,
 )
 from treeattn_conformance import bfloat16, check_attention, check_merge, check_tree
-from treeattn_conformance.attention import attention_questions
+from treeattn_conformance.forward import attention_questions
 
 METHODS = ["allreduce", "butterfly", "gather", "hierarchical"]
 

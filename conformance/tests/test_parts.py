@@ -9,10 +9,8 @@ import treeattn_conformance
 
 PACKAGE = Path(treeattn_conformance.__file__).parent
 COMMON = {"judge", "report", "reference"}
-PAIRS = {"pairs", "signs", "merge_mistakes"}
 PARTS = {
-    "merge": PAIRS | {"merging"},
-    "attention": PAIRS | {"attention", "kernel_mistakes"},
+    "merge, attention": {"forward", "pairs", "signs", "merge_mistakes", "kernel_mistakes"},
     "gradients": {"gradients", "pairs"},
     "tree": {"trees"},
     "verifier": {"verifying", "outcomes", "steps"},

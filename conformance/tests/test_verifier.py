@@ -82,7 +82,7 @@ def test_what_cannot_be_enumerated_says_so():
 def test_the_right_step_passes_everything():
     report = check_verifier(run_step)
     assert not report.names("failed") and not report.names("skipped"), str(report)
-    assert len(report.names("passed")) == 12
+    assert len(report.names("passed")) == 14
 
 
 # ---------------------------------------------------------------- what fails, and how it is named
@@ -105,10 +105,14 @@ def test_each_fault_is_named(name, form):
 def chain(fault=None, dtype=np.float64, top_k=4):
     """A chain of two, written independently of `Step`, with a fault or none."""
 
-    def step(target, draft, rng, *, temperature=1.0):
-        def probabilities(logits, temperature=temperature, top_k=top_k):
-            p = np.exp(((logits - logits.max()) / temperature).astype(dtype))
-            p[np.argsort(-p)[top_k:]] = 0
+    def step(target, draft, rng, *, temperature=1.0, top_p=1.0):
+        def probabilities(logits, temperature=temperature, top_k=top_k, top_p=top_p):
+            early = fault == "top-p before temperature"
+            p = np.exp(((logits - logits.max()) / (1 if early else temperature)).astype(dtype))
+            order = np.argsort(-p)
+            enough = 1 + (np.cumsum(p[order]) < top_p * p.sum()).sum()
+            p[order[min(top_k, enough) :]] = 0
+            p = p ** (1 / temperature) if early else p
             return p / p.sum()
 
         def drawn(p, rng=rng):
@@ -126,6 +130,8 @@ def chain(fault=None, dtype=np.float64, top_k=4):
             q = [probabilities(draft(drafted[:i]), 1.0) for i in range(2)]
         if fault == "q before top-k":
             q = [probabilities(draft(drafted[:i]), top_k=4) for i in range(2)]
+        if fault == "q before top-p":
+            q = [probabilities(draft(drafted[:i]), top_p=1.0) for i in range(2)]
         for i, x in enumerate(drafted):
             chance = {
                 "first token unchecked": p[i][x] / q[i][x] if i else 1.0,
@@ -133,6 +139,7 @@ def chain(fault=None, dtype=np.float64, top_k=4):
                 "nine of ten": 0.9 * p[i][x] / q[i][x],
                 "the root of the ratio": (p[i][x] / q[i][x]) ** 0.5,
                 "likely enough": float(p[i][x] > 0.3),
+                "a sure draft is believed": 1.0 if q[i][x] > 0.99 else p[i][x] / q[i][x],
             }.get(fault, p[i][x] / q[i][x])
             if rng.random() < chance:
                 continue
@@ -170,7 +177,7 @@ OF_THE_SUITE = (
     "residual not renormalized",
     "residual is the target",
     "bonus from the wrong position",
-    "q before temperature",
+    "top-p before temperature",
     "q said one-hot, but sampled",
 )
 # Planted by a reader who did not know the names
@@ -185,9 +192,21 @@ PLANTED = {
     "the likeliest of the rest": {"argmax at a temperature"},
     "a bonus of the draft": set(),
 }
+OTHERS = {
+    "q before temperature": {"q before temperature or top-p"},
+    "q before top-p": {"q before temperature or top-p"},
+    "a sure draft is believed": set(),
+}
 
 
-@pytest.mark.parametrize(("fault", "names"), [*((x, {x}) for x in OF_THE_SUITE), *PLANTED.items()])
+@pytest.mark.parametrize(
+    ("fault", "names"),
+    [
+        *((x, {x}) for x in OF_THE_SUITE),
+        *OTHERS.items(),
+        *PLANTED.items(),
+    ],
+)
 def test_a_strangers_fault_is_named_or_seen(fault, names):
     report = check_verifier(chain(fault))
     assert report.names("failed") and report.fingerprints == names, str(report)
@@ -198,7 +217,7 @@ def test_a_stranger_without_faults_passes():
     for dtype in (np.float64, np.float32):
         report = check_verifier(chain(dtype=dtype))
         assert report.names("failed") == [], str(report)
-    assert len(report.names("passed")) == 6
+    assert len(report.names("passed")) == 8
     assert "it has no option widths" in str(report)
 
 
@@ -212,6 +231,18 @@ def test_a_cut_is_asked_by_a_token_that_it_cuts_off(fault, status):
 
     report = check_verifier(step, only=["other tokens"])
     assert report.names(status) == ["other tokens"], str(report)
+
+
+@pytest.mark.parametrize(
+    ("fault", "seen"),
+    [
+        ("a sure draft is believed", {"a sure draft", "temperature and top-p"}),
+        ("top-p before temperature", {"temperature and top-p"}),
+        ("q before top-p", {"top-p", "temperature and top-p"}),
+    ],
+)
+def test_these_questions_alone_see_it(fault, seen):
+    assert set(check_verifier(chain(fault)).names("failed")) == seen
 
 
 def test_a_wrong_step_fails_soon(monkeypatch):

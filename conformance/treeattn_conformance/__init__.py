@@ -14,7 +14,7 @@ NumPy and can be copied, under any name.
 For all checks, `judge` asks, compares and names mistakes, and `report` holds the results.
 
     right answers      reference
-    merge, attention   merging and attention (the questions), pairs (comparing (out, lse)),
+    merge, attention   forward (the questions), pairs (comparing (out, lse)),
                        signs (mistakes that a number shows), merge_mistakes, kernel_mistakes
     gradients          gradients
     tree               trees
@@ -23,11 +23,10 @@ For all checks, `judge` asks, compares and names mistakes, and `report` holds th
 
 import re
 
-from .attention import check_attention
+from .forward import check_attention, check_merge, folded
 from .gradients import GRADIENT_CURES, check_gradients
 from .kernel_mistakes import KERNEL_CURES
 from .merge_mistakes import MERGE_CURES
-from .merging import check_merge, folded
 from .outcomes import law
 from .reference import attend, bfloat16, merge
 from .report import Report, Result

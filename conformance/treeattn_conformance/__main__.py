@@ -15,9 +15,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from . import CURES, __version__, anchor
-from .attention import check_attention
+from .forward import check_attention, check_merge
 from .gradients import check_gradients
-from .merging import check_merge
 from .reference import TOLERANCES
 from .report import printable
 from .trees import check_tree

@@ -7,8 +7,10 @@ by how much.
 """
 
 import copy
+import functools
 import inspect
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -108,6 +110,12 @@ def judge(
     return Report(expected(results, expect, subject.cures), subject.cures)
 
 
+@functools.cache
+def prepared(questions: Callable, mistakes: Callable, dtype: str) -> tuple:
+    """(the questions in this dtype, the known mistakes), made once."""
+    return questions(dtype), tuple(mistakes())
+
+
 def questions_of(
     small: dict, large: dict, right: Callable, largest: Mapping[str, float] = {}
 ) -> list[Question]:
@@ -164,25 +172,35 @@ def _ask(f, question: Question, subject: Subject, written: set[str]) -> tuple[Re
 
 def named(answers: Sequence[Asked], subject: Subject) -> list[tuple[str, ...]]:
     """The mistakes that each answer shows; () for all unless every wrong number is explained."""
-    nothing = [()] * len(answers)
-    possible = _possible(answers, subject)
-    if not possible:
-        return nothing
-    wrong = np.concatenate([~x.right.ravel() for x in answers])
-    names: dict[bytes, set[str]] = {}  # of mistakes, by the wrong numbers that they explain
-    for name, masks in possible:
-        explained = np.concatenate([masks[place].ravel() for place in range(len(answers))])
-        names.setdefault((explained & wrong).tobytes(), set()).add(name)
+    wrong = as_bits(~x.right for x in answers)
+    names: dict[int, set[str]] = {}  # of mistakes, by the wrong numbers that they explain
+    explained: dict[int, dict] = {}
+    for name, masks in _possible(answers, subject):
+        bits = wrong & as_bits(masks[place] for place in range(len(answers)))
+        names.setdefault(bits, set()).add(name)
+        explained[bits] = masks
     for alike in names.values():
         alike -= {subject.narrower[name] for name in alike if name in subject.narrower}
-    sets = smallest_sets([np.frombuffer(x, bool) for x in names], wrong, subject.together)
-    ends = np.cumsum([x.right.size for x in answers])
+    chosen = set().union(*smallest_sets(names, wrong, subject.together))
     shown = []
-    for x, end in zip(answers, ends, strict=True):
-        part = slice(end - x.right.size, end)
-        masks = [mask for chosen in sets for mask in chosen if mask[part].any()]
-        shown.append(tuple(sorted(set().union(*(names[mask.tobytes()] for mask in masks)))))
+    for place, x in enumerate(answers):
+        found = (names[bits] for bits in chosen if (explained[bits][place] & ~x.right).any())
+        shown.append(tuple(sorted(set().union(*found))))
     return shown
+
+
+def as_bits(masks: Iterable[np.ndarray]) -> int:
+    """The masks as one number, because Python unites numbers fast."""
+    return int.from_bytes(np.packbits(np.concatenate([x.ravel() for x in masks])).tobytes(), "big")
+
+
+def smallest_sets(explained: Iterable[int], wrong: int, most: int) -> list[tuple]:
+    """The smallest sets of masks, of at most `most`, that together are `wrong`."""
+    for size in range(1, most + 1):
+        sets = itertools.combinations(explained, size)
+        if found := [x for x in sets if functools.reduce(operator.or_, x) == wrong]:
+            return found
+    return []
 
 
 def _possible(answers: Sequence[Asked], subject: Subject) -> list[tuple[str, dict]]:
@@ -207,25 +225,6 @@ def _possible(answers: Sequence[Asked], subject: Subject) -> list[tuple[str, dic
         if not left or not np.any([masks[place] for _, masks in left], axis=0).all():
             return []
     return [(mistake.name, masks) for mistake, masks in left]
-
-
-def smallest_sets(explained: list[np.ndarray], wrong: np.ndarray, most: int) -> list[tuple]:
-    """The smallest sets of masks, of at most `most`, that together cover `wrong`."""
-    if not explained:
-        return []
-    how_many = np.sum(explained, axis=0)
-
-    def sets(chosen: tuple, left: np.ndarray, size: int):
-        if not left.any():
-            yield chosen
-        elif size:
-            hardest = np.where(left, how_many, len(explained) + 1).argmin()
-            for x in explained:
-                if x[hardest]:
-                    yield from sets((*chosen, x), left & ~x, size - 1)
-
-    found = (list(sets((), wrong, size)) for size in range(1, most + 1))
-    return next((x for x in found if x), [])
 
 
 # Calling the function under test

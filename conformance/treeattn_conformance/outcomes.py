@@ -155,16 +155,16 @@ class Source:
     def choice(self, a, size=None, replace=True, p=None):
         """As in NumPy: from a, or from range(a), with probabilities p that add up to 1."""
         values = range(a) if isinstance(a, int | np.integer) else list(a)
-        left = [1 / len(values)] * len(values) if p is None else list(p)
+        left = [1 / len(values)] * len(values) if p is None else np.asarray(p).tolist()
         if len(left) != len(values):
             raise ValueError(f"p: expected {len(values)} probabilities, got {len(left)}")
         if not all(x >= 0 for x in left) or not abs(sum(left) - 1) <= ROUNDED:
             raise ValueError(f"p: expected probabilities that add up to 1, got {left}")
         found = []
-        for _ in range(int(np.prod(() if size is None else size))):
-            up_to = list(itertools.accumulate(x / sum(left) for x in left))
-            number = self._number()
-            i = next((i for i, x in enumerate(up_to[:-1]) if number < x), len(left) - 1)
+        for _ in range(1 if size is None else int(np.prod(size))):
+            total, number = sum(left), self._number()
+            up_to = enumerate(itertools.accumulate(left[:-1]))
+            i = next((i for i, x in up_to if number < x / total), len(left) - 1)
             found.append(values[i])
             if not replace:
                 left[i] = left[i] * 0

@@ -10,12 +10,18 @@ import numpy as np
 Path = tuple[int, ...]
 
 
-def probabilities(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    return normalized(np.exp((logits - logits.max()) / temperature))
+def probabilities(logits: np.ndarray, temperature: float = 1.0, top_p: float = 1.0) -> np.ndarray:
+    """softmax(logits / temperature), without the tokens whose likelier ones have top_p together."""
+    p = normalized(np.exp((logits - logits.max()) / temperature))
+    if top_p == 1:
+        return p
+    likelier = (p > p[:, None]) @ p
+    return normalized(np.where(likelier < top_p, p, 0))
 
 
 def normalized(p: np.ndarray) -> np.ndarray:
-    return p / p.sum() if p.sum() > 0 else p
+    total = p.sum()
+    return p / total if total > 0 else p
 
 
 def lacking(p: np.ndarray, q: np.ndarray) -> np.ndarray:
@@ -26,12 +32,20 @@ def lacking(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 class Step:
     """One right step. `run` gives its tokens.
 
-    widths, replacement, temperature: as in `check_verifier`
+    widths, replacement, temperature, top_p: as in `check_verifier`
     drawn: the drafted tokens, {path: its children, in the order in which they were drawn}
     """
 
     def __init__(
-        self, target, draft, rng, widths=(1, 1), replacement=False, temperature=1.0, drawn=None
+        self,
+        target,
+        draft,
+        rng,
+        widths=(1, 1),
+        replacement=False,
+        temperature=1.0,
+        top_p=1.0,
+        drawn=None,
     ):
         self.target = target
         self.draft = draft
@@ -39,6 +53,7 @@ class Step:
         self.widths = widths
         self.replacement = replacement
         self.temperature = temperature
+        self.top_p = top_p
         self.drawn = self.tree() if drawn is None else drawn
 
     def tree(self) -> dict[Path, Path]:
@@ -49,12 +64,15 @@ class Step:
             level = [(*path, x) for path in level for x in dict.fromkeys(found[path])]
         return found
 
+    def softmax(self, logits: np.ndarray) -> np.ndarray:
+        return probabilities(logits, self.temperature, self.top_p)
+
     def p(self, path: Path) -> np.ndarray:
-        return probabilities(self.target(path), self.temperature)
+        return self.softmax(self.target(path))
 
     def q(self, path: Path) -> np.ndarray:
         """The distribution from which the first token after the path is drawn."""
-        return probabilities(self.draft(path), self.temperature)
+        return self.softmax(self.draft(path))
 
     def claimed(self, path: Path) -> np.ndarray:
         """The distribution of this token that the acceptance test uses."""
@@ -141,6 +159,11 @@ def not_divided(step: Step, path: Path, p: np.ndarray) -> int:
     return step.draw(np.append(p[:-1], 1 - p[:-1].sum()))
 
 
+def early_cut(step: Step, logits: np.ndarray) -> np.ndarray:
+    kept = probabilities(logits, top_p=step.top_p) > 0
+    return normalized(kept * probabilities(logits, step.temperature))
+
+
 def of_first_q(step: Step, path: Path, p: np.ndarray) -> int:
     rest = lacking(p, step.claimed(path))
     return step.draw(rest if rest.any() else p)
@@ -177,9 +200,15 @@ STEP_FAULTS: dict[str, tuple] = {
         "after a rejection draw from max(p − q, 0), normalized, not from p",
         wrong(instead=lambda s, path, p: s.draw(s.p(path))),
     ),
-    "q before temperature": (
+    "q before temperature or top-p": (
         "q is what the draft was drawn from, after temperature, top-k and top-p",
         wrong(claimed=lambda s, path: probabilities(s.draft(path))),
+        wrong(claimed=lambda s, path: probabilities(s.draft(path), s.temperature)),
+        wrong(claimed=lambda s, path: probabilities(s.draft(path), top_p=s.top_p)),
+    ),
+    "top-p before temperature": (
+        "divide by the temperature first: top-p cuts the distribution that is left",
+        wrong(softmax=early_cut),
     ),
     "siblings by the first q": (
         "a sibling is drawn from what those before have left: q without them where drawn without "

@@ -197,25 +197,25 @@ def up_to(cache, lengths) -> np.ndarray:
 
 
 def mask_of(question: Question, answer) -> np.ndarray:
-    return np.asarray(_entry(answer, "mask")).astype(bool)
+    return _entry(answer, "mask").astype(bool)
 
 
 def positions_of(question: Question, answer) -> np.ndarray:
-    return np.asarray(_entry(answer, "positions"))
+    return _entry(answer, "positions")
 
 
 def walk_of(question: Question, answer) -> np.ndarray:
-    return np.stack([np.asarray(_entry(answer, x)) for x in ("next_token", "next_sibling")])
+    return np.stack([_entry(answer, x) for x in ("next_token", "next_sibling")])
 
 
 def kept_of(question: Question, answer) -> np.ndarray:
     return up_to(*map(np.asarray, answer))
 
 
-def _entry(answer: Mapping, name: str):
+def _entry(answer: Mapping, name: str) -> np.ndarray:
     if name not in answer:
         raise NotImplementedError(f"the answer has no {name!r}")
-    return answer[name]
+    return np.asarray(answer[name])
 
 
 def same_arrays(question: Question, x, y) -> np.ndarray:

@@ -15,6 +15,7 @@ from .report import Report
 from .steps import STEP_FAULTS, VERIFIER_CURES, Path, Step, probabilities
 
 TOLERANCE = 1e-6  # of probabilities, so that steps in float32 pass
+NEUTRAL = {"temperature": 1.0, "top_p": 1.0}  # they leave the distribution as it is
 NOTHING = {(): 1.0}  # the law of a step without tokens, so all tokens are the target's
 
 
@@ -55,6 +56,8 @@ def verifier_questions() -> list[Question]:
         "a tree, later": (target, draft, {"widths": (1, 2)}),
         "drawn with replacement": (target, draft, {"widths": (2, 1), "replacement": True}),
         "temperature": (target, draft, {"temperature": 0.5}),
+        "top-p": (target, draft, {"top_p": 0.75}),
+        "temperature and top-p": (target, draft, {"temperature": 0.5, "top_p": 0.75}),
     }
     return [
         Question(name, {"target": target, "draft": draft}, options, NOTHING)
@@ -81,10 +84,12 @@ def check_verifier(
     widths: how many tokens are drafted after each path, by depth; (2, 1): two, and one after each
     replacement: whether siblings are drawn with replacement
     temperature: by which the logits are divided
+    top_p: after the temperature, the least likely tokens have probability 0: a token is cut off if
+            the likelier ones have top_p or more together
 
-    Top-k and top-p have no question of their own. In "other tokens" one of three tokens has
-    probability 0. Give it a logit of −4.5, np.maximum(target(path), -4.5), and draft(path) too:
-    then top_k=2 or top_p=0.98 cuts it off again.
+    Top-k has no question of its own. In "other tokens" one of three tokens has probability 0. Give
+    it a logit of −4.5, np.maximum(target(path), -4.5), and draft(path) too: then top_k=2 cuts it
+    off again.
 
     A question is skipped if the step raises NotImplementedError. The step is run once for each
     outcome of its random numbers, 10 to 2,000 times a question. Probabilities are compared to 1e-6,
@@ -107,7 +112,7 @@ def check_verifier(
 
 def law_of(step: Callable, target: Callable, draft: Callable, **options) -> dict[Path, float]:
     """{tokens: probability} of the step, which gets all options that it takes."""
-    options = {"widths": (1, 1), "replacement": False, "temperature": 1.0} | options
+    options = NEUTRAL | {"widths": (1, 1), "replacement": False} | options
     given = {name: x for name, x in options.items() if takes(step, name)}
     vocabulary = len(target(()))
 
@@ -160,7 +165,8 @@ def _chain(step: Callable) -> Path:
 
 def texts(found: dict, question: Question, length: int) -> np.ndarray:
     """(V, V, …): the probability of each text of `length` tokens, continued by the target."""
-    target, temperature = question.arguments["target"], question.options.get("temperature", 1.0)
+    target = question.arguments["target"]
+    options = {name: question.options.get(name, x) for name, x in NEUTRAL.items()}
     total = np.zeros([len(target(()))] * length)
     rest = list(found.items())
     while rest:
@@ -168,7 +174,7 @@ def texts(found: dict, question: Question, length: int) -> np.ndarray:
         if len(tokens) == length:
             total[tokens] += chance
         else:
-            p = probabilities(target(tokens), temperature)
+            p = probabilities(target(tokens), **options)
             rest += [((*tokens, x), chance * p[x]) for x in np.flatnonzero(p)]
     return total
 
