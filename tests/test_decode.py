@@ -221,6 +221,16 @@ def test_every_device_has_the_same_bits(method, sizes, optimized):
         np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape))
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_states_without_heads_are_merged(method):
+    """All-gather refuses an axis of size 0."""
+    mesh = over(keys_a=2, keys_b=2).mesh
+    body = functools.partial(merge_across, axis_name=mesh.axis_names, method=method)
+    f = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    state = treeattn.AttentionState.identity((5, 0), 4)
+    assert jax.jit(f)(state).numerator.shape == (5, 0, 4)
+
+
 def test_a_warm_call_asks_little(unchecked):
     """Shapes and dtypes are checked where a program is traced, once a shape."""
     q, kv = jnp.ones((1, 1, 2, 4)), jnp.ones((1, 8, 2, 4))
