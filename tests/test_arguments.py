@@ -24,6 +24,7 @@ from treeattn import (
     ring_attention,
     ring_decode,
     scan_states,
+    shard_lengths,
     simulate_devices,
     striped_position,
     striped_slot,
@@ -57,6 +58,7 @@ def across(**options):
 
 
 SLOTS = {"kv_len": (10,), "devices": POSITIVE}
+EIGHT = {"kv_len": 8, "devices": 4}
 # Of states, beams, energies and programs their own tests ask more.
 CALLS = [
     *takes(kv_mesh, {}, devices=([], [1], "kv"), nodes=(*POSITIVE[:3], 0, -1, 7), heads=(0, 1.5)),
@@ -68,8 +70,9 @@ CALLS = [
     *takes(across, {}, method=("tree", 3, None, "auto", "reduce_scatter"), state=(None, 3, ())),
     *takes(across, {"method": "gather"}, axis_name=(("keys", "keys"),)),
     *takes(pack, {"beam": BEAM}, beam=(None, 3, "a"), pad_token=(*NO_INTEGER, 2**70)),
-    *takes(striped_slot, {"kv_len": 8, "devices": 4, "position": 3}, position=(3.0,), **SLOTS),
-    *takes(striped_position, {"kv_len": 8, "devices": 4, "slot": 3}, slot=(3.0,), **SLOTS),
+    *takes(striped_slot, EIGHT | {"position": 3}, position=(3.0, -1, [7, 8]), **SLOTS),
+    *takes(striped_position, EIGHT | {"slot": 3}, slot=(3.0, -1, [7, 8]), **SLOTS),
+    *takes(shard_lengths, EIGHT | {"lengths": 3, "rank": 0}, lengths=(3.0, -1, [8, 9]), **SLOTS),
 ]
 
 

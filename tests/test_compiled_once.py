@@ -66,7 +66,7 @@ def calls(dtype=jnp.float32, seed=0) -> dict:
         "depths": (ta.depths, parents),
         "energy": (ta.energy, array(16), *one),
         "finalize": (ta.finalize, states),
-        "from_output": (ta.from_output, v, v[..., 0]),
+        "from_output": (ta.from_output, v, v[..., 0].astype(jnp.promote_types(dtype, jnp.float32))),
         "log_likelihood": (ta.log_likelihood, array(16), array(16), *one),
         "merge": (ta.merge, states, states),
         "merge_across": (on_devices("merge_across"), two),

@@ -179,6 +179,33 @@ def test_stripes_are_a_permutation_that_fills_devices_evenly(p, t):
             assert not striped or max(held) - min(held) <= 1
 
 
+INTEGERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_places_do_not_overflow_the_dtype_of_what_was_asked(dtype):
+    """100 fits int8, and its slot, 12 + 4 · 128, does not."""
+    wants = 4 * 128 + 12, 4 * 8, [0, 0, 0]
+    asked = ta.striped_slot, ta.striped_position, shard_lengths_of_the_last_three
+    for f, want, x in zip(asked, wants, (100, 4, 100), strict=True):
+        for given in (np.asarray(x, dtype), jnp.asarray(np.asarray(x, dtype))):
+            for found in (f(given, 1024, 8), jax.jit(lambda x, f=f: f(x, 1024, 8))(given)):
+                np.testing.assert_array_equal(found, want)
+
+
+def shard_lengths_of_the_last_three(lengths, kv_len, p):
+    return jnp.stack([ta.shard_lengths(lengths, r, kv_len, p) for r in range(p - 3, p)])
+
+
+def test_a_full_cache_keeps_what_it_holds():
+    """A traced position that no slot holds has a slot that `.at[…].set` does not write."""
+    places = jnp.array([-1, 0, 5, 15, 16, 17, 2**31 - 1])
+    for f in (ta.striped_slot, ta.striped_position):
+        found = jax.jit(lambda x, f=f: f(x, 16, 8))(places)
+        np.testing.assert_array_equal(found, [16, 0, int(f(5, 16, 8)), 15, 16, 16, 16])
+        assert (jnp.zeros(16).at[found].set(1).sum(), found.dtype) == (3, jnp.int32)
+
+
 @pytest.mark.parametrize("axes", ["keys", ("a", "b"), ("b", "a")], ids=str)
 def test_visit_shards_sees_every_shard_once_with_its_owner(axes):
     def body(x):

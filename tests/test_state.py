@@ -157,7 +157,7 @@ def test_no_keys_in_another_dtype_are_no_keys():
 
 
 def test_half_precision_outputs_are_states_in_float32():
-    state = from_output(jnp.ones((2, 3), "bfloat16"), jnp.ones(2, "float16"))
+    state = from_output(jnp.ones((2, 3), "bfloat16"), jnp.ones(2, "float32"))
     assert {x.dtype for x in state} == {np.dtype("float32")}
 
 
@@ -528,6 +528,12 @@ def identity(*arguments):
             lambda _: from_output(jnp.ones((1, 2, 4, 8)), jnp.ones((1, 4, 2))),
             ValueError,
             r"lse: .*\(1, 2, 4\), got \(1, 4, 2\)",
+        ),
+        (
+            {},
+            lambda x: from_output(x.numerator, x.max.astype("bfloat16")),
+            TypeError,
+            "lse: expected float32 or float64, got bfloat16",
         ),
         (
             {},

@@ -96,7 +96,8 @@ def tree_decode(
     `jax.set_mesh` has set a mesh of other axes or sizes. Raises TypeError if `sharding` is neither
     None nor a NamedSharding, and ValueError if its spec is not P(batch, keys, heads), or if a
     `shard_map` around the call has split the keys' axes. There, call `attend`, `merge_across` and
-    `finalize` instead.
+    `finalize` instead. Inside a `shard_map` that has split other axes, a gradient of this function
+    needs that shard_map's check_vma=False.
 
     >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> q, k, v = (jax.numpy.ones((1, n, 2, 4)) for n in (1, 8, 8))

@@ -183,8 +183,9 @@ def from_output(
     lse is a natural logarithm. −∞ means no keys, and `out` is ignored. An lse of +∞ has two
     meanings. If the query's `out` holds a NaN, the query's scores held a NaN, and the state is NaN.
     Otherwise the query saw no keys. FlashAttention-2 writes +∞ for both. The state's dtype is
-    float64 if out's or lse's is, else float32. Raises TypeError or ValueError if dtypes or shapes
-    do not fit.
+    float64 if out's or lse's is, else float32. Raises TypeError for an lse in 16 bits, whose
+    rounding changes weights by a percent, and TypeError or ValueError if dtypes or shapes do not
+    fit.
 
     >>> state = from_output(jnp.ones((1, 2)), jnp.array([3.0]))
     >>> print(*finalize(state))
@@ -196,6 +197,8 @@ def from_output(
 @functools.partial(jax.jit, inline=True)
 def _from_output(out, lse) -> AttentionState:
     check_floating(out=out, lse=lse)
+    if jnp.finfo(lse.dtype).bits < 32:
+        raise TypeError(f"lse: expected float32 or float64, got {lse.dtype}")
     if out.shape[:-1] != lse.shape or out.ndim == 0:
         raise ValueError(
             f"lse: expected out's shape without its last axis, {out.shape[:-1]}, got {lse.shape}"
