@@ -22,7 +22,7 @@ import treeattn
 NEEDED = {
     "00": "words scores values attend finite check",
     "04": "check",
-    "05": "dense_attention rng Q K exact on_mesh check",
+    "05": "dense_attention rng Q K exact on_mesh explanations check",
     "07": "rows check prefix_tree",
     "09": "outcome exact MISTAKES check",
 }
@@ -113,15 +113,27 @@ def by_threes(states, op):
 # --------------------------------------------------------------- 05: Algorithm 3, on eight devices
 
 
-def algorithm_3(weigh=("d", "n"), finish=lambda n, d: n / d[..., None]):
+def algorithm_3(
+    weigh="dn",
+    add="dn",
+    weight=lambda m, largest: jnp.exp(m - largest),
+    finish=lambda n, d: n / d[..., None],
+):
     def mine(q, k, v):
         m, d, n = treeattn.attend(q, k, v)
-        weight = jnp.exp(m - jax.lax.pmax(m, "kv"))
-        d = jax.lax.psum(d * weight if "d" in weigh else d, "kv")
-        n = jax.lax.psum(n * weight[..., None] if "n" in weigh else n, "kv")
+        of_mine = weight(m, jax.lax.pmax(m, "kv"))
+        d = d * of_mine if "d" in weigh else d
+        n = n * of_mine[..., None] if "n" in weigh else n
+        d, n = (jax.lax.psum(x, "kv") if name in add else x for name, x in (("d", d), ("n", n)))
         return finish(n, d)
 
     return mine
+
+
+def weighted_by_m(q, k, v):
+    m, d, n = treeattn.attend(q, k, v)
+    weight = jnp.exp(m)[..., None]
+    return jax.lax.psum(n / d[..., None] * weight, "kv") / jax.lax.psum(weight, "kv")
 
 
 def of_answers(reduce_them):
@@ -190,9 +202,27 @@ PLANTED = [
     ("04", "4 rounds, 3 are enough, for abcdef", by_threes),
     ("05", "nothing was reduced", of_answers(lambda out: out)),
     ("05", "the devices' answers were added", of_answers(lambda out: jax.lax.psum(out, "kv"))),
-    ("05", "the sums were added without weights", algorithm_3(weigh=())),
-    ("05", "d was added without weights", algorithm_3(weigh=("n",))),
-    ("05", "n was added without weights", algorithm_3(weigh=("d",))),
+    ("05", "the devices' answers were weighted by m alone", weighted_by_m),
+    (
+        "05",
+        "n was added without weights, d was added without weights",
+        algorithm_3(weigh=""),
+    ),
+    ("05", "n was weighted and added, d was added without weights", algorithm_3(weigh="n")),
+    ("05", "n was added without weights, d was weighted and added", algorithm_3(weigh="d")),
+    ("05", "n was weighted and added, d was weighted, but not added", algorithm_3(add="n")),
+    (
+        "05",
+        "n was weighted and added, d was neither weighted nor added",
+        algorithm_3(weigh="n", add="n"),
+    ),
+    (
+        "05",
+        "n was weighted upside down by exp(max - m), d",
+        algorithm_3(weight=lambda m, largest: jnp.exp(largest - m)),
+    ),
+    ("05", "large scores overflow", algorithm_3(weight=lambda m, _: jnp.exp(m))),
+    ("05", "it returned AttentionState, not n / d", treeattn.attend),
     ("05", "n was not divided by d", algorithm_3(finish=lambda n, d: n)),
     ("05", "the shape is (2, 1, 8), expected (2, 1, 8, 64)", algorithm_3(finish=lambda n, d: d)),
     ("05", "wrong by up to", algorithm_3(finish=lambda n, d: n / d[..., None] + 1)),
@@ -214,7 +244,7 @@ PLANTED = [
 ]
 
 
-@pytest.mark.parametrize("number", ["00", "07", "09"])
+@pytest.mark.parametrize("number", ["00", "05", "07", "09"])
 def test_a_function_without_a_return_is_named(number):
     assert notebook(number)["check"](lambda *_: None) == "it returned None"
 
