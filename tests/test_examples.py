@@ -51,14 +51,14 @@ def test_every_script_is_run_here():
 def python_with_frameworks(tmp_path_factory) -> str:
     """An environment beside this one's packages, so that JAX is the one that is tested."""
     folder = tmp_path_factory.mktemp("frameworks")
-    venv.create(folder, with_pip=True, symlinks=True)
+    venv.create(folder, symlinks=True)  # its pip is this one's, too
     python = str(folder / "bin" / "python")
     words = {"base": str(folder), "platbase": str(folder)}
     here = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})"
     (Path(sysconfig.get_path("purelib", vars=words)) / "outer.pth").write_text(here)
     versions = [f"{name}=={metadata.version(name)}" for name in ("jax", "numpy")]
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    pip += [*versions, "flax", "equinox", "dm-haiku"]
+    pip = [python, "-m", "pip", "install", "--quiet", "--no-compile"]
+    pip += ["--disable-pip-version-check", *versions, "flax", "equinox", "dm-haiku"]
     done = subprocess.run(pip, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"no Flax, Equinox and Haiku for this JAX: {done.stderr.splitlines()[-1]}")
