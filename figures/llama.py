@@ -203,7 +203,9 @@ def score_ranges(model: Llama | None = None, text: str = TEXT) -> Figure:
     ax.set_xlim(-0.7, len(raw) + 3)
     ax.set_xlabel("layer")
     ax.set_ylabel("largest score in the text")
-    ax.set_title("Real scores overflow an unguarded exp", loc="left")
+    ax.set_title(
+        "exp of real scores overflows in float16; without the scale, in float32", loc="left"
+    )
     return figure.describe(
         "Each layer's largest score on a logarithmic axis, without and with the division by √d. "
         f"Unscaled, the largest is {raw.max():.0f}, above the line at 88.7 where exp overflows in "
