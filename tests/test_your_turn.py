@@ -166,9 +166,12 @@ def ratio(p, q):
     return [min(Fraction(1), a / b) for a, b in zip(p, q, strict=True)]
 
 
+def lacks(p, q):
+    return [max(a - b, Fraction(0)) for a, b in zip(p, q, strict=True)]
+
+
 def rest(p, q):
-    lacks = [max(a - b, Fraction(0)) for a, b in zip(p, q, strict=True)]
-    return [x / sum(lacks) for x in lacks]
+    return [x / sum(lacks(p, q)) for x in lacks(p, q)]
 
 
 def argmax(p):
@@ -232,15 +235,22 @@ PLANTED = [
     ("07", "positions count from 0", changed(offsets=lambda x: x + 1)),
     ("07", "causal mask", changed(mask=lambda x: np.tri(len(x)) == 1)),
     ("07", "another mask", changed(mask=lambda x: x & ~np.eye(len(x), dtype=bool))),
-    ("09", "a rejected token is replaced by the model's", lambda p, q: ((0, 0), argmax(p))),
+    ("09", "the model's argmax is always taken", lambda p, q: (argmax(p), argmax(p))),
     ("09", "accepted by p alone", lambda p, q: (p, rest(p, q))),
     ("09", "the rule's q is another", lambda p, q: (ratio(p, EVEN), rest(p, EVEN))),
-    ("09", "as from the draft: each token is accepted", lambda p, q: ([1] * len(p), q)),
-    ("09", "as from the draft: each token is accepted, or the ratio is q / p", ratio_upside_down),
-    ("09", "a rejected token is always replaced", lambda p, q: (ratio(p, q), argmax(p))),
+    ("09", "as from the draft: all are accepted", lambda p, q: ([1] * len(p), q)),
+    ("09", "as from the draft: all are accepted, the ratio is q / p", ratio_upside_down),
+    ("09", "as from the draft", lambda p, q: (ratio(p, q), rest(q, p))),
+    ("09", "a rejected token is replaced by the model's", lambda p, q: (ratio(p, q), argmax(p))),
+    ("09", "a rejected token is drawn from q again", lambda p, q: (ratio(p, q), q)),
+    (
+        "09",
+        "what replaces a rejected token adds up to 3/10",
+        lambda p, q: (ratio(p, q), lacks(p, q)),
+    ),
     ("09", "a chance is above 1", lambda p, q: ([a / b for a, b in zip(p, q, strict=True)], p)),
     ("09", "the distribution is right, but 0 is accepted", lambda p, q: ((0, 0), p)),
-    ("09", "not the model's distribution", lambda p, q: (ratio(p, q), q)),
+    ("09", "not the model's distribution", lambda p, q: (ratio(p, q), EVEN)),
 ]
 
 
