@@ -36,7 +36,7 @@ hypothesis.settings.register_profile(  # the first example that fails, not the s
 hypothesis.settings.load_profile("treeattn")
 
 
-# Of the other files those with the most tests take longest.
+# Of the other files those with the most tests take longest. The last three have few, long tests.
 LONGEST = (
     "09_speculative_decoding_with_a_prefix_tree.ipynb",
     "08_a_real_llama_with_a_sharded_cache.ipynb",
@@ -48,6 +48,9 @@ LONGEST = (
     "test_speculate.py",
     "test_ours_conform.py",
     "test_checkpoint.py",
+    "test_lab.py",
+    "test_faults.py",
+    "test_real_code.py",
 )
 
 
