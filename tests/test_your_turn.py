@@ -23,7 +23,7 @@ NEEDED = {
     "00": "words scores values attend finite check",
     "04": "check",
     "05": "dense_attention rng Q K exact on_mesh explanations check",
-    "07": "rows check prefix_tree",
+    "07": "rows mask_mistake check prefix_tree",
     "09": "outcome exact MISTAKES check",
 }
 
@@ -159,6 +159,12 @@ def changed(**changes):
     return attempt
 
 
+def by_sets(rows):
+    """Right for Mars, where no two nodes hold the same tokens in another order or number."""
+    nodes, *others, _ = notebook("07")["prefix_tree"](rows)
+    return nodes, *others, np.array([[set(b) <= set(a) for b in nodes] for a in nodes])
+
+
 # ------------------------------------------------------------- 09: a rule (chance, what replaces)
 
 
@@ -234,7 +240,12 @@ PLANTED = [
     ("07", "a position is a place in the candidate", changed(offsets=lambda x: np.arange(len(x)))),
     ("07", "positions count from 0", changed(offsets=lambda x: x + 1)),
     ("07", "causal mask", changed(mask=lambda x: np.tri(len(x)) == 1)),
-    ("07", "another mask", changed(mask=lambda x: x & ~np.eye(len(x), dtype=bool))),
+    ("07", "return nodes, tokens, offsets, mask", lambda rows: ({}, [])),
+    ("07", "the mask is (8,), expected (8, 8)", changed(mask=np.diag)),
+    ("07", "a mask holds True and False", changed(mask=lambda x: np.where(x, 0, -np.inf))),
+    ("07", "transposed mask", changed(mask=np.transpose)),
+    ("07", "a node sees itself, too", changed(mask=lambda x: x & ~np.eye(len(x), dtype=bool))),
+    ("07", "another mask", by_sets),
     ("09", "the model's argmax is always taken", lambda p, q: (argmax(p), argmax(p))),
     ("09", "accepted by p alone", lambda p, q: (p, rest(p, q))),
     ("09", "the rule's q is another", lambda p, q: (ratio(p, EVEN), rest(p, EVEN))),
