@@ -190,3 +190,7 @@ def test_a_page_that_a_notebook_links_to_runs_its_scripts(lab, browser):
     browser.wait(FOLLOW % i)
     written = text(path.parent / target.partition("#")[0])
     assert browser.wait(MADE % json.dumps(written)) > 20
+    links = "[...document.querySelector('iframe').contentDocument.links]"
+    targets = browser.run(f"{links}.map((link) => link.href.replace(/[?#].*/, ''))")
+    shown = f"{lab.about['url']}lab/tree/"
+    assert all((REPOSITORY / x.removeprefix(shown)).exists() for x in targets), targets

@@ -268,6 +268,10 @@ def test_typed_guesses_make_a_tree(browser):
     browser.run(FRAME)
     assert said(browser, "packed") == "7 words, 5 nodes"
     assert "a mask of 5 rows" in browser.run("byId('mask').ariaLabel")
+    browser.run("byId('lines').select()")
+    browser.type(" ")
+    empty = "[KNOBS.guesses.text(9), byId('chosen').hidden]"
+    assert browser.run(f"{FRAME}.then(() => {empty})") == ["in no way yet", True]
 
 
 # ---- wherever it is shown ----
@@ -282,6 +286,8 @@ def test_it_fits_the_window_and_plays_but_for_who_wants_no_motion(chrome, width,
         sections = "[...document.querySelectorAll('section:not(#install)')]"
         heights = chrome.run(f"{sections}.map((x) => x.offsetHeight)")
         assert len(heights) == 8 and min(heights) > 300
+        cut = chrome.run("[...document.querySelectorAll('.cut > svg')].map((x) => x.id)")
+        assert cut == (["drafted"] if width == 390 else [])  # it says that it scrolls
 
 
 def test_no_printed_page_is_empty(browser):

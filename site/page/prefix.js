@@ -14,14 +14,15 @@ function pack(rows) {
 }
 
 let rows = [], packed = pack([]);
-knob("guesses", range(12).map((i) => i + 1), 12, "guesses that are kept", (n) => `in ${plural(Math.min(n, rows.length), "way")}`);
+knob("guesses", range(12).map((i) => i + 1), 12, "guesses that are kept", (n) => `in ${rows.length ? plural(Math.min(n, rows.length), "way") : "no way yet"}`);
 knob("node", range(64), 4, "a node", (n) => `node ${Math.min(n, packed.nodes.length - 1)}`);
 
 const cut = (word, most) => (word.length <= most ? word : `${word.slice(0, most - 1)}…`);
 
 /** The size of a drawing: larger where its place has room, up to one and a half times. */
 function enlarged(svg, width, height) {
-  const times = Math.max(1, Math.min(1.5, svg.parentNode.clientWidth / width));
+  const room = svg.parentNode.clientWidth / width, times = Math.max(1, Math.min(1.5, room));
+  svg.parentNode.classList.toggle("cut", room < 1);
   return { width: times * width, height: times * height, viewBox: `0 0 ${width} ${height}` };
 }
 
@@ -74,6 +75,7 @@ function drawPrefix() {
   byId("tree").setAttribute("aria-label", `${plural(nodes.length, "node")}: ${nodes.map(({ word }) => word).join(" ")}`);
   drawMask(nodes, at);
   say("packed", `${plural(map.flat().length, "word")}, ${plural(nodes.length, "node")}`);
+  byId("chosen").hidden = at < 0;
   say("node", at < 0 ? "" : `It is the prefix “${path.map((i) => nodes[i].word).join(" ")}”: it sees ${plural(path.length, "node")}, ` +
     `itself included, and stands at position ${path.length - 1}.`);
   ["guesses", "node"].forEach(showKnob);

@@ -46,6 +46,7 @@ function makeWire() {
   wire.lanes = [...new Map(lanes.map((lane) => [lane.join(), lane])).values()];
   const factor = wire.ring.end / wire.tree.end, rounded = (x) => (x >= 10 ? whole(Math.round(x)) : number(x, 1));
   say("ring-time", time(wire.ring.end));
+  say("counted", now.costs ? "in all" : "on the wires");
   say("tree-time", time(wire.tree.end));
   say("ratio", factor >= 1 ? `, ${rounded(factor)} times faster` : `; the ring is ${rounded(1 / factor)} times faster`);
   showKnob("pernode"); // its words depend on the number of devices
