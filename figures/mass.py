@@ -11,7 +11,7 @@ from figures.style import BLUE, GREY, INK, ORANGE, PALE, RED, Figure, new_figure
 # An order of merges is a word's number, or a pair of orders.
 ORDERS = {
     "a chain": ((((0, 1), 2), 3), 4),
-    "the three shards": (((0, 1), 2), (3, 4)),
+    "two parts": (((0, 1), 2), (3, 4)),
     "other pairs": ((0, 4), ((1, 2), 3)),
 }
 
@@ -32,7 +32,7 @@ def inner(order) -> list:
 def _draw_order(ax, order) -> None:
     values = np.array(VALUES, float)
     ax.fill(*convex_hull(values).T, color=PALE, zorder=0)
-    ax.scatter(*values.T, s=45 * np.array(WEIGHTS), color=ORANGE, lw=0, zorder=2)
+    ax.scatter(*values.T, s=28 * np.array(WEIGHTS), color=ORANGE, lw=0, zorder=2)
     offsets = (-9, -17), (-8, -18), (-31, 11), (-15, 9), (-14, 16)
     for word, value, weight, offset in zip(WORDS, values, WEIGHTS, offsets, strict=True):
         ax.annotate(f"{word} {weight}", value, offset, textcoords="offset points", fontsize=9)
@@ -42,8 +42,8 @@ def _draw_order(ax, order) -> None:
         ax.plot(*ends.T, color=BLUE, lw=1.3, zorder=3)
         last = pair is order
         if not last:
-            ax.scatter(*place, s=45 * mass, fc="white", ec=BLUE, lw=1.3, zorder=4)
-            ax.annotate(str(mass), place, ha="center", va="center", fontsize=9, zorder=5)
+            ax.scatter(*place, s=28 * mass, fc="white", ec=BLUE, lw=1.3, zorder=4)
+            ax.annotate(str(mass), place, ha="center", va="center", fontsize=8, zorder=5)
     ax.plot(*centre(order)[1], "X", color=INK, ms=11, mec="white", zorder=6)
     ax.set(xlim=(-0.9, 4.9), ylim=(-0.9, 4.9), aspect="equal", xticks=range(5), yticks=range(5))
     ax.set(xlabel="value, coordinate 1")
@@ -61,7 +61,7 @@ def merge_mass() -> Figure:
         """Three times the plane of values with a disc for each word, as large as its weight: the 1
         at (0, 0), cat 2 at (4, 0), drank 4 at (0, 2), warm 1 at (4, 4), milk 8 at (1, 3). Each
         merge is a circle on the segment between its two children, with the sum of their masses: in
-        a chain, 3, 7 and 8; along the shards, 3, 9 and 7; along other pairs, 9, 6 and 7. All
+        a chain, 3, 7 and 8; in two parts, 3, 9 and 7; along other pairs, 9, 6 and 7. All
         three end at the same cross, at (1.25, 2.25)."""
     )
 

@@ -20,7 +20,7 @@ import treeattn
 
 # Number of a notebook -> the names that its check needs, and 07's solution.
 NEEDED = {
-    "00": "words scores values attend finite check",
+    "00": "words scores values attend finite check merge",
     "04": "check",
     "05": "dense_attention rng Q K exact on_mesh explanations check",
     "07": "rows mask_mistake check prefix_tree",
@@ -81,12 +81,23 @@ def without_an_axis(a, b):
     return m, a[1] * wa + b[1] * wb, a[2] * wa + b[2] * wb
 
 
+def transposed(a, b):
+    m = jnp.maximum(a[0], b[0])
+    wa, wb = jnp.exp(a[0] - m), jnp.exp(b[0] - m)
+    return m, a[1] * wa + b[1] * wb, a[2].T * wa + b[2].T * wb
+
+
 def early_exponentials(a, b):
     """Right where exponentials are in range of the notebook's float32."""
     a, b = (jax.tree.map(jnp.float32, x) for x in (a, b))
     m = jnp.maximum(a[0], b[0])
     wa, wb = jnp.exp(a[0]) / jnp.exp(m), jnp.exp(b[0]) / jnp.exp(m)
     return m, a[1] * wa + b[1] * wb, a[2] * wa[:, None] + b[2] * wb[:, None]
+
+
+def divided(a, b):
+    m, d, n = notebook("00")["merge"](a, b)
+    return m, d, n / d[:, None]
 
 
 # ----------------------------------------------------------------- 04: a reduction of many states
@@ -203,6 +214,9 @@ PLANTED = [
     ("00", "n is not brought to the larger m", lambda a, b: (*unguarded(a, b)[:2], a[2] + b[2])),
     ("00", "n mixes the queries: give its weights an axis", without_an_axis),
     ("00", "m is not brought to the larger m", without_pivot),
+    ("00", "n was divided by d: divide last", divided),
+    ("00", "n has shape (2, 1), expected (1, 2)", transposed),
+    ("00", "return m, d, n", lambda a, b: notebook("00")["merge"](a, b)[:2]),
     ("00", "d of two shards without keys: subtract finite(m)", unguarded),
     ("00", "d overflows: subtract the larger m before exp", early_exponentials),
     ("04", "a state is left out", odd_one_lost),
