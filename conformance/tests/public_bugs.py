@@ -131,7 +131,7 @@ BUGS = {
         Bug(
             "https://github.com/flashinfer-ai/flashinfer/issues/5107",
             lambda parts: merge_at_once([(bfloat16(out), lse) for out, lse in parts]),
-            ("sums in 16 bits",),
+            ("rounded to 16 bits",),
         ),
         Bug(
             "https://github.com/jax-ml/jax/issues/32484",

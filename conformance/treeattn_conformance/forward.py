@@ -25,7 +25,7 @@ def check_merge(
            float32 arrays, which convert to bfloat16 without loss.
     tolerance: of out, absolute and relative; 1e-10, 2e-5, 3e-3 or 1.6e-2 when None. The tolerance
            of lse is 2e-5, because lse is float32 for every dtype but float64, where it is 1e-10.
-    only:  the names of the questions to ask; None for all.
+    only:  the names of the questions to ask; None for all. Some questions alone name no mistake.
     expect: names of questions, or of mistakes, whose failures are known. A mapping gives a reason
            for each. These failures are reported as "expected", and leave the report true.
 
@@ -33,7 +33,10 @@ def check_merge(
     its arguments, which are copies, fails "arguments". Raises ValueError for an unknown name.
     """
     if callable(merge) and _needs(merge) in (2, 4):
-        raise TypeError("this merge takes two pairs: ask check_merge(folded(merge))")
+        raise TypeError(
+            "expected merge(parts), with one argument, a list of pairs: for a merge of two pairs "
+            "ask check_merge(folded(merge))"
+        )
     questions, mistakes = prepared(merge_questions, merge_mistakes, dtype)
     subject = pairs(mistakes, MERGE_CURES, dtype, tolerance)
     return judge(merge, questions, subject, only=only, expect=expect)
@@ -113,11 +116,12 @@ def merge_questions(dtype: str = "float32") -> list[Question]:
     asked["a NaN that counts"][1][0][0, 0, 0] = np.nan  # of keys that are seen
     (_, first), (_, second) = asked["two shards"]
     second[0] = first[0]  # in one row neither is the larger
+    many = shards(301, (1, 1, 2))
+    rising = np.sort([lse for _, lse in many], axis=0)
     of_size = {
-        "32 heads of 128": shards(3, (1, 5, 32), d=128),
+        "32 heads of 192, 9 rows": shards(3, (9, 2, 32), d=192),
         "133 queries": shards(2, (2, 133, 3), d=8),
-        "d = 192, 9 rows": shards(2, (9, 2, 2), d=192),
-        "300 shards": shards(300, (1, 1, 2)),
+        "301 shards, lse rising": [(out, x) for (out, _), x in zip(many, rising, strict=True)],
     }
     both = ({name: ({"parts": x}, {}) for name, x in some.items()} for some in (asked, of_size))
     apart = [name for name in asked if name.endswith("far apart")]

@@ -91,7 +91,8 @@ def judge(
     results: list[Result] = []
     answers: dict[int, Asked] = {}
     written: set[str] = set()
-    for question in chosen(questions, only):
+    asked = chosen(questions, only)
+    for question in asked:
         result, answer = _ask(f, question, subject, written)
         if answer is not None:
             right = subject.same(question, answer, question.right)
@@ -101,6 +102,8 @@ def judge(
                 result = Result(question.name, "failed", (), detail)
         results.append(result)
     searched = {place: x for place, x in answers.items() if x.question.names}
+    if any(x.names for x in questions if x not in asked):
+        searched = {}  # fewer answers fit more mistakes
     if len(searched) >= subject.fewest and not all(x.right.all() for x in searched.values()):
         for place, names in zip(searched, named(list(searched.values()), subject), strict=True):
             results[place] = results[place]._replace(fingerprints=names)
@@ -243,18 +246,6 @@ def takes(f: Callable, option: str) -> bool:
     return option in found or any(x.kind is x.VAR_KEYWORD for x in found.values())
 
 
-def as_array(x) -> np.ndarray:
-    """x as an array. Raises TypeError, with advice, if NumPy cannot read a tensor."""
-    try:
-        return np.asarray(x)
-    except (TypeError, RuntimeError) as error:
-        words = (("BFloat16", ".float()"), ("cuda", ".cpu()"), ("grad", ".detach()"))
-        advice = [call for word, call in words if word in str(error)]
-        if not advice:
-            raise
-        raise TypeError(f"NumPy cannot read this tensor: return x{advice[0]}") from error
-
-
 def on_copies(f: Callable, arguments: dict, options: dict, written: set[str]):
     """f's answer on copies; adds to `written` the names of the arguments that f changed."""
     given = copy.deepcopy(arguments), copy.deepcopy(options)
@@ -269,4 +260,4 @@ def same_bits(x, y) -> bool:
     if isinstance(x, list | tuple):
         return len(x) == len(y) and all(map(same_bits, x, y))
     x, y = np.asarray(x), np.asarray(y)
-    return x.dtype == y.dtype and np.array_equal(x, y, equal_nan=x.dtype.kind == "f")
+    return np.array_equal(x, y, equal_nan=x.dtype.kind == "f")

@@ -38,7 +38,6 @@ KERNEL_CURES = (
         "one row's mask for all": "each row of the batch and each query has a mask of its own",
         "hidden scores are 0": "a score of 0 is the weight of a key: hidden ones are −∞",
         "masked after the softmax": "mask the scores: what is hidden counts in no denominator",
-        "mask added as a number": "adding True adds 1: select −∞ where it is False",
         "positions ignored": "a query sees the keys up to its own position only",
         "a query does not see itself": "position of key ≤ position of query, not <",
         "causal from the first key": "the queries are the last of the text: query i sees key j for "
@@ -68,7 +67,7 @@ def kernel_mistakes() -> Iterator[Mistake]:
     ):
         yield Family("scale", functools.partial(scaled, rule), 1e-4, 1e4)
     yield Family("a cap on scores", capped, 0.5, 5000.0)
-    yield Family("sinks once a shard", shared_sinks, 1.5, 5000.0, whole=True)
+    yield Family("sinks once a shard", shared_sinks, 1.5, 5000.0)
     yield from merges.epsilons(of_shards)
 
 
@@ -255,21 +254,17 @@ def of_masks() -> Wrongs:
             with_("mask", lambda x, f=one: np.broadcast_to(f(x), x.shape)),
         )
 
-    def other_scores(q, k, v, *, change, sinks=None, scale=None, **hiding):
-        """Hidden keys have another score than −∞."""
+    def zeros(q, k, v, *, sinks=None, scale=None, **hiding):
+        """Hidden keys have a score of 0 in place of −∞."""
         s = scores(q, k, scale=scale)
-        return softmax(change(s, ~np.isneginf(scores(q, k, **hiding))) if hiding else s, v, sinks)
+        return softmax(np.where(np.isneginf(scores(q, k, **hiding)), 0, s), v, sinks)
 
     def after_the_softmax(q, k, v, **options):
         _, lse = without("mask", "kv_lengths", *POSITIONS)(q, k, v, **options)
         seen, lse_of_seen = attend(q, k, v, **options)
         return seen * np.exp(lse_of_seen - lse)[..., None], lse
 
-    for name, change in (
-        ("hidden scores are 0", lambda s, seen: np.where(seen, s, 0 * s)),
-        ("mask added as a number", np.add),
-    ):
-        yield name, functools.partial(other_scores, change=change)
+    yield "hidden scores are 0", zeros
     yield "masked after the softmax", after_the_softmax
 
     def bounded(q, k, v, *, bound, query_positions=None, key_positions=None, **options):

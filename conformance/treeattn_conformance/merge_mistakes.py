@@ -282,7 +282,7 @@ def of_rounding() -> Wrongs:
         return merged(out, rounded(lse, dtype).astype(np.float64))
 
     for dtype in ("bfloat16", "float16"):
-        yield "sums in 16 bits", functools.partial(of_outs, dtype=dtype)
+        yield "rounded to 16 bits", functools.partial(of_outs, dtype=dtype)
         yield f"lse in {dtype}", functools.partial(of_lse, dtype=dtype)
         yield f"lse in {dtype}", in_turn(functools.partial(of_result, dtype=dtype))
 

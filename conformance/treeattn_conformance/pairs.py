@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from .judge import Asked, Mistake, Question, Subject, as_array
+from .judge import Asked, Mistake, Question, Subject
 from .reference import TOLERANCES
 
 STEPS = 50  # halvings of an interval
@@ -39,9 +39,9 @@ class Family(PairMistake):
     wrong(x) makes it, for any x between `low` and `high`, both positive.
     """
 
-    def __init__(self, name: str, wrong: Callable, low: float, high: float, whole: bool = False):
+    def __init__(self, name: str, wrong: Callable, low: float, high: float):
         super().__init__(name, wrong)
-        self.low, self.high, self.whole = low, high, whole
+        self.low, self.high = low, high
 
     def fit(self, asked: Sequence[Asked]) -> list[Mistake]:
         """The member that gives the answers' furthest-off number, by bisection: it is monotonic."""
@@ -61,8 +61,7 @@ class Family(PairMistake):
         for _ in range(STEPS):
             middle = np.sqrt(low * high)
             low, high = (middle, high) if (off(middle) < 0) == rises else (low, middle)
-        found = float(np.round(high) if self.whole else high)
-        return PairMistake(self.name, self.wrong(found)).fit(asked)
+        return PairMistake(self.name, self.wrong(high)).fit(asked)
 
 
 def _furthest(x: Asked) -> tuple | None:
@@ -116,16 +115,15 @@ def pairs(
         mistakes,
         cures,
         together=4,
-        narrower={"out in 16 bits": "sums in 16 bits"},
     )
 
 
 def read_pair(question: Question, came) -> Pair:
     if not isinstance(came, tuple | list):
-        return as_array(came).astype(np.float64), None
+        return np.asarray(came).astype(np.float64), None
     if len(came) != 2:
         raise ValueError(f"{len(came)} arrays came, expected (out, lse), or out alone")
-    out, lse = (as_array(x).astype(np.float64) for x in came)
+    out, lse = (np.asarray(x).astype(np.float64) for x in came)
     return out, lse
 
 

@@ -94,7 +94,7 @@ def expected(
 
 
 def first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "")
+    return str(error).strip().partition("\n")[0]
 
 
 def printable(text: str) -> str:

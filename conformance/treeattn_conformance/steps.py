@@ -191,6 +191,10 @@ STEP_FAULTS: dict[str, tuple] = {
         "draw the replacement with a random number of its own",
         wrong(**keyed_test, **keyed_end),
     ),
+    "one random number for all siblings": (
+        "each sibling is accepted with a random number of its own",
+        wrong(accepts=lambda s, path, p, q, x: s.rng.at(path).random() < s.chance(p, q, x)),
+    ),
     "residual not renormalized": (
         "max(p − q, 0) has to add up to 1 before it is used again",
         wrong(residual=lambda s, p, q: lacking(p, q), instead=not_divided),
@@ -205,6 +209,11 @@ STEP_FAULTS: dict[str, tuple] = {
         wrong(claimed=lambda s, path: probabilities(s.draft(path))),
         wrong(claimed=lambda s, path: probabilities(s.draft(path), s.temperature)),
         wrong(claimed=lambda s, path: probabilities(s.draft(path), top_p=s.top_p)),
+        wrong(
+            accepts=lambda s, path, p, q, x: Step.accepts(
+                s, path, p, probabilities(s.draft(path)), x
+            )
+        ),
     ),
     "top-p before temperature": (
         "divide by the temperature first: top-p cuts the distribution that is left",

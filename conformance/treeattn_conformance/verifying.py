@@ -44,7 +44,6 @@ def verifier_questions() -> list[Question]:
     """The questions, the same ones at every call. An answer is a law of texts."""
     target, draft = model(1), model(2)
     asked = {
-        "one token": (target, draft, {"widths": (1,)}),
         "chain": (target, draft, {}),
         "draft is the target": (target, target, {}),
         "other tokens": (model(3, lacks=0), model(4, lacks=-1), {}),
@@ -157,7 +156,7 @@ def _laws(wrong: type[Step] | None, widths: Path | None, name: str) -> list[dict
 def _chain(step: Callable) -> Path:
     """The widths of a step without this option: a chain, one shorter than its longest answer."""
     try:
-        longest = max(map(len, law_of(step, **verifier_questions()[1].arguments)))
+        longest = max(map(len, law_of(step, **verifier_questions()[0].arguments)))
     except Exception:  # the first question will report it
         longest = 3
     return (1,) * max(longest - 1, 1)
