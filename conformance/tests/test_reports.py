@@ -247,3 +247,11 @@ def test_faults_of_size_are_seen():
         report = check_attention(fault)
         assert report.names("failed"), name
         assert report.fingerprints == set(), f"{name}: {report}"
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_out_alone_of_another_shape_is_reported():
+    turned = check_attention(lambda q, k, v: attend(q, k, v)[0].swapaxes(1, 2))
+    assert "shapes [(2, 4, 3, 16)], expected [(2, 3, 4, 16)]" in str(turned)
+    nothing = check_merge(lambda parts: None)
+    assert "shapes [()], expected [(2, 3, 4, 4)]" in str(nothing)

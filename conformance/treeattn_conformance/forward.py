@@ -21,6 +21,8 @@ def check_merge(
     kernels write, means no keys, too. If your kernels never write +∞, pass
     expect=["lse +inf for no keys"].
 
+    If the merge returns out without lse, only out is judged.
+
     dtype: of the outs: "float64", "float32", "float16" or "bfloat16". bfloat16 numbers come in
            float32 arrays, which convert to bfloat16 without loss.
     tolerance: of out, absolute and relative; 1e-10, 2e-5, 3e-3 or 1.6e-2 when None. The tolerance

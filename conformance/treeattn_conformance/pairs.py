@@ -69,9 +69,9 @@ def _furthest(x: Asked) -> tuple | None:
 
     The number is one of lse if lse is wrong, else one of out.
     """
-    if x.right.all() or (x.answer[1] is None and x.right[0].all()):
+    which = 0 if x.answer[1] is None or x.right[1].all() else 1
+    if x.right[which].all():
         return None
-    which = 0 if x.right[1].all() else 1
     answer, right = x.answer[which], x.question.right[which]
     if answer.shape != right.shape:
         return None
