@@ -145,7 +145,7 @@ def open_notebook(lab, browser, path: Path):
 
 @pytest.mark.slow
 def test_a_notebook_run_cell_by_cell_shows_all_its_pictures(lab, browser):
-    path = MAIN_ROAD[4]
+    path = MAIN_ROAD[1]
     open_notebook(lab, browser, path)
     folded = [cell.metadata.get("jupyter", {}) for cell in cells(path)]
     hidden = [i for i, x in enumerate(folded) if "outputs_hidden" in x]  # what is predicted

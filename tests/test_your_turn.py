@@ -103,9 +103,13 @@ def divided(a, b):
 # ----------------------------------------------------------------- 04: a reduction of many states
 
 
+def one_round(states, op):
+    return [op(a, b) for a, b in zip(states[::2], states[1::2], strict=False)]
+
+
 def odd_one_lost(states, op):
     while len(states) > 1:
-        states = [op(a, b) for a, b in zip(states[::2], states[1::2], strict=False)]
+        states = one_round(states, op)
     return states[0]
 
 
@@ -223,6 +227,7 @@ PLANTED = [
     ("04", "a state counts twice", sliding),
     ("04", "another order, and op need not commute", lambda s, op: reduce(op, s[::-1])),
     ("04", "4 rounds, 3 are enough, for abcdef", by_threes),
+    ("04", "not one state: repeat the rounds", one_round),
     ("05", "nothing was reduced", of_answers(lambda out: out)),
     ("05", "the devices' answers were added", of_answers(lambda out: jax.lax.psum(out, "kv"))),
     ("05", "the devices' answers were weighted by m alone", weighted_by_m),
@@ -279,7 +284,7 @@ PLANTED = [
 ]
 
 
-@pytest.mark.parametrize("number", ["00", "05", "07", "09"])
+@pytest.mark.parametrize("number", ["00", "04", "05", "07", "09"])
 def test_a_function_without_a_return_is_named(number):
     assert notebook(number)["check"](lambda *_: None) == "it returned None"
 
