@@ -1,11 +1,11 @@
 """Figures of notebook 06: links, and messages with time on them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from figures.canvas import styled
-from figures.style import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, Figure, new_figure
+from figures.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, PURPLE, RED, Figure, new_figure
 
 # Name, latency in seconds (assumed), bytes per second in one direction (data sheets).
 LINKS = (
@@ -52,24 +52,25 @@ def links() -> Figure:
 
 
 @styled
-def messages(panels: Mapping[str, Iterable[tuple]], node_size: int) -> Figure:
+def messages(panels: Mapping[str, Sequence[tuple]], node_size: int) -> Figure:
     """Who sends to whom, and when: a line from each message's sender and start to its receiver and
-    arrival, dashed between nodes.
+    arrival, dashed between nodes; before the first start a grey block, the launches.
 
-    panels: name -> (sender, receiver, start, arrival) of each message, in seconds
+    panels: of four, name -> (sender, receiver, start, arrival) of each message, in seconds
     """
-    rows = -(-len(panels) // 2)
-    figure, axes = new_figure(
-        8.6, 2.3 * rows, nrows=rows, ncols=2, sharex=True, sharey=True, squeeze=False
-    )
+    figure, axes = new_figure(8.6, 4.6, nrows=2, ncols=2, sharex=True, sharey=True)
     said = []
     for ax, (name, sent) in zip(axes.flat, panels.items(), strict=True):
-        end = 0.0
+        ax.axvspan(0, 1e6 * sent[0][2], color=PALE)
+        end = 1e6 * max(arrival for *_, arrival in sent)
         for a, b, start, arrival in sent:
             far = a // node_size != b // node_size
-            look = {"color": ORANGE, "ls": "--", "lw": 1.4, "zorder": 3} if far else {"color": BLUE}
-            ax.plot([1e6 * start, 1e6 * arrival], [a, b], **{"lw": 0.9} | look)
-            end = max(end, 1e6 * arrival)
+            look = (
+                {"color": ORANGE, "ls": "--", "lw": 1.4, "zorder": 3}
+                if far
+                else {"color": BLUE, "lw": 0.9}
+            )
+            ax.plot([1e6 * start, 1e6 * arrival], [a, b], **look)
         ax.set(title=f"{name}: {end:.0f} µs", xlim=(0, None))
         said.append(f"{name} ends after {end:.0f} microseconds")
     for ax in axes[:, 0]:
@@ -77,9 +78,9 @@ def messages(panels: Mapping[str, Iterable[tuple]], node_size: int) -> Figure:
     for ax in axes[-1]:
         ax.set_xlabel("µs")
     return figure.describe(
-        "Lines from sender and start to receiver and arrival, dashed where they cross between "
-        f"nodes; all panels have the same time axis. {'; '.join(said)}. The ring's lines wind "
-        "around all devices, a tree's meet."
+        "After a grey block of launches, lines from sender and start to receiver and arrival, "
+        "dashed where they cross between nodes; all panels have the same time axis. "
+        f"{'; '.join(said)}. The ring's lines wind around all devices, a tree's meet."
     )
 
 
