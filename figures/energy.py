@@ -139,20 +139,11 @@ def energy_landscape() -> Figure:
         axes.text(*ring[at], "|ζ| = 1", bbox=box, zorder=4, **font)
     arrow = {"arrowstyle": "-|>", "color": RED, "lw": 2, "shrinkA": 0, "shrinkB": 0}
     left.annotate("", attention / 3, (0, 0), arrowprops=arrow)
-    left.annotate(
-        "∇F(0), a third as long",
-        attention / 3,
-        (-1.25, 1.12),
-        color=RED,
-        fontsize=9,
-        arrowprops={"arrowstyle": "-", "color": RED, "lw": 0.8},
-        bbox={"fc": "white", "lw": 0, "pad": 1},
-    )
     left.set(
         xlabel="ζ₁",
         ylabel="ζ₂",
         aspect="equal",
-        title="Level lines of F: 0 is never reached",
+        title="Level lines of F; the arrow is ∇F(0)/3",
     )
     right.plot(*attention, "X", color=RED, ms=8, zorder=5)
     right.annotate(
@@ -168,9 +159,10 @@ def energy_landscape() -> Figure:
     right.set_title("∇F sends the ring into the hull")
     return figure.describe(
         """Left: level lines of F over the plane of sources, a convex slope that rises fastest to
-        the upper right, with a ring of sources of length 1 around the origin and an arrow, the
-        gradient there. Right: the five words' values and their hull; the gradient sends the ring
-        to a closed curve inside the hull, and the origin to attention at (1.25, 2.25)."""
+        the upper right, with a ring of sources of length 1 around the origin and an arrow, a
+        third of the gradient there. Right: the five words' values and their hull; the gradient
+        sends the ring to a closed curve inside the hull, and the origin to attention at (1.25,
+        2.25)."""
     )
 
 
