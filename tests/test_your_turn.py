@@ -21,6 +21,7 @@ import treeattn
 # Number of a notebook -> the names that its check needs, and 07's solution.
 NEEDED = {
     "00": "words scores values attend finite check merge",
+    "03": "rng qr softmax_attention check",
     "04": "check",
     "05": "dense_attention rng Q K exact on_mesh explanations check",
     "07": "rows mask_mistake check prefix_tree",
@@ -98,6 +99,22 @@ def early_exponentials(a, b):
 def divided(a, b):
     m, d, n = notebook("00")["merge"](a, b)
     return m, d, n / d[:, None]
+
+
+# ------------------------------------------------------------- 03: a loop over keys, for (m, d, n)
+
+
+def flash(rescale="dn", finish=lambda n, d: n / d):
+    def loop(q, k, v):
+        m, d, n = -np.inf, 0.0, np.zeros(2)
+        for key, value in zip(k, v, strict=True):
+            larger = max(m, key @ q)
+            old, new, m = np.exp(m - larger), np.exp(key @ q - larger), larger
+            d = d * (old if "d" in rescale else 1) + new
+            n = n * (old if "n" in rescale else 1) + new * value
+        return finish(n, d)
+
+    return loop
 
 
 # ----------------------------------------------------------------- 04: a reduction of many states
@@ -223,6 +240,13 @@ PLANTED = [
     ("00", "return m, d, n", lambda a, b: notebook("00")["merge"](a, b)[:2]),
     ("00", "d of two shards without keys: subtract finite(m)", unguarded),
     ("00", "d overflows: subtract the larger m before exp", early_exponentials),
+    ("03", "return n / d alone", lambda q, k, v: (1.0, v[0])),
+    ("03", "n was not divided by d", flash(finish=lambda n, d: n)),
+    ("03", "n was not rescaled", flash(rescale="d")),
+    ("03", "d was not rescaled", flash(rescale="n")),
+    ("03", "neither d nor n was rescaled", flash(rescale="")),
+    ("03", "another mistake", flash(finish=lambda n, d: d / n)),
+    ("03", "large scores overflow", lambda q, k, v: jnp.exp(k @ q) @ v / jnp.exp(k @ q).sum()),
     ("04", "a state is left out", odd_one_lost),
     ("04", "a state counts twice", sliding),
     ("04", "another order, and op need not commute", lambda s, op: reduce(op, s[::-1])),
@@ -284,7 +308,7 @@ PLANTED = [
 ]
 
 
-@pytest.mark.parametrize("number", ["00", "04", "05", "07", "09"])
+@pytest.mark.parametrize("number", ["00", "03", "04", "05", "07", "09"])
 def test_a_function_without_a_return_is_named(number):
     assert notebook(number)["check"](lambda *_: None) == "it returned None"
 
