@@ -20,7 +20,7 @@ OURS = [
     "a loss with lse",
     "a row without keys",
     "stale NaN",
-    "549 keys, d = 128",
+    "549 keys, d = 256",
 ]
 
 

@@ -82,7 +82,7 @@ def test_what_cannot_be_enumerated_says_so():
 def test_the_right_step_passes_everything():
     report = check_verifier(run_step)
     assert not report.names("failed") and not report.names("skipped"), str(report)
-    assert len(report.names("passed")) == 13
+    assert len(report.names("passed")) == 14
 
 
 # ---------------------------------------------------------------- what fails, and how it is named

@@ -26,7 +26,8 @@ def check_merge(
     dtype: of the outs: "float64", "float32", "float16" or "bfloat16". bfloat16 numbers come in
            float32 arrays, which convert to bfloat16 without loss.
     tolerance: of out, absolute and relative; 1e-10, 2e-5, 3e-3 or 1.6e-2 when None. The tolerance
-           of lse is 2e-5, because lse is float32 for every dtype but float64, where it is 1e-10.
+           of lse is 2e-5, because lse is float32 for every dtype but float64, where it is 1e-10, or
+           `tolerance` if that is more, as for scores in TF32.
     only:  the names of the questions to ask; None for all. Some questions alone name no mistake.
     expect: names of questions, or of mistakes, whose failures are known. A mapping gives a reason
            for each. These failures are reported as "expected", and leave the report true.

@@ -194,8 +194,8 @@ def gradient_questions(dtype: str = "float32") -> list[Question]:
         "stale NaN": (stale, {"kv_lengths": np.array([16, 7])}),
     }
     of_size = {
-        "549 keys, d = 128": (qkv(1, 2, 4, 2, n=549, d=128, d_v=128), {}),
-        "32 heads, 133 queries": (qkv(1, 133, 32, 8, n=20), {}),
+        "549 keys, d = 256": (qkv(1, 2, 2, 1, n=549, d=256, d_v=256), {}),
+        "32 heads, 300 queries": (qkv(1, 300, 32, 8, n=10), {}),
         "a causal prompt of 300": (qkv(1, 300, 1, 1, n=300, d=64, d_v=64), {"causal": True}),
         "lengths beyond 255": (qkv(n=549), {"kv_lengths": np.array([300, 513])}),
         "fewer causal queries than keys": (qkv(), {"causal": True}),

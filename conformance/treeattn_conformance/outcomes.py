@@ -163,6 +163,10 @@ class Source:
         found = []
         for _ in range(1 if size is None else int(np.prod(size))):
             total, number = sum(left), self._number()
+            if not total:
+                raise ValueError(
+                    f"p: expected more probabilities above 0 for {size} choices, got {p}"
+                )
             up_to = enumerate(itertools.accumulate(left[:-1]))
             i = next((i for i, x in up_to if number < x / total), len(left) - 1)
             found.append(values[i])

@@ -86,10 +86,11 @@ def pairs(
     """The subject of a check whose answers are pairs (out, lse).
 
     out is right within the rounding of `dtype`, or within `tolerance`. lse is judged as float32, or
-    as float64 if `dtype` is float64.
+    as float64 if `dtype` is float64, or within `tolerance` if that is more.
     """
     eps = np.finfo("float64" if dtype == "float64" else "float32").eps
-    allowed = (tolerance or TOLERANCES[dtype], 1e-10 if dtype == "float64" else 2e-5)
+    of_lse = 1e-10 if dtype == "float64" else 2e-5
+    allowed = (tolerance or TOLERANCES[dtype], max(tolerance or 0, of_lse))
 
     def same(question: Question, answer: Pair, other: Pair) -> np.ndarray:
         """(2, b, l, h): the rows where out, and where lse, are the same; all False if shapes

@@ -209,11 +209,6 @@ STEP_FAULTS: dict[str, tuple] = {
         wrong(claimed=lambda s, path: probabilities(s.draft(path))),
         wrong(claimed=lambda s, path: probabilities(s.draft(path), s.temperature)),
         wrong(claimed=lambda s, path: probabilities(s.draft(path), top_p=s.top_p)),
-        wrong(
-            accepts=lambda s, path, p, q, x: Step.accepts(
-                s, path, p, probabilities(s.draft(path)), x
-            )
-        ),
     ),
     "top-p before temperature": (
         "divide by the temperature first: top-p cuts the distribution that is left",

@@ -51,9 +51,10 @@ def verifier_questions() -> list[Question]:
         "a sure target": (model(1, sure=True), draft, {}),
         "siblings": (target, draft, {"widths": (2,)}),
         "all tokens": (target, draft, {"widths": (3,)}),
+        "a longer chain": (target, draft, {"widths": (1, 1, 1)}),
         "a tree": (target, draft, {"widths": (2, 1)}),
         "a tree, later": (target, draft, {"widths": (1, 2)}),
-        "drawn with replacement": (target, draft, {"widths": (2, 1), "replacement": True}),
+        "drawn with replacement": (target, draft, {"widths": (3,), "replacement": True}),
         "temperature": (target, draft, {"temperature": 0.5}),
         "top-p": (target, draft, {"top_p": 0.75}),
         "temperature and top-p": (target, draft, {"temperature": 0.5, "top_p": 0.75}),
@@ -70,10 +71,12 @@ def check_verifier(
     """Is this step of speculative decoding lossless? If not, which known fault does it have?
 
     step:   step(target, draft, rng, **options) -> the tokens of one step: the accepted drafts, and
-            one more. target(path) and draft(path) are the logits (V,) after a path, a tuple of
-            tokens; V is 3. rng looks like a `numpy.random.Generator`, with the methods of
-            `Source`. All random numbers must come from rng, for drafting and for accepting, so a
-            step that draws with PyTorch or JAX has to be transcribed
+            one more, whose lack is not seen, because the target gives it then. target(path) and
+            draft(path) are the logits (V,) after a path, a tuple of tokens; V is 3. rng looks like
+            a `numpy.random.Generator` with random, uniform, integers and choice; its numbers may be
+            compared, but have no logarithm. rng.at(*key) is the stream of a key, as JAX has them.
+            All random numbers must come from rng, for drafting and for accepting, so a step that
+            draws with PyTorch or JAX has to be transcribed
     widths: the shape of the drafts, for a step without this option, to recognize its faults; (1, 1)
             means two tokens in a row. None: a chain, one shorter than the step's longest answer
     only, expect: as in `check_merge`
