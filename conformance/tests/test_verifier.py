@@ -8,7 +8,7 @@ import pytest
 from treeattn_conformance import check_verifier, law, outcomes, run_step
 from treeattn_conformance.__main__ import main
 from treeattn_conformance.outcomes import OwnChance
-from treeattn_conformance.steps import STEP_FAULTS, VERIFIER_CURES
+from treeattn_conformance.steps import STEP_FAULTS, VERIFIER_CURES, Step, wrong
 
 # ---------------------------------------------------------------- every way that chance can fall
 
@@ -243,6 +243,17 @@ def test_a_cut_is_asked_by_a_token_that_it_cuts_off(fault, status):
 )
 def test_these_questions_alone_see_it(fault, seen):
     assert set(check_verifier(chain(fault)).names("failed")) == seen
+
+
+def test_siblings_that_are_accepted_by_the_first_q_get_no_wrong_name():
+    """They are drawn by what is left of q, so their law is that of no fault with a name."""
+    by_first_q = wrong(accepts=lambda s, at, p, q, x: Step.accepts(s, at, p, s.q(at), x))
+
+    def step(target, draft, rng, *, widths, replacement):
+        return by_first_q(target, draft, rng, widths, replacement).run()
+
+    report = check_verifier(step)
+    assert report.names("failed") and not report.fingerprints, str(report)
 
 
 def test_a_wrong_step_fails_soon(monkeypatch):
