@@ -110,8 +110,10 @@ test-latest: $(LATEST_STAMP)
 # The server's root is this folder, because notebooks link to pictures and pages outside of theirs.
 # Its configuration opens notebook 00, lets the pages run their scripts, and shows no first line of
 # an output that waits for the reader's guess.
+# In a container everybody is root, and JupyterLab wants to be told so.
+lab: AS_ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
 lab: $(STAMP)
-	JUPYTER_CONFIG_PATH=notebooks/.jupyter $(BIN)/jupyter lab
+	JUPYTER_CONFIG_PATH=notebooks/.jupyter $(BIN)/jupyter lab $(AS_ROOT)
 
 site: $(SITE_STAMP)
 	$(SITE)/python site/build.py $(if $(ADDRESS),--address '$(ADDRESS)')
