@@ -49,6 +49,7 @@ CORE = (
     "devices",
     "across",
     "ring",
+    "slots",
     "layout",
     "decode",
     "prefill",

@@ -10,6 +10,7 @@ be merged into that of both. The files, in the order of reading:
     local       choice of implementation: plain, or a faster one (blocks, products, flash)
     devices     simulated and real; meshes
     layout      how a cache is sharded over a mesh, in stripes or not
+    slots       which slot of it holds which key
     across      merge_across: all devices' states become the state of all keys
     ring        Ring Attention: every shard visits every device
     decode      few queries, held by every device, and a sharded cache: tree_decode, ring_decode
@@ -33,11 +34,11 @@ from treeattn.gradient import (
     energy,
     log_likelihood,
 )
-from treeattn.layout import shard_lengths, striped_position, striped_slot
 from treeattn.local import attend, attention
 from treeattn.prefill import ring_attention, ulysses_attention
 from treeattn.program import collectives, collectives_table, memory
 from treeattn.ring import visit_shards
+from treeattn.slots import shard_lengths, striped_position, striped_slot
 from treeattn.state import (
     AttentionState,
     finalize,

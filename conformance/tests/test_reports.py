@@ -255,3 +255,27 @@ def test_out_alone_of_another_shape_is_reported():
     assert "shapes [(2, 4, 3, 16)], expected [(2, 3, 4, 16)]" in str(turned)
     nothing = check_merge(lambda parts: None)
     assert "shapes [()], expected [(2, 3, 4, 4)]" in str(nothing)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_some_questions_alone_name_no_mistake():
+    """Fewer answers fit more mistakes: wrong names, too."""
+
+    def pivot_of_all(parts):
+        out, lse = (np.stack(x).astype("float32") for x in zip(*parts, strict=True))
+        w = np.exp(lse - lse.max())
+        return (out * w[..., None]).sum(0) / w.sum(0)[..., None], lse.max() + np.log(w.sum(0))
+
+    assert "pivot of other rows" in check_merge(pivot_of_all).fingerprints
+    report = check_merge(pivot_of_all, only=["one shard", "two shards", "rows far apart"])
+    assert report.names("failed") and not report.fingerprints
+
+
+def test_a_loosened_tolerance_holds_for_lse():
+    def off(parts):
+        out, lse = merge(parts)
+        return out, lse + 1e-3
+
+    assert check_merge(off).names("failed")
+    assert check_merge(off, tolerance=5e-3)
+    assert not check_merge(off, tolerance=1e-6)

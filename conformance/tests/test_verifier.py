@@ -67,6 +67,11 @@ def test_what_cannot_be_enumerated_says_so():
         (lambda rng: rng.normal(), NotImplementedError, "rng.normal is not one of at, random"),
         (lambda rng: rng.choice(2, p=[0.5, 0.4]), ValueError, "add up to 1"),
         (lambda rng: rng.choice(2, p=[0.5, np.nan]), ValueError, "add up to 1"),
+        (
+            lambda rng: rng.choice(2, 2, replace=False, p=[0, 1]),
+            ValueError,
+            "above 0 for 2 choices",
+        ),
     ):
         with pytest.raises(error, match=message):
             law(run)

@@ -28,7 +28,8 @@ def check_merge(
     tolerance: of out, absolute and relative; 1e-10, 2e-5, 3e-3 or 1.6e-2 when None. The tolerance
            of lse is 2e-5, because lse is float32 for every dtype but float64, where it is 1e-10, or
            `tolerance` if that is more, as for scores in TF32.
-    only:  the names of the questions to ask; None for all. Some questions alone name no mistake.
+    only:  the names of the questions to ask; None for all. A mistake gets a name only if all small
+           questions are asked.
     expect: names of questions, or of mistakes, whose failures are known. A mapping gives a reason
            for each. These failures are reported as "expected", and leave the report true.
 
@@ -37,8 +38,8 @@ def check_merge(
     """
     if callable(merge) and _needs(merge) in (2, 4):
         raise TypeError(
-            "expected merge(parts), with one argument, a list of pairs: for a merge of two pairs "
-            "ask check_merge(folded(merge))"
+            "merge: expected one argument, a list of pairs; for a merge of two pairs ask "
+            "check_merge(folded(merge))"
         )
     questions, mistakes = prepared(merge_questions, merge_mistakes, dtype)
     subject = pairs(mistakes, MERGE_CURES, dtype, tolerance)
