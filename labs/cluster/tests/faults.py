@@ -29,8 +29,8 @@ FAULTS: dict[str, Callable] = {
     "rank 3's link is cut": lambda c: cut("r3"),
     "rank 0's link is cut, the coordinator's": lambda c: cut("r0"),
     "node 1's uplink is cut": lambda c: cut("up1"),
-    # Not longer: TCP's next try comes as late again as the cut was long, and a heartbeat that is 5 s
-    # late ends the cluster: of eight cuts of 4 s one did.
+    # Not longer: TCP's next try comes as late again as the cut was long, and a heartbeat that comes
+    # 5 s late ends the cluster. Of eight cuts of 4 s one did.
     "node 1's uplink is cut for 1 s": lambda c: cut("up1", mend_after=1),
 }
 SECONDS = 45.0  # the others have so long to end
