@@ -131,7 +131,7 @@ def test_what_is_not_there_is_skipped_and_what_raises_fails():
     def raises(parents, lengths):
         raise ValueError("no trees here")
 
-    assert "one node: ValueError: no trees here" in str(check_tree(raises))
+    assert "several roots: ValueError: no trees here" in str(check_tree(raises))
     with pytest.raises(TypeError, match="expected a function build or commit"):
         check_tree()
 
@@ -139,7 +139,7 @@ def test_what_is_not_there_is_skipped_and_what_raises_fails():
 def test_an_unknown_mistake_is_placed():
     report = check_tree(at(7))
     assert report.names("failed") == ["positions"] and report.fingerprints == set()
-    assert "one node: [0, 0] is 10, expected 3" in str(report)
+    assert "several roots: [0, 0] is 11, expected 4" in str(report)
 
 
 def test_a_walk_that_never_ends_fails():

@@ -13,14 +13,14 @@ from treeattn import attend, finalize, kv_mesh, ring_attention, ring_decode, tre
 from treeattn_conformance import CURES, check_gradients
 from treeattn_conformance.gradients import backward, gradient_questions, slips
 
-SMALL = ["as many queries as keys", "one query", "grouped heads", "other width of values"]
+SMALL = ["as many queries as keys", "one query, d = 256", "grouped heads", "other width of values"]
 OURS = [
     "keys in odd number",
     "grouped heads",
     "a loss with lse",
     "a row without keys",
     "stale NaN",
-    "549 keys, d = 256",
+    "640 keys, 128 queries",
 ]
 
 
@@ -191,7 +191,7 @@ def heads_not_added(q, k, v, dout):
     return dq, dk[:, :, ::groups], dv[:, :, ::groups]
 
 
-BUGS = ["as many queries as keys", "one query", "grouped heads", "a loss with lse"]
+BUGS = ["as many queries as keys", "one query, d = 256", "grouped heads", "a loss with lse"]
 PUBLIC = [
     ("lse without a gradient", of_jax(stopped_merge)),
     ("lse without a gradient", of_jax(lse_detached)),

@@ -65,7 +65,7 @@ def test_expected_merges_are_weighted_means():
         mean = (np.where(keys[..., None], out, 0) * w[..., None]).sum(0)[some] / w.sum(0)[
             some, None
         ]
-        np.testing.assert_allclose(case.right[0][some], mean.astype(float), rtol=1e-12)
+        np.testing.assert_allclose(case.right[0][some], mean.astype(float), rtol=1e-12, atol=1e-15)
         np.testing.assert_allclose(np.log(w.sum(0)[some]), case.right[1][some] - pivot, atol=1e-9)
 
 

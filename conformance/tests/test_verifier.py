@@ -165,7 +165,7 @@ def chain(fault=None, dtype=np.float64, top_k=4):
             }.get(fault, rest)
             rest = rest if rest.any() else p[i]
             return [*drafted[:kept], drawn(rest, rng.at(i) if shared else rng)]
-        last = p[1] if fault == "bonus from the wrong position" else p[2]
+        last = p[1] if fault == "bonus of other logits" else p[2]
         return [
             *drafted,
             drawn(probabilities(draft(drafted)) if fault == "a bonus of the draft" else last),
@@ -181,7 +181,7 @@ OF_THE_SUITE = (
     "argmax at a temperature",
     "residual not renormalized",
     "residual is the target",
-    "bonus from the wrong position",
+    "bonus of other logits",
     "top-p before temperature",
     "q said one-hot, but sampled",
 )
@@ -195,7 +195,7 @@ PLANTED = {
     "again from the draft": set(),
     "rejected and kept": set(),
     "the likeliest of the rest": {"argmax at a temperature"},
-    "a bonus of the draft": set(),
+    "a bonus of the draft": {"bonus of other logits"},
 }
 OTHERS = {
     "q before temperature": {"q before temperature or top-p"},

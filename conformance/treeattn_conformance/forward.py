@@ -122,9 +122,10 @@ def merge_questions(dtype: str = "float32") -> list[Question]:
     second[0] = first[0]  # in one row neither is the larger
     many = shards(301, (1, 1, 2))
     rising = np.sort([lse for _, lse in many], axis=0)
+    rising[-1, ..., 1] += 100  # of one head, beside which the others' exponentials are 0
     of_size = {
         "32 heads of 192, 9 rows": shards(3, (9, 2, 32), d=192),
-        "133 queries": shards(2, (2, 133, 3), d=8),
+        "1,025 queries, 64 heads": shards(2, (1, 1025, 64), d=2),
         "301 shards, lse rising": [(out, x) for (out, _), x in zip(many, rising, strict=True)],
     }
     both = ({name: ({"parts": x}, {}) for name, x in some.items()} for some in (asked, of_size))
@@ -137,14 +138,16 @@ def check_attention(
 ) -> Report:
     """Check kernel(q, k, v, **options) -> (out, lse), an attention of queries over keys.
 
-    If the kernel returns out without lse, only out is judged.
+    A query without keys has out 0 and lse −∞. If the kernel returns out without lse, only out is
+    judged.
 
     A kernel is asked about the options that it has, one at a time, and then all at once:
 
     scale: a number; 1/√d where it is left out
     mask (b, 1, l, n): True where a query may see a key
     kv_lengths (b,): row i has kv_lengths[i] keys; the memory behind them may hold NaN
-    query_positions (l,), key_positions (n,): ascending; a query sees the keys up to its position
+    query_positions (l,), key_positions (n,): both or none, ascending; a query sees the keys up to
+            its position
     sinks (h,): the score of one more key, whose value is 0
 
     dtype, tolerance, only, expect: as in `check_merge`. A question is skipped if the kernel raises
@@ -167,10 +170,14 @@ def attention_questions(dtype: str = "float32") -> list[Question]:
         return {name: rounded(x, dtype) for name, x in (("q", q * size), ("k", k), ("v", v))}
 
     def rising():
-        """Scores that rise from block to block, so that every block has the largest so far."""
-        found = qkv(b=2, l=2, h=2, h_kv=2, n=549)
-        found["q"][..., 0] = 4
-        found["k"][..., 0] = rounded(np.linspace(-20, 20, 549)[:, None], dtype)
+        """Scores that rise from 100 to 140, so that every block has the largest so far.
+
+        The last query's scores are near 0.
+        """
+        found = qkv(l=65, h=2, h_kv=2, n=549)
+        found["q"][..., 0] = 16
+        found["q"][:, 64, :, 0] = 0
+        found["k"][..., 0] = rounded(np.linspace(25, 35, 549)[:, None], dtype)
         return found
 
     def rows_apart():
@@ -209,17 +216,15 @@ def attention_questions(dtype: str = "float32") -> list[Question]:
         "stripes of four keys": (qkv(l=7), positions(at[73:], at[at // 4 % 2 == 1])),
         "sinks": (qkv(), {"sinks": np.array([0.0, 2.0, 4.0, 5.0])}),
         "large sinks": (qkv(h_kv=2), {"sinks": np.array([-1000.0, 0.0, 100.0, 1000.0])}),
-        "causal prompt": (qkv(1, 40, 2, 2), positions(at[:40], at[:40])),
         "causal chunk": (qkv(1, 24, 2, 2), positions(at[13:37], at[:40])),
     }
     long = np.arange(300)
     of_size = {
-        "549 keys, d = 128": (qkv(1, 2, 4, 2, n=549, d=128, d_v=128), {}),
-        "32 heads, 133 queries": (qkv(1, 133, 32, 8, n=70, d=64, d_v=64), {}),
-        "d = 192, values of 128": (qkv(1, 2, 2, 2, n=130, d=192, d_v=128), {}),
-        "d = 256": (qkv(1, 2, 2, 2, n=70, d=256, d_v=256), {}),
+        "512 keys, 128 queries": (qkv(1, 128, 1, 1, n=512, d=256, d_v=256), {}),
+        "34 heads, 133 queries": (qkv(1, 133, 34, 2, n=20, d=80, d_v=80), {}),
+        "549 keys of 192": (qkv(1, 2, 2, 2, n=549, d=192, d_v=128), {}),
         "scores that rise": (rising(), {}),
-        "lengths beyond 255": (qkv(n=549), {"kv_lengths": np.array([300, 513])}),
+        "16 to 4,096 keys": (qkv(17, 1, 1, 1, n=4096), {"kv_lengths": 16 + 255 * np.arange(17)}),
         "a mask of 300 keys": (
             qkv(2, 133, 2, 2, n=300),
             {"mask": rng.random((2, 1, 133, 300)) < 0.5},
@@ -237,5 +242,5 @@ def attention_questions(dtype: str = "float32") -> list[Question]:
             },
         ),
     }
-    largest = {"large scores": 6000.0, "rows far apart": 1000.0, "scores that rise": 80.0}
+    largest = {"large scores": 6000.0, "rows far apart": 1000.0, "scores that rise": 560.0}
     return questions_of(asked, of_size, attend, largest)

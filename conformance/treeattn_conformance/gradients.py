@@ -181,7 +181,7 @@ def gradient_questions(dtype: str = "float32") -> list[Question]:
     asked = {
         "as many queries as keys": (qkv(l=16), {}),
         "a few queries": (qkv(), {}),
-        "one query": (qkv(b=3, l=1), {}),
+        "one query, d = 256": (qkv(b=3, l=1, d=256, d_v=256), {}),
         "keys in odd number": (qkv(n=17), {}),
         "grouped heads": (qkv(h=6, h_kv=2), {}),
         "other width of values": (qkv(d_v=12), {}),
@@ -194,10 +194,10 @@ def gradient_questions(dtype: str = "float32") -> list[Question]:
         "stale NaN": (stale, {"kv_lengths": np.array([16, 7])}),
     }
     of_size = {
-        "549 keys, d = 256": (qkv(1, 2, 2, 1, n=549, d=256, d_v=256), {}),
-        "32 heads, 300 queries": (qkv(1, 300, 32, 8, n=10), {}),
+        "640 keys, 128 queries": (qkv(1, 128, 1, 1, n=640, d=80, d_v=80), {}),
+        "34 heads, 300 queries": (qkv(1, 300, 34, 2, n=10), {}),
         "a causal prompt of 300": (qkv(1, 300, 1, 1, n=300, d=64, d_v=64), {"causal": True}),
-        "lengths beyond 255": (qkv(n=549), {"kv_lengths": np.array([300, 513])}),
+        "64 and 513 keys": (qkv(n=549), {"kv_lengths": np.array([64, 513])}),
         "fewer causal queries than keys": (qkv(), {"causal": True}),
         TOGETHER: (
             qkv(l=150, h=2, h_kv=1, n=150),
@@ -223,12 +223,14 @@ def check_gradients(
 
     dlse (b, l, h): the loss is Σ dout·out + Σ dlse·lse
     scale: a number; 1/√d where it is left out
-    causal: if True, query i sees key j for j ≤ i
+    causal: if True, query i sees key j for j ≤ i, also where there are more keys than queries
+            (some libraries take the queries for the last of the text then)
     kv_lengths (b,): row i has kv_lengths[i] keys; the memory behind them may hold NaN, and its
-            gradients are 0
+            gradients are 0. So is the dq of a row without keys
 
-    tolerance: of each gradient, relative to the largest number of its head; 5e-10, 1e-4, 1.5e-2 or
-            8e-2 by the dtype when None. dtype, only, expect: as in `check_merge`.
+    tolerance: of each gradient, relative to the largest number of its head; when None 5e-10 in
+            float64, 1e-4 in float32, 1.5e-2 in float16 and 8e-2 in bfloat16. Sums that are kept in
+            16 bits are seen in float32 only. dtype, only, expect: as in `check_merge`.
     """
     questions, mistakes = prepared(gradient_questions, gradient_mistakes, dtype)
     allowed = tolerance or 5 * TOLERANCES[dtype]

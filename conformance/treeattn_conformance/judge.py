@@ -140,6 +140,8 @@ def together(f: Callable, questions: Sequence[Question], right: Callable) -> lis
     """The questions, of which the last, "all options at once", asks for the options of f."""
     *others, last = questions
     options = {name: x for name, x in last.options.items() if takes(f, name)}
+    if len(options) == len(last.options):
+        return questions
     answer = right(*last.arguments.values(), **options)
     return [*others, last._replace(options=options, right=answer)]
 

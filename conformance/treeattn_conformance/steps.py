@@ -4,6 +4,8 @@
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +31,7 @@ def lacking(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     return np.maximum(p - q, 0)
 
 
+@dataclass
 class Step:
     """One right step. `run` gives its tokens.
 
@@ -36,25 +39,18 @@ class Step:
     drawn: the drafted tokens, {path: its children, in the order in which they were drawn}
     """
 
-    def __init__(
-        self,
-        target,
-        draft,
-        rng,
-        widths=(1, 1),
-        replacement=False,
-        temperature=1.0,
-        top_p=1.0,
-        drawn=None,
-    ):
-        self.target = target
-        self.draft = draft
-        self.rng = rng
-        self.widths = widths
-        self.replacement = replacement
-        self.temperature = temperature
-        self.top_p = top_p
-        self.drawn = self.tree() if drawn is None else drawn
+    target: Callable
+    draft: Callable
+    rng: Any
+    widths: Path = (1, 1)
+    replacement: bool = False
+    temperature: float = 1.0
+    top_p: float = 1.0
+    drawn: dict[Path, Path] | None = None
+
+    def __post_init__(self):
+        if self.drawn is None:
+            self.drawn = self.tree()
 
     def tree(self) -> dict[Path, Path]:
         found: dict[Path, Path] = {}
@@ -241,9 +237,12 @@ STEP_FAULTS: dict[str, tuple] = {
         "check the first drafted token against the target after the text",
         wrong(accepts=lambda s, path, *x: not path or Step.accepts(s, path, *x)),
     ),
-    "bonus from the wrong position": (
-        "the last token comes from the logits after the last accepted",
+    "bonus of other logits": (
+        "the last token comes from the target's logits after the last accepted, divided by the "
+        "temperature and cut by top-p",
         wrong(bonus=lambda s, path, p: s.draw(s.p(path[:-1]))),
+        wrong(bonus=lambda s, path, p: s.draw(s.q(path))),
+        wrong(bonus=lambda s, path, p: s.draw(probabilities(s.target(path)))),
     ),
     "accepts all drafts": (
         "accept x with min(1, p(x) / q(x))",

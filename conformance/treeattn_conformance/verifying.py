@@ -71,17 +71,18 @@ def check_verifier(
     """Is this step of speculative decoding lossless? If not, which known fault does it have?
 
     step:   step(target, draft, rng, **options) -> the tokens of one step: the accepted drafts, and
-            one more, whose lack is not seen, because the target gives it then. target(path) and
-            draft(path) are the logits (V,) after a path, a tuple of tokens; V is 3. rng looks like
-            a `numpy.random.Generator` with random, uniform, integers and choice; its numbers may be
-            compared, but have no logarithm. rng.at(*key) is the stream of a key, as JAX has them.
-            All random numbers must come from rng, for drafting and for accepting, so a step that
-            draws with PyTorch or JAX has to be transcribed
+            one more. If that one is missing, the target is asked for it, and no fault is seen.
+            target(path) and draft(path) are the logits (V,) after a path, a tuple of tokens; V is
+            3. rng looks like a `numpy.random.Generator` with random, uniform, integers and choice;
+            its numbers may be compared, and multiplied by a number, but have no logarithm.
+            rng.at(*key) is the stream of a key, as JAX has them. All random numbers must come from
+            rng, for drafting and for accepting, so a step that draws with PyTorch or JAX has to be
+            transcribed
     widths: the shape of the drafts, for a step without this option, to recognize its faults; (1, 1)
             means two tokens in a row. None: a chain, one shorter than the step's longest answer
     only, expect: as in `check_merge`
 
-    A step is asked about the options that it has, and each call passes all of these:
+    A step is asked about the options that it has, and each call passes all that it has, of these:
 
     widths: how many tokens are drafted after each path, by depth; (2, 1): two, and one after each
     replacement: whether siblings are drawn with replacement

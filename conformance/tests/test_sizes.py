@@ -1,0 +1,190 @@
+"""Faults that show only at some size: in a full last block, behind a tile, past a counter."""
+
+import numpy as np
+import pytest
+from right_ones import build, commit
+
+from treeattn_conformance import (
+    attend,
+    check_attention,
+    check_gradients,
+    check_merge,
+    check_tree,
+    merge,
+)
+from treeattn_conformance.gradients import backward
+from treeattn_conformance.reference import clean
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def last_block_lost_where_full(n, block):
+    """The number of keys that are seen of n."""
+    return n - block if n > block and n % block == 0 else n
+
+
+# Merges, which change a right answer
+
+
+def maximum_of_the_first(number):
+    def wrong(parts):
+        _, lse = clean(*map(np.stack, zip(*parts, strict=True)))
+        m = lse[:number].max(axis=0).astype("float32")
+        w = np.exp(lse.astype("float32") - np.where(np.isneginf(m), 0, m))
+        right, total = merge(parts)
+        return np.where(np.isinf(w).any(axis=0)[..., None], np.nan, right), total
+
+    return wrong
+
+
+def of_rows(number, axes):
+    """Answers of the first `number` rows, of those along these axes together; zeros behind them."""
+
+    def wrong(parts):
+        out, lse = merge(parts)
+        shape = [size if i in axes else 1 for i, size in enumerate(lse.shape)]
+        done = np.arange(np.prod(shape)).reshape(shape) < number
+        return np.where(done[..., None], out, 0), np.where(done, lse, 0)
+
+    return wrong
+
+
+# Kernels: some keys are not seen, or some answers are of others
+
+
+def lengths_as(rule):
+    def wrong(q, k, v, *, kv_lengths=None, **options):
+        n = k.shape[1]
+        lengths = rule(np.full(len(q), n) if kv_lengths is None else np.asarray(kv_lengths))
+        return attend(q, k, v, kv_lengths=lengths, **options)
+
+    return wrong
+
+
+def of_queries_before(number, axis):
+    def wrong(q, k, v, **options):
+        done = np.arange(q.shape[axis]) < number
+        out, lse = attend(q, k, v, **options)
+        done = np.expand_dims(done, [i for i in range(3) if i != axis])
+        return np.where(done[..., None], out, 0), np.where(done, lse, 0)
+
+    return wrong
+
+
+def maximum_kept_for_the_next_tile(q, k, v, **options):
+    """In float32, in tiles of 64 queries."""
+    out, lse = attend(q, k, v, **options)
+    if q.shape[1] > 64:
+        kept = lse[:, :1] - lse[:, 64:]
+        gone = np.exp(-kept.astype("float32")) == 0
+        out[:, 64:] = np.where(gone[..., None], 0, out[:, 64:])
+    return out, lse
+
+
+def heads_of_a_group_beyond(number, right):
+    """The query heads of a key head beyond the first `number` are those before them."""
+
+    def wrong(q, k, *arrays, **options):
+        group = q.shape[2] // k.shape[2]
+        at = np.arange(q.shape[2])
+        return right(q[:, :, at - at % group % max(group, number) // number], k, *arrays, **options)
+
+    return wrong
+
+
+# Backward passes
+
+
+def some_keys(rule):
+    """rule(n): how many of n keys backward reads."""
+
+    def wrong(q, k, v, dout, **options):
+        n = rule(k.shape[1])
+        dq, dk, dv = backward(q, k[:, :n], v[:, :n], dout, **options)
+        rest = [(0, 0), (0, k.shape[1] - n), (0, 0), (0, 0)]
+        return dq, np.pad(dk, rest), np.pad(dv, rest)
+
+    return wrong
+
+
+def last_tile_of_queries_lost_where_full(q, k, v, dout, **options):
+    dq, dk, dv = backward(q, k, v, dout, **options)
+    dq[:, last_block_lost_where_full(q.shape[1], 64) :] = 0
+    return dq, dk, dv
+
+
+def columns_behind_whole_blocks_lost(q, k, v, dout, **options):
+    dq, dk, dv = backward(q, k, v, dout, **options)
+    d = q.shape[3]
+    dq[..., max(d // 64 * 64, min(d, 64)) :] = 0
+    return dq, dk, dv
+
+
+def lengths_of_whole_blocks_off(q, k, v, dout, *, kv_lengths=None, **options):
+    if kv_lengths is not None:
+        x = np.asarray(kv_lengths)
+        kv_lengths = np.where((x > 16) & (x % 64 == 0), x - 1, x)
+    return backward(q, k, v, dout, kv_lengths=kv_lengths, **options)
+
+
+# Trees
+
+
+def positions_in_16_bits(parents, lengths):
+    answer = build(parents, lengths)
+    return {**answer, "positions": answer["positions"].astype("int16")}
+
+
+def commit_of_eight(cache, lengths, accepted):
+    """Entries behind the eighth stay where they are."""
+    kept, new = commit(cache.copy(), lengths, accepted)
+    for row, before, length in zip(kept, cache, lengths, strict=True):
+        row[length + 8 :] = before[length + 8 :]
+    return kept, new
+
+
+SEEN = [
+    ("301 shards, lse rising", check_merge, maximum_of_the_first(8)),
+    ("301 shards, lse rising", check_merge, maximum_of_the_first(32)),
+    ("1,025 queries, 64 heads", check_merge, of_rows(65_535, (0, 1, 2))),
+    ("1,025 queries, 64 heads", check_merge, of_rows(1024, (1,))),
+    (
+        "512 keys, 128 queries",
+        check_attention,
+        lengths_as(lambda x: np.where((x > 128) & (x % 128 == 0), x - 128, x)),
+    ),
+    (
+        "16 to 4,096 keys",
+        check_attention,
+        lengths_as(lambda x: np.where((x % 16 == 0) & (x < x.max()), x // 17 * 16, x)),
+    ),
+    (
+        "16 to 4,096 keys",
+        check_attention,
+        lengths_as(lambda x: np.minimum(x, -(-x // 16) % 256 * 16)),
+    ),
+    ("16 to 4,096 keys", check_attention, of_queries_before(16, 0)),
+    ("34 heads, 133 queries", check_attention, heads_of_a_group_beyond(8, attend)),
+    ("34 heads, 133 queries", check_attention, heads_of_a_group_beyond(16, attend)),
+    ("scores that rise", check_attention, maximum_kept_for_the_next_tile),
+    (
+        "640 keys, 128 queries",
+        check_gradients,
+        some_keys(lambda n: last_block_lost_where_full(n, 64)),
+    ),
+    ("640 keys, 128 queries", check_gradients, some_keys(lambda n: min(n, 600))),
+    ("640 keys, 128 queries", check_gradients, last_tile_of_queries_lost_where_full),
+    ("640 keys, 128 queries", check_gradients, columns_behind_whole_blocks_lost),
+    ("34 heads, 300 queries", check_gradients, heads_of_a_group_beyond(16, backward)),
+    ("64 and 513 keys", check_gradients, lengths_of_whole_blocks_off),
+    ("positions", check_tree, positions_in_16_bits),
+    ("commit", lambda f: check_tree(commit=f), commit_of_eight),
+]
+
+
+@pytest.mark.parametrize(("question", "check", "wrong"), SEEN)
+def test_few_questions_see_it(question, check, wrong):
+    report = check(wrong)
+    assert question in report.names("failed"), str(report)
+    assert len(report.names("failed")) <= 2
+    assert report.fingerprints == set()
