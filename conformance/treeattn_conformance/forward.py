@@ -221,7 +221,7 @@ def attention_questions(dtype: str = "float32") -> list[Question]:
     long = np.arange(300)
     of_size = {
         "512 keys, 128 queries": (qkv(1, 128, 1, 1, n=512, d=256, d_v=256), {}),
-        "34 heads, 133 queries": (qkv(1, 133, 34, 2, n=20, d=80, d_v=80), {}),
+        "34 heads, 133 queries": (qkv(1, 133, 34, 2, n=70), {}),
         "549 keys of 192": (qkv(1, 2, 2, 2, n=549, d=192, d_v=128), {}),
         "scores that rise": (rising(), {}),
         "16 to 4,096 keys": (qkv(17, 1, 1, 1, n=4096), {"kv_lengths": 16 + 255 * np.arange(17)}),
