@@ -102,7 +102,7 @@ def test_a_kernel_of_ones_own():
     assert printed.endswith("conforms: True\n")
     passed = re.findall(r"(?m)^(.+?)  +passed", printed)
     sees = ["plain", "batch = queries = heads", "large scores", "rows far apart", "mask"]
-    assert passed == [*sees, "a masked query", "a mask of 300 keys"]
+    assert passed == [*sees, "a masked query", "512 keys, 128 queries"]
 
 
 def test_attention_over_shards_with_transformers(monkeypatch, capsys):

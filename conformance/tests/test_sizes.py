@@ -71,6 +71,18 @@ def of_queries_before(number, axis):
     return wrong
 
 
+def positions_without_gaps(q, k, v, *, query_positions=None, **options):
+    if query_positions is not None:
+        options["query_positions"] = query_positions[0] + np.arange(len(query_positions))
+    return attend(q, k, v, **options)
+
+
+def sinks_of_eight_heads(q, k, v, *, sinks=None, **options):
+    if sinks is not None:
+        options["sinks"] = sinks[np.arange(len(sinks)) % 8]
+    return attend(q, k, v, **options)
+
+
 def maximum_kept_for_the_next_tile(q, k, v, **options):
     """In float32, in tiles of 64 queries."""
     out, lse = attend(q, k, v, **options)
@@ -127,7 +139,35 @@ def lengths_of_whole_blocks_off(q, k, v, dout, *, kv_lengths=None, **options):
     return backward(q, k, v, dout, kv_lengths=kv_lengths, **options)
 
 
+def of_eight_rows(q, k, v, dout, **options):
+    found = backward(q, k, v, dout, **options)
+    for x in found:
+        x[8:] = 0
+    return found
+
+
+def of_128_values(q, k, v, dout, **options):
+    dq, dk, _ = backward(q, k, v[..., :128], dout[..., :128], **options)
+    return dq, dk, backward(q, k, v, dout, **options)[2]
+
+
 # Trees
+
+
+def mask_of_ten_children(parents, lengths):
+    """The mask of a child beyond the tenth is that of the node before it."""
+    answer = build(parents, lengths)
+    for row, parent in zip(answer["mask"], parents, strict=True):
+        for node in np.flatnonzero(parent >= 0):
+            if (parent[:node] == parent[node]).sum() >= 10:
+                row[node] = row[node - 1]
+    return answer
+
+
+def mask_of_eight_rows(parents, lengths):
+    answer = build(parents, lengths)
+    answer["mask"][8:] = False
+    return answer
 
 
 def positions_in_16_bits(parents, lengths):
@@ -166,6 +206,8 @@ SEEN = [
     ("16 to 4,096 keys", check_attention, of_queries_before(16, 0)),
     ("34 heads, 133 queries", check_attention, heads_of_a_group_beyond(8, attend)),
     ("34 heads, 133 queries", check_attention, heads_of_a_group_beyond(16, attend)),
+    ("stripes of four keys", check_attention, positions_without_gaps),
+    ("all options at once", check_attention, sinks_of_eight_heads),
     ("scores that rise", check_attention, maximum_kept_for_the_next_tile),
     (
         "640 keys, 128 queries",
@@ -176,8 +218,12 @@ SEEN = [
     ("640 keys, 128 queries", check_gradients, last_tile_of_queries_lost_where_full),
     ("640 keys, 128 queries", check_gradients, columns_behind_whole_blocks_lost),
     ("34 heads, 300 queries", check_gradients, heads_of_a_group_beyond(16, backward)),
-    ("64 and 513 keys", check_gradients, lengths_of_whole_blocks_off),
+    ("0 to 512 keys", check_gradients, lengths_of_whole_blocks_off),
+    ("0 to 512 keys", check_gradients, of_eight_rows),
+    ("other width of values", check_gradients, of_128_values),
     ("positions", check_tree, positions_in_16_bits),
+    ("mask", check_tree, mask_of_ten_children),
+    ("mask", check_tree, mask_of_eight_rows),
     ("commit", lambda f: check_tree(commit=f), commit_of_eight),
 ]
 

@@ -120,7 +120,7 @@ def merge_questions(dtype: str = "float32") -> list[Question]:
     asked["a NaN that counts"][1][0][0, 0, 0] = np.nan  # of keys that are seen
     (_, first), (_, second) = asked["two shards"]
     second[0] = first[0]  # in one row neither is the larger
-    many = shards(301, (1, 1, 2))
+    many = shards(301, (1, 1, 2), mean=-8.0)
     rising = np.sort([lse for _, lse in many], axis=0)
     rising[-1, ..., 1] += 100  # of one head, beside which the others' exponentials are 0
     of_size = {
@@ -146,8 +146,8 @@ def check_attention(
     scale: a number; 1/√d where it is left out
     mask (b, 1, l, n): True where a query may see a key
     kv_lengths (b,): row i has kv_lengths[i] keys; the memory behind them may hold NaN
-    query_positions (l,), key_positions (n,): both or none, ascending; a query sees the keys up to
-            its position
+    query_positions (l,), key_positions (n,): both or none; ascending, with gaps, the largest beyond
+            70,000; a query sees the keys up to its position
     sinks (h,): the score of one more key, whose value is 0
 
     dtype, tolerance, only, expect: as in `check_merge`. A question is skipped if the kernel raises
@@ -213,32 +213,32 @@ def attention_questions(dtype: str = "float32") -> list[Question]:
         "a masked query": (qkv(), {"mask": hidden}),
         "causal step": (qkv(), positions(at[37:40], at[:40])),
         "one stripe of four": (qkv(n=10), positions(at[37:40], at[1:40:4])),
-        "stripes of four keys": (qkv(l=7), positions(at[73:], at[at // 4 % 2 == 1])),
+        "stripes of four keys": (qkv(l=7), positions(at[66::2], at[at // 4 % 2 == 1])),
         "sinks": (qkv(), {"sinks": np.array([0.0, 2.0, 4.0, 5.0])}),
         "large sinks": (qkv(h_kv=2), {"sinks": np.array([-1000.0, 0.0, 100.0, 1000.0])}),
         "causal chunk": (qkv(1, 24, 2, 2), positions(at[13:37], at[:40])),
     }
-    long = np.arange(300)
+    long = np.arange(549) + 70_000
     of_size = {
-        "512 keys, 128 queries": (qkv(1, 128, 1, 1, n=512, d=256, d_v=256), {}),
+        "512 keys, 128 queries": (qkv(1, 128, 1, 1, n=512, d=240, d_v=240), {}),
         "34 heads, 133 queries": (qkv(1, 133, 34, 2, n=70), {}),
         "549 keys of 192": (qkv(1, 2, 2, 2, n=549, d=192, d_v=128), {}),
         "scores that rise": (rising(), {}),
         "16 to 4,096 keys": (qkv(17, 1, 1, 1, n=4096), {"kv_lengths": 16 + 255 * np.arange(17)}),
-        "a mask of 300 keys": (
-            qkv(2, 133, 2, 2, n=300),
-            {"mask": rng.random((2, 1, 133, 300)) < 0.5},
+        "a mask of 549 keys": (
+            qkv(2, 133, 2, 2, n=549),
+            {"mask": rng.random((2, 1, 133, 549)) < 0.5},
         ),
-        "a causal prompt of 300": (qkv(1, 300, 1, 1, n=300), positions(long, long)),
+        "a causal prompt of 549": (qkv(1, 549, 1, 1, n=549), positions(long, long)),
         TOGETHER: (
-            qkv(3, 5, 12, 3, n=300),
+            qkv(3, 65, 9, 3, n=549),
             {
                 "scale": 0.5,
-                "mask": rng.random((3, 1, 5, 300)) < 0.9,
-                "kv_lengths": np.array([270, 0, 40]),
-                "query_positions": long[-5:] - 40,
+                "mask": rng.random((3, 1, 65, 549)) < 0.9,
+                "kv_lengths": np.array([520, 0, 40]),
+                "query_positions": long[-130::2] - 40,
                 "key_positions": long,
-                "sinks": np.linspace(-1, 9, 12),
+                "sinks": np.linspace(-1, 9, 9),
             },
         ),
     }

@@ -180,11 +180,10 @@ def gradient_questions(dtype: str = "float32") -> list[Question]:
     dlse = rounded(rng.normal(size=(2, 5, 4)), dtype)
     asked = {
         "as many queries as keys": (qkv(l=16), {}),
-        "a few queries": (qkv(), {}),
         "one query, d = 256": (qkv(b=3, l=1, d=256, d_v=256), {}),
         "keys in odd number": (qkv(n=17), {}),
         "grouped heads": (qkv(h=6, h_kv=2), {}),
-        "other width of values": (qkv(d_v=12), {}),
+        "other width of values": (qkv(d_v=136), {}),
         "large scores": (large, {}),
         "a loss with lse": (qkv(), {"dlse": dlse}),
         "scale": (qkv(), {"scale": 0.5}),
@@ -196,16 +195,16 @@ def gradient_questions(dtype: str = "float32") -> list[Question]:
     of_size = {
         "640 keys, 128 queries": (qkv(1, 128, 1, 1, n=640, d=80, d_v=80), {}),
         "34 heads, 300 queries": (qkv(1, 300, 34, 2, n=10), {}),
-        "a causal prompt of 300": (qkv(1, 300, 1, 1, n=300, d=64, d_v=64), {"causal": True}),
-        "64 and 513 keys": (qkv(n=549), {"kv_lengths": np.array([64, 513])}),
+        "a causal prompt of 300": (qkv(1, 300, 1, 1, n=300), {"causal": True}),
+        "0 to 512 keys": (qkv(9, 1, 9, 9, n=549), {"kv_lengths": np.arange(9) * 64}),
         "fewer causal queries than keys": (qkv(), {"causal": True}),
         TOGETHER: (
-            qkv(l=150, h=2, h_kv=1, n=150),
+            qkv(3, 150, 2, 1, n=150),
             {
-                "dlse": rounded(rng.normal(size=(2, 150, 2)), dtype),
+                "dlse": rounded(rng.normal(size=(3, 150, 2)), dtype),
                 "scale": 0.5,
                 "causal": True,
-                "kv_lengths": np.array([140, 3]),
+                "kv_lengths": np.array([140, 3, 0]),
             },
         ),
     }

@@ -82,7 +82,8 @@ def check_verifier(
             means two tokens in a row. None: a chain, one shorter than the step's longest answer
     only, expect: as in `check_merge`
 
-    A step is asked about the options that it has, and each call passes all that it has, of these:
+    A step is asked about those of these options that it has. Each call passes all of them, most
+    with a value that changes nothing:
 
     widths: how many tokens are drafted after each path, by depth; (2, 1): two, and one after each
     replacement: whether siblings are drawn with replacement
