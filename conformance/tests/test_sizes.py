@@ -23,7 +23,7 @@ def last_block_lost_where_full(n, block):
     return n - block if n > block and n % block == 0 else n
 
 
-# Merges, which change a right answer
+# Merges that change a right answer
 
 
 def maximum_of_the_first(number):
@@ -75,6 +75,16 @@ def positions_without_gaps(q, k, v, *, query_positions=None, **options):
     if query_positions is not None:
         options["query_positions"] = query_positions[0] + np.arange(len(query_positions))
     return attend(q, k, v, **options)
+
+
+def positions_in(dtype):
+    def wrong(q, k, v, **options):
+        for name in ("query_positions", "key_positions"):
+            if name in options:
+                options[name] = options[name].astype(dtype)
+        return attend(q, k, v, **options)
+
+    return wrong
 
 
 def sinks_of_eight_heads(q, k, v, *, sinks=None, **options):
@@ -164,6 +174,11 @@ def mask_of_ten_children(parents, lengths):
     return answer
 
 
+def no_mask_of_one_node(parents, lengths):
+    answer = build(parents, lengths)
+    return {**answer, "mask": answer["mask"] & (parents.shape[1] > 1)}
+
+
 def mask_of_eight_rows(parents, lengths):
     answer = build(parents, lengths)
     answer["mask"][8:] = False
@@ -207,6 +222,9 @@ SEEN = [
     ("34 heads, 133 queries", check_attention, heads_of_a_group_beyond(8, attend)),
     ("34 heads, 133 queries", check_attention, heads_of_a_group_beyond(16, attend)),
     ("stripes of four keys", check_attention, positions_without_gaps),
+    ("a causal prompt of 549", check_attention, positions_in("int16")),
+    ("a causal prompt of 549", check_attention, positions_in("float16")),
+    ("all options at once", check_attention, positions_in("uint16")),
     ("all options at once", check_attention, sinks_of_eight_heads),
     ("scores that rise", check_attention, maximum_kept_for_the_next_tile),
     (
@@ -224,6 +242,7 @@ SEEN = [
     ("positions", check_tree, positions_in_16_bits),
     ("mask", check_tree, mask_of_ten_children),
     ("mask", check_tree, mask_of_eight_rows),
+    ("mask", check_tree, no_mask_of_one_node),
     ("commit", lambda f: check_tree(commit=f), commit_of_eight),
 ]
 

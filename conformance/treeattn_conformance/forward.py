@@ -146,8 +146,8 @@ def check_attention(
     scale: a number; 1/√d where it is left out
     mask (b, 1, l, n): True where a query may see a key
     kv_lengths (b,): row i has kv_lengths[i] keys; the memory behind them may hold NaN
-    query_positions (l,), key_positions (n,): both or none; ascending, with gaps, the largest beyond
-            70,000; a query sees the keys up to its position
+    query_positions (l,), key_positions (n,): both or none; ascending, with gaps, up to some 66,000;
+            a query sees the keys up to its position
     sinks (h,): the score of one more key, whose value is 0
 
     dtype, tolerance, only, expect: as in `check_merge`. A question is skipped if the kernel raises
@@ -218,7 +218,7 @@ def attention_questions(dtype: str = "float32") -> list[Question]:
         "large sinks": (qkv(h_kv=2), {"sinks": np.array([-1000.0, 0.0, 100.0, 1000.0])}),
         "causal chunk": (qkv(1, 24, 2, 2), positions(at[13:37], at[:40])),
     }
-    long = np.arange(549) + 70_000
+    long = np.arange(549) + 32_500  # beyond int16; twice as many are beyond uint16
     of_size = {
         "512 keys, 128 queries": (qkv(1, 128, 1, 1, n=512, d=240, d_v=240), {}),
         "34 heads, 133 queries": (qkv(1, 133, 34, 2, n=70), {}),
@@ -236,8 +236,8 @@ def attention_questions(dtype: str = "float32") -> list[Question]:
                 "scale": 0.5,
                 "mask": rng.random((3, 1, 65, 549)) < 0.9,
                 "kv_lengths": np.array([520, 0, 40]),
-                "query_positions": long[-130::2] - 40,
-                "key_positions": long,
+                "query_positions": 2 * long[-130::2] - 41,
+                "key_positions": 2 * long,
                 "sinks": np.linspace(-1, 9, 9),
             },
         ),

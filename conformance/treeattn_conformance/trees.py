@@ -113,8 +113,8 @@ def tree_batches() -> list[tuple[str, np.ndarray, np.ndarray]]:
     roots = np.array([[-1, 0, -1, 2, 0, 2], [-1, -1, -1, 0, 1, 0]])
     cases = {"several roots": (roots, [4, 1])}
     for number in range(40):
-        b = int(rng.integers(1, 5))
-        n = int(rng.integers(1, 17))
+        b = rng.integers(1, 5)
+        n = rng.integers(1, 17)
         cases[f"random trees {number}"] = (random_trees(b, n), rng.integers(0, 20, b))
     comb = np.maximum(np.arange(-1, 69) // 2 * 2, -1)  # its last path skips every other node
     long = np.stack([comb, np.arange(-1, 69) // 12, *random_trees(7, 70)])

@@ -29,8 +29,9 @@ FAULTS: dict[str, Callable] = {
     "rank 3's link is cut": lambda c: cut("r3"),
     "rank 0's link is cut, the coordinator's": lambda c: cut("r0"),
     "node 1's uplink is cut": lambda c: cut("up1"),
-    # Not longer: TCP's next try comes as late again as the cut was long, and a heartbeat that comes
-    # 5 s late ends the cluster. Of eight cuts of 4 s one did.
+    # Not longer: TCP doubles the time between its tries, so what is sent during a cut may arrive
+    # as long after it as it lasted. A heartbeat that is 5 s late ends the cluster, and one of eight
+    # cuts of 4 s did.
     "node 1's uplink is cut for 1 s": lambda c: cut("up1", mend_after=1),
 }
 SECONDS = 45.0  # the others have so long to end
