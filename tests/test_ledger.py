@@ -247,7 +247,8 @@ def sections(path) -> dict[str, str]:
     for cell in cells(path):
         for heading in re.findall(r"(?m)^##+ (.+)$", cell.source * (cell.cell_type == "markdown")):
             found[heading] = ""
-        printed = [output.get("text", "") for output in cell.get("outputs", ())]
+        outputs = cell.get("outputs", ())
+        printed = [x.get("text") or x.get("data", {}).get("text/html", "") for x in outputs]
         found[heading] = found.get(heading, "") + "".join(printed)
     return found
 

@@ -71,31 +71,41 @@ def test_it_is_pleasant_to_read(path):
     assert "Exercises" in end, "no section Exercises in its last three cells"
 
 
+def folded(cell) -> str:
+    """What a cell shows behind a click, in every viewer: the HTML of figures.folded.folded."""
+    shown = "".join(output.get("data", {}).get("text/html", "") for output in cell.outputs)
+    return shown if "with folded(" in cell.source and "<details>" in shown else ""
+
+
 @every_notebook
-def test_each_prediction_has_a_hidden_output(path):
-    """Until the next prediction or section; and nothing else is hidden."""
+def test_each_prediction_has_a_folded_output(path):
+    """Until the next prediction or section; and nothing else is folded."""
     predictions, answered, open_ = 0, set(), False
     for cell in cells(path):
         if cell.cell_type == "code":
-            hidden = cell.metadata.get("jupyter", {}).get("outputs_hidden", False)
-            assert not hidden or (open_ and cell.outputs), cell.source
-            answered |= {predictions} if hidden else set()
+            assert not cell.metadata.get("jupyter", {}).get("outputs_hidden"), cell.source
+            assert not folded(cell) or open_, cell.source
+            answered |= {predictions} if folded(cell) else set()
             continue
         open_ = open_ and not re.search(r"(?m)^##", cell.source)
         _, predict, asked = cell.source.rpartition("**Predict")
         if predict and "<details>" not in asked:  # or the answer is folded right there
             predictions, open_ = predictions + 1, True
     without = set(range(1, predictions + 1)) - answered
-    assert not without, f"no hidden output answers prediction {without}: see CONTRIBUTING.md"
+    assert not without, f"no folded output answers prediction {without}: see CONTRIBUTING.md"
 
 
 @pytest.mark.slow
 def test_the_first_notebook_needs_jax_and_numpy_alone(tmp_path):
     """It prints what it prints beside the package, which it only compares itself with."""
     hidden = ("treeattn", "figures", "jaxtyping", "matplotlib", "sympy")
-    code = [f"import sys\nsys.modules.update(dict.fromkeys({hidden}))"]  # None: not to be had
+    code = [
+        f"import sys\nsys.modules.update(dict.fromkeys({hidden}))",  # None: not to be had
+        "import IPython.display\nIPython.display.display = lambda shown: print(shown.data)",
+    ]
     code += [cell.source for cell in code_cells(MAIN_ROAD[0])]
-    stored = [output.text for cell in code_cells(MAIN_ROAD[0]) for output in cell.outputs]
+    outputs = [output for cell in code_cells(MAIN_ROAD[0]) for output in cell.outputs]
+    stored = [x.get("text") or x.data["text/html"] + "\n" for x in outputs]
     assert run_code("\n\n".join(code), cwd=tmp_path) == "".join(stored)
 
 
@@ -134,10 +144,17 @@ def test_it_opens_with_a_question_and_a_picture(path):
 def test_each_figure_has_an_alternative_text_and_a_caption(path):
     captions = 0
     for cell, below in zip(cells(path), [*cells(path)[1:], None], strict=True):
-        pictures = [o for o in cell.get("outputs", ()) if "image/png" in o.get("data", {})]
-        assert len(pictures) <= 1
-        for picture in pictures:
-            assert len(picture.metadata["image/png"]["alt"]) > 40, cell.source
+        outputs = cell.get("outputs", ())
+        alts = [
+            output.metadata["image/png"]["alt"]
+            for output in outputs
+            if "image/png" in output.get("data", {})
+        ]
+        if cell.cell_type == "code":
+            alts += re.findall('<img [^>]*alt="([^"]*)"', folded(cell))
+        assert len(alts) <= 1
+        for alt in alts:
+            assert len(alt) > 40, cell.source
             captions += 1
             assert re.match(rf"\*Figure (\d+\.)?{captions}\.\* ", below.source), below.source
     assert len(re.findall(r"(?m)^\*Figure ", text(path))) == captions
