@@ -15,6 +15,7 @@ from treeattn.across import METHODS
 
 DECODERS = {method: functools.partial(treeattn.tree_decode, method=method) for method in METHODS}
 DECODERS |= {"ring": treeattn.ring_decode}
+HEADS_SHARDED = [name for name, way in METHODS.items() if way.shards_heads]
 PREFILLS = {"ring_attention": treeattn.ring_attention, "ulysses": treeattn.ulysses_attention}
 
 

@@ -113,18 +113,18 @@ PREFILL_CASES = [
 @pytest.mark.parametrize("name", PREFILLS)
 def test_prefill_values_and_gradients(name, sizes, l, how):
     causal = how != "full"
-    more = {"return_lse": True} if name == "ring_attention" else {}
-    prefill = functools.partial(PREFILLS[name], sharding=over(**sizes), **OPTIONS[how], **more)
+    named = functools.partial(PREFILLS[name], sharding=over(**sizes), **OPTIONS[how])
+    prefill = functools.partial(named, return_lse=True)
 
     @settings(max_examples=4)
     @given(st.integers(0, 2**32 - 1))
     def ask(seed):
         q, k, v = draw(seed, l=l, n=l if causal else 19, h=12, h_kv=2, d=8, dv=6)
         w, u = draw(seed + 1, l=l, n=l, h=12, h_kv=12, d=6)[:2]
-        u = u[..., 0] if more else np.zeros(())
-        found, gradients = results(prefill, q * 2, k, v, w, u, {})
+        found, gradients = results(prefill, q * 2, k, v, w, u[..., 0], {})
         check(found, q * 2, k, v, causal=causal)
-        check_gradients(gradients, q * 2, k, v, w, u, causal=causal)
+        check_gradients(gradients, q * 2, k, v, w, u[..., 0], causal=causal)
+        np.testing.assert_allclose(named(q * 2, k, v), found[0], atol=1e-12)
 
     ask()
 
@@ -133,9 +133,10 @@ def test_prefill_values_and_gradients(name, sizes, l, how):
 def test_no_keys_no_rows_and_no_heads(name):
     for b, n, h in [(1, 0, 4), (0, 5, 4), (1, 5, 0)]:
         q, k = np.ones((b, 5, h, 4)), np.ones((b, n, 1 if h == 0 else 4, 4))
-        options = {"return_lse": True} if name in DECODERS else {"causal": False}
-        found = (DECODERS | PREFILLS)[name](q, k, k, sharding=over(keys=4), **options)
-        assert found[0].shape == q.shape if name in DECODERS else found.shape == q.shape
+        options = {} if name in DECODERS else {"causal": False}
+        attend = functools.partial((DECODERS | PREFILLS)[name], return_lse=True, **options)
+        found = attend(q, k, k, sharding=over(keys=4))
+        assert found[0].shape == q.shape and found[1].shape == q.shape[:3]
         check(found, q, k, k)
 
 
@@ -197,14 +198,12 @@ def test_a_traced_scale_is_compiled_once_and_has_a_gradient():
     assert f._cache_size() == 1
 
 
-SAME_BITS = [
-    *[("allreduce", {"keys": 8}), ("gather", {"keys": 5}), ("hierarchical", {"keys": 5})],
-    *[("butterfly", {"keys": 5}), ("butterfly", {"keys": 8})],
-    *((method, {"keys_a": 2, "keys_b": 3}) for method in METHODS[:4]),
-]
+WHOLE = [name for name, way in METHODS.items() if not way.shards_heads]
+MESHES = {"keys": 5}, {"keys": 8}, {"keys_a": 2, "keys_b": 3}
 
 
-@pytest.mark.parametrize(("method", "sizes"), SAME_BITS, ids=str)
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("method", WHOLE)
 def test_every_device_has_the_same_bits(method, sizes, optimized):
     """Also where p is no power of two, and by nodes."""
     rng, mesh = np.random.default_rng(0), over(**sizes).mesh

@@ -12,9 +12,8 @@ be merged into that of both. The files, in the order of reading:
     layout      how a cache is sharded over a mesh, in stripes or not
     slots       which slot of it holds which key
     across      merge_across: all devices' states become the state of all keys
-    ring        Ring Attention: every shard visits every device
-    decode      few queries, held by every device, and a sharded cache: tree_decode, ring_decode
-    prefill     whole texts, with queries sharded as the keys are: ring, Ulysses
+    ring        every shard visits every device
+    mesh        attention over a mesh: tree_decode, ring_decode, and for prompts ring and Ulysses
     beam        candidate continuations of a text, packed as a prefix tree and unpacked
     token_tree  trees of any shape: masks and depths
     program     what a compiled program sends and holds (reads hlo)
@@ -25,7 +24,6 @@ is that of August 2024, and 2025 is the fourth version.
 
 from treeattn.across import merge_across
 from treeattn.beam import PackedBeam, pack, packed_token_indices, prefix_encoding, unpack
-from treeattn.decode import ring_decode, tree_decode
 from treeattn.devices import initialize, kv_mesh, simulate_devices
 from treeattn.gradient import (
     attention_from_energy,
@@ -35,7 +33,7 @@ from treeattn.gradient import (
     log_likelihood,
 )
 from treeattn.local import attend, attention
-from treeattn.prefill import ring_attention, ulysses_attention
+from treeattn.mesh import ring_attention, ring_decode, tree_decode, ulysses_attention
 from treeattn.program import collectives, collectives_table, memory
 from treeattn.ring import visit_shards
 from treeattn.slots import shard_lengths, striped_position, striped_slot

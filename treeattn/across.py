@@ -9,7 +9,7 @@ state as one array, because such small messages cost little but latency.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -89,12 +89,11 @@ def merge_across(
     check_state(state=state)
     if not axes:
         return state
-    if method == "all_to_all":
-        return _all_to_all(state, axes)
-    if method == "hierarchical":
-        return _hierarchical(state, axes)
+    way = METHODS[method]
+    if not way.per_axis:
+        return way.run(state, axes)
     for axis in reversed(axes):  # the innermost axis first: within a node, then across nodes
-        state = WHOLE[method](state, axis)
+        state = way.run(state, axis)
     return state
 
 
@@ -103,7 +102,7 @@ def check_method(method: Method) -> None:
     if callable(method):
         check_hashable("method", method)
     elif method not in METHODS:
-        raise ValueError(f"method: expected one of {METHODS}, or a function, got {method!r}")
+        raise ValueError(f"method: expected one of {tuple(METHODS)}, or a function, got {method!r}")
 
 
 def _allreduce(state: AttentionState, axis: str) -> AttentionState:
@@ -200,5 +199,18 @@ def _move(collective: Callable, state: AttentionState) -> AttentionState:
     return AttentionState(arrived[..., -1], arrived[..., -2], arrived[..., :-2])
 
 
-WHOLE = {"allreduce": _allreduce, "butterfly": _butterfly, "gather": _gather}
-METHODS = (*WHOLE, "hierarchical", "all_to_all")
+class Way(NamedTuple):
+    """How a method merges: run(state, axis) for each axis, or run(state, axes) once."""
+
+    run: Callable
+    per_axis: bool = True
+    shards_heads: bool = False  # the result's heads are sharded along the axes
+
+
+METHODS = {
+    "allreduce": Way(_allreduce),
+    "butterfly": Way(_butterfly),
+    "gather": Way(_gather),
+    "hierarchical": Way(_hierarchical, per_axis=False),
+    "all_to_all": Way(_all_to_all, per_axis=False, shards_heads=True),
+}
