@@ -29,6 +29,31 @@ PLAIN = {"implementation": "plain"}
 IMPLEMENTATIONS = {"plain": "plain", "blockwise": "blockwise", "a kernel": kernel}
 
 
+def _mask(rng, b, l, n, h):
+    return rng.random((b, 1, l, n)) < rng.choice([0.0, 0.05, 0.5, 1.0])
+
+
+def _bias(rng, b, l, n, h):
+    hidden = rng.random((1, h, 1, n)) > rng.choice([0.5, 1.0])
+    return np.where(hidden, -np.inf, rng.normal(size=hidden.shape))
+
+
+def _lengths(rng, b, l, n, h):
+    """Below 0 counts as 0, and beyond the keys as all of them."""
+    return rng.integers(-2, n + 3, b).astype(np.int32)
+
+
+# Every option of an attention, drawn for b rows of l queries and n keys with h heads: what
+# composes is asked with all of them. A new parameter of `attend` needs its row here.
+OPTIONS = {
+    "mask": _mask,
+    "bias": _bias,
+    "kv_lengths": _lengths,
+    "scale": lambda rng, b, l, n, h: rng.choice([0.1, 0.5, 2.0]),
+}
+STATIC = {"causal", "implementation"}  # another program for each: those tests name them
+
+
 def over(kind=AxisType.Auto, first=0, **sizes) -> NamedSharding:
     """How a cache lies on a mesh whose axes have these names and sizes, in this order.
 

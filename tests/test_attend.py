@@ -5,12 +5,13 @@ memory are its arguments.
 """
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attentions import IMPLEMENTATIONS, check, check_gradients, draw, results
+from attentions import IMPLEMENTATIONS, OPTIONS, STATIC, check, check_gradients, draw, results
 from calls import python_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -57,13 +58,14 @@ def ones(q, v):
 
 
 def draw_options(rng, shape):
-    options = all_seen(shape)
-    seen = rng.random(options["mask"].shape) < rng.choice([0.0, 0.05, 0.5, 1.0])
-    hidden = rng.random(options["bias"].shape) > rng.choice([0.5, 1.0])
-    bias = np.where(hidden, -np.inf, rng.normal(size=hidden.shape))
-    # Below 0 counts as 0, and beyond the keys as all of them.
-    lengths = rng.integers(-2, shape["n"] + 3, shape["b"]).astype(np.int32)
-    return {"mask": seen, "bias": bias, "kv_lengths": lengths}
+    sizes = {name: shape[name] for name in ("b", "l", "n", "h")}
+    return {name: draw_one(rng, **sizes) for name, draw_one in OPTIONS.items()}
+
+
+def test_every_option_is_drawn():
+    parameters = set(inspect.signature(attend).parameters) - {"q", "k", "v"}
+    missing = parameters ^ (set(OPTIONS) | STATIC)
+    assert not missing, f"tests/attentions.py: a row of OPTIONS, or of STATIC, for {missing}"
 
 
 def unseen(shape, options):

@@ -119,7 +119,8 @@ def _attend_rows(inputs: Inputs, row) -> AttentionState:
     n = inputs.k.shape[1]
     size = block_size(inputs)
     few = products.few_queries(q, n)
-    shrunk, root = products.shrink(q)
+    may_split = inputs.may_split
+    shrunk, root = products.shrink(q, may_split)
     streams = products.stream_queries(shrunk) if few else None
 
     def read(x, first, count):
@@ -128,9 +129,12 @@ def _attend_rows(inputs: Inputs, row) -> AttentionState:
     def state_of_block(start):
         first, visible, bias = _visibility(inputs, start, size)
         keys = read(inputs.k, first, size)
-        s = products.stream_scores(streams, keys) if few else products.matrix_scores(shrunk, keys)
+        if few:
+            s = products.stream_scores(streams, keys, may_split)
+        else:
+            s = products.matrix_scores(shrunk, keys)
         s = _mask_and_clip(s * root * root, visible, bias)
-        m = products.row_max(lax.stop_gradient(s))
+        m = products.row_max(lax.stop_gradient(s), may_split)
         p = jnp.exp(s - finite(m)[..., None])
         unused = None if visible is None else unused_keys(visible)
 
@@ -140,7 +144,7 @@ def _attend_rows(inputs: Inputs, row) -> AttentionState:
         if few:  # a stream of values at a time
             width = size // products.STREAMS
             parts = [values(at, width) for at in range(0, size, width)]
-            denominator, numerator = products.stream_sums(p, parts)
+            denominator, numerator = products.stream_sums(p, parts, may_split)
         else:
             denominator, numerator = products.matrix_sums(p, values(0, size))
         m = jnp.where(jnp.isnan(denominator), denominator, m)  # row_max may ignore a NaN
@@ -201,7 +205,7 @@ def _sums(inputs: Inputs, m):
     n = inputs.k.shape[1]
     size = block_size(inputs)
     m = lax.stop_gradient(finite(m))[..., None]
-    shrunk, root = products.shrink(q)
+    shrunk, root = products.shrink(q, inputs.may_split)
     # The loop scans over one array of stacked blocks, so their gradient is one array, too. The
     # gradient of slices would be a sum of arrays of the cache's size.
     blocks = {"k": _split_blocks(inputs.k, 1, size), "v": _split_blocks(inputs.v, 1, size)}

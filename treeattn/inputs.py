@@ -41,7 +41,7 @@ Output = Float[jax.Array, "b l h dv"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arguments of an attention call, as a pytree; scale and causal are static, not leaves.
+    """The arguments of an attention call, as a pytree; scale, causal, may_split are no leaves.
 
     q:          (b, l, h, d); k (b, n, h_kv, d) and v (b, n, h_kv, dv), of one dtype
     mask, bias: (b, h, l, n), any of them 1 to broadcast; or None
@@ -50,6 +50,8 @@ class Inputs:
                 program
     scale:      a number; scores are scale · factor · q·k
     causal:     whether query i sees keys 0 … i only
+    may_split:  whether XLA may split the arrays over devices by itself; not where each device runs
+                the program on arrays of its own
     """
 
     q: Any
@@ -61,6 +63,7 @@ class Inputs:
     factor: Any = None
     scale: float = dataclasses.field(default=1.0, metadata={"static": True})
     causal: bool = dataclasses.field(default=False, metadata={"static": True})
+    may_split: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def replace(self, **changes) -> "Inputs":
         """The same with other fields."""
@@ -77,7 +80,7 @@ class Inputs:
         return self.scale if self.factor is None else self.scale * self.factor.astype(self.dtype)
 
 
-def gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal=False) -> Inputs:
+def gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal=False, may_split=False) -> Inputs:
     """The `Inputs`. Values of lengths and scale are checked here, because a trace cannot see them.
 
     `check_inputs` checks shapes and dtypes while the function is traced.
@@ -98,7 +101,7 @@ def gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal=False) -> Input
         scale = check_scale(scale, 0, accumulation_dtype(q))
         if isinstance(scale, jax.Array):
             factor, scale = scale, 1.0
-    return Inputs(q, k, v, mask, bias, kv_lengths, factor, float(scale), bool(causal))
+    return Inputs(q, k, v, mask, bias, kv_lengths, factor, float(scale), bool(causal), may_split)
 
 
 def _with_four_axes(name: str, x) -> Array:

@@ -10,8 +10,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
-from treeattn import flash, products
+from treeattn import flash
 from treeattn.blocks import attend_blockwise
 from treeattn.checks import Array, check_floating, check_hashable
 from treeattn.inputs import (
@@ -30,9 +31,8 @@ from treeattn.inputs import (
 from treeattn.plain import attend_plain
 from treeattn.state import AttentionState, finalize, from_output
 
-# A name, a user's function, or None for the fastest that can run.
+# A name of IMPLEMENTATIONS, a user's function, or None for the fastest that can run.
 Implementation = str | Callable | None
-NAMES = (None, "plain", "blockwise", "flash")
 
 
 def attend(
@@ -49,56 +49,45 @@ def attend(
 ) -> AttentionState:
     """The state of each query after its keys: fields (b, l, h) and numerator (b, l, h, dv).
 
-    q:          (b, l, h, d), floating-point; k (b, n, h_kv, d) and v (b, n, h_kv, dv) of the
-                same dtype. h must be a multiple of h_kv.
-    mask:       True where a query may see a key; broadcasts to (b, h, l, n) as in NumPy.
-    bias:       added to the scaled scores; broadcasts in the same way. −∞ hides the key.
-    kv_lengths: (b,), or one number: for each row how many of its keys are in use, 0 … n. The rest
-                are ignored. Traced lengths are clipped to 0 … n.
-    causal:     query i sees keys 0 … i; there must be as many keys as queries.
-    scale:      multiplies q·k; 1/√d when None. A number is compiled in, a JAX array's value is not.
-    implementation: "plain" holds all scores, and XLA can split it over devices; "blockwise" is the
-                same in bounded memory, and faster; "flash" is flash-attn-jax's CUDA kernel, for
-                float16 and bfloat16 without mask and bias. None chooses flash on a CUDA device if
-                there are more than 128 queries and flash can compute the call, plain where XLA may
-                split the arrays, and blockwise everywhere else. Or pass a function,
-
-                    kernel(q, k, v, *, scale, mask=None, bias=None, kv_lengths=None, causal=False)
-
-                that returns (out, lse), as `from_output` reads them, or an AttentionState. It may
-                also return a state of its own kind: `attend` returns this as it is, and
-                `tree_decode` needs a `method` that merges it. The function gets checked arrays, and
-                only the options that you pass, so it needs no parameters for the others.
-                `tree_decode` also passes kv_lengths if devices cannot share the keys evenly. The
-                function is compiled into the program and differentiated as it is. JAX keeps it and
-                its program until the process ends, and compiles every new lambda anew.
-
-    Sharded arrays: inside jit, on several devices, implementation=None sends no more than
-    `jax.nn.dot_product_attention` does. For a cache that is sharded along its keys call
-    `tree_decode`, which also keeps temporary memory bounded; for a sharded text `ring_attention`.
-    If all scores together do not fit in memory, pass "blockwise", but only if no array is sharded
-    along its length.
-
-    The state is in float32, or float64 if q, k and v are. A score or a sum above the dtype's range
-    counts as the largest finite number. With "plain" a score is NaN if some of its terms q_i·k_i
-    overflow to +∞ and others to −∞. A query that sees no key has the state (−∞, 0, 0) and zero
-    gradients. Keys and values that no query of their row and head sees may be NaN or ∞. A NaN that
-    one query sees may reach other queries of the head, because 0 · NaN is NaN. (2024 eq. 2–4, 2025
-    eq. 1–3.)
-
-    Raises TypeError if dtypes are not floating-point or differ, or if a function cannot be hashed.
-    Raises ValueError if shapes do not fit, lengths are out of range, the scale is not finite, keys
-    are sharded along an Explicit axis, or "flash" cannot run. If a function's result does not
-    fit, raises TypeError for its type or dtype, and ValueError for its shape. Outside jit, the call
-    waits until lengths are computed, to check them.
-
     >>> q, k, v = jnp.ones((1, 1, 2, 4)), jnp.ones((1, 3, 1, 4)), jnp.ones((1, 3, 1, 5))
     >>> state = attend(q, k, v)
     >>> print(state.max.shape, state.numerator.shape, state.denominator[0, 0])
     (1, 1, 2) (1, 1, 2, 5) [3. 3.]
+
+    q:          (b, l, h, d), floating-point; k (b, n, h_kv, d) and v (b, n, h_kv, dv) of the same
+                dtype. h is a multiple of h_kv.
+    mask:       True where a query may see a key; broadcasts to (b, h, l, n) as in NumPy. For
+                padding pass (b, 1, 1, n).
+    bias:       added to the scaled scores; broadcasts in the same way. −∞ hides the key.
+    kv_lengths: (b,), or one number: how many of a row's keys are in use. Traced lengths are clipped
+                to 0 … n.
+    causal:     query i sees keys 0 … i; there are as many keys as queries.
+    scale:      multiplies q·k; 1/√d when None. A number is compiled in, a JAX array's value is not.
+    implementation: one of `IMPLEMENTATIONS`. None chooses the fastest one that can run.
+                Or a function of yours,
+
+                    kernel(q, k, v, *, scale, mask=None, bias=None, kv_lengths=None, causal=False)
+
+                that returns (out, lse), an AttentionState, or a state of its own kind for your own
+                `method`. It gets only the options that the call has. It is compiled into the
+                program and differentiated as it is. `tree_decode` also passes kv_lengths if devices
+                cannot share the keys evenly. Define it once, because every new lambda is compiled.
+
+    The state is in float32, or float64 if q, k and v are. Scores and sums beyond the dtype's range
+    count as its largest number. A query that sees no key has the state (−∞, 0, 0) and zero
+    gradients. Keys that no query of their row and head sees may be NaN or ∞; a NaN that one query
+    sees may reach other queries of the head. (2024 eq. 2–4, 2025 eq. 1–3.)
+
+    On several devices, inside jit, implementation=None sends no more than
+    `jax.nn.dot_product_attention` and holds all scores; for sharded keys call `tree_decode`.
+
+    Raises TypeError or ValueError that names the argument. Outside jit, the call waits until
+    lengths are computed, to check them.
     """
-    inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal)
-    return _attend(inputs, choose_implementation(implementation, inputs), False)
+    may_split = xla_may_split(q, k, v)
+    inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal, may_split)
+    _check_placed(inputs, implementation)
+    return _attend(inputs, implementation, False)
 
 
 def attention(
@@ -122,8 +111,10 @@ def attention(
     >>> print(attention(q, k, jnp.array([1.0, 3.0]).reshape(1, 2, 1, 1)).ravel())
     [2.]
     """
-    inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal)
-    return _attend(inputs, choose_implementation(implementation, inputs), True)
+    may_split = xla_may_split(q, k, v)
+    inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal, may_split)
+    _check_placed(inputs, implementation)
+    return _attend(inputs, implementation, True)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
@@ -145,58 +136,76 @@ def check_implementation(implementation: Implementation, q) -> None:
     Raise TypeError for a function that cannot be hashed, because `jax.jit` recognizes it by its
     hash.
     """
+    names = (None, *IMPLEMENTATIONS)
     if callable(implementation):
         check_hashable("implementation", implementation)
-    elif not isinstance(implementation, str | None) or implementation not in NAMES:
+    elif not isinstance(implementation, str | None) or implementation not in names:
         raise ValueError(
-            f"implementation: expected one of {NAMES}, or a function, got {implementation!r}"
+            f"implementation: expected one of {names}, or a function, got {implementation!r}"
         )
     if implementation == "flash":
         flash.check_device(q)
 
 
-def choose_implementation(implementation: Implementation, inputs: Inputs) -> Implementation:
-    """The implementation to run for `attend` and `attention`, whose arrays may be sharded.
+def _check_placed(inputs: Inputs, implementation: Implementation) -> None:
+    """Raise what `check_implementation` raises; ValueError for keys sharded along Explicit axes.
 
-    None becomes "plain" where XLA may split the arrays, unless flash is best. `tree_decode` does
-    not use this function: each device calls `attend_inputs` on its own shard.
-
-    Inside a program the sharding of an array along Auto axes is unknown. If the keys are sharded,
-    "blockwise" sends every block of keys to every device. With "plain", each device sums over its
-    own keys, and only largest scores and sums are sent.
-    Raises what `check_implementation` raises, and ValueError for keys that are sharded along
-    Explicit axes, unless the implementation is a function.
+    A function of the user's may take such keys.
     """
     check_implementation(implementation, inputs.q)
-    if callable(implementation):
-        return implementation
     spec = jax.typeof(inputs.k).sharding.spec
-    if len(spec) > 1 and spec[1] is not None:
+    if len(spec) > 1 and spec[1] is not None and not callable(implementation):
         raise ValueError(
             f"k: its keys are sharded along {spec[1]!r}, got {spec}; call tree_decode or "
             "ring_attention, or jax.reshard k"
         )
-    if implementation is None and products.xla_may_split(inputs.q, inputs.k, inputs.v):
-        return None if flash.is_best(inputs) else "plain"
-    return implementation
+
+
+def xla_may_split(*arrays) -> bool:
+    """Whether XLA may split a program with these arguments over several devices by itself.
+
+    False if there is only one device, or inside `shard_map`, where each device runs the program by
+    itself. Elsewhere True for traced arrays, whose sharding is unknown. For concrete arrays,
+    whether one of them is on several devices.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    sizes = zip(context.axis_sizes, context.axis_types, strict=True)
+    if not context.empty and all(n == 1 or kind == AxisType.Manual for n, kind in sizes):
+        return False
+    if jax.device_count() == 1:
+        return False
+    traced = [isinstance(x, jax.core.Tracer) for x in arrays]
+    if any(traced):
+        return True
+    return any([isinstance(x, jax.Array) and len(x.devices()) > 1 for x in arrays])
 
 
 def attend_inputs(inputs: Inputs, implementation: Implementation):
-    """`attend` for checked inputs, inside a trace: a state, or a user's state of another kind."""
+    """`attend` for checked inputs, inside a trace: a state, or a user's state of another kind.
+
+    Here alone is decided what runs. None is flash on a CUDA device if there are many queries and
+    flash can compute the call; else "plain" where XLA may split the arrays, because there
+    "blockwise" would send every block of sharded keys to every device; else "blockwise".
+    """
     if inputs.q.size == 0 or inputs.k.shape[1] == 0:  # most kernels fail on empty arrays
         return AttentionState.identity(inputs.q.shape[:3], inputs.v.shape[-1], inputs.dtype)
     if callable(implementation):
         return _attend_by_function(inputs, implementation)
-    if implementation == "plain":
-        return attend_plain(inputs)
-    if implementation == "flash":
-        if (reason := flash.why_not(inputs)) is not None:
-            raise ValueError(reason)
-        return flash.flash_attend(inputs)
     if implementation is None and flash.is_best(inputs):
         # The platform is known only when the program is lowered.
         return jax.lax.platform_dependent(inputs, cuda=flash.flash_attend, default=attend_blockwise)
-    return attend_blockwise(inputs)
+    if implementation is None:
+        implementation = "plain" if inputs.may_split else "blockwise"
+    if implementation == "flash" and (reason := flash.why_not(inputs)) is not None:
+        raise ValueError(reason)
+    return IMPLEMENTATIONS[implementation](inputs)
+
+
+IMPLEMENTATIONS = {
+    "plain": attend_plain,  # holds all scores, and XLA can split it over devices
+    "blockwise": attend_blockwise,  # the same in bounded memory, and faster
+    "flash": flash.flash_attend,  # flash-attn-jax's CUDA kernel: 16 bits, no mask, no bias
+}
 
 
 def _attend_by_function(inputs: Inputs, kernel: Callable):

@@ -179,45 +179,35 @@ def tree_decode(
 ) -> Any:
     """Attention over a sharded cache, by merging the devices' states (2024 and 2025, Algorithm 3).
 
-    sharding: the sharding of k and v, NamedSharding(mesh, P(batch, keys, heads)). Each entry is
-              None, an axis, or a tuple of axes, outermost first. q and the result are sharded as
-              P(batch, None, heads), so nothing is sent along batch or heads. Along mesh axes that
-              `sharding` does not name, arrays are replicated. Without `sharding`, k's own is taken,
-              which must be a NamedSharding. Inside `jax.jit` k's sharding cannot be seen if the
-              mesh has an Auto axis, so pass `sharding`. With `sharding`, k and v may also be
-              NumPy's arrays, replicated, or on one device. If k or v is committed to one device, it
-              is moved to its shards first, or copied to every device if the devices cannot share it
-              evenly. Unless striped, kv_len may be any number, even smaller than the number of
-              devices along the keys' axes, because the program pads the keys to equal shards.
-    striped:  key i is in slot `striped_slot(i, kv_len, p)`, on device i mod p of the p devices
-              along the keys' axes, so a half-empty cache keeps all devices busy. kv_len must be a
-              multiple of p. mask and bias are in the order of the slots; kv_lengths counts keys.
-    method:   how states are merged, as in `merge_across`. "all_to_all" also shards the result's
-              heads along the keys' axes. It pads the heads that each device holds to a multiple of
-              p, with heads of output 0, so the result may have more than h heads. If `sharding`
-              also names axes for the heads, each shard of heads is padded by itself: the result
-              holds the first shard's heads, their padding, the second shard's heads, and so on.
-    Other arguments are as in `attend`. There implementation=None chooses "plain" where XLA may
-    split the arrays. Here it never does, because each device calls the implementation on its own
-    shard. Devices send states, whose size does not depend on kv_len.
-
-    Returns out (b, l, h, dv) in q's dtype; with return_lse also lse (b, l, h), the natural
-    logarithm of the sum of exponentials, in float32 or wider.
-
-    Raises what `attend` raises, but accepts keys that are sharded along an Explicit axis. Raises
-    ValueError, too, if `sharding` is None and k's own is unknown or not a NamedSharding, if k or v
-    is known to be sharded otherwise than `sharding` says, if the devices cannot share the rows, the
-    key heads, or the slots of a striped cache evenly, if the method is unknown, or if
-    `jax.set_mesh` has set a mesh of other axes or sizes. Raises TypeError if `sharding` is neither
-    None nor a NamedSharding, and ValueError if its spec is not P(batch, keys, heads), or if a
-    `shard_map` around the call has split the keys' axes. There, call `attend`, `merge_across` and
-    `finalize` instead. Inside a `shard_map` that has split other axes, a gradient of this function
-    needs that shard_map's check_vma=False.
-
     >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> q, k, v = (jax.numpy.ones((1, n, 2, 4)) for n in (1, 8, 8))
     >>> print(tree_decode(q, k, v, sharding=NamedSharding(mesh, P(None, "kv"))).shape)
     (1, 1, 2, 4)
+
+    sharding: how k and v are sharded, NamedSharding(mesh, P(batch, keys, heads)). Each entry is
+              None, an axis, or a tuple of axes, outermost first. q and the result are sharded as
+              P(batch, None, heads), so nothing is sent along batch or heads. Along axes that
+              `sharding` does not name, arrays are replicated. None takes k's own; inside `jax.jit`
+              it is unknown if the mesh has an Auto axis. Arrays of NumPy, and arrays that are
+              replicated or on one device, are moved to their shards. kv_len may be any number,
+              because the program pads the keys to equal shards.
+    striped:  key i is in slot `striped_slot(i, kv_len, p)`, on device i mod p of the p devices
+              along the keys' axes, so a half-empty cache keeps all devices busy. kv_len is a
+              multiple of p. mask and bias are in the order of the slots; kv_lengths counts keys.
+    method:   how states are merged, as in `merge_across`. "all_to_all" also shards the result's
+              heads along the keys' axes, and pads the heads that each device holds to a multiple of
+              p with heads of output 0.
+    Other arguments are as in `attend`; each device runs the implementation on its own shard.
+
+    Returns out (b, l, h, dv) in q's dtype; with return_lse also lse (b, l, h), the natural
+    logarithm of the sum of exponentials, in float32 or wider. Devices send states, whose size does
+    not depend on kv_len.
+
+    Raises TypeError or ValueError that names the argument: besides what `attend` raises, for a
+    sharding that is unknown, that k or v does not have, or that the devices cannot share evenly.
+    Inside a `shard_map` that has split the keys' axes, call `attend`, `merge_across` and `finalize`
+    instead. Inside one that has split other axes, a gradient of this function needs that
+    shard_map's check_vma=False.
     """
     check_method(method)
     inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale)

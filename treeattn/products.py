@@ -15,37 +15,18 @@ sums. Stream i of one is multiplied elementwise with stream i of the other. The 
 up to one array, and this array is summed along the axis that was cut.
 
 Queries are (b, h_kv, group, l, d), keys and values (b, size, h_kv, ·), scores and weights
-(b, h_kv, group, l, size), as in treeattn/blocks.py.
+(b, h_kv, group, l, size), as in treeattn/blocks.py. `may_split` says that XLA may split the arrays
+over devices: the fast reductions are not recognized by XLA's partitioner.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType
 
 BLOCK = 1024  # the most keys of a block on a CPU
 STREAMS = 8  # products added in one expression; XLA:CPU does not fuse sums of 16
 EXACT = lax.Precision.HIGHEST  # by default XLA rounds to TensorFloat-32 on a GPU
-
-
-def xla_may_split(*arrays) -> bool:
-    """Whether XLA may split a program with these arguments over several devices by itself.
-
-    False if there is only one device, or inside `shard_map`, where each device runs the program by
-    itself. Elsewhere True for traced arrays, whose sharding is unknown, and if no arrays are given.
-    For concrete arrays, whether one of them is on several devices.
-    """
-    context = jax.sharding.get_abstract_mesh()
-    sizes = zip(context.axis_sizes, context.axis_types, strict=True)
-    if not context.empty and all(n == 1 or kind == AxisType.Manual for n, kind in sizes):
-        return False
-    if jax.device_count() == 1:
-        return False
-    traced = [isinstance(x, jax.core.Tracer) for x in arrays]
-    if not arrays or any(traced):
-        return True
-    return any([isinstance(x, jax.Array) and len(x.devices()) > 1 for x in arrays])
 
 
 def few_queries(q, n: int) -> bool:
@@ -75,24 +56,24 @@ def read_block(x, first, size: int, *, row, rows: int, dtype):
     return x.astype(dtype)
 
 
-def row_max(s):
+def row_max(s, may_split: bool):
     """max over the last axis: (…, size) -> (…). It may ignore a NaN; the sums do not.
 
     jnp.max propagates NaN, which keeps XLA from vectorizing it. This reduction is vectorized.
     """
-    if xla_may_split():
+    if may_split:
         return jnp.max(s, axis=-1)
     start = np.asarray(-np.inf, s.dtype)
     return lax.reduce(s, start, lambda a, b: lax.select(a > b, a, b), (s.ndim - 1,))
 
 
-def shrink(q):
+def shrink(q, may_split: bool):
     """(q / f², f) with a power of two f for each query, so that no partial sum of q·k overflows.
 
     q is (…, d), f (…, 1). |q·k| ≤ d · max|q| · max|k|, so with f² ≥ d · max|q| the scores of q / f²
     stay below max|k|, which is in range. The caller multiplies them by f twice, and clips.
     """
-    largest = row_max(jnp.abs(lax.stop_gradient(q)))[..., None]
+    largest = row_max(jnp.abs(lax.stop_gradient(q)), may_split)[..., None]
     exponent = jnp.ceil(jnp.maximum(jnp.log2(largest) + jnp.log2(q.shape[-1]), 0) / 2)
     exponent = exponent.astype(jnp.int32)
     one = jnp.ones_like(largest)
@@ -128,15 +109,15 @@ def matrix_sums(p, v):
 # one loop over the keys, vectorized, on all cores.
 
 
-def _sum(x, axis: int):
+def _sum(x, axis: int, may_split: bool):
     """The sum over an axis, fused with the loop that computes x.
 
     From JAX 0.10 on, XLA:CPU calls a library for plain sums, and writes the summands to memory for
     it, which takes three times as long. XLA:CPU does not recognize the sum if each addition is
     followed by a rounding to the dtype's own precision, which changes nothing. XLA's partitioner
-    does not recognize it either, so arrays that XLA may split get jnp.sum.
+    does not recognize it either.
     """
-    if xla_may_split():
+    if may_split:
         return jnp.sum(x, axis=axis)
     about = jnp.finfo(x.dtype)
 
@@ -172,14 +153,14 @@ def stream_queries(q):
     return parts
 
 
-def stream_scores(parts, k):
+def stream_scores(parts, k, may_split: bool):
     """q·k of all queries and keys, (b, h_kv, group, l, size), as a sum of elementwise products."""
     k = k[:, :, :, None, None]
     s = sum(q * k[..., start : start + q.shape[-1]] for start, q in parts)
-    return jnp.moveaxis(_sum(s, -1), 1, -1)
+    return jnp.moveaxis(_sum(s, -1, may_split), 1, -1)
 
 
-def stream_sums(p, streams):
+def stream_sums(p, streams, may_split: bool):
     """(Σ p, Σ p v), with p at most 1: (b, h_kv, group, l) and (b, h_kv, group, l, dv).
 
     streams: the block's values in STREAMS runs of neighbouring keys, (b, size / STREAMS, h_kv, dv)
@@ -191,4 +172,4 @@ def stream_sums(p, streams):
     weights = jnp.moveaxis(p / BLOCK, -1, 1)[..., None]
     weights = jnp.split(weights, STREAMS, axis=1)
     products = [w * v[:, :, :, None, None] for w, v in zip(weights, streams, strict=True)]
-    return total, _sum(sum(products), 1) * BLOCK
+    return total, _sum(sum(products), 1, may_split) * BLOCK
