@@ -22,6 +22,7 @@ FOUND_IN = {
     "treeattn_llama": "llama",
     "treeattn_conformance": "conformance",
     "figures": ".",
+    "course": "notebooks",
     "labs": ".",
     "benchmarks": ".",
 }
@@ -32,6 +33,7 @@ BELOW = {
     "treeattn_llama": {"treeattn"},
     "treeattn_conformance": set(),
     "figures": PACKAGES,
+    "course": {"treeattn", "figures"},
     "benchmarks": PACKAGES,
     "a lab": PACKAGES | {"figures"},
 }
@@ -69,6 +71,7 @@ BUDGET = {
     "treeattn_llama": 19_900,
     "treeattn_conformance": 26_250,
     "figures": 21_000,
+    "course": 11_500,
     "benchmarks": 7_800,
     "labs.acceptance": 4_550,
     "labs.cluster": 5_000,

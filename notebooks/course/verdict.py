@@ -1,0 +1,105 @@
+"""What a check answers: a sentence, and in a notebook a picture of the reader's own result."""
+
+import contextlib
+import functools
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from figures.style import Figure
+
+SECONDS = 60  # after which a function counts as one that does not end
+
+
+@dataclass
+class Verdict:
+    """`str()` is the sentence; a notebook shows the picture, whose title is the sentence."""
+
+    sentence: str
+    right: bool = False
+    draw: Callable[[str], Figure] | None = None  # of the sentence
+
+    def __repr__(self) -> str:
+        return self.sentence
+
+    __str__ = __repr__
+
+    def _repr_mimebundle_(self, **_) -> tuple[dict, dict]:
+        shown, about = {}, {}
+        if self.draw:
+            shown, about = self.draw(self.sentence)._repr_mimebundle_()
+        return shown | {"text/plain": self.sentence}, about
+
+
+class Mistake(Exception):
+    """Ends a check: the sentence for the reader, and what draws the mistake."""
+
+    def __init__(self, sentence: str, draw=None):
+        super().__init__(sentence)
+        self.sentence, self.draw = sentence, draw
+
+
+def verdict(ask: Callable) -> Callable[[Callable], Verdict]:
+    """A check, of a function that raises a Mistake, or returns what draws the right answer."""
+
+    @functools.wraps(ask)
+    def check(mine) -> Verdict:
+        try:
+            return Verdict("right", True, ask(mine))
+        except Mistake as mistake:
+            return Verdict(mistake.sentence, False, mistake.draw)
+
+    return check
+
+
+def call(mine: Callable, *arguments, given: str):
+    """What `mine` returns. Raises Mistake if it raises, never ends or returns nothing."""
+    try:
+        with at_most(SECONDS), np.errstate(all="ignore"):
+            found = mine(*arguments)
+    except (Mistake, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        message = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:160]}"
+        raise Mistake(f"{hint(message)}It stops with {message}. Given: {given}") from None
+    if found is None:
+        raise Mistake("it returned None")
+    return found
+
+
+HINTS = {  # part of an error's message -> what helps
+    "truth value of an array": "max, min and if take single numbers: use jnp.maximum. ",
+    "Attempted boolean conversion": "max, min and if take single numbers: use jnp.maximum. ",
+    "shapes for broadcasting": "the shapes do not fit: does a weight lack an axis, [..., None]? ",
+    "could not be broadcast": "the shapes do not fit: does a weight lack an axis, [..., None]? ",
+    "ZeroDivisionError": "it divides by zero. ",
+    "positional argument": "it takes another number of arguments. ",
+    "unbound axis name": "the devices' axis is called 'kv'. ",
+}
+
+
+def hint(message: str) -> str:
+    return next((help for part, help in HINTS.items() if part in message), "")
+
+
+@contextlib.contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raise Mistake in the block after so many seconds, where the system has an alarm."""
+    alarm = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
+    if not alarm:
+        yield
+        return
+
+    def ring(*_):
+        raise Mistake(f"no answer within {seconds} seconds: does a loop never end?")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
