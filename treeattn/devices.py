@@ -103,6 +103,11 @@ def initialize(
     initialization_timeout:    how many seconds to wait for the other processes.
     options:                   passed on to `jax.distributed.initialize`.
 
+    Nothing here is authenticated or encrypted: whoever reaches the coordinator's port can join, and
+    whoever reaches gloo's can send. Use a network that strangers cannot reach. JAX lets process 0
+    listen on all of its machine's interfaces; if the coordinator's address is on loopback, this
+    function lets it listen there alone. `coordinator_bind_address` names another address.
+
     From then on an uncaught exception ends the process at once, without the orderly shutdown
     that would wait for the other processes. They notice within the heartbeat's time, or at the
     next collective, and end as well.
@@ -118,7 +123,11 @@ def initialize(
 
     >>> initialize("10.0.0.1:9876", num_processes=4, process_id=0)  # doctest: +SKIP
     """
-    _warn_of_loopback(coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS"))
+    address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    if address is not None:
+        _warn_of_loopback(address)
+        if _on_loopback(_host(address)):
+            options.setdefault("coordinator_bind_address", address)
     jax.distributed.initialize(
         coordinator_address,
         num_processes,
@@ -130,14 +139,13 @@ def initialize(
     sys.excepthook = _end_at_once
 
 
-def _warn_of_loopback(coordinator_address: str | None) -> None:
+def _warn_of_loopback(coordinator_address: str) -> None:
     """Warn if gloo will listen on loopback, and the coordinator is on another machine."""
     platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
-    if coordinator_address is None or platforms != "cpu":
+    if platforms != "cpu":
         return
     name = socket.gethostname()
-    coordinator = coordinator_address.rpartition(":")[0].strip("[]")
-    if _on_loopback(name) and not _on_loopback(coordinator):
+    if _on_loopback(name) and not _on_loopback(_host(coordinator_address)):
         warnings.warn(
             f"initialize: this machine's name, {name!r}, resolves to a loopback address. gloo will "
             "listen there, and processes on other machines will fail with 'Connection refused'. "
@@ -145,6 +153,10 @@ def _warn_of_loopback(coordinator_address: str | None) -> None:
             f"'10.0.0.2 {name}' in /etc/hosts.",
             stacklevel=3,
         )
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
 
 
 def _on_loopback(host: str) -> bool:
