@@ -52,13 +52,10 @@ def gather_decode(q, k, v, *, sharding):
 
 
 CONTESTANTS = {
-    "tree, allreduce": treeattn.tree_decode,
-    "tree, butterfly": functools.partial(treeattn.tree_decode, method="butterfly"),
-    "tree, gather": functools.partial(treeattn.tree_decode, method="gather"),
-    "tree, all-to-all": functools.partial(treeattn.tree_decode, method="all_to_all"),
-    "ring": treeattn.ring_decode,
-    "gather the cache": gather_decode,
+    f"tree, {method}": functools.partial(treeattn.tree_decode, method=method)
+    for method in treeattn.METHODS
 }
+CONTESTANTS |= {"ring": treeattn.ring_decode, "gather the cache": gather_decode}
 
 
 def inputs(mesh, kv_len: int):

@@ -46,12 +46,15 @@ def names() -> list[str]:
     lines = []
     module = ""
     page = (HERE / "api.md").read_text(encoding="utf-8")
-    for kind, name in re.findall(r"(?m)^\.\. (currentmodule|autofunction|autoclass):: (\S+)", page):
+    for kind, name in re.findall(
+        r"(?m)^\.\. (currentmodule|autofunction|autoclass|autodata):: (\S+)", page
+    ):
         if kind == "currentmodule":
             module = name
             continue
         known = getattr(importlib.import_module(module), name)
-        first = (inspect.getdoc(known) or "").split("\n\n")[0].replace("\n", " ")
+        about = inspect.getdoc(known) or "" if callable(known) else ", ".join(known)
+        first = about.split("\n\n")[0].replace("\n", " ")
         lines.append(f"- [{module}.{name}](api.html#{module}.{name}): {first}")
     return lines
 

@@ -14,6 +14,7 @@ import treeattn as ta
 DTYPES = (jnp.bfloat16, jnp.float64)  # strong float32 beside them is an error
 # Not functions of arrays: they look at programs and devices.
 OTHERS = {
+    "METHODS",
     "AttentionState",
     "PackedBeam",
     "collectives",

@@ -1,6 +1,7 @@
 """Meshes as users have them: axes in any order, of both kinds, of a context; rows and heads along
 other axes than the keys: right, and nothing crosses those. What does not fit is refused."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -296,3 +297,18 @@ print("done")
 def test_half_precision_on_a_mesh_with_an_axis_that_nobody_names():
     """It ended the process: XLA:CPU cannot add in 16 bits along axes that are left to it."""
     assert run_code(IN_HALF_PRECISION, cwd=Path(__file__).parent) == "done\n"
+
+
+@pytest.mark.parametrize("kind", ["cpu", "TPU v5e", "NVIDIA H100 80GB HBM3"])
+def test_a_program_is_written_for_the_devices_of_its_mesh(kind):
+    """Not for those of this process: the sums over streams are for a CPU alone."""
+    platform = {"c": "cpu", "T": "tpu", "N": "cuda"}[kind[0]]
+    described = jax.sharding.Mesh(jax.devices()[:4], "k").abstract_mesh.abstract_device
+    about = dataclasses.asdict(described) | {"device_kind": kind, "platform": platform}
+    fields = [field.name for field in dataclasses.fields(described)]
+    device = type(described)(**{name: about[name] for name in fields})
+    mesh = jax.sharding.AbstractMesh((4,), ("keys",), (AUTO,), abstract_device=device)
+    f = functools.partial(treeattn.tree_decode, sharding=NamedSharding(mesh, P(None, "keys")))
+    q, kv = (jax.ShapeDtypeStruct((1, n, 4, 128), jnp.float32) for n in (1, 8192))
+    text = str(jax.make_jaxpr(f)(q, kv, kv))
+    assert ("reduce_precision" in text, "dot_general" in text) == (kind == "cpu", kind != "cpu")

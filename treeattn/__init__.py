@@ -22,7 +22,7 @@ References such as (2024 §5.1) are to two texts of the Tree Attention paper (ar
 is that of August 2024, and 2025 is the fourth version.
 """
 
-from treeattn.across import merge_across
+from treeattn.across import METHODS, merge_across
 from treeattn.beam import PackedBeam, pack, packed_token_indices, prefix_encoding, unpack
 from treeattn.devices import initialize, kv_mesh, simulate_devices
 from treeattn.gradient import (
@@ -51,6 +51,7 @@ from treeattn.token_tree import ancestor_mask, depths
 __version__ = "0.2.0"
 
 __all__ = [
+    "METHODS",
     "AttentionState",
     "PackedBeam",
     "ancestor_mask",

@@ -207,6 +207,7 @@ class Way(NamedTuple):
     shards_heads: bool = False  # the result's heads are sharded along the axes
 
 
+# Every method by its name; tests, benchmarks and labs iterate over the table.
 METHODS = {
     "allreduce": Way(_allreduce),
     "butterfly": Way(_butterfly),

@@ -96,7 +96,7 @@ def _attend(inputs: Inputs) -> AttentionState:
     b = inputs.q.shape[0]
     # On a CPU the rows go one after another, so that a row of 10 keys does not read as many blocks
     # as a row of 10,000. On a GPU all rows go at once, to keep it busy.
-    if inputs.lengths is None or b == 1 or jax.default_backend() != "cpu":
+    if inputs.lengths is None or b == 1 or products.compiled_for() != "cpu":
         return _attend_rows(inputs, 0)
 
     def attend_row(i):
@@ -257,7 +257,7 @@ def block_size(inputs: Inputs) -> int:
     """
     q = inputs.q
     n = inputs.k.shape[1]
-    more = 1 if jax.default_backend() == "cpu" else 16
+    more = 1 if products.compiled_for() == "cpu" else 16
     multiple = products.STREAMS if products.few_queries(q, n) else 1
     most = min(max(more * SCORES * q.shape[-1] // q.size, 128), more * products.BLOCK)
     blocks = -(-n // most)

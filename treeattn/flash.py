@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from treeattn.blocks import attend_blockwise
 from treeattn.inputs import Inputs
+from treeattn.products import compiled_for
 from treeattn.state import AttentionState, finalize, from_output
 
 MAX_HEAD_DIM = 256
@@ -76,7 +77,7 @@ def why_not(inputs: Inputs) -> str | None:
 
 def is_best(inputs: Inputs) -> bool:
     """Whether to use the kernel by default: for a long text on a GPU, if it can run."""
-    if jax.default_backend() != "gpu" or inputs.q.shape[1] <= LONG_TEXT:
+    if compiled_for() != "gpu" or inputs.q.shape[1] <= LONG_TEXT:
         return False
     return importlib.util.find_spec("flash_attn_jax") is not None and why_not(inputs) is None
 

@@ -29,6 +29,19 @@ STREAMS = 8  # products added in one expression; XLA:CPU does not fuse sums of 1
 EXACT = lax.Precision.HIGHEST  # by default XLA rounds to TensorFloat-32 on a GPU
 
 
+def compiled_for() -> str:
+    """The platform to write a program for: "cpu", "gpu" or "tpu".
+
+    Inside `shard_map` and `jax.set_mesh` that of the mesh, whose devices may be described only, as
+    when a CPU compiles for a TPU. Elsewhere that of the process.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        return jax.default_backend()
+    kind = device.device_kind.lower()
+    return kind if kind == "cpu" else "tpu" if kind.startswith("tpu") else "gpu"
+
+
 def few_queries(q, n: int) -> bool:
     """Whether sums over streams are faster than matrix products, for these queries and n keys.
 
@@ -36,7 +49,7 @@ def few_queries(q, n: int) -> bool:
     512 keys, if head_dim is at most 256 and a multiple of 8.
     """
     _, _, group, l, d = q.shape
-    if jax.default_backend() != "cpu":
+    if compiled_for() != "cpu":
         return False
     return 16 * group * l <= d <= 256 and d % 8 == 0 and n >= BLOCK // 2
 

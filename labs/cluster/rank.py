@@ -16,12 +16,11 @@ from labs.cluster import network
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 4, 128
 BYTES_OF_A_KEY = 2 * 4 * KV_HEADS * HEAD_DIM  # a key and its value, in float32
-METHODS = {
-    "ring": treeattn.ring_decode,
-    "tree": treeattn.tree_decode,
-    "butterfly": functools.partial(treeattn.tree_decode, method="butterfly"),
-    "gather": functools.partial(treeattn.tree_decode, method="gather"),
-    "hierarchical": functools.partial(treeattn.tree_decode, method="hierarchical"),
+METHODS = {"ring": treeattn.ring_decode, "tree": treeattn.tree_decode}
+METHODS |= {
+    name: functools.partial(treeattn.tree_decode, method=name)
+    for name, way in treeattn.METHODS.items()
+    if name != "allreduce" and not way.shards_heads
 }
 # gloo's messages in a group of q devices, for n operands. An Allreduce sends each operand around a
 # ring twice, in q chunks of two segments each; an all-to-all has an operand for each device.
