@@ -70,7 +70,7 @@ BUDGET = {
     "treeattn": 21_930,
     "treeattn_llama": 19_900,
     "treeattn_conformance": 26_250,
-    "figures": 21_000,
+    "figures": 22_000,
     "course": 11_500,
     "benchmarks": 7_800,
     "labs.acceptance": 4_550,
