@@ -6,6 +6,7 @@
 # make labs         the labs, their notebooks and notebooks/deeper
 # make test-all     all of it, and what is slow: processes that fail, launchers, browsers, wheels,
 #                   the README's and the site's programs, figures drawn anew
+# make proofs       what notebook 04 says about merges, checked by Coq (Debian's package coq)
 # make mutants      sixty mistakes, planted one at a time: do the tests see them? An hour
 # make test-latest  the unit tests, but those of our own files, with the newest releases of
 #                   everything, in .venv-latest; with JAX=0.11.2 that release of JAX, in
@@ -52,7 +53,7 @@ INSTALL = $(if $(strip $(UV)),uv pip install --quiet --python $(BIN)/python,$(BI
 export JAX_PLATFORMS ?= cpu
 
 .PHONY: run run-all test test-fast labs test-all test-latest mutants lab site lint clean
-.PHONY: refresh figures page publish lock gpu gpu-smoke gpu-programs
+.PHONY: proofs refresh figures page publish lock gpu gpu-smoke gpu-programs
 .DELETE_ON_ERROR:
 
 run: $(STAMP)
@@ -100,6 +101,12 @@ test-all: $(STAMP) lint
 
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants.py
+
+# No .venv. Coq prints the axioms that the proofs rest on.
+proofs:
+	@command -v coqc >/dev/null || { echo "coqc is needed: on Debian, apt-get install coq"; exit 1; }
+	mkdir -p build/proofs && cp notebooks/proofs/merge.v build/proofs
+	cd build/proofs && coqc merge.v
 
 # Without the tests of our own files, which no release of JAX changes.
 test-latest: $(LATEST_STAMP)
