@@ -16,7 +16,7 @@ from figures.boxes import (
     words_of,
 )
 from figures.canvas import styled
-from figures.style import BLUE, GREY, INK, ORANGE, PALE, RED, new_figure
+from figures.style import BLUE, GREY, INK, ORANGE, PALE, new_figure
 from treeattn import pack, prefix_encoding
 
 
@@ -160,43 +160,9 @@ def tree_mask(rows=MARS) -> Figure:
     )
 
 
-@styled
-def unpacker_segments() -> Figure:
-    """A beam whose last row has three segments, unpacked by two segments and right."""
-    rows = "aaa", "aba", "abb"  # the first beam for which 07 finds two segments wrong
-    wrong = np.array([[0, 1, 2], [0, 3, 4], [0, 1, 5]])
-    beam, words = ids_of(rows)
-    packed = pack(beam)
-    encoding = prefix_encoding(beam)[0]
-    tokens = words_of(packed.packed_beam[0], words)
-    figure, panels = new_figure(7.4, 0.95 + 0.45 * len(rows), ncols=2)
-    titles = "Shared prefix read from node 0 on", "Each position asks its own row"
-    for axes, numbers, title in zip(panels, (wrong, packed.unpack_map[0]), titles, strict=True):
-        for m, c in np.ndindex(*numbers.shape):
-            found = tokens[numbers[m, c]]
-            meant = rows[m][c]
-            if found == meant:
-                color = ROWS[encoding[m, c] % len(ROWS)]
-                draw_cell(axes, c, m, f"{numbers[m, c]} → {found}", color)
-            else:
-                text = f"{numbers[m, c]} → {found}, not {meant}"
-                draw_cell(axes, c, m, text, RED, strength=0.5, fontweight="bold", fontsize=7.5)
-        for m, row in enumerate(rows):
-            text = " ".join(row)
-            axes.text(-0.65, m, text, ha="right", va="center", color=GREY, fontsize=9)
-        bare(axes, (-1.5, numbers.shape[1] - 0.45), (-0.6, len(rows) - 0.4))
-        headline(axes, title)
-    return figure.describe(
-        f"Two unpackings of the beam {', '.join(''.join(row) for row in rows)}. Left, by two "
-        "segments: the last row reads its second letter from node 1, which is a, and not b. "
-        "Right, every position asks the row that owns its prefix, and all letters are right."
-    )
-
-
 FIGURES = {
     "prefix_tree_flow": flow,
     "prefix_tree_beam": beam_as_tree,
     "prefix_tree_encoding": encoding_borders,
     "prefix_tree_mask": tree_mask,
-    "prefix_tree_segments": unpacker_segments,
 }

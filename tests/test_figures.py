@@ -3,6 +3,7 @@
 tests/test_drawn_figures.py compares each stored figure with what the code draws.
 """
 
+import io
 import re
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from pages import MAIN_ROAD, REPOSITORY, cells
 from PIL import Image
 
-from figures import energy, llama, merge, prefix_tree, sent, tree
+from figures import canvas, energy, llama, merge, prefix_tree, sent, style, tree
 from figures.__main__ import collect
 from figures.measured import measured
 
@@ -25,6 +26,21 @@ def test_animations_have_figures_and_all_their_frames(tmp_path):
         with Image.open(file) as image:
             assert image.n_frames == frames
         assert file.stat().st_size < size
+
+
+def test_the_ground_of_a_picture_is_transparent_and_a_box_is_not():
+    """So that a dark page has no white sheet, and dark letters keep something light around them."""
+    with Image.open(REPOSITORY / "figures" / "merge_tree.png") as image:
+        opacity = np.asarray(image.convert("RGBA"))[..., 3]
+    assert (opacity == 0).mean() > 0.4 and opacity[0, -1] == opacity[-1, 0] == 0
+    figure, ax = style.new_figure(2, 1)
+    ax.set_axis_off()
+    ax.text(0.5, 0.5, "box", bbox={"fc": "white"})
+    drawn = io.BytesIO()
+    canvas.PaletteCanvas(figure).print_png(drawn)
+    pixels = np.asarray(Image.open(drawn).convert("RGBA")).reshape(-1, 4)
+    assert {*pixels[pixels[:, :3].max(axis=1) < 128, 3]} == {255}  # what is dark is opaque
+    assert np.isin(pixels[:, 3], (0, 255)).mean() > 0.8
 
 
 def test_the_nudge_draws_the_weights_of_the_five_words():
