@@ -1,98 +1,81 @@
-"""Notebook 02: Γ is a saddle, and what is minimized and maximized instead."""
+"""Notebook 02: Γ is a mountain pass, and F* is the height of its ridge."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from matplotlib.tri import TriAnalyzer, Triangulation
 
 from figures.canvas import styled
-from figures.sentence import WORDS, convex_hull, running_example
+from figures.sentence import VALUES, WEIGHTS, WORDS, convex_hull, running_example
 from figures.style import BLUE, GREY, INK, ORANGE, PALE, RED, Figure, new_figure
-from treeattn import attention_from_energy, energy, log_likelihood
+from treeattn import energy
+
+# Of the values the second coordinate alone, so that Γ(ζ, z) is a surface over a sheet of paper.
+X = np.array(VALUES, float)[:, 1]
+ATTENTION, LOWEST = 2.25, -np.log(16)
 
 
-def example_line():
-    """The five words with their values' second coordinate alone, so that Γ(ζ, z) is a surface."""
-    q, k, v = running_example()
-    return q, k, v[:, 1:]
+def ridge(zeta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """F(ζ), and its slope: the z for which this ζ is best."""
+    terms = np.array(WEIGHTS) * np.exp(np.multiply.outer(zeta, X))
+    return np.log(terms.sum(-1)), (terms * X).sum(-1) / terms.sum(-1)
 
 
-def gamma(zeta, z):
-    """Γ at numbers ζ and z."""
-    return log_likelihood(zeta[None], z[None], *example_line(), scale=1.0)
+def _pass(axes) -> None:
+    """Γ from above: level lines, its ridge, and the ways from attention."""
+    zeta, z = np.linspace(-2.2, 2.2, 201), np.linspace(-0.4, 4.6, 201)
+    f, best = ridge(zeta)
+    height = z[:, None] * zeta - f
+    levels = [-8, -7, -6, -5, -4, -3.3, LOWEST, -2.3, -1.6, -1, 0, 1]
+    shades = {"cmap": "Greys_r", "vmin": -18, "vmax": 2}
+    axes.contourf(zeta, z, height.clip(-12, 8), [-12, *levels, 8], **shades)
+    axes.contour(zeta, z, height, levels, colors=GREY, linewidths=0.7, linestyles="solid")
+    axes.plot(zeta, best, color=BLUE, lw=2.4)
+    for ends in ((0.42, 0.5), (-0.62, -0.7)):
+        arrow(axes, BLUE, *zip(ends, ridge(np.array(ends))[1], strict=True))
+    for side in (-1, 1):
+        arrow(axes, RED, (0.1 * side, ATTENTION), (side, ATTENTION))
+    notes = [(-1.06, ATTENTION, "down", RED), (1.36, ATTENTION, "down", RED)]
+    notes += [(0.56, 3.42, "up", BLUE), (-0.78, 0.56, "up", BLUE), (2.1, 4.3, "the ridge", BLUE)]
+    notes += [(-1.4, 4.3, "Γ → −∞", INK), (2.1, -0.15, "Γ → −∞", INK)]
+    notes += [(-0.5, 3.15, "attention", INK)]
+    for x, y, words, color in notes:
+        axes.text(x, y, words, color=color, ha="right", va="center")
+    axes.plot([-0.5, -0.05], [3.05, 2.3], color=INK, lw=0.8)
+    axes.plot([1.75, 1.9], [4.15, ridge(1.9)[1]], color=BLUE, lw=0.8)
+    axes.plot(0, ATTENTION, "X", color=INK, ms=10, zorder=6)
+    axes.set(xlabel="ζ, the source", ylabel="z, a candidate for the output")
+    axes.set_title("Γ is a mountain pass …")
 
 
-def _variance() -> float:
-    """Of the values under the attention weights, the Hessian of F at 0."""
-    q, k, v = example_line()
-    return float(jax.hessian(energy)(jnp.zeros(1), q, k, v, scale=1.0)[0, 0])
+def arrow(axes, color, start, end) -> None:
+    look = {"arrowstyle": "-|>", "color": color, "lw": 2, "mutation_scale": 16}
+    axes.annotate("", end, start, arrowprops=look)
 
 
 @styled
-def gamma_saddle() -> Figure:
-    """Γ along the two lines through its stationary point on which it curves up and down by 2."""
-    attention = attention_from_energy(*example_line(), scale=1.0).item()
-    figure, axes = new_figure(5.6, 3.6)
-    c = _variance()
-    t = np.linspace(-1.8, 1.8, 73, dtype="float32")
-    for slope, sign, color, dashes in ((c / 2 + 1, "+", BLUE, "-"), (c / 2 - 1, "−", RED, "--")):
-        heights = jax.vmap(gamma)(t, attention + slope * t)
-        axes.plot(t, heights, dashes, color=color, label=f"z = z* + (c/2 {sign} 1) ζ")
-    axes.plot(0, gamma(jnp.zeros(()), jnp.asarray(attention)), "X", color=INK, ms=8, zorder=5)
-    axes.set(xlabel="ζ", ylabel="Γ", title="Γ along two lines through (0, attention)")
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return figure.describe(
-        """Γ along two lines through its stationary point, where it is −log 16. On one line it is
-        lowest there, on the other highest: a saddle."""
-    )
-
-
-@styled
-def legendre_dual() -> Figure:
-    """F and its dual F*: attention is the slope of one at 0, and the lowest point of the other."""
-    q, k, v = example_line()
-    figure, (left, right) = new_figure(7.6, 3.7, ncols=2)
-    zeta = np.linspace(-14, 14, 1401, dtype="float32")
-    f, z = jax.vmap(lambda a: jax.value_and_grad(energy)(a[None], q, k, v, scale=1.0))(zeta)
-    f = np.asarray(f)
-    z = np.asarray(z)[:, 0]
-    attention = z[700]
-    lowest = -f[700]
-
-    shown = abs(zeta) <= 2
-    left.plot(zeta[shown], f[shown], color=BLUE)
-    left.plot(zeta[shown], f[700] + attention * zeta[shown], "--", color=RED, lw=1)
-    left.plot(0, f[700], "X", color=RED, ms=8)
-    left.annotate(
-        "F(0) = log 16,\nslope 2.25 = attention",
-        (0, f[700]),
-        (14, -26),
-        textcoords="offset points",
-        color=RED,
-    )
-    left.set(xlabel="ζ", ylabel="F(ζ)", title="Attention: the slope of F at 0 …")
-
-    right.plot(z, z * zeta - f, color=BLUE)
-    right.plot(attention, lowest, "X", color=RED, ms=8)
-    right.annotate(
-        "F*(2.25) = −log 16", (attention, lowest), (-50, -18), textcoords="offset points", color=RED
-    )
+def saddle_map() -> Figure:
+    """Γ as a mountain pass, and beside it the profile of its ridge, which is F*."""
+    shape = {"ncols": 2, "sharey": True, "gridspec_kw": {"width_ratios": [1.7, 1]}}
+    figure, (left, right) = new_figure(8.4, 4.2, **shape)
+    _pass(left)
+    zeta = np.linspace(-16, 16, 3001)
+    f, z = ridge(zeta)
+    right.plot(z * zeta - f, z, color=BLUE, lw=2.4)
+    right.plot(LOWEST, ATTENTION, "X", color=INK, ms=10)
+    right.text(LOWEST + 0.2, ATTENTION, "−log 16", va="center")
+    for edge in ((-0.4, 0), (4, 4.6)):
+        right.axhspan(*edge, color=PALE, lw=0)
+        right.text(-1.3, sum(edge) / 2, "outside: F* = ∞", ha="center", va="center", fontsize=9)
     for value, words in ((0, "the, cat"), (2, "drank"), (3, "milk"), (4, "warm")):
-        right.axvline(value, color=GREY, lw=0.7, ls=":")
-        right.text(value, 0.35, words, ha="center", fontsize=8)
-    for value, height, label, shift in ((0, -np.log(3), "−log 3", (7, -2)), (4, 0, "0", (-12, -3))):
-        right.plot(value, height, "o", color=BLUE, ms=5)
-        right.annotate(label, (value, height), shift, textcoords="offset points")
-    for edge in ((-0.8, 0), (4, 4.8)):
-        right.axvspan(*edge, color=PALE, lw=0)
-        right.text(sum(edge) / 2, -1.5, "∞", ha="center", color=INK)
-    right.set(xlim=(-0.8, 4.8), ylim=(-3.3, 0.6), xlabel="z", ylabel="F*(z)")
-    right.set_title("… and the minimum of its dual F*")
+        right.axhline(value, color=GREY, lw=0.7, ls=":", zorder=0)
+        right.text(0.45, value, words, fontsize=9, ha="right", va="top" if value == 4 else "bottom")
+    right.set(xlabel="F*(z), the height of the ridge", xlim=(-3.1, 0.5), ylim=(-0.4, 4.6))
+    right.set_title("… its ridge lowest at attention")
     return figure.describe(
-        """Left: F over one coordinate of ζ, convex, with its tangent at 0, where F is log 16 and
-        the slope is attention, 2.25. Right: the dual F* over z from 0 to 4, the range of the five
-        words' values; it is infinite outside, −log 3 and 0 at the ends, and lowest at 2.25, where
-        it is −log 16."""
+        """Left, a map of Γ over the source ζ and the candidate z, for one coordinate of five words.
+        From attention, at ζ = 0 and z = 2.25, the way to the left and to the right leads down; the
+        way along the ridge, a rising curve, leads up on both sides. Right, the height of the ridge
+        for every z from 0 to 4: lowest at attention, −log 16, and infinite outside."""
     )
 
 
@@ -149,8 +132,4 @@ def dual_over_the_hull() -> Figure:
     )
 
 
-FIGURES = {
-    "gamma_saddle": gamma_saddle,
-    "legendre_dual": legendre_dual,
-    "dual_over_the_hull": dual_over_the_hull,
-}
+FIGURES = {"saddle_map": saddle_map, "dual_over_the_hull": dual_over_the_hull}

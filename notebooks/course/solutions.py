@@ -19,6 +19,11 @@ def merge(a, b):  # 00
     return m, a[1] * wa + b[1] * wb, a[2] * wa[:, None] + b[2] * wb[:, None]
 
 
+def line_22(zeta, z, scores, values):  # 02
+    weights = np.exp(scores + values @ zeta)
+    return z - weights @ values / weights.sum()
+
+
 def flash(q, k, v):  # 03
     top, d, n = -np.inf, 0.0, np.zeros(2)
     for key, value in zip(k, v, strict=True):
