@@ -82,7 +82,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS := 2
 test-all test-latest: WORKERS := 3
 PYTEST = -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder
-NBVAL := -p nbval.plugin --nbval --nbval-current-env --nbval-cell-timeout=600
+NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=600
 MAIN := tests llama/tests conformance/tests
 BESIDE := notebooks/deeper labs
 
@@ -115,8 +115,7 @@ test-latest: $(LATEST_STAMP)
 	$(LATEST)/python $(PYTEST) -m "not house"
 
 # The server's root is this folder, because notebooks link to pictures and pages outside of theirs.
-# Its configuration opens notebook 00, lets the pages run their scripts, and shows no first line of
-# an output that waits for the reader's guess.
+# Its configuration opens notebook 00, lets the pages run their scripts, and saves nothing by itself.
 # In a container everybody is root, and JupyterLab wants to be told so.
 lab: AS_ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
 lab: $(STAMP)

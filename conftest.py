@@ -63,6 +63,15 @@ def pytest_generate_tests(metafunc):
             raise pytest.UsageError(f"{metafunc.definition.nodeid}: a set as parameter: {values}")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With `-n` alone, too, a file stays with one process: a notebook's cells share a kernel."""
+    if config.getoption("dist") == "load":
+        from xdist.scheduler import LoadFileScheduling
+
+        return LoadFileScheduling(config, log)
+
+
 def pytest_collection_modifyitems(config, items):
     """What takes longest comes first where several processes share the files: the last one to be
     finished then is a short one. So notebooks begin, whose kernels need gigabytes, while there is

@@ -28,31 +28,12 @@ REPOSITORY = Path(__file__).parent.parent.resolve()
 BUILD = REPOSITORY / "build"
 MAIN_ROAD = ("notebooks/*.ipynb",)
 BESIDE_IT = ("notebooks/deeper/*.ipynb", "labs/*/*.ipynb")
-KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
+# What JupyterLab writes: a notebook that it opens is not changed by that.
+KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 FONTS = """MathJax.Hub.Config({"HTML-CSS": {
   availableFonts: [], preferredFont: null, imageFont: null, webFont: "STIX-Web"  // the one there is
 }});
 MathJax.Ajax.loadComplete("[MathJax]/config/fonts.js");
-"""
-# What JupyterLab shows folded, answers and solutions, a browser shows folded, too.
-FOLDED = """{% extends "lab/index.html.j2" %}
-{% block output_group %}
-{% if cell.metadata.get("jupyter", {}).get("outputs_hidden") %}
-<details>
-<summary class="jp-RenderedHTMLCommon"
-  style="margin-left: var(--jp-cell-prompt-width)">Output</summary>
-{{ super() }}
-</details>
-{% else %}{{ super() }}{% endif %}
-{% endblock output_group %}
-{% block input %}
-{% if cell.metadata.get("jupyter", {}).get("source_hidden") %}
-<details style="flex: 1">
-<summary class="jp-RenderedHTMLCommon">Code</summary>
-{{ super() }}
-</details>
-{% else %}{{ super() }}{% endif %}
-{% endblock input %}
 """
 
 
@@ -69,8 +50,8 @@ def execute(path: Path, progress: tqdm) -> nbformat.NotebookNode:
         resources={},
     )
     runner.preprocess(notebook, {"metadata": {"path": str(path.parent)}})
-    # Only what a reader's Jupyter needs: kernel versions differ between machines.
-    notebook.metadata = {"kernelspec": KERNEL}
+    language = notebook.metadata.language_info
+    notebook.metadata = {"kernelspec": KERNEL, "language_info": language}
     return notebook
 
 
@@ -92,12 +73,12 @@ def exporter() -> HTMLExporter:
     """
     package = importlib.util.find_spec("jupyter_server_mathjax")
     if package is None:
-        return HTMLExporter(raw_template=FOLDED)
+        return HTMLExporter()
     (folder,) = package.submodule_search_locations
     shutil.copytree(Path(folder) / "static", BUILD / "mathjax", dirs_exist_ok=True)
     (BUILD / "mathjax" / "config" / "fonts.js").write_text(FONTS, encoding="utf-8")
     url = "mathjax/MathJax.js?config=TeX-AMS-MML_HTMLorMML-full,fonts"
-    return HTMLExporter(raw_template=FOLDED, mathjax_url=url, require_js_url="")
+    return HTMLExporter(mathjax_url=url, require_js_url="")
 
 
 def seen_from_build(text: str, folder: Path) -> str:

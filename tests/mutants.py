@@ -38,7 +38,7 @@ CIRCLES = {
 }
 # Nobody needs the smallest example that fails: the profile "once" of conftest.py looks for none.
 OPTIONS = "-x -q -rfE --tb=no -p no:cacheprovider --hypothesis-profile=once --hypothesis-seed=0"
-OPTIONS = [*f"{OPTIONS} -p nbval.plugin --nbval --nbval-current-env".split(), "-m", "not slow"]
+OPTIONS = [*f"{OPTIONS} --nbval --nbval-current-env".split(), "-m", "not slow"]
 LIKELIEST = 4  # files of tests
 SECONDS = 60  # of processor time for each of them
 PAIRS = (

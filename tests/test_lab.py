@@ -25,9 +25,6 @@ class Lab:
         options = "--no-browser --port=0 --allow-root --expose-app-in-browser"
         own = {f"JUPYTER_{name}_DIR": str(folder / name) for name in ("CONFIG", "DATA", "RUNTIME")}
         own |= {f"JUPYTERLAB_{name}_DIR": str(folder / name) for name in ("SETTINGS", "WORKSPACES")}
-        settings = folder / "SETTINGS" / "@jupyterlab" / "docmanager-extension"
-        settings.mkdir(parents=True)
-        (settings / "plugin.jupyterlab-settings").write_text('{"autosave": false}')
         self.folder = folder
         words = ["env", *shlex.split(f"{command} {options}")]
         log = {"stdout": (folder / "log").open("w"), "stderr": subprocess.STDOUT}
