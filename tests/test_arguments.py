@@ -108,7 +108,12 @@ ATTENTIONS = [
     ({"q": np.longdouble(Q)}, TypeError, "q: expected at most 64 bits, got dtype"),
     ({"q": _Tensor()}, TypeError, "q: .*_Tensor: use jnp.from_dlpack"),
     (SMALL, TypeError, "q: expected 16 bits or more.*float8"),
-    ({"k": K.astype(np.float16)}, TypeError, "expected one dtype.*k float16"),
+    (
+        {"k": K.astype(np.float16)},
+        TypeError,
+        "expected one dtype of keys.*got k float16",
+    ),
+    ({"k": K.astype(np.int8), "v": K.astype(np.int8)}, TypeError, "k: .*int8: .* scales"),
     ({"q": Q[0]}, ValueError, r"q: expected 4 axes.*\(3, 4, 8\)"),
     ({"k": K[0, 0, 0], "kv_lengths": 1}, ValueError, "k"),
     ({"k": K[:1], "v": K[:1]}, ValueError, r"k: expected.*batch 2.*\(1, 5, 2, 8\)"),

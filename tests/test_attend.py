@@ -16,7 +16,7 @@ from calls import python_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
-from oracles import dense_attention, dense_weights
+from oracles import dense_attention, dense_gradients, dense_weights
 
 from treeattn import AttentionState, attend, attention, blocks, finalize, memory, merge
 from treeattn.blocks import CAUSAL_BLOCK
@@ -183,6 +183,37 @@ def test_dtypes(name, dtype, how):
         check_gradients(gradients, *arrays, w, atol=RTOL[dtype], **options)
 
 
+OTHER_KEYS = [
+    ("streams", "float32", "float8_e4m3fn"),
+    ("streams", "bfloat16", "float32"),
+    ("products", "float32", "bfloat16"),
+    ("few keys", "float16", "float8_e5m2"),
+]
+
+
+@pytest.mark.parametrize("how", OURS)
+@pytest.mark.parametrize(("name", "dtype", "of_keys"), OTHER_KEYS)
+def test_keys_of_another_dtype(name, dtype, of_keys, how):
+    """A narrower cache counts as the numbers that it holds; what is returned has q's dtype."""
+    q, *cache = draw(3, **SHAPES[name])
+    q, cache = jnp.asarray(q, dtype), [jnp.asarray(x, of_keys) for x in cache]
+
+    @jax.jit
+    def both(q, k, v):
+        out = attention(q, k, v, implementation=how)
+        state = attend(q, k, v, implementation=how)
+        return jnp.sum(out.astype(jnp.float32)), (out, finalize(state))
+
+    run = jax.value_and_grad(both, (0, 1, 2), has_aux=True)
+    (_, (out, found)), gradients = run(q, *cache)
+    wide = [np.asarray(x.astype(jnp.float32), np.float64) for x in (q, *cache)]
+    assert out.dtype == dtype and found[1].dtype == jnp.float32
+    check(found, *wide, atol=1e-5)
+    assert [x.dtype for x in gradients] == [x.dtype for x in (q, *cache)]
+    slope, *_ = dense_gradients(*wide, np.ones(out.shape))
+    np.testing.assert_allclose(gradients[0].astype(jnp.float32), slope, atol=RTOL[dtype])
+
+
 @pytest.mark.parametrize("d", [32, 56, 72, 128])
 def test_one_query_of_every_width(d):  # the sum over d is written out in other ways for each
     arrays = draw(d, b=1, l=1, n=BLOCK // 2 + 3, h=1, h_kv=1, d=d, dv=8)
@@ -261,17 +292,22 @@ def up_to(q, k, v, lengths):
     return blockwise(q, k, v, kv_lengths=lengths)
 
 
-def temporary(f, queries, n, *, dtype="float32", batch=1):
+def temporary(f, queries, n, *, dtype="float32", of_keys=None, batch=1):
     """Temporary bytes of f(q, k, v), or of `up_to`, which takes lengths, too."""
-    q, k = (jax.ShapeDtypeStruct((batch, m, 4, 64), dtype) for m in (queries, n))
+    q = jax.ShapeDtypeStruct((batch, queries, 4, 64), dtype)
+    k = jax.ShapeDtypeStruct((batch, n, 4, 64), of_keys or dtype)
     more = [jax.ShapeDtypeStruct((batch,), "int32")] if f is up_to else []
     return memory(jax.jit(f).lower(q, k, k, *more).compile()).temporary_bytes
 
 
-@pytest.mark.parametrize(("dtype", "batch", "queries"), [("bfloat16", 3, 1), ("float32", 1, 32)])
-def test_memory_does_not_grow_with_the_keys(dtype, batch, queries, optimized):
+CACHES = [("bfloat16", 3, 1), ("float32", 1, 32), ("float8_e4m3fn", 1, 1), ("bfloat16", 1, 32)]
+
+
+@pytest.mark.parametrize(("of_keys", "batch", "queries"), CACHES)
+def test_memory_does_not_grow_with_the_keys(of_keys, batch, queries, optimized):
+    """Keys that are narrower than the queries are widened a block at a time."""
     few, many = (
-        temporary(up_to, queries, n, dtype=dtype, batch=batch) for n in (2 * BLOCK, 32 * BLOCK)
+        temporary(up_to, queries, n, of_keys=of_keys, batch=batch) for n in (2 * BLOCK, 32 * BLOCK)
     )
     assert many <= few + 1024  # a few bytes for the loop's indices
 

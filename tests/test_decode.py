@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from oracles import dense_attention, dense_weights
 
 import treeattn
-from treeattn import from_output, tree_decode
+from treeattn import from_output, memory, tree_decode
 from treeattn.across import METHODS, merge_across
 
 HEADS = 4
@@ -172,6 +172,24 @@ def test_half_precision_keeps_its_sums_in_float32(dtype):
     dense = dense_attention(q * 8, k * 8, v)
     np.testing.assert_allclose(np.asarray(out, np.float64), dense, atol=0.02, rtol=0.02)
     np.testing.assert_allclose(lse, dense_weights(q * 8, k * 8)[1], rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["allreduce", "ring"])
+def test_a_narrower_cache(name):
+    q, *cache = (jnp.asarray(x, jnp.float32) for x in draw(l=1, n=21))
+    cache = [x.astype(jnp.float8_e4m3fn) for x in cache]
+    found = DECODERS[name](q, *cache, sharding=over(keys=4))
+    assert found.dtype == jnp.float32
+    check(found, q, *(x.astype(jnp.float32) for x in cache), atol=1e-6)
+
+
+def test_a_narrower_cache_is_widened_a_block_at_a_time(optimized):
+    def temporary(n):
+        q, k = (jax.ShapeDtypeStruct((1, m, 4, 64), t) for m, t in ((1, "f4"), (n, "bfloat16")))
+        f = functools.partial(tree_decode, sharding=over(keys=4))
+        return memory(jax.jit(f).lower(q, k, k).compile()).temporary_bytes
+
+    assert temporary(32768) <= temporary(8192) + 1024
 
 
 @pytest.mark.parametrize("n", [1, 4, 9])

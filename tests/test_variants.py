@@ -113,6 +113,15 @@ def of_pages(q, k, v, *_):
     return dense(q, rows(k), rows(v), mask=jnp.concatenate(counts, axis=1)[:, None, None])
 
 
+BYTES = [jnp.asarray(np.round(np.clip(40 * x, -127, 127)), jnp.int8) for x in (K, V)]
+SCALES = [0.01 + normal(seed, B, N, G, 1) ** 2 / 9 for seed in (19, 20)]
+USED = jnp.array([LENGTH, 3])  # a shard is full, in part or without keys
+
+
+def of_bytes(q, k, k_scale, v, v_scale, lengths):
+    return dense(q, k * k_scale, v * v_scale, mask=(AT < lengths[:, None])[:, None, None])
+
+
 TEXT = normal(17, B, N, H, D), K, V, SINK
 SEGMENT = jnp.stack([AT // 16, AT // 5])
 
@@ -185,11 +194,13 @@ ROWS = {
     "drafts": (of_two, (*CHUNK, TREE)),
     "drafts_in_the_cache": (masked(AT <= LENGTH + LAST), (QL, K, V, LENGTH)),
     "top_k": (masked(HIGHEST), (Q1, K, V, TIES, SIZE)),
+    "quantised": (of_bytes, (Q1, BYTES[0], SCALES[0], BYTES[1], SCALES[1], USED)),
     "paged": (of_pages, (Q1, *POOLS, TABLES, HELD)),
     "ring": (of_ring, TEXT),
     "zigzag": (of_ring, TEXT),
 }
 BY = {name: in_stripes(name) for name in ("striped_window", "drafts_in_the_cache")}
+BY |= {"quantised": lambda page, *arrays: page["quantised"](*arrays, size=4)}
 BY |= {"rolling_window": rolled, "ring": by_ring(AT), "zigzag": zigzag}
 
 

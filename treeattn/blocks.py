@@ -188,7 +188,7 @@ def _attend_jvp(primals, tangents):
 
     values, (d, n) = jax.jvp(sums, (moving,), (directions,))
     empty = (state.max == -jnp.inf)[..., None]
-    if inputs.k.dtype == jnp.bfloat16:
+    if products.reads_bits(inputs.k.dtype):
         # The first pass reads the keys as bits, which have no derivative. So that the returned
         # state can be differentiated again, its sums are those of the second pass.
         state = AttentionState(state.max, values[0], jnp.where(empty, 0, finite(values[1])))

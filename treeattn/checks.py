@@ -93,6 +93,19 @@ def check_floating(**arrays: Array) -> None:
             raise TypeError(f"{name}: expected 16 bits or more, got dtype {x.dtype}: use .astype")
 
 
+def check_keys(**arrays: Array) -> None:
+    """Raise TypeError unless keys and values have one floating-point dtype, of 8 bits or more."""
+    for name, x in arrays.items():
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(
+                f"{name}: expected a floating-point array, got dtype {x.dtype}: integers need "
+                "their scales: attend to a block at a time, times its scales, and merge"
+            )
+    if len({jnp.dtype(x.dtype) for x in arrays.values()}) > 1:
+        dtypes = ", ".join(f"{name} {x.dtype}" for name, x in arrays.items())
+        raise TypeError(f"expected one dtype of keys and values, got {dtypes}")
+
+
 def bounded(name: str, x: Array, least: int, most, expected: str) -> Array:
     """The integers `x` as int32. Raises ValueError for an entry below `least` or above `most`.
 

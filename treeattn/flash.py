@@ -61,6 +61,8 @@ def why_not(inputs: Inputs) -> str | None:
     q, v = inputs.q, inputs.v
     if q.dtype not in (jnp.float16, jnp.bfloat16):
         return f"q: the flash kernel takes float16 or bfloat16, got {q.dtype}"
+    if inputs.k.dtype != q.dtype:
+        return f"k: the flash kernel takes the queries' dtype, {q.dtype}, got {inputs.k.dtype}"
     if v.shape[-1] != q.shape[-1]:
         return (
             f"v: the flash kernel expects the queries' head_dim, {q.shape[-1]}, got {v.shape[-1]}"

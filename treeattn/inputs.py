@@ -19,8 +19,8 @@ from treeattn.checks import (
     as_integers,
     bounded,
     check_floating,
+    check_keys,
     check_rank,
-    check_same_dtype,
     check_scale,
     namespace,
 )
@@ -43,7 +43,8 @@ Output = Float[jax.Array, "b l h dv"]
 class Inputs:
     """The arguments of an attention call, as a pytree; scale, causal, may_split are no leaves.
 
-    q:          (b, l, h, d); k (b, n, h_kv, d) and v (b, n, h_kv, dv), of one dtype
+    q:          (b, l, h, d); k (b, n, h_kv, d) and v (b, n, h_kv, dv), of one dtype, which may
+                differ from the queries'
     mask, bias: (b, h, l, n), any of them 1 to broadcast; or None
     lengths:    (b,) int32, for each row how many of its keys are in use, 0 … n; or None
     factor:     a scale given as a JAX scalar, or None. Not static, so a new value compiles no new
@@ -72,7 +73,7 @@ class Inputs:
     @property
     def dtype(self):
         """The dtype of scores and sums."""
-        return accumulation_dtype(self.q)
+        return accumulation_dtype(self.q, self.k)
 
     @property
     def total_scale(self):
@@ -98,7 +99,7 @@ def gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal=False, may_spli
     if scale is None:
         scale = q.shape[-1] ** -0.5 if q.ndim and q.shape[-1] else 1.0
     else:
-        scale = check_scale(scale, 0, accumulation_dtype(q))
+        scale = check_scale(scale, 0, accumulation_dtype(q, k))
         if isinstance(scale, jax.Array):
             factor, scale = scale, 1.0
     return Inputs(q, k, v, mask, bias, kv_lengths, factor, float(scale), bool(causal), may_split)
@@ -113,7 +114,8 @@ def _with_four_axes(name: str, x) -> Array:
 def check_inputs(inputs: Inputs) -> None:
     """Raise the TypeError or ValueError that `attend` documents, naming the argument."""
     q, k, v = inputs.q, inputs.k, inputs.v
-    check_same_dtype(q=q, k=k, v=v)
+    check_floating(q=q)
+    check_keys(k=k, v=v)
     check_rank(4, "(batch, length, heads, head_dim)", q=q, k=k, v=v)
     b, l, h, d = q.shape
     n, h_kv = k.shape[1:3]

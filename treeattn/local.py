@@ -54,8 +54,9 @@ def attend(
     >>> print(state.max.shape, state.numerator.shape, state.denominator[0, 0])
     (1, 1, 2) (1, 1, 2, 5) [3. 3.]
 
-    q:          (b, l, h, d), floating-point; k (b, n, h_kv, d) and v (b, n, h_kv, dv) of the same
-                dtype. h is a multiple of h_kv.
+    q:          (b, l, h, d), floating-point; k (b, n, h_kv, d) and v (b, n, h_kv, dv). h is a
+                multiple of h_kv. k and v share a dtype, which may differ from q's, down to float8:
+                they are widened a block at a time, except by "plain".
     mask:       True where a query may see a key; broadcasts to (b, h, l, n) as in NumPy. For
                 padding pass (b, 1, 1, n).
     bias:       added to the scaled scores; broadcasts in the same way. −∞ hides the key.

@@ -54,18 +54,26 @@ def few_queries(q, n: int) -> bool:
     return 16 * group * l <= d <= 256 and d % 8 == 0 and n >= BLOCK // 2
 
 
+def reads_bits(dtype) -> bool:
+    """Whether `read_block` reads arrays of this dtype as integers, which have no derivative."""
+    return dtype == jnp.bfloat16 or jnp.dtype(dtype).itemsize == 1
+
+
 def read_block(x, first, size: int, *, row, rows: int, dtype):
     """(rows, size, h_kv, ·) of keys or values (b, n, h_kv, ·), in the accumulation dtype.
 
-    The rows are row … row + rows − 1, the keys first … first + size − 1.
+    The rows are row … row + rows − 1, the keys first … first + size − 1. XLA:CPU cannot slice
+    bfloat16 and float8: it would widen all of x first, so the slice is one of integers.
     """
-    as_bits = x.dtype == jnp.bfloat16
-    if as_bits:  # XLA:CPU cannot slice bfloat16: it would cast all of x to float32 first
-        x = lax.bitcast_convert_type(x, jnp.uint16)
+    given = x.dtype
+    if reads_bits(given):
+        x = lax.bitcast_convert_type(x, jnp.uint16 if given == jnp.bfloat16 else jnp.uint8)
     start = [jnp.asarray(i, jnp.int32) for i in (row, first, 0, 0)]
     x = lax.dynamic_slice(x, start, (rows, size, *x.shape[2:]))
-    if as_bits:  # the upper half of a float32
+    if given == jnp.bfloat16:  # the upper half of a float32
         x = lax.bitcast_convert_type(x.astype(jnp.uint32) << 16, jnp.float32)
+    elif reads_bits(given):
+        x = lax.bitcast_convert_type(x, given)
     return x.astype(dtype)
 
 
