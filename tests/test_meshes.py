@@ -299,6 +299,19 @@ def test_half_precision_on_a_mesh_with_an_axis_that_nobody_names():
     assert run_code(IN_HALF_PRECISION, cwd=Path(__file__).parent) == "done\n"
 
 
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_a_spec_is_enough_where_a_mesh_is_set(kind):
+    """As in JAX; arrays of NumPy and on one device go to the mesh, and without one it is named."""
+    arrays, spec = draw(l=1, n=6), P(None, "keys")
+    f = functools.partial(treeattn.tree_decode, sharding=spec)
+    with jax.set_mesh(over(kind, keys=4).mesh):
+        check(f(*arrays), *arrays)
+        check(f(*jax.device_put(arrays, jax.devices()[0])), *arrays)
+        check(jax.jit(f)(*arrays), *arrays)
+    with pytest.raises(ValueError, match=r"sharding: expected a mesh set by jax.set_mesh"):
+        f(*arrays)
+
+
 @pytest.mark.parametrize("kind", ["cpu", "TPU v5e", "NVIDIA H100 80GB HBM3"])
 def test_a_program_is_written_for_the_devices_of_its_mesh(kind):
     """Not for those of this process: the sums over streams are for a CPU alone."""

@@ -20,6 +20,8 @@ from treeattn.across import Axes
 from treeattn.inputs import Inputs, pad_axis
 from treeattn.slots import shard_lengths
 
+Sharding = NamedSharding | P | None  # None: that of the keys; a spec: over the context's mesh
+
 
 class Layout(NamedTuple):
     """The axes of a mesh that shard rows, keys and heads; and whether the keys are striped.
@@ -48,7 +50,7 @@ class Layout(NamedTuple):
         return P(self.batch, length, self.heads)
 
 
-def layout_of(inputs: Inputs, sharding: NamedSharding | None, striped: bool = False) -> Layout:
+def layout_of(inputs: Inputs, sharding: Sharding, striped: bool = False) -> Layout:
     """The layout that the caller names, or else that of the keys.
 
     Raises TypeError if `sharding` is not a NamedSharding; ValueError if k's sharding is unknown,
@@ -57,9 +59,11 @@ def layout_of(inputs: Inputs, sharding: NamedSharding | None, striped: bool = Fa
     """
     if sharding is None:
         sharding = _sharding_of(inputs.k)
+    elif isinstance(sharding, P):
+        sharding = _in_the_contexts_mesh(sharding, inputs.k)
     elif not isinstance(sharding, NamedSharding):
         kind = type(sharding).__name__
-        raise TypeError(f"sharding: expected a NamedSharding or None, got {kind}")
+        raise TypeError(f"sharding: expected a NamedSharding, a PartitionSpec or None, got {kind}")
     manual = manual_axes()
     layout = _layout(sharding, bool(striped), manual)
     if manual:  # arrays here are local to a device along these axes
@@ -84,6 +88,18 @@ def _sharding_of(k) -> NamedSharding:
             "sharding=NamedSharding(mesh, P(None, 'kv'))"
         )
     return sharding
+
+
+def _in_the_contexts_mesh(spec: P, k) -> NamedSharding:
+    """The sharding by a spec, over the mesh that `jax.set_mesh` has set; a trace sees no devices."""
+    traced = isinstance(k, jax.core.Tracer)
+    mesh = jax.sharding.get_abstract_mesh() if traced else jax.sharding.get_mesh()
+    if mesh.empty:
+        raise ValueError(
+            f"sharding: expected a mesh set by jax.set_mesh for {spec}, got none; pass "
+            "NamedSharding(mesh, spec)"
+        )
+    return NamedSharding(mesh, spec)
 
 
 @functools.lru_cache(maxsize=256)

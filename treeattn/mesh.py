@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from treeattn.across import METHODS, Method, check_method, merge_across
@@ -42,7 +41,16 @@ from treeattn.inputs import (
     gather_inputs,
     pad_axis,
 )
-from treeattn.layout import Layout, deal, layout_of, local_lengths, on_devices, onto_mesh, place
+from treeattn.layout import (
+    Layout,
+    Sharding,
+    deal,
+    layout_of,
+    local_lengths,
+    on_devices,
+    onto_mesh,
+    place,
+)
 from treeattn.local import Implementation, attend_inputs, check_implementation, output_of
 from treeattn.ring import visit_shards
 from treeattn.state import merge
@@ -167,7 +175,7 @@ def tree_decode(
     k: Keys,
     v: Values,
     *,
-    sharding: NamedSharding | None = None,
+    sharding: Sharding = None,
     striped: bool = False,
     kv_lengths: Lengths | None = None,
     mask: Mask | None = None,
@@ -184,11 +192,11 @@ def tree_decode(
     >>> print(tree_decode(q, k, v, sharding=NamedSharding(mesh, P(None, "kv"))).shape)
     (1, 1, 2, 4)
 
-    sharding: how k and v are sharded, NamedSharding(mesh, P(batch, keys, heads)). Each entry is
-              None, an axis, or a tuple of axes, outermost first. q and the result are sharded as
-              P(batch, None, heads), so nothing is sent along batch or heads. Along axes that
-              `sharding` does not name, arrays are replicated. None takes k's own; inside `jax.jit`
-              it is unknown if the mesh has an Auto axis. Arrays of NumPy, and arrays that are
+    sharding: how k and v are sharded, NamedSharding(mesh, P(batch, keys, heads)), or the spec alone
+              where `jax.set_mesh` has set a mesh. Each entry is None, an axis, or a tuple of axes,
+              outermost first. q and the result are sharded as P(batch, None, heads), so nothing is
+              sent along batch or heads. Along axes that it does not name, arrays are replicated.
+              None takes k's own; inside `jax.jit` it is unknown if the mesh has an Auto axis. Arrays of NumPy, and arrays that are
               replicated or on one device, are moved to their shards. kv_len may be any number,
               because the program pads the keys to equal shards.
     striped:  key i is in slot `striped_slot(i, kv_len, p)`, on device i mod p of the p devices
@@ -219,7 +227,7 @@ def ring_decode(
     k: Keys,
     v: Values,
     *,
-    sharding: NamedSharding | None = None,
+    sharding: Sharding = None,
     striped: bool = False,
     kv_lengths: Lengths | None = None,
     mask: Mask | None = None,
@@ -250,7 +258,7 @@ def ring_attention(
     k: Keys,
     v: Values,
     *,
-    sharding: NamedSharding | None = None,
+    sharding: Sharding = None,
     causal: bool = True,
     scale: Scale = None,
     implementation: Implementation = None,
@@ -284,7 +292,7 @@ def ulysses_attention(
     k: Keys,
     v: Values,
     *,
-    sharding: NamedSharding | None = None,
+    sharding: Sharding = None,
     causal: bool = True,
     scale: Scale = None,
     implementation: Implementation = None,
