@@ -91,7 +91,7 @@ def _sharding_of(k) -> NamedSharding:
 
 
 def _in_the_contexts_mesh(spec: P, k) -> NamedSharding:
-    """The sharding by a spec, over the mesh that `jax.set_mesh` has set; a trace sees no devices."""
+    """The sharding by a spec, over the mesh that `jax.set_mesh` has set."""
     traced = isinstance(k, jax.core.Tracer)
     mesh = jax.sharding.get_abstract_mesh() if traced else jax.sharding.get_mesh()
     if mesh.empty:

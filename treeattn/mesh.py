@@ -187,6 +187,7 @@ def tree_decode(
 ) -> Any:
     """Attention over a sharded cache, by merging the devices' states (2024 and 2025, Algorithm 3).
 
+    >>> from jax.sharding import NamedSharding, PartitionSpec as P
     >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> q, k, v = (jax.numpy.ones((1, n, 2, 4)) for n in (1, 8, 8))
     >>> print(tree_decode(q, k, v, sharding=NamedSharding(mesh, P(None, "kv"))).shape)
@@ -196,9 +197,9 @@ def tree_decode(
               where `jax.set_mesh` has set a mesh. Each entry is None, an axis, or a tuple of axes,
               outermost first. q and the result are sharded as P(batch, None, heads), so nothing is
               sent along batch or heads. Along axes that it does not name, arrays are replicated.
-              None takes k's own; inside `jax.jit` it is unknown if the mesh has an Auto axis. Arrays of NumPy, and arrays that are
-              replicated or on one device, are moved to their shards. kv_len may be any number,
-              because the program pads the keys to equal shards.
+              None takes k's own; inside `jax.jit` it is unknown if the mesh has an Auto axis.
+              Arrays of NumPy, and arrays that are replicated or on one device, are moved to their
+              shards. kv_len may be any number, because the program pads the keys.
     striped:  key i is in slot `striped_slot(i, kv_len, p)`, on device i mod p of the p devices
               along the keys' axes, so a half-empty cache keeps all devices busy. kv_len is a
               multiple of p. mask and bias are in the order of the slots; kv_lengths counts keys.
@@ -244,6 +245,7 @@ def ring_decode(
     2·b·t·h_kv·d·(p − 1) elements, and those of its shards of mask and bias. 2024 eq. 31–32 counts p
     steps; the last would return each shard to its owner.
 
+    >>> from jax.sharding import NamedSharding, PartitionSpec as P
     >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> q, k, v = (jax.numpy.ones((1, n, 2, 4)) for n in (1, 8, 8))
     >>> print(ring_decode(q, k, v, sharding=NamedSharding(mesh, P(None, "kv"))).shape)
@@ -277,7 +279,7 @@ def ring_attention(
     way. Raises what `tree_decode` raises, and ValueError if causal attention has more or fewer
     queries than keys.
 
-    >>> from jax.sharding import PartitionSpec as P
+    >>> from jax.sharding import NamedSharding, PartitionSpec as P
     >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> x = jnp.ones((1, 8, 2, 4))
     >>> print(ring_attention(x, x, x, sharding=NamedSharding(mesh, P(None, "kv"))).shape)
@@ -306,7 +308,7 @@ def ulysses_attention(
     and result are those of `ring_attention`. Raises ValueError if p does not divide h, and what
     `ring_attention` raises.
 
-    >>> from jax.sharding import PartitionSpec as P
+    >>> from jax.sharding import NamedSharding, PartitionSpec as P
     >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> x = jnp.ones((1, 8, 2, 4))
     >>> print(ulysses_attention(x, x, x, sharding=NamedSharding(mesh, P(None, "kv"))).shape)
