@@ -161,8 +161,8 @@ def report(rows: list[dict], where: str, file: str | None) -> None:
     """Print the table, and write it into benchmarks/results."""
     lines = [
         f"One query, {HEADS} heads of {DIM} over {KV_HEADS} key heads, float32; medians in turn on "
-        f"{where}. Put in: what a device hands to collectives; sent: what it must send at least. "
-        f"Held: its arguments and temporaries. {machine()}.",
+        f"{where}. Put in: what a device hands to collectives; sent: what it must send at least, "
+        f"on average over the devices. Held: its arguments and temporaries. {machine()}.",
         "",
         *table(rows),
     ]

@@ -107,6 +107,33 @@ def test_the_papers_formulas_as_printed():
     assert of_a_ring < v_ring(1, keys // p, D, p)
 
 
+def sums_by_a_tree(p: int) -> list[int]:
+    """How often each device sends its whole operand: up a binomial tree, and down again."""
+    sent, far = [0] * p, 1
+    while far < p:
+        for device in range(far, p, 2 * far):
+            sent[device] += 1
+            sent[device - far] += 1
+        far *= 2
+    return sent
+
+
+def test_the_least_that_an_allreduce_sends():
+    """2024 eq. 33, 2025 eq. 12: a bound for the mean over the devices, not for each of them. A
+    search of all ways finds none by which all know all after fewer than 2 (p - 1) messages."""
+    for p in (2, 3, 4):
+        everything = (1 << p) - 1
+        known, messages = {tuple(1 << device for device in range(p))}, 0
+        while (everything,) * p not in known:
+            pairs = [(a, b) for a in range(p) for b in range(p) if a != b]
+            known = {(*k[:b], k[a] | k[b], *k[b + 1 :]) for k in known for a, b in pairs}
+            messages += 1
+        assert messages == 2 * (p - 1)
+    by_tree = sums_by_a_tree(8)
+    assert sum(by_tree) == 8 * 2 * 7 / 8  # a ring sends as much: 1.75 from each device
+    assert min(by_tree) == 1 and max(by_tree) == 3
+
+
 def test_partially_reduced_objects_are_less_to_send_and_to_hold():
     """2024 and 2025 §7: an Allreduce of states, beside a gather of all keys; and §6.2's output,
     which it says that a tree does not allocate."""

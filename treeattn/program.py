@@ -59,13 +59,14 @@ class Collective(NamedTuple):
 
     @property
     def sent_bytes(self) -> int:
-        """The least bytes that one device sends over all runs.
+        """The least bytes that a device sends over all runs, on average over the devices.
 
-        A device sends at least 2 (p − 1)/p of its operand in an Allreduce (2024 eq. 33, 2025
-        eq. 12), and (p − 1)/p in a reduce-scatter or an all-to-all. An all-gather sends the
-        operand p − 1 times, along a ring or otherwise. A collective-permute or collective-broadcast
-        sends the whole operand. A network whose switches add numbers
-        themselves can do with less. Raises ValueError if the program does not name the devices.
+        That is 2 (p − 1)/p of its operand in an Allreduce (2024 eq. 33, 2025 eq. 12), and
+        (p − 1)/p in a reduce-scatter or an all-to-all. An all-gather sends the operand p − 1 times.
+        A device that sends in a collective-permute or collective-broadcast sends the whole operand.
+        A ring sends as much from every device; in a tree the root sends more than a leaf. A network
+        whose switches add numbers themselves can do with less. Raises ValueError if the program
+        does not name the devices.
         """
         p = self.devices
         if p == 0:
@@ -152,8 +153,9 @@ def _call(name: str, program: Any, method: str) -> Any:
 def collectives_table(collectives: Iterable[Collective]) -> str:
     """The collectives as lines of text: how often each runs, and its bytes over all runs.
 
-    "bytes put in" are those of a device's operands, "sent" the least that a device sends. Raises
-    ValueError if a collective does not say which devices take part.
+    "bytes put in" are those of a device's operands, "sent" the least that a device sends, on
+    average over the devices. Raises ValueError if a collective does not say which devices take
+    part.
 
     >>> all_eight = (tuple(range(8)),)
     >>> print(collectives_table([Collective("all-reduce", 3, 64, ("f32[16]",), all_eight)]))
