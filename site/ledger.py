@@ -72,13 +72,14 @@ def line(row: dict[str, str], ids: set[str], language: str) -> str:
     id, verdict = row["id"], row["verdict"]
     facts = f'data-source="{escape(row["source"])}" data-verdict="{escape(verdict)}"'
     tests = [f"`{test.removeprefix('tests/')}`" for test in parts(row["test"])]
+    proofs = [f"proof in {escaped(proof.removeprefix('tests/'))}" for proof in parts(row["proof"])]
     twins = with_links(", ".join(parts(row["twin"])), ids)
     note = " ".join(filter(None, (with_links(row["note"], ids), twins and f"(As {twins}.)")))
     cells = (
         f'<a id="{id}" class="row" href="#{id}" {facts}>{id}</a><br>{escaped(row["item"])}',
         f'{escaped(row["says"])}<br><q lang="{language}">{literal(row["quote"])}</q>',
         f"**{verdict}** {note}".strip(),
-        "<br>".join([*map(link, parts(row["notebook"])), *tests]),
+        "<br>".join([*map(link, parts(row["notebook"])), *tests, *proofs]),
     )
     return "| " + " | ".join(cells) + " |"
 

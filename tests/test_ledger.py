@@ -16,7 +16,7 @@ from pages import MAIN_ROAD, NOTEBOOKS, REPOSITORY, cells, text
 pytestmark = pytest.mark.house
 
 SOURCES_BESIDE = REPOSITORY.parent / "shared" / "sources"
-COLUMNS = "id source item says quote verdict notebook test note twin".split()
+COLUMNS = "id source item says quote verdict notebook test proof note twin".split()
 VERDICTS = {
     "proved",
     "checked",
@@ -295,6 +295,59 @@ def test_every_place_exists():
             if name not in BY_NAME or heading not in sections(BY_NAME[name]):
                 wrong.append(f"{row['id']}: {place}")
     assert not wrong, f"no such section: name another in notebooks/ledger.tsv for {wrong}"
+
+
+def read_and_printed(path, without: str = "") -> str:
+    """A notebook's text and what its cells print, but for the cells that hold `without`."""
+    found = []
+    for cell in cells(path):
+        data = [output.get("data", {}) for output in cell.get("outputs", ())]
+        shown = [output.get("text", "") for output in cell.get("outputs", ())]
+        shown += [x for one in data for x in (one.get("text/plain"), one.get("text/html")) if x]
+        told = cell.source if cell.cell_type == "markdown" else ""
+        here = " ".join("\n".join([told, *shown]).split())
+        found.append("" if without and without in here else here)
+    return "\n".join(found)
+
+
+COQ = text(REPOSITORY / "notebooks" / "proofs" / "merge.v")
+
+
+def proves(proof: str, coq: str = COQ, deleted: bool = False) -> bool:
+    """Whether a proof is where the ledger says.
+
+    As "merge.v: associative", a theorem; as a test; or as "02: z* = ∂F/∂ζ: True", with what the
+    cell prints that computes the proof, or a sentence that says that it proves.
+    """
+    place, _, told = proof.partition(": ")
+    if place == "merge.v":
+        ends = rf"(?s)\b(?:Theorem|Lemma) {told} :.+?\bQed\."
+        return bool(re.search(ends, coq)) and not re.search(r"\b(admit|Admitted|Axiom)\b", coq)
+    if "::" in proof:
+        file, _, name = proof.partition("::")
+        return name in collected(file)
+    told = " ".join(told.split())
+    return told in read_and_printed(BY_NAME[place], told if deleted else "")
+
+
+PROOFS = sorted({proof for row in ROWS for proof in places(row["proof"])})
+
+
+def test_what_is_proved_names_a_proof():
+    """Nothing else does; a numerical test alone proves nothing."""
+    assert [row["id"] for row in ROWS if bool(row["proof"]) != (row["verdict"] == "proved")] == []
+    gone = [proof for proof in PROOFS if not proves(proof)]
+    rows = {row["id"]: x for row in ROWS for x in places(row["proof"]) if x in gone}
+    assert not rows, f"no such proof: name another in notebooks/ledger.tsv for {rows}"
+
+
+def test_a_deleted_proof_is_noticed():
+    in_notebooks = [x for x in PROOFS if "::" not in x and not x.startswith("merge.v")]
+    assert len(in_notebooks) > 10
+    assert [proof for proof in in_notebooks if proves(proof, deleted=True)] == []
+    assert not proves("merge.v: associative", COQ.replace("Theorem associative", "Theorem other"))
+    assert not proves("merge.v: mass_adds", COQ.replace("Qed.", "Admitted."))
+    assert not proves("tests/test_theory.py::test_that_is_not_there")
 
 
 def test_what_notebook_10_runs_is_in_the_ledger():
