@@ -17,16 +17,18 @@ from jax.sharding import PartitionSpec as P
 from pages import MAIN_ROAD, cells
 
 import treeattn
+from course import check_algorithm_3, check_loop
 
 # Number of a notebook -> the names that its check needs, and 07's solution.
 NEEDED = {
     "00": "words scores values attend finite check merge",
-    "03": "rng qr softmax_attention check",
     "04": "check",
-    "05": "dense_attention rng Q K exact on_mesh explanations check",
     "07": "rows mask_mistake check prefix_tree",
     "09": "outcome exact MISTAKES check",
 }
+
+
+IN_COURSE = {"03": check_loop, "05": check_algorithm_3}
 
 
 def source(number: str) -> list[ast.stmt]:
@@ -54,6 +56,8 @@ def run_first(number: str, wanted: set[str], names: dict) -> dict:
 @functools.cache
 def notebook(number: str) -> dict:
     """What a notebook's check needs."""
+    if number in IN_COURSE:
+        return {"check": lambda mine: str(IN_COURSE[number](mine))}
     mesh = treeattn.kv_mesh(jax.devices()[:8])  # 05's; the tests have nine devices
     names = {"jax": jax, "jnp": jnp, "np": np, "reduce": reduce, "F": Fraction, "P": P}
     names |= {"treeattn": treeattn, "partial": functools.partial, "math": math}
@@ -245,7 +249,7 @@ PLANTED = [
     ("03", "n was not rescaled", flash(rescale="d")),
     ("03", "d was not rescaled", flash(rescale="n")),
     ("03", "neither d nor n was rescaled", flash(rescale="")),
-    ("03", "another mistake", flash(finish=lambda n, d: d / n)),
+    ("03", "d was divided by n", flash(finish=lambda n, d: d / n)),
     ("03", "large scores overflow", lambda q, k, v: jnp.exp(k @ q) @ v / jnp.exp(k @ q).sum()),
     ("04", "a state is left out", odd_one_lost),
     ("04", "a state counts twice", sliding),
@@ -257,7 +261,7 @@ PLANTED = [
     ("05", "the devices' answers were weighted by m alone", weighted_by_m),
     (
         "05",
-        "n was added without weights, d was added without weights",
+        "the devices' answers were weighted by d alone",
         algorithm_3(weigh=""),
     ),
     ("05", "n was weighted and added, d was added without weights", algorithm_3(weigh="n")),
