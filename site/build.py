@@ -53,7 +53,7 @@ def lay_out(folder: Path) -> None:
     folder.mkdir(parents=True)
     for page in REPOSITORY.glob("*.md"):
         (folder / page.name).write_text(as_page(page), encoding="utf-8")
-    for page in HERE.glob("*.md"):
+    for page in set(HERE.glob("*.md")) - {HERE / "README.md"}:  # which is about this folder
         (folder / page.name).write_text(as_page(page), encoding="utf-8")
     for top in FOLDERS:
         for file in sorted((REPOSITORY / top).rglob("*")):

@@ -63,7 +63,8 @@ def llms_text() -> str:
     """The file: the project, its conventions, pages, notebooks, names, and faults with cures."""
     lines = ["# treeattn", "", f"> {IDEA}", "", *(f"- {fact}" for fact in FACTS)]
     lines += ["", "## Pages", "", *entries(sorted(REPOSITORY.glob("*.md")), REPOSITORY)]
-    lines += entries([x for x in sorted(HERE.glob("*.md")) if x.name != "contents.md"], HERE)
+    own = set(HERE.glob("*.md")) - {HERE / "contents.md", HERE / "README.md"}
+    lines += entries(sorted(own), HERE)
     lines += entries([REPOSITORY / "conformance" / "README.md"], REPOSITORY)
     lines += entries(sorted(REPOSITORY.glob("labs/*/README.md")), REPOSITORY)
     lines += ["- [The ledger](ledger.html)", "", "## Notebooks", ""]

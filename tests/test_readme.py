@@ -33,8 +33,10 @@ def test_a_block_runs_alone(block):
 
 @pytest.mark.slow
 def test_all_blocks_run_in_order_in_one_process():
-    printed = run_code(f"\nprint({BETWEEN!r}, end='')\n".join(block.code for block in blocks()))
-    assert printed.split(BETWEEN) == [block.prints for block in blocks()]
+    """But for the first, which has one device: the others simulate eight."""
+    later = blocks()[1:]
+    printed = run_code(f"\nprint({BETWEEN!r}, end='')\n".join(block.code for block in later))
+    assert printed.split(BETWEEN) == [block.prints for block in later]
 
 
 @pytest.mark.slow
@@ -66,8 +68,8 @@ def test_links_lead_somewhere(page):
 
 
 def test_every_notebook_of_the_main_road_is_listed():
-    listed = re.findall(r"(?m)^- \[\d\d [^\]]+\]\(([^)]+)\): ", TEXT)
-    assert [REPOSITORY / name for name in listed] == MAIN_ROAD
+    listed = re.findall(r"(?m)^- \[(\d\d) [^\]]+\]\(notebooks/(\1_[^)]+)\)$", TEXT)
+    assert [REPOSITORY / "notebooks" / name for _, name in listed] == MAIN_ROAD
 
 
 def test_the_numbers_are_those_that_were_measured():
@@ -83,8 +85,10 @@ def test_the_numbers_are_those_that_were_measured():
     assert (per_ring, per_tree) == (f"{ring['sent']:,}", f"{tree['sent']:,}")
     table = text(RESULTS / "local_attention.md")
     row = next(line for line in table.splitlines() if line.startswith("| 64k, MHA, float32 "))
-    ours, _, theirs = (float(cell) for cell in row.split("|")[2:5])
-    assert float(re.search(r"takes (0\.\d+) of the time", TEXT)[1]) == round(ours / theirs, 2)
+    ours, _, same_arrays, own_layout = (float(cell) for cell in row.split("|")[2:6])
+    said = re.search(r"takes (0\.\d+) of the time.*?same arrays, and (0\.\d+)\s", TEXT, re.DOTALL)
+    measured = [round(ours / theirs, 2) for theirs in (same_arrays, own_layout)]
+    assert [float(ratio) for ratio in said.groups()] == measured
 
 
 def test_the_page_of_benchmarks_has_the_numbers_that_were_measured(monkeypatch):
