@@ -3,6 +3,7 @@
 from matplotlib.patches import Rectangle
 
 from figures.canvas import styled
+from figures.rulers import draw_rulers
 from figures.style import BLUE, GREY, INK, ORANGE, PALE, Figure, new_figure
 
 CARDS = {  # title -> lines
@@ -62,22 +63,19 @@ def sent_by_method(p: int, heads: int, head_dim: int, cache: int) -> dict[str, t
 ENDS = {"all_to_all": "its share of the heads"}
 
 
+def _card(ax, x: float, y: float, width: float, height: float, title: str) -> None:
+    ax.add_patch(Rectangle((x, y), width, height, fc="white", ec=GREY, lw=0.8))
+    ax.add_patch(Rectangle((x, y), width, 3.8, fc=PALE, ec=GREY, lw=0.8))
+    ax.text(x + 1.2, y + 1.9, title, va="center", fontweight="bold", fontsize=10.5, color=INK)
+
+
 def _sent_table(ax) -> dict[str, tuple[str, float]]:
-    """Draw the lower half: what each of eight devices sends, by method. Returns those rows."""
-    ax.add_patch(Rectangle((0, 42), 86, 29.7, fc="white", ec=GREY, lw=0.8))
-    ax.add_patch(Rectangle((0, 42), 86, 3.8, fc=PALE, ec=GREY, lw=0.8))
+    """Draw what each of eight devices sends on average, by method. Returns those rows."""
+    title = "Over p devices: what each of them sends for one query, on average"
+    _card(ax, 0, 82.5, 86, 29.7, title)
     ax.text(
         1.2,
-        43.9,
-        "Over p devices: what each of them sends, for one query",
-        va="center",
-        fontweight="bold",
-        fontsize=10.5,
-        color=INK,
-    )
-    ax.text(
-        1.2,
-        47.9,
+        88.4,
         r"$S = 4\,h\,(d_v + 2)$ bytes, the state of $h$ heads in float32: its size "
         "does not depend on the number of keys.",
         va="center",
@@ -87,12 +85,12 @@ def _sent_table(ax) -> dict[str, tuple[str, float]]:
     columns = (1.2, 19, 44, 62)
     header = ("method", "sent by a device", "8 devices*", "a device ends with")
     for x, text in zip(columns, header, strict=True):
-        ax.text(x, 51.4, text, va="center", fontsize=9.5, color=INK, fontweight="bold")
-    ax.plot([1.2, 84.8], [53, 53], color=GREY, lw=0.8)
+        ax.text(x, 91.9, text, va="center", fontsize=9.5, color=INK, fontweight="bold")
+    ax.plot([1.2, 84.8], [93.5, 93.5], color=GREY, lw=0.8)
     rows = sent_by_method(8, 16, 128, cache=(1 << 19) // 8 * 4 * 128 * 2 * 4)
     for i, (method, (formula, count)) in enumerate(rows.items()):
         color = ORANGE if method == "ring" else BLUE
-        y = 55 + 2.85 * i
+        y = 95.5 + 2.85 * i
         ax.add_patch(
             Rectangle(
                 (1.2, y - 0.8),
@@ -108,7 +106,7 @@ def _sent_table(ax) -> dict[str, tuple[str, float]]:
             ax.text(x, y, text, va="center", fontsize=10, color=INK)
     ax.text(
         1.2,
-        70,
+        110.5,
         "* 16 heads of 128 over 4 key heads, float32, 512k keys. A ring hands on "
         "keys and values, all others states.",
         va="center",
@@ -120,29 +118,32 @@ def _sent_table(ax) -> dict[str, tuple[str, float]]:
 
 @styled
 def cheat_sheet() -> Figure:
-    """State, identity, merge, finalize, the logarithm's base, and bytes by method, on a page."""
-    figure, ax = new_figure(8.6, 7.6)
-    ax.set(xlim=(-0.3, 86.3), ylim=(75.2, -0.4), xticks=[], yticks=[])
+    """State, merge, identity, finalize, Algorithm 3 and bytes by method, on a page."""
+    figure, ax = new_figure(8.6, 11.65)
+    ax.set(xlim=(-0.3, 86.3), ylim=(115.7, -0.4), xticks=[], yticks=[])
     ax.spines[:].set_visible(False)
     places = ((0, 0, 42, 20.5), (44, 0, 42, 20.5), (0, 22.5, 42, 14), (44, 22.5, 42, 14))
     for (title, lines), (x, y, width, height) in zip(CARDS.items(), places, strict=True):
-        ax.add_patch(Rectangle((x, y), width, height, fc="white", ec=GREY, lw=0.8))
-        ax.add_patch(Rectangle((x, y), width, 3.8, fc=PALE, ec=GREY, lw=0.8))
-        ax.text(x + 1.2, y + 1.9, title, va="center", fontweight="bold", fontsize=10.5, color=INK)
+        _card(ax, x, y, width, height, title)
         for i, line in enumerate(lines):
             ax.text(x + 1.2, y + 6 + 3.2 * i, line, va="center", fontsize=10.5, color=INK)
     ax.text(0, 39.2, LOGARITHM, va="center", fontsize=9.5, color=INK)
-    ax.text(0, 73.8, TREE, va="center", fontsize=9.5, color=INK)
+    ax.text(0, 114.3, TREE, va="center", fontsize=9.5, color=INK)
 
+    _card(ax, 0, 41.5, 86, 39, "Algorithm 3, on three devices: one ruler, then one stack")
+    places = ((0.015, 0.36), (0.385, 0.36), (0.755, 0.23))  # fractions of the page
+    panels = [ax.inset_axes([x, 0.312, width, 0.247]) for x, width in places]
+    draw_rulers(panels)
     rows = _sent_table(ax)
     table = "; ".join(f"{method} {count:,.0f}" for method, (_, count) in rows.items())
     return figure.describe(
         f"""A cheat sheet. The state of a set of keys is (m, d, n): the largest score, the sum of
         exp(s − m), and that sum weighted by the values. The identity, of no keys, is (−∞, 0, 0).
         Merging takes the larger m and adds both sums, each times exp(its m − m). Finalizing gives
-        out = n / d and lse = m + ln d, a natural logarithm. In a prefix tree of tokens a
-        node sees the nodes whose prefixes its own begins with. Bytes that each of eight
-        devices sends for one query of 16 heads of 128: {table}."""
+        out = n / d and lse = m + ln d, a natural logarithm. Algorithm 3: each device
+        attends with its own m, pmax makes m one for all, psum adds d and n. In a prefix tree of
+        tokens a node sees the nodes whose prefixes its own begins with. Bytes that each of eight
+        devices sends on average for one query of 16 heads of 128: {table}."""
     )
 
 
