@@ -16,7 +16,7 @@ from figures.boxes import (
     words_of,
 )
 from figures.canvas import styled
-from figures.style import BLUE, GREY, INK, ORANGE, PALE, new_figure
+from figures.style import BLUE, GREY, INK, ORANGE, PALE, RED, new_figure
 from treeattn import pack, prefix_encoding
 
 
@@ -79,15 +79,20 @@ def _around(axes, edge, x, start, end, text) -> None:
     axes.text(x + 0.1, (start + end) / 2, text, fontsize=8.5, va="center")
 
 
-@styled
-def beam_as_tree(rows=MARS) -> Figure:
-    """The beam as a table, and the tree of its prefixes."""
+def tree_of(rows) -> tuple:
+    """(beam, labels, parents, colours) of the rows' prefix tree."""
     beam, words = ids_of(rows)
     packed = pack(beam)
     labels = words_of(packed.packed_beam[0], words)
     parents = np.full(len(labels), -1)
     parents[packed.unpack_map[0, :, 1:]] = packed.unpack_map[0, :, :-1]
-    colors = [ROWS[m % len(ROWS)] for m in owners(rows)]
+    return beam, labels, parents, [ROWS[m % len(ROWS)] for m in owners(rows)]
+
+
+@styled
+def beam_as_tree(rows=MARS) -> Figure:
+    """The beam as a table, and the tree of its prefixes."""
+    beam, labels, parents, colors = tree_of(rows)
     figure, (left, right) = new_figure(7.4, 1.9, ncols=2)
     for m, row in enumerate(rows):
         for c, word in enumerate(row):
@@ -102,6 +107,50 @@ def beam_as_tree(rows=MARS) -> Figure:
         f"{'; '.join(' '.join(row) for row in rows)}. Right, the tree of their prefixes, with "
         f"{len(labels)} nodes: what the candidates begin with alike stands there once, and "
         "branches where they part."
+    )
+
+
+GUESSES = (36, 47, 7, 9), (36, 9, 9, 7), (36, 47, 41, 42)  # of 00; the last one is right
+
+
+@styled
+def guesses(rows=GUESSES) -> Figure:
+    """The tree of 00's guesses: the number of each node in the row, and its token."""
+    _, labels, parents, colors = tree_of(rows)
+    figure, axes = new_figure(6.2, 1.9)
+    draw_tree(axes, parents, [f"{i}:  {x}" for i, x in enumerate(labels)], colors)
+    return figure.describe(
+        """A tree with nine nodes, each with its number in the row and its token. Node 0, token 36,
+        is the root. Nodes 1 (47), 2 (7) and 3 (9) are the first guess. Nodes 4 (9), 5 (9) and 6 (7)
+        branch off at the root. Nodes 7 (41) and 8 (42) branch off at node 1."""
+    )
+
+
+@styled
+def spoiled(rows=GUESSES) -> Figure:
+    """What a causal mask and places in the row do to 00's guesses."""
+    packed = pack(np.array([rows]))
+    right = packed.attention_mask[0]
+    n = len(right)
+    figure, (left, low) = new_figure(8.4, 3.4, ncols=2, width_ratios=[1, 1.3])
+    for i, j in zip(*np.tril_indices(n), strict=True):
+        draw_cell(left, j, i, "" if right[i, j] else "x", BLUE if right[i, j] else RED)
+    bare(left, (-1.2, n - 0.4), (-0.6, n - 0.4))
+    headline(left, "Causal mask: x sees another branch")
+    names = "depth", "place in the row"
+    for y, (name, places) in enumerate(
+        zip(names, (packed.position_offsets[0], range(n)), strict=True)
+    ):
+        low.text(-0.7, y, name, ha="right", va="center")
+        for i, place in enumerate(places):
+            wrong = place != packed.position_offsets[0, i]
+            draw_cell(low, i, y, place, RED if wrong else BLUE)
+    bare(low, (-4, n - 0.4), (-2, 4))
+    headline(low, "Positions: wrong in the last five")
+    return figure.describe(
+        """Left, a causal mask of nine nodes: in rows 0 to 3 every cell is right, in rows 4 to 8
+        crosses mark cells of other branches. Right, two rows of positions: the depths 0 1 2 3 1 2 3
+        2 3, and the places 0 to 8, of which the last five are wrong."""
     )
 
 
@@ -165,4 +214,6 @@ FIGURES = {
     "prefix_tree_beam": beam_as_tree,
     "prefix_tree_encoding": encoding_borders,
     "prefix_tree_mask": tree_mask,
+    "guesses": guesses,
+    "guesses_spoiled": spoiled,
 }

@@ -35,7 +35,7 @@ def words_on_devices() -> tuple:
     """Five words, a device each, but milk: two eighths of its mass on each of four devices."""
     some = [0, 1, 2, 3, 4, 4, 4, 4]
     scores = SCORES[some] - np.log(np.where(np.array(some) == 4, 4, 1))
-    q = jnp.ones((1, 1, 1, 1))
+    q = jnp.ones((1, 1, 1, 1), "float32")
     return (
         q,
         jnp.asarray(scores, "float32").reshape(1, 8, 1, 1),
@@ -69,7 +69,6 @@ def explanations() -> dict:
         "the devices' answers were added, not their sums": outs.sum(0),
         "the devices' answers were averaged, whatever they weigh": outs.mean(0),
         "the devices' answers were weighted by m alone": (outs * weight).sum(0) / weight.sum(0),
-        "the devices' answers were weighted by d alone": (outs * d).sum(0) / d.sum(0),
         "n was divided by the local d before it was added": (outs * weight).sum(0),
         "n was divided twice: by the local d, and by the d of all": (outs * weight).sum(0)
         / (d * weight).sum(0),

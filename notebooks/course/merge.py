@@ -41,7 +41,7 @@ def same(got, right) -> bool:
 def is_right(made, wanted) -> bool:
     """Whether it stands for the same mass and centre, relative to a maximum as good as ours."""
     m, d, n = made
-    near = np.abs(m - wanted[0]) <= 1
+    near = np.abs(m - wanted[0]) < 0.69  # a log-sum-exp is at most log 2 above the maximum
     scale = np.exp(np.where(near, m - wanted[0], 0))
     empty = m == wanted[0]  # −∞ − (−∞) is NaN
     if not np.all(near | empty):
@@ -143,6 +143,10 @@ def check_merge(mine):
         if np.all(made2[0] == made2[0][0]):
             raise Mistake("m is one number for all queries: each query has its own")
         name = first_wrong(made2, whole2)
+        if name == "m":
+            raise Mistake(
+                "m is not the larger of the two for each query", picture(made2, whole2, 2.0)
+            )
         raise Mistake(
             f"{name} mixes the queries: give its weights an axis, [:, None]",
             picture(made2, whole2, 2.0),

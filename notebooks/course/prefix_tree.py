@@ -31,8 +31,15 @@ def mask_name(mask, nodes) -> str:
     itself = np.eye(n, dtype=bool)
     parents = np.array([[i[:-1] == j for j in nodes] for i in nodes])
     depth = np.array([len(node) for node in nodes])
+    texts, words = [" ".join(map(str, node)) for node in nodes], [set(node) for node in nodes]
     known = {
         "right": right,
+        "joined texts are compared: reddish begins with red, but is another token": [
+            [i.startswith(j) for j in texts] for i in texts
+        ],
+        "sets of tokens are compared: order and number count, too": [
+            [j <= i for j in words] for i in words
+        ],
         "causal mask: a node also sees the branches before it": np.tri(n),
         "transposed mask: row i says what node i sees": right.T,
         "a node sees itself, too": right & ~itself,

@@ -139,12 +139,9 @@ def explained(p, q, chance, replaced_by) -> str:
         found.append(next(names, None))
     if found[0] is None and set(chance) <= {0, 1}:
         found[0] = "accepted where p is above a threshold, without chance"
-    if found == [None, ""]:
-        return "the chance is not min(1, p / q)"
-    if found == ["", None]:
-        return "what replaces a rejected token is not max(p − q, 0), normalized"
-    names = [name for name in dict.fromkeys(found) if name]
-    return ", and ".join(names) or "not the model's distribution"
+    generic = "the chance is not min(1, p / q)", "what replaces it is not max(p − q, 0), normalized"
+    named = [y if x is None else x for x, y in zip(found, generic, strict=True)]
+    return ", and ".join(name for name in dict.fromkeys(named) if name)
 
 
 def outcome(q, chance, replaced_by) -> list:
