@@ -71,7 +71,7 @@ BUDGET = {
     "treeattn_llama": 19_900,
     "treeattn_conformance": 26_250,
     "figures": 22_000,
-    "course": 11_500,
+    "course": 12_100,
     "benchmarks": 7_800,
     "labs.acceptance": 4_550,
     "labs.cluster": 5_000,
