@@ -34,6 +34,20 @@ def test_one_flow_arrives_and_spirals_where_the_variance_is_below_two():
     assert sorted(map(sp.re, sp.roots(polynomial.subs(c, 3), root)))[-1] < 0
 
 
+def test_the_flow_comes_nearer_from_everywhere_and_long_steps_do_not_settle():
+    """2024 §4.2, 2025 C.2, up in ζ and down in z; the slope of F is any increasing function."""
+    zeta, z, slope, arrival = sp.symbols("zeta z slope arrival", real=True)
+    moves = {zeta: z - slope, z: -zeta}
+    squared = zeta**2 + (z - arrival) ** 2
+    rate = sum(sp.diff(squared, x) * move for x, move in moves.items())
+    assert sp.expand(rate + 2 * zeta * (slope - arrival)) == 0
+    # Near the saddle a step of h is this matrix. Its determinant is the product of its eigenvalues,
+    # so one of them is more than one in size if h is more than the variance c.
+    c, h = sp.symbols("c h", positive=True)
+    step = sp.eye(2) + h * sp.Matrix([[-c, 1], [-1, 0]])
+    assert sp.expand(step.det() - (1 + h * (h - c))) == 0
+
+
 def test_gibbs_inequality():
     """KL is Σ w (r − 1 − log r) with r = P/w: no term is negative, and all are 0 for w = P only."""
     ratio, w = sp.symbols("r w", positive=True)
