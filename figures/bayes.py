@@ -63,6 +63,7 @@ def saddle_map() -> Figure:
     right.plot(z * zeta - f, z, color=BLUE, lw=2.4)
     right.plot(LOWEST, ATTENTION, "X", color=INK, ms=10)
     right.text(LOWEST + 0.2, ATTENTION, "−log 16", va="center")
+    right.axhspan(0, 4, color=PALE, alpha=0.3, lw=0)
     for edge in ((-0.4, 0), (4, 4.6)):
         right.axhspan(*edge, color=PALE, lw=0)
         right.text(-1.3, sum(edge) / 2, "outside: F* = ∞", ha="center", va="center", fontsize=9)
