@@ -11,9 +11,10 @@ import pytest
 from pages import MAIN_ROAD, REPOSITORY, cells
 from PIL import Image
 
-from figures import canvas, energy, llama, merge, prefix_tree, sent, style, tree
+from figures import canvas, dual, energy, llama, merge, prefix_tree, rulers, sent, style, tree
 from figures.__main__ import collect
 from figures.measured import measured
+from figures.sentence import running_example
 
 
 def test_animations_have_figures_and_all_their_frames(tmp_path):
@@ -59,6 +60,17 @@ def test_figures_of_measurements_take_them_as_an_argument():
     ]
     panels = sent.decode_ratios(rows).axes
     assert [text.get_text() for text in panels[1].texts] == ["8.32 kB"] * 4
+
+
+def test_rulers_and_dual_numbers_end_with_attention():
+    q, k, v = running_example()
+    weights = np.exp(k @ q)
+    numerator, out = (f"({x[0]:g}, {x[1]:g})" for x in (weights @ v, weights @ v / weights.sum()))
+    *_, stack = rulers.algorithm_3().axes
+    assert any(text.get_text() == f"n / d = {out}" for text in stack.texts)
+    for ax in dual.dual_on_its_way().axes:
+        shown = [text.get_text() for text in ax.texts]
+        assert f"16\n{numerator} ε" in shown and f"log 16\n{out} ε" in shown
 
 
 def test_a_ring_hands_on_shards_and_a_tree_states():
