@@ -49,6 +49,7 @@ def transposed(zeta, z, scores, values):
         (not_summed, "the sum over the keys is missing"),
         (transposed, "ValueError"),
         (lambda zeta, z, scores, values: None, "None"),
+        (lambda zeta, z, scores, values: z * np.nan, "NaN"),
         (lambda zeta, z, scores, values: z - 1, "wrong by up to"),
     ],
 )

@@ -33,6 +33,8 @@ def known(zeta, z, s, v) -> dict:
         "the weights do not add up to one: divide by their sum": z - np.exp(tilted) @ v,
         "F itself was taken away, not its slope": z - log_sum,
         "the slope of z·ζ in ζ is z, without ζ": z * zeta - mean,
+        "ζ stands where z should: the slope of z·ζ in ζ is z": zeta - mean,
+        "the coordinates were added up: the slope has a number for each": (z - mean).sum(),
         "this is Γ, not its slope": z @ zeta - log_sum,
         "the slope of F is there once for each coordinate, as the bracket of 2024 eq. 21 has it": z
         - len(z) * mean,
@@ -84,6 +86,8 @@ def check_derivation(mine):
         for name, wrong in known(zeta, z, s, v).items():
             if made.shape == np.shape(wrong) and np.allclose(made, wrong, rtol=1e-4, atol=1e-5):
                 raise Mistake(name, drawn)
+        if not np.isfinite(made).all():
+            raise Mistake("it gives NaN or ∞: a logarithm of a negative number, or 0 / 0?", drawn)
         if made.shape != right.shape:
             raise Mistake(f"the shape is {made.shape}, expected {right.shape}", drawn)
         raise Mistake(f"wrong by up to {abs(made - right).max():.2g}", drawn)
