@@ -59,7 +59,7 @@ def _three_programs(rates: bool) -> Figure:
     for device in ((-0.5, 1.5), (1.5, 2.5), (2.5, 4.5)):
         mesh.axvspan(device[0] + 0.04, device[1] - 0.04, color=PALE, alpha=0.6, zorder=0)
     roots = [_sum(mesh, branches, rates) for branches in DEVICES]
-    for x, *_ in roots:
+    for x in (0.35, 2, 3.65):
         _logarithm(mesh, _box(mesh, (x, 2.6, [*range(5)]), rates, *roots), rates)
     for ax, title in ((chain, "a chain"), (tree, "a tree"), (mesh, "a mesh of three devices")):
         ax.set(xlim=(-0.6, 4.6), ylim=(-1.9, 5.4), xticks=[], yticks=[], title=title)
