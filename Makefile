@@ -20,6 +20,8 @@
 #                   PYTHON=... says which Python has that JAX, RESULTS=... a folder for what it
 #                   finds, TIMES=... how many times as long it may take. gpu-smoke: small, here
 # make gpu-programs what eight H100s would send, compiled without a GPU, in .venv-gpu-programs
+# make llama-answers   ask llama.cpp and transformers anew about small files, in
+#                   .venv-llama-answers, and store what they say in llama/tests/data/answers.json
 # make lock         write requirements.lock anew: what requirements.txt resolves to, everywhere
 # Each sets up its environment first when that is missing, or older than what it is made from.
 
@@ -43,6 +45,7 @@ PROJECTS := pyproject.toml llama/pyproject.toml conformance/pyproject.toml
 GPU_PROGRAMS := .venv-gpu-programs/bin
 GPU_PROGRAMS_STAMP := .venv-gpu-programs/.complete
 GPU_JAX := 0.11.2
+ANSWERS := .venv-llama-answers
 SITE := .venv-site/bin
 SITE_STAMP := .venv-site/.complete
 MODEL := --no-deps --require-hashes -r model.lock
@@ -54,6 +57,7 @@ export JAX_PLATFORMS ?= cpu
 
 .PHONY: run run-all test test-fast labs test-all test-latest mutants lab site lint clean
 .PHONY: proofs refresh figures page publish lock gpu gpu-smoke gpu-programs
+.PHONY: llama-answers
 .DELETE_ON_ERROR:
 
 run: $(STAMP)
@@ -153,6 +157,9 @@ gpu-programs: $(GPU_PROGRAMS_STAMP)
 	PYTHONPATH=.:llama:conformance $(GPU_PROGRAMS)/python -m pytest -q \
 		labs/kernels/tests/test_gpu_programs.py
 
+llama-answers: $(ANSWERS)/.complete
+	$(ANSWERS)/bin/python llama/tests/data/ask_others.py
+
 lint: $(STAMP)
 	$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet .
 
@@ -199,6 +206,13 @@ $(GPU_PROGRAMS_STAMP): pyproject.toml
 		gguf tokenizers safetensors jinja2 tqdm
 	@touch $@
 
+# A CPU's torch is enough, and a fifth of the size where pip finds one.
+$(ANSWERS)/.complete: Makefile
+	@test -n "$(PYTHON)" || $(NO_PYTHON)
+	$(PYTHON) -m venv --clear $(ANSWERS)
+	$(ANSWERS)/bin/python $(PIP) xllamacpp==2026.10.11549 transformers==5.24.0 torch gguf
+	@touch $@
+
 $(SITE_STAMP): $(PROJECTS)
 	@test -n "$(PYTHON)" || $(NO_PYTHON)
 	@echo "Setting up .venv-site with $(PYTHON)"
@@ -209,4 +223,4 @@ $(SITE_STAMP): $(PROJECTS)
 	@touch $@
 
 clean:
-	rm -rf build .venv .venv-latest .venv-latest-* .venv-site .venv-gpu-programs
+	rm -rf build .venv .venv-latest .venv-latest-* .venv-site .venv-gpu-programs $(ANSWERS)

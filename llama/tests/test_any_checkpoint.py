@@ -6,6 +6,7 @@ Each checkpoint is a good one with one thing replaced.
 
 import json
 import math
+import os
 import shutil
 import struct
 import types
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 
 NO_NUMBER = (True, False, "1", "x", "", [], [1], {}, {"a": 1}, [[1.0]])
 NO_SIZE = (*NO_NUMBER, 0, -1, 1.5, 2.0, math.nan, math.inf, 10**30, 10**12, 2**31, -(2**63))
-NOT_POSITIVE = (*NO_NUMBER, 0, -1, 0.0, -0.5, math.nan, math.inf, -math.inf, 10**400)
+NOT_POSITIVE = (*NO_NUMBER, 0, -1, 0.0, -0.5, math.nan, math.inf, -math.inf)
 NO_FLAG = ("false", "true", "", 0, 1, 0.0, [], {}, [False], math.nan)
 NO_TEXT = (True, 0, 1.5, [], ["a"], {}, [["a"]])
 
@@ -72,7 +73,7 @@ CONFIGS = {
     **dict.fromkeys(NUMBERS, NOT_POSITIVE),
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), NO_FLAG),
     "model_type": (*NO_TEXT, None, "", "gpt2"),
-    "hidden_act": (*NO_TEXT, "", "gelu"),
+    "hidden_act": (*NO_TEXT, "", "gelu", "swiglu"),
     "rope_type": (["llama3"], 3, {"a": 1}, "yarn", True),
     "rope_scaling": ("linear", 3, ["llama3"], True, 0.5),
     "rope_parameters": ("linear", 3, ["llama3"], True, 0.5, {"rope_type": "llama3"}),
@@ -103,8 +104,6 @@ def test_fields_that_do_not_fit_each_other(folder):
 
 def test_both_places_of_rotary_numbers_have_to_be_right(folder):
     """Newer files have them in `rope_parameters`; an older field beside it is looked at, too."""
-    for value in NOT_POSITIVE:
-        refuses(folder.write(folder.fields | {"rope_theta": value}), "rope_theta")
     assert loads_or_says(folder.write(folder.fields | {"rope_theta": 1e4})) is None
     linear = {"rope_type": "linear", "factor": 4.0}
     refuses(folder.write(folder.fields | {"rope_scaling": linear | {"factor": 0}}), "factor")
@@ -199,6 +198,58 @@ def test_the_packaged_model(monkeypatch):
         Llama.load()
 
 
+def test_an_index_stays_inside_its_directory(tmp_path):
+    """A file in a folder of it is read."""
+    folder = Folder(tmp_path)
+    other = shutil.copytree(folder.path, tmp_path / "other")
+    (folder.path / "sub").mkdir()
+    (folder.path / "model.safetensors").rename(folder.path / "sub" / "a.safetensors")
+    for name in (
+        "../other/model.safetensors",
+        str(other / "model.safetensors"),
+        "sub/../../x",
+        "..",
+    ):
+        refuses(folder.write({"weight_map": {NORM: name}}, INDEX), "files of this directory")
+    assert loads_or_says(folder.write({"weight_map": {NORM: "sub/a.safetensors"}}, INDEX)) is None
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names")
+def test_a_pipe_is_refused(tmp_path):
+    """Nobody may ever write to it."""
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"):
+        folder = Folder(tmp_path / name.replace(".", "_"))
+        (folder.path / name).unlink(missing_ok=True)
+        os.mkfifo(folder.path / name)
+        refuses(folder.path, f"got a pipe, {name}")
+    os.mkfifo(tmp_path / "x.gguf")
+    refuses(tmp_path / "x.gguf", "got a pipe, x.gguf")
+
+
+def meta(tensors):
+    tensors["tok_embeddings.weight"] = tensors.pop("model.embed_tokens.weight")
+
+
+def base(tensors):
+    for name in list(tensors):
+        tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+
+@pytest.mark.parametrize("change", [meta, base])
+def test_other_names_are_explained(tmp_path, change):
+    words = "not as Meta does, nor without 'model.'"
+    refuses(Folder(tmp_path).tensors(change), words)
+
+
+def test_a_folder_of_the_hubs_cache_is_explained(tmp_path):
+    (tmp_path / "snapshots").mkdir()
+    refuses(tmp_path, "has them in snapshots/")
+
+
+def test_swish_is_silu(folder):
+    assert loads_or_says(folder.changed("hidden_act", "swish")) is None
+
+
 # Tensors
 
 ONES = np.ones(8, np.float32)
@@ -255,6 +306,17 @@ def test_a_list_longer_than_its_file(tmp_path):
     refuses(file, "a damaged one")
 
 
+def test_an_offset_that_wraps_around(tmp_path):
+    """Numbers of 64 bits have a sum before the data, which would be read."""
+    file = write_gguf("llama3", tmp_path / "x.gguf")
+    data = file.read_bytes()
+    second = gguf_file._Reader(file).tensors[1]
+    at = second.field.offset + sum(part.nbytes for part in second.field.parts[:-1])
+    for offset in (2**64 - 32, 2**64 - 64):
+        file.write_bytes(data[:at] + struct.pack("<Q", offset) + data[at + 8 :])
+        refuses(file, "offset")
+
+
 HEAD = "llama.attention.key_length"
 GGUF_FILES = {
     "big-endian": ({"endianess": 1}, "little-endian"),
@@ -309,24 +371,57 @@ METADATA = {
     **{NAMES[field][1]: values for field, values in FIELDS.items() if field != "vocabulary"},
     "rope.dimension_count": NO_SIZE,
     "rope.scaling.type": (3, ["linear"], {}, "yarn", True, b"none"),
-    "rope.scale_linear": NOT_POSITIVE,
+    "attention.value_length": (2, 16, "x", [8]),
     "expert_count": (1, "x", [1], 8, True),
+    "attention.causal": (False, 0, "no", None, []),
+    "rope.scaling.attn_factor": (0.5, 2.0, "1", [1.0], math.nan),
+    # Fields of other families, and older ones
+    **dict.fromkeys(("rope.scale_linear", "rope.dimension_count_swa", "rope.new"), (1, 4.0, "x")),
+    **dict.fromkeys(("rope.scaling.yarn_attn_factor", "rope.dimension_sections"), (1, [4])),
+    **dict.fromkeys(("attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale"), (1.0,)),
+    **dict.fromkeys(("attention.sliding_window", "attention.layer_norm_epsilon"), (1, 0.5)),
+}
+# Fields that a Llama may have, and whose values change nothing.
+WITHOUT_EFFECT = {
+    "llama.attention.causal": (True,),
+    "llama.rope.scaling.attn_factor": (1, 1.0),
+    "llama.rope.scaling.original_context_length": (4096,),
+    "llama.rope.scaling.finetuned": (True, False),
+    "llama.expert_count": (0,),
+    "llama.vocab_size": (96,),
+    "llama.logit_scale": (2.0,),  # of other families; llama.cpp ignores these two for a Llama, too
+    "llama.tensor_data_layout": ("Meta AI original pth",),
+    "split.count": (1,),
+    "general.name": ("x",),
+    "tokenizer.ggml.mask_token_id": (3,),
 }
 
 
 @pytest.mark.parametrize("name", METADATA)
 def test_wrong_metadata_of_a_model_is_named(changed, name):
-    words = ("experts",) if name == "expert_count" else ("rope scaling",)
     for value in METADATA[name]:
         sizes = OF_TENSORS if value in LARGE else ()
-        refuses(changed({f"llama.{name}": value}), f"llama.{name}", *words, *sizes)
+        if value is not None:
+            refuses(changed({f"llama.{name}": value}), f"llama.{name}", "rope scaling", *sizes)
+
+
+def test_metadata_that_change_nothing(changed):
+    plain = Llama.load(changed({}))
+    for name, values in WITHOUT_EFFECT.items():
+        for value in values:
+            model = Llama.load(changed({name: value}))
+            assert model.config == plain.config and model.tokenizer == plain.tokenizer
+
+
+def test_the_first_of_several_files_is_no_model(changed):
+    refuses(changed({"split.count": 2}), "split.count: expected 1, got 2")
 
 
 def test_a_factor_without_a_type_is_linear(changed):
-    """As in llama.cpp, by its older name, too."""
+    """As in llama.cpp."""
     factor = "llama.rope.scaling.factor"
     linear = {"llama.rope.scaling.type": "linear"}
-    for fields in (linear | {factor: 4}, {factor: 4.0}, {"llama.rope.scale_linear": 4.0}):
+    for fields in (linear | {factor: 4}, {factor: 4.0}):
         assert open_checkpoint(changed(fields)).config.rotary_scaling.factor == 4
     for fields in ({}, {"llama.rope.scaling.type": "none"}):
         assert open_checkpoint(changed(fields)).config.rotary_scaling is None
@@ -352,13 +447,13 @@ def vocabulary(kind: dict, **changes) -> dict:
     return {f"tokenizer.ggml.{name}": x for name, x in (COMMON | kind | changes).items()}
 
 
-@pytest.mark.parametrize(("kind", "ids"), [(PAIRS, (None, set())), (SENTENCES, (1, {2}))])
+@pytest.mark.parametrize(("kind", "ids"), [(PAIRS, (None, {2})), (SENTENCES, (1, {2}))])
 def test_where_a_file_does_not_say_how_texts_begin_and_end(changed, kind, ids):
     """A vocabulary like Llama 2's has its numbers, as in llama.cpp."""
     assert loads_or_says(changed(vocabulary(kind))) is None
     missing = dict.fromkeys(("bos_token_id", "eos_token_id", "eot_token_id"))
     tokenizer = open_checkpoint(changed(vocabulary(kind, **missing))).tokenizer
-    assert (tokenizer.start, tokenizer.stop) == (None, set())
+    assert (tokenizer.start, tokenizer.stop) == (None, {2})  # </s> by name
     fields = {name: x for name, x in vocabulary(kind).items() if name[15:] not in missing}
     tokenizer = open_checkpoint(changed(fields)).tokenizer
     assert (tokenizer.start, tokenizer.stop) == ids

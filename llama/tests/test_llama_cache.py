@@ -240,9 +240,9 @@ class NoHash:
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda m: m.using("trees"), r"attention: expected a function or one of .*'tree'"),
-        (lambda m: m.using(["tree"]), "attention: expected a name or a hashable function"),
-        (lambda m: m.using(NoHash()), "attention: expected a name or a hashable function"),
+        (lambda m: m.using("trees"), r"attention: expected one of .*'tree'.*, got 'trees'"),
+        (lambda m: m.using(["tree"]), "attention: expected one of .* or a hashable function"),
+        (lambda m: m.using(NoHash()), "attention: expected one of .* or a hashable function"),
         (lambda m: m.on(8), r"mesh: expected a jax.sharding.Mesh or None, got 8"),
         (lambda m: m.new_cache(1, 0), "capacity: expected an integer of at least 1"),
         (lambda m: m.on(batch_mesh(2, 1)).new_cache(3, 48), "batch: expected a number of texts"),

@@ -91,7 +91,7 @@ BAD = [
     ({"max_new_tokens": 0}, "max_new_tokens: expected an integer from 1 to 2147483647, got 0"),
     ({"budget": 0}, "budget: expected an integer of at least 1, got 0"),
     ({"capacity": 6}, "capacity: the longest prompt and max_new_tokens need 7, got 6"),
-    ({"prompts": "Hi"}, "model: this checkpoint has no tokenizer: texts are lists of token ids"),
+    ({"prompts": "Hi"}, "model: this checkpoint has no tokenizer .*: convert tokenizer.model"),
     ({"prompts": [[1, 96]]}, "prompts: expected ids from 0 to 95, got 96"),
     ({"stop": "."}, "model: this checkpoint has no tokenizer"),
     ({"stop": [1, ""]}, "stop: expected strings that are not empty"),
@@ -190,6 +190,7 @@ def test_text_in_and_text_out(unchecked):
     assert tokenizer.decode(generate(parrot, "Hi", stop=" th").tokens) == "one two th"
 
 
+NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 MESSAGES = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
 LOOP = "{% for m in messages %}"
 TEMPLATES = [
@@ -206,7 +207,7 @@ TEMPLATES = [
 
 @pytest.mark.parametrize("template, want", TEMPLATES)
 def test_templates_have_what_transformers_gives_them(template, want):
-    tokenizer = byte_tokenizer(chat_template=template, bos="<s>", eos="</s>")
+    tokenizer = byte_tokenizer(chat_template=template, names=NAMES)
     assert tokenizer.decode(tokenizer.chat(MESSAGES)) == want
 
 
@@ -261,7 +262,7 @@ def test_the_command_line_explains_itself_on_any_terminal(command):
     "arguments, status, message",
     [
         (("--seed", "1.5"), 2, "argument --seed: invalid int value: '1.5'"),
-        (("--model", "nothing.gguf"), 1, "--model: no file or directory nothing.gguf"),
+        (("--model", "nothing.gguf"), 1, "path: no file or directory nothing.gguf"),
         (("--model", "org/name"), 1, "are not downloaded"),
         (("--model", str(SMALL)), 1, "no tokenizer"),
     ],
@@ -280,6 +281,24 @@ def test_the_command_line_prints_what_the_terminal_can(monkeypatch):
     assert terminal.buffer.getvalue().decode("latin-1").strip() == "café ?"
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_control_characters_do_not_reach_the_terminal(command, monkeypatch, fails):
+    """Neither those of a model's text, nor those of an error; newline and tab do."""
+    text = "".join(map(chr, range(160))) + "é日\u200d"
+
+    def run(args):
+        if fails:
+            raise ValueError(text)
+        print(text[:80], text[80:], sep="", end="")
+
+    monkeypatch.setattr(__main__, "run", run)
+    _, *outputs = command("Hi")
+    said = outputs[fails]
+    shown = {c for c in said if ord(c) < 32 or 126 < ord(c) < 160}
+    assert shown == {"\t", "\n"} and said.rstrip("\n").endswith(text[160:])
+    assert said.count("\ufffd") == 32 - 2 + 33
+
+
 def test_the_command_line_ends_quietly_when_nobody_reads_on():
     code = """
 import sys, treeattn_llama.__main__ as program
@@ -293,9 +312,3 @@ sys.exit(program.main())
         running.stdout.close()
         assert running.stderr.read() == b""
     assert running.returncode == 1
-
-
-def test_errors_have_the_names_of_flags():
-    for argument, flag in (("max_new_tokens", "tokens"), ("top_p", "top-p"), ("n", "devices")):
-        assert __main__.with_flags(f"{argument}: expected 1") == f"--{flag}: expected 1"
-    assert __main__.with_flags("no such thing: top_p: 3") == "no such thing: top_p: 3"

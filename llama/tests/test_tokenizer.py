@@ -161,7 +161,7 @@ def test_sentence_pieces():
     assert tokenizer.decode([*plain.encode("a"), *half]) == "a" + 3 * "\ufffd"
     # The bytes of a second character hide the first one, until it is whole.
     two = [[[plain.ids[f"<0x{b:02X}>"]]] for b in "🙂🙂".encode()]
-    assert "".join(pieces(tokenizer, two)) == "🙂🙂"
+    assert "".join(pieces(tokenizer, [], two)) == "🙂🙂"
     spaceless = plain.read(add_space_prefix=False)
     assert spaceless.decode(spaceless.encode(" a")) == " a"
 
@@ -192,11 +192,12 @@ def test_where_gguf_files_say_nothing(pre, changes, starts):
     """Llama 3's texts begin with a token, GPT-2's do not, and templates know it either way."""
     plain = pairs(pre)
     tokenizer = plain.read(**changes)
-    bos, eos, eot, x = (plain.ids[token] for token in ("<s>", "</s>", "<|im_end|>", "x"))
+    ends = "</s>", "<|im_end|>", "<|endoftext|>"  # the last one by its name
+    bos, x, eos, *rest = (plain.ids[token] for token in ("<s>", "x", *ends))
     assert tokenizer.encode("x") == [bos, x][1 - starts :]
     assert tokenizer.encode("<s>x") == [bos, x]
     assert tokenizer.chat("x") == [bos, x, eos]  # not </s>'s id being the smaller one
-    assert tokenizer.stop == {eos, eot}
+    assert tokenizer.stop == {eos, *rest}
     assert from_gguf({}, Path("x.gguf")) is None
 
 
@@ -206,18 +207,24 @@ NAMED = [{"name": "tool_use", "template": "y"}, {"name": "default", "template": 
 IDS = {"bos_token_id": 256, "eos_token_id": 257}
 TEXT_TOKENS = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
 # The tokens around a text; tokenizer_config.json, config.json, generation_config.json; and the
-# tokenizer's start, stop, chat_template, bos and eos.
+# tokenizer's start, stop, chat_template and names.
 FOLDERS = [
+    ("<s> $A", {"chat_template": "x"}, {"eos_token_id": [257, 3]}, {}, (256, {257, 3}, "x", {})),
     (
-        "<s> $A",
-        {"chat_template": "x"},
-        {"eos_token_id": [257, 3]},
+        "$A </s>",
+        TEXT_TOKENS | {"chat_template": NAMED},
         {},
-        (256, {257, 3}, "x", "", ""),
+        {},
+        (None, set(), "z", {"bos_token": "<s>", "eos_token": "</s>"}),
     ),
-    ("$A </s>", TEXT_TOKENS | {"chat_template": NAMED}, {}, {}, (None, set(), "z", "<s>", "</s>")),
-    ("<s> $A </s>", {"chat_template": NAMED[:1]}, IDS, {}, (256, {257}, None, "<s>", "</s>")),
-    ("$A", {}, {"eos_token_id": 5}, {"eos_token_id": 0}, (None, {0}, None, "", "&")),
+    ("<s> $A </s>", {"chat_template": NAMED[:1]}, IDS, {}, (256, {257}, None, {})),
+    (
+        "$A",
+        {"add_bos_token": True},
+        {"eos_token_id": 5},
+        {"eos_token_id": 0},
+        (None, {0}, None, {}),
+    ),
     ("<s> </s> $A", {}, {}, {}, None),
 ]
 
@@ -239,7 +246,7 @@ def test_tokenizer_of_a_directory(tmp_path, single, about, config, generation, w
             from_directory(tmp_path)
         return
     found = from_directory(tmp_path)
-    assert (found.start, found.stop, found.chat_template, found.bos, found.eos) == want
+    assert (found.start, found.stop, found.chat_template, found.names) == want
     ids = found.encode("abcdefgh")
     assert len(ids) == 8 + (want[0] is not None) and found.decode(ids) == "abcdefgh"
     assert found.encode("<s>ab").count(256) == 1

@@ -42,6 +42,12 @@ def named(where: str | Path, what: str = "") -> Iterator[None]:
         raise ValueError(": ".join(filter(None, (str(where), what, message)))) from error
 
 
+def list_names(names: set[str]) -> str:
+    """The first of the names in order, for a message."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(sorted(names)[:3]) + more
+
+
 def integer(name: str, x, least: int | None = None, most: int | None = None) -> int:
     """`x` as an int, from any whole number of Python, NumPy or JAX, but not from a bool or a float.
 
@@ -74,10 +80,7 @@ def number(name: str, x, above: float | int | None = None, most: float | int = m
     is_number = isinstance(x, numbers.Real | Array) and not isinstance(x, bool)
     if not is_number or np.ndim(x):
         raise TypeError(f"{name}: expected {expected}, got {x!r:.40}")
-    try:
-        found = float(x)
-    except OverflowError:  # an int above the largest float
-        found = math.inf
+    found = float(x)
     if not math.isfinite(found) or (above is not None and found <= above) or found > most:
         raise ValueError(f"{name}: expected {expected}, got {x!s:.40}")
     return found

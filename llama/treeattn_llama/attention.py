@@ -55,15 +55,14 @@ ATTENTIONS = {
 
 
 def check_attention(attention: str | ShardAttention) -> None:
-    """Raise ValueError for an unknown name, and TypeError for anything else but a function that can
-    be hashed: each attention has its own compiled programs, which JAX finds by its hash."""
-    if isinstance(attention, str):
-        if attention not in ATTENTIONS:
-            names = tuple(ATTENTIONS)
-            raise ValueError(f"attention: expected a function or one of {names}, got {attention!r}")
-    elif not callable(attention) or not isinstance(attention, Hashable):
-        kind = type(attention).__name__
-        raise TypeError(f"attention: expected a name or a hashable function, got {kind}")
+    """Raise TypeError for anything but a name and a function that can be hashed: each attention
+    has its own compiled programs, which JAX finds by its hash."""
+    hashable = isinstance(attention, Hashable)
+    if not hashable or not (attention in ATTENTIONS or callable(attention)):
+        names = tuple(ATTENTIONS)
+        raise TypeError(
+            f"attention: expected one of {names} or a hashable function, got {attention!r:.40}"
+        )
 
 
 def attend_cache(

@@ -1,46 +1,34 @@
 """Chat templates: a checkpoint's Jinja program that writes a conversation as one text.
 
 A template is a stranger's program, so it runs in Jinja's sandbox. It gets the functions and filters
-that transformers gives it.
+that transformers gives it. The sandbox keeps the process's secrets, not its time and its memory: a
+template may run without an end, or fill the memory. So may a tokenizer.json. Where strangers choose
+the model, run it in a process with limits of both (`ulimit -t -v`, or a container's).
 """
 
 import datetime
 import json
-from typing import ClassVar
+import re
 
 import jinja2
-import jinja2.ext
 import jinja2.sandbox
-
-
-class Generation(jinja2.ext.Extension):
-    """`{% generation %} … {% endgeneration %}` marks the assistant's words, for training.
-
-    The text inside is written as it is.
-    """
-
-    tags: ClassVar = {"generation"}
-
-    def parse(self, parser):
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
 
 
 def render_chat(template: str, values: dict) -> str:
     """The text that asks the model to answer.
 
-    values: messages, bos_token and eos_token
+    values: messages, and bos_token, eos_token and others
     """
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols", Generation],
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     environment.filters["tojson"] = _to_json
     values = {"tools": None, "documents": None, "add_generation_prompt": True} | values
+    # {% generation %} … {% endgeneration %} marks the assistant's words, for training. Jinja knows
+    # {% with %} … {% endwith %}, which writes the words as they are, in a scope of their own.
+    template = re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", template)
     return environment.from_string(template).render(values)
 
 

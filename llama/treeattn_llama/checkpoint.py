@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from treeattn_llama.arguments import list_names
 from treeattn_llama.config import Config
 from treeattn_llama.tokenizer import Tokenizer
 
@@ -40,7 +41,11 @@ class Checkpoint:
             )
         expected = config.tensors()
         if missing := expected.keys() - self.shapes.keys():
-            raise ValueError(f"missing from the checkpoint: {list_names(missing)}")
+            raise ValueError(
+                f"missing from the checkpoint: {list_names(missing)}. Names are expected as "
+                "transformers gives them to a LlamaForCausalLM: not as Meta does, nor without "
+                "'model.', as a base model has them"
+            )
         known = expected | {"lm_head.weight": None}  # if tied, `load_weights` compares it
         if self.rotary_factors is not None:
             expected["rope_freqs.weight"] = (config.head_dim // 2,)
@@ -56,9 +61,3 @@ class Checkpoint:
                 f"the tokenizer has ids up to {self.tokenizer.size - 1}, the model's vocabulary "
                 f"only {config.vocabulary} tokens"
             )
-
-
-def list_names(names: set[str]) -> str:
-    """The first of the names in order, for a message."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(sorted(names)[:3]) + more

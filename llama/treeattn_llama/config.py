@@ -12,8 +12,7 @@ from treeattn_llama.arguments import boolean, integer, number
 class Config:
     """The numbers of a Llama. head_dim need not be width / heads.
 
-    Raises TypeError or ValueError unless every size is a whole number of at least 1, every other
-    number is finite and above 0, and the sizes fit each other.
+    Raises ValueError unless the sizes fit each other. `read_config` checks each of them.
     """
 
     vocabulary: int
@@ -32,9 +31,6 @@ class Config:
     mlp_bias: bool = False
 
     def __post_init__(self):
-        for name, kind in Config.__annotations__.items():
-            if kind in CHECKS:
-                object.__setattr__(self, name, CHECKS[kind](name, getattr(self, name)))
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"heads: {self.heads} query heads cannot share {self.kv_heads} key heads evenly"

@@ -43,6 +43,8 @@ def open_checkpoint(path: str | Path | None = None) -> Checkpoint:
         )
     hugging_face = path.is_dir() or path.suffix == ".safetensors"
     with named(path):
+        if pipes := [file for file in (path, *path.glob("*")) if file.is_fifo()]:
+            raise ValueError(f"expected files, got a pipe, {pipes[0].name}")
         checkpoint = open_hugging_face(path) if hugging_face else open_gguf(path)
         checkpoint.check()
     return checkpoint

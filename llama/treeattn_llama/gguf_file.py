@@ -8,13 +8,31 @@ import gguf
 import jax.numpy as jnp
 import numpy as np
 
-from treeattn_llama.arguments import named, number
+from treeattn_llama.arguments import list_names, named, number
 from treeattn_llama.checkpoint import Checkpoint
 from treeattn_llama.config import NAMES, Config, RotaryScaling, read_config, rotary_scaling
 from treeattn_llama.gguf_tokenizer import from_gguf
 
 # These are read as they are stored; quantized tensors are read as float32.
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
+
+
+# Fields that change nothing if they have this value. With another the file is refused.
+EXPECTED = {
+    "split.count": 1,
+    "llama.expert_count": 0,
+    "llama.attention.causal": True,
+    "llama.rope.scaling.attn_factor": 1,
+}
+# Of fields that begin so, those that are not read are refused, because they may change numbers.
+OTHERS = ("llama.rope.", "llama.attention.")
+# But these are read elsewhere (`_scaling`), or are of a scaling that is refused.
+IGNORED = {
+    "llama.rope.scaling.type",
+    "llama.rope.scaling.factor",
+    "llama.rope.scaling.original_context_length",
+    "llama.rope.scaling.finetuned",
+}
 
 
 class _Reader(gguf.GGUFReader):
@@ -38,6 +56,8 @@ def open_gguf(path: Path) -> Checkpoint:
         reader = _Reader(path)
         fields = {name: functools.cache(field.contents) for name, field in reader.fields.items()}
         stored = {tensor.name: tensor for tensor in reader.tensors}
+        if any(tensor.data_offset < reader.data_offset for tensor in reader.tensors):
+            raise ValueError("a tensor's offset is so large that it wraps around")
     with named(path, "metadata"):
         config = gguf_config(fields, stored)
     # No more layers are named than the file has tensors, because its number of layers may be wrong.
@@ -82,8 +102,6 @@ def gguf_config(fields: dict, tensors: dict) -> Config:
     kind = get("general.architecture")
     if kind != "llama":
         raise ValueError(f"expected architecture 'llama', got {kind!r:.40}")
-    if experts := get("llama.expert_count"):
-        raise ValueError(f"llama.expert_count: a mixture of {experts!r:.40} is not a Llama")
     given = {
         "tied": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
@@ -93,30 +111,34 @@ def gguf_config(fields: dict, tensors: dict) -> Config:
         given["vocabulary"] = int(tensors["token_embd.weight"].shape[-1])
     names = {field: f"llama.{name}" for field, (_, name) in NAMES.items()}
     config = read_config(names, get, **given)
-    rotated = get("llama.rope.dimension_count")
-    if rotated not in (None, config.head_dim) or isinstance(rotated, bool):
-        raise ValueError(
-            f"llama.rope.dimension_count: expected {config.head_dim}, the whole head, "
-            f"got {rotated!r:.40}"
-        )
+    whole = config.head_dim
+    expected = EXPECTED | {
+        "llama.rope.dimension_count": whole,
+        "llama.attention.value_length": whole,
+    }
+    for name, value in expected.items():
+        if (found := get(name)) not in (None, value):
+            raise ValueError(f"{name}: expected {value}, got {found!r:.40}")
+    known = expected.keys() | IGNORED | set(names.values())
+    unknown = {name for name in fields.keys() - known if name.startswith(OTHERS)}
+    if unknown:
+        raise ValueError(f"not known, and may change numbers: {list_names(unknown)}")
     return config
 
 
 def _scaling(get) -> RotaryScaling | None:
     """The rotary scaling in the metadata.
 
-    As in llama.cpp, a factor without a type is linear, and has an older name, too. Llama 3's
-    factors are not here: GGUF files have them as a tensor, `rope_freqs`.
+    As in llama.cpp, a factor without a type is linear. Llama 3's factors are not here: GGUF files
+    have them as a tensor, `rope_freqs`.
     """
-    names = ("llama.rope.scaling.factor", "llama.rope.scale_linear")
-    factors = {name: get(name) for name in names if get(name) is not None}
+    factor = get("llama.rope.scaling.factor")
     kind = get("llama.rope.scaling.type")
     if kind is None:
-        kind = "linear" if factors else "none"
+        kind = "none" if factor is None else "linear"
     if kind == "none":
         return None
     fields = {"rope_type": kind}
     if kind == "linear":
-        name = next(iter(factors), names[0])
-        fields["factor"] = number(name, factors.get(name), 0)
+        fields["factor"] = number("llama.rope.scaling.factor", factor, 0)
     return rotary_scaling(fields)

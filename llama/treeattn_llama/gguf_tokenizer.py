@@ -23,6 +23,22 @@ CUTS = {
     **dict.fromkeys(LLAMA_3_NAMES, (LLAMA_3,)),
 }
 
+# Tokens by whose names llama.cpp ends a text (llama-vocab.cpp), and others that are control tokens,
+# whatever their type says.
+ENDS = set(
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> </s> "
+    "<|endoftext|> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> "
+    "<turn|> <|tool_response> <｜end▁of▁sentence｜> [e~[ <|fim_pad|> <fim-pad> <fim_pad> <PAD> "
+    "[PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>".split()
+)
+CONTROLS = ENDS | set(
+    "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> "
+    "<|prefix|> <|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> "
+    "<|code_suffix|> <|suffix|> <|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> "
+    "▁<MID> <|code_middle|> <|middle|>".split()
+)
+ENDING_IDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+
 # Types of a GGUF file's tokens.
 UNKNOWN = 2
 CONTROL = 3
@@ -91,6 +107,7 @@ def _from_metadata(about: Metadata) -> Tokenizer | None:
     types = [1] * len(tokens)
     if "tokenizer.ggml.token_type" in about.fields:
         types = about.all("token_type", int, tokens)
+    types = [CONTROL if t in CONTROLS else x for t, x in zip(tokens, types, strict=True)]
 
     def of_type(*wanted):
         found = (token for token, type_ in zip(tokens, types, strict=True) if type_ in wanted)
@@ -98,18 +115,16 @@ def _from_metadata(about: Metadata) -> Tokenizer | None:
 
     backend.add_special_tokens(of_type(UNKNOWN, CONTROL))  # `decode` leaves these out
     backend.add_tokens(of_type(USER_DEFINED))
-    bos, eos, eot = (about.id(name, tokens) for name in ("bos", "eos", "eot"))
+    bos = about.id("bos", tokens)
+    ends = {name: about.id(name, tokens) for name in ENDING_IDS}
+    stop = {i for i, token in enumerate(tokens) if token in ENDS} | {*ends.values()} - {None}
     # llama.cpp's defaults
     adds_bos = kind == "llama" or about.get("pre") in LLAMA_3_NAMES
+    start = bos if about.flag("add_bos_token", adds_bos) else None
+    known = {"bos_token": bos, "eos_token": ends["eos"]}
+    names = {name: tokens[i] for name, i in known.items() if i is not None}
     template = about.fields.get("tokenizer.chat_template")
-    return Tokenizer(
-        backend,
-        stop=frozenset({eos, eot} - {None}),
-        start=bos if about.flag("add_bos_token", adds_bos) else None,
-        chat_template=template and template(),
-        bos="" if bos is None else tokens[bos],
-        eos="" if eos is None else tokens[eos],
-    )
+    return Tokenizer(backend, frozenset(stop), start, start, template and template(), names)
 
 
 def _byte_pairs(about: Metadata) -> tokenizers.Tokenizer:

@@ -6,8 +6,8 @@ import numpy as np
 import safetensors
 
 from treeattn_llama import tokenizer
-from treeattn_llama.arguments import named, number
-from treeattn_llama.checkpoint import Checkpoint, list_names
+from treeattn_llama.arguments import named
+from treeattn_llama.checkpoint import Checkpoint
 from treeattn_llama.config import NAMES, Config, read_config, rotary_scaling
 
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -55,14 +55,15 @@ def _shards(path: Path) -> list[Path]:
         with named(index, "weight_map"):
             names = tokenizer.read_json(index)["weight_map"].values()
             files = sorted({path / name for name in names})
-        if missing := {file.name for file in files if not file.exists()}:
-            raise ValueError(f"the index lists files that are missing: {list_names(missing)}")
+            if outside := [name for name in names if ".." in Path(name).parts or Path(name).root]:
+                raise ValueError(f"expected files of this directory, got {outside[0]!r:.80}")
         return files
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise ValueError(
-            "expected config.json and *.safetensors, found no safetensors. Pickled files (*.bin, "
-            "*.pt) are not read, because unpickling runs the code in them: convert to safetensors"
+            "expected config.json and *.safetensors, found no safetensors. A folder of the hub's "
+            "cache has them in snapshots/…. Pickled files (*.bin, *.pt) are not read, because "
+            "unpickling runs the code in them: convert to safetensors"
         )
     return files
 
@@ -77,14 +78,15 @@ def hugging_face_config(fields: dict) -> Config:
     is not a Llama's."""
     if fields.get("model_type") != "llama":
         raise ValueError(f"expected a model of type 'llama', got {fields.get('model_type')!r:.40}")
-    if fields.get("hidden_act", "silu") not in ("silu", None):
+    if fields.get("hidden_act", "silu") not in ("silu", "swish", None):
         raise ValueError(f"expected hidden_act 'silu', got {fields['hidden_act']!r:.40}")
     if fields.get("is_causal") is False:
         raise ValueError("is_causal: expected true, got false: a Llama sees no later tokens")
     # Newer files have all rotary fields in rope_parameters. If a file has both, both are checked.
     places = [_rotary(fields, name) for name in ("rope_scaling", "rope_parameters")]
-    bases = [place.get("rope_theta") for place in (fields, *places)]
-    bases = [number("rope_theta", base, 0) for base in bases if base is not None]
+    bases = [
+        place["rope_theta"] for place in (fields, *places) if place.get("rope_theta") is not None
+    ]
     scalings = [rotary_scaling(place) for place in places if place]
     if len(set(scalings)) > 1:
         raise ValueError(f"rope_scaling and rope_parameters differ: {scalings}")

@@ -3,8 +3,6 @@
 The values of a traced array are not known. They are not checked.
 """
 
-import os
-import sys
 import warnings
 from collections.abc import Sequence
 from typing import SupportsIndex
@@ -25,16 +23,18 @@ NewEntries = tuple[Pair, ...]  # the keys and values of new tokens, layer by lay
 
 
 def floating_dtype(dtype) -> np.dtype | None:
-    """`dtype`, or None. Raises TypeError unless it is a float of 16 bits or more, and ValueError
-    for float64 if x64 is off."""
+    """`dtype`, or None. Raises TypeError unless it is a float of 16 bits or more, and not float64
+    if x64 is off."""
     if dtype is None:
         return None
     with named("dtype"):
         found = jnp.dtype(dtype)
-    if not jnp.issubdtype(found, jnp.floating) or found.itemsize < 2:
-        raise TypeError(f"dtype: expected a floating-point one of 16 bits or more, got {dtype!r}")
-    if jax.dtypes.canonicalize_dtype(found) != found:
-        raise ValueError(f"dtype: {found} needs jax.config.update('jax_enable_x64', True)")
+    known = jax.dtypes.canonicalize_dtype(found) == found
+    if not known or not jnp.issubdtype(found, jnp.floating) or found.itemsize < 2:
+        raise TypeError(
+            "dtype: expected a floating-point one of 16 bits or more, and float64 only after "
+            f"jax.config.update('jax_enable_x64', True), got {dtype!r}"
+        )
     return found
 
 
@@ -156,16 +156,10 @@ def check_room(cache: Cache, counts, name: str = "tokens") -> None:
 
 
 def check_capacity(capacity, context: int) -> int:
-    """`capacity` as an integer. Warns, at the caller's line outside of this package, if it is more
-    than the model was trained on."""
+    """`capacity` as an integer. Warns, at the line that called its caller, if it is more than the
+    model was trained on."""
     capacity = integer("capacity", capacity, 1)
     if capacity > context:
-        here = os.path.dirname(__file__) + os.sep
-        frame = sys._getframe()
-        level = 1
-        while frame is not None and frame.f_code.co_filename.startswith(here):
-            frame = frame.f_back
-            level += 1
         trained = f"the model was trained on texts of up to {context} tokens"
-        warnings.warn(f"capacity: {trained}, got {capacity}", stacklevel=level)
+        warnings.warn(f"capacity: {trained}, got {capacity}", stacklevel=3)
     return capacity

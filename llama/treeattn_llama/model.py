@@ -34,20 +34,14 @@ class Llama:
     """
 
     config: Config
-    weights: Weights
-    tokenizer: Tokenizer | None = None
+    weights: Weights = dataclasses.field(repr=False)
+    tokenizer: Tokenizer | None = dataclasses.field(default=None, repr=False)
     mesh: Mesh | None = None
     attention: str | ShardAttention = "tree"
 
     def __post_init__(self):
         check_attention(self.attention)
         layout_of(self.mesh)
-
-    def __repr__(self) -> str:
-        """All fields, but only the dtype of the weights."""
-        dtype = self.weights.embedding.dtype
-        shown = f"{self.config}, mesh={self.mesh}, attention={self.attention!r}, dtype={dtype}"
-        return f"Llama({shown})"
 
     @staticmethod
     def load(

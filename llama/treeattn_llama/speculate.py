@@ -74,9 +74,8 @@ def draft_candidate_tokens(
     certain = np.asarray(integers("certain", certain, (None,)))
     found = draft.propose(budget)
     with named(f"draft: {type(draft).__name__} proposed"):
-        if not isinstance(found, tuple | list) or len(found) != 2:
-            raise TypeError(f"expected (beam, scores), got {type(found).__name__} {found!s:.40}")
-        beam, scores = _checked_beam(*found, vocabulary)
+        beam, scores = found
+        beam, scores = _checked_beam(beam, scores, vocabulary)
         if len(beam) != len(certain):
             raise ValueError(f"expected candidates for {len(certain)} texts, got {len(beam)}")
     # A node is a prefix that candidates share. `pack` numbers nodes candidate by candidate, and a
@@ -103,21 +102,17 @@ def candidate_lengths(scores: Float[Array, "b m c"]) -> Int[np.ndarray, "b m"]:
 def _checked_beam(beam, scores, vocabulary: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """A beam's tokens in int32, with 0 after a candidate's end, and its scores; or an error."""
     beam = np.asarray(integers("beam", beam, (None, None, None)))
-    scores = _checked_scores("scores", scores, beam.shape)
+    scores = np.asarray(as_array("scores", scores))
+    if scores.shape != beam.shape:
+        raise ValueError(
+            f"scores: expected a score for each token, {beam.shape}, got {scores.shape}"
+        )
     real = np.arange(beam.shape[2]) < candidate_lengths(scores)[..., None]
     if (scores > -np.inf)[~real].any():
         raise ValueError("scores: −∞ ends a candidate, but a finite score follows it")
     most = np.iinfo(np.int32).max if vocabulary is None else vocabulary - 1
     integers("beam", beam[real], (None,), "tokens", most)
     return np.where(real, beam, 0).astype(np.int32), scores
-
-
-def _checked_scores(name: str, scores, shape: tuple[int, ...]) -> np.ndarray:
-    """The scores as an array, or an error unless there is one for each token."""
-    scores = np.asarray(as_array(name, scores))
-    if scores.shape != shape:
-        raise ValueError(f"{name}: expected a score for each token, {shape}, got {scores.shape}")
-    return scores
 
 
 # Pack and verify
@@ -197,7 +192,6 @@ def accept_candidate_tokens(
     """
     beam, scores = _checked_beam(beam, scores)
     verified = np.asarray(integers("verified_beam", verified_beam, beam.shape))
-    _checked_scores("verified_scores", verified_scores, beam.shape)
     batch, rows, width = beam.shape
     if rows == 0:
         nothing = np.zeros(batch, np.int32)
@@ -311,9 +305,9 @@ class Writer(Iterator[list[list[int]]]):
         for b, (text, begin) in enumerate(zip(texts, self.begin.tolist(), strict=True)):
             if not over[b]:
                 longer = text + tokens[b]
-                end = self.ending.at(longer[begin:], len(text) - begin)
+                end = self.ending.at(longer, begin, len(text))
                 over[b] = end is not None
-                texts[b] = longer[: begin + end] if over[b] else longer
+                texts[b] = longer[:end]
         return self.state._replace(texts=tuple(texts), over=tuple(over), cache=cache)
 
     def _lengths(self) -> Int[np.ndarray, " b"]:

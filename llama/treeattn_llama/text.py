@@ -106,8 +106,9 @@ def generate(model: Llama, prompt: Prompt | Sequence[Prompt], **options) -> Gene
     calls = stream(model, prompt, **options)
     for _ in calls:
         pass
-    tokens = [text[n:] for text, n in zip(calls.state.texts, calls.begin, strict=True)]
-    texts = [calls.ending.text(ids) for ids in tokens]
+    whole = list(zip(calls.state.texts, calls.begin.tolist(), strict=True))
+    tokens = [text[n:] for text, n in whole]
+    texts = [calls.ending.text(text, n) for text, n in whole]
     if _is_one(prompt):
         (texts,), (tokens,) = texts, tokens
     return Generation(texts, tokens, calls.steps)
@@ -120,12 +121,13 @@ def chat(model: Llama, messages: str | list[dict[str, str]], **options) -> Itera
     options:  those of `stream`. A string that stops the answer is part of it.
     """
     tokenizer = tokenizer_of(model)
-    calls = stream(model, [tokenizer.chat(messages)], **options)
-    return filter(None, pieces(tokenizer, calls))
+    prompt = tokenizer.chat(messages)
+    calls = stream(model, [prompt], **options)
+    return filter(None, pieces(tokenizer, prompt, calls))
 
 
-def pieces(tokenizer: Tokenizer, calls: Iterable[list[list[int]]]) -> Iterator[str]:
-    """The text of one prompt's new ids, a piece for each call of `stream`, which may be "".
+def pieces(tokenizer: Tokenizer, prompt: Ids, calls: Iterable[list[list[int]]]) -> Iterator[str]:
+    """The text of a prompt's new ids, a piece for each call of `stream`, which may be "".
 
     Bytes of an incomplete character wait for the next call; a last piece has those that remain.
     """
@@ -134,7 +136,7 @@ def pieces(tokenizer: Tokenizer, calls: Iterable[list[list[int]]]) -> Iterator[s
     whole = ""
     for (new,) in calls:
         ids += new
-        whole = tokenizer.decode(ids)
+        whole = tokenizer.decode(ids, prompt)
         text = whole.rstrip("\ufffd")  # an incomplete character
         yield text[shown:]
         shown = max(shown, len(text))
@@ -162,34 +164,34 @@ def _is_one(prompt) -> bool:
 def tokenizer_of(model: Llama) -> Tokenizer:
     """The checkpoint's tokenizer. Raises ValueError if it has none."""
     if model.tokenizer is None:
-        raise ValueError("model: this checkpoint has no tokenizer: texts are lists of token ids")
+        raise ValueError(
+            "model: this checkpoint has no tokenizer (tokenizer.json, or a GGUF file's): convert "
+            "tokenizer.model with transformers, or pass lists of token ids"
+        )
     return model.tokenizer
 
 
 def make_draft(draft: str | Draft | None) -> Draft | None:
-    """The draft of that name, or the object itself. Raises ValueError for an unknown name, and
-    TypeError for an object without a draft's methods."""
+    """The draft of that name, or the object itself. Raises TypeError for an unknown name, and for
+    an object without a draft's methods."""
     if draft == "lookup":
         return LookupDraft()
     if draft is None or (isinstance(draft, Draft) and not isinstance(draft, type)):
         return draft
-    kind = ValueError if isinstance(draft, str) else TypeError
-    raise kind(
+    raise TypeError(
         "draft: expected None, 'lookup', or an object with methods observe and propose, "
         f"got {draft!r:.40}"
     )
 
 
 def _rounded(tokens: int, context: int) -> int:
-    """The capacity of a cache for so many tokens: 130 tokens get 256, 3,000 get 3,072.
+    """The capacity of a cache for so many tokens: 130 tokens get 256, 3,000 get 4,096.
 
-    It is a power of two from 128 to 1,024, and above that a multiple of a quarter of the next lower
-    power of two; at most `context`, unless the tokens need more. Each capacity compiles programs of
-    its own, so few capacities serve texts of all lengths. Unused rows of a cache are not read.
+    It is a power of two from 128 on; at most `context`, unless the tokens need more. Each capacity
+    compiles programs of its own, so few capacities serve texts of all lengths. Unused rows of a
+    cache are not read.
     """
-    power = 1 << (tokens - 1).bit_length()
-    step = power if power <= 1024 else power // 8
-    return max(tokens, min(max(128, step * -(-tokens // step)), context))
+    return max(tokens, min(max(128, 1 << (tokens - 1).bit_length()), context))
 
 
 class Ending(NamedTuple):
@@ -200,21 +202,24 @@ class Ending(NamedTuple):
     strings: list[str]
     tokenizer: Tokenizer | None
 
-    def at(self, new: list[int], before: int) -> int | None:
-        """The number of new ids up to the text's end, looked for after the first `before` ids; None
-        if the text goes on."""
-        for n in range(before + 1, len(new) + 1):
-            if n == self.most or new[n - 1] in self.ids:
+    def at(self, text: list[int], begin: int, before: int) -> int | None:
+        """The number of ids up to the end of a text whose prompt has `begin` ids, looked for after
+        the first `before` ids; None if the text goes on."""
+        for n in range(before + 1, len(text) + 1):
+            if n - begin == self.most or text[n - 1] in self.ids:
                 return n
-            if self.strings and any(x in self.tokenizer.decode(new[:n]) for x in self.strings):
-                return n
+            if self.strings:
+                new = self.tokenizer.decode(text[begin:n], text[:begin])
+                if any(x in new for x in self.strings):
+                    return n
         return None
 
-    def text(self, ids: list[int]) -> str | None:
-        """The text of the ids, up to a string that ends it; None without a tokenizer."""
+    def text(self, ids: list[int], begin: int) -> str | None:
+        """The text after a prompt of `begin` ids, up to a string that ends it; None without a
+        tokenizer."""
         if self.tokenizer is None:
             return None
-        text = self.tokenizer.decode(ids)
+        text = self.tokenizer.decode(ids[begin:], ids[:begin])
         return min((text.partition(x)[0] for x in self.strings), key=len, default=text)
 
 
@@ -230,4 +235,12 @@ def ending_of(model: Llama, most: int, stop: Stop | None) -> Ending:
     tokenizer = tokenizer_of(model) if strings else model.tokenizer
     if tokenizer is not None and (stop is None or (strings and not ids)):
         ids = tokenizer.stop
-    return Ending(most, frozenset(ids), strings, tokenizer)
+    # A decoded text has no special tokens, so one that is to stop it is looked for by its id.
+    added = tokenizer.backend.get_added_tokens_decoder() if strings else {}
+    special = {token.content: i for i, token in added.items() if token.special}
+    if mixed := [x for x in strings for token in special if token in x and token != x]:
+        raise ValueError(
+            f"stop: expected special tokens without other text beside them, got {mixed[0]!r:.40}"
+        )
+    ids = {*ids, *(special[x] for x in strings if x in special)}
+    return Ending(most, frozenset(ids), [x for x in strings if x not in special], tokenizer)

@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
 
-from treeattn_llama.arguments import integer, named, text
+from treeattn_llama.arguments import integer, list_names, named, text
 from treeattn_llama.chat_template import render_chat
 
 
@@ -16,20 +17,19 @@ class Tokenizer:
 
     stop:          the ids after which a text is over
     start:         the id that begins every text, or None
+    chat_start:    the id that begins every chat, or None: a directory's template writes it
     chat_template: a Jinja template, or None
-    bos, eos:      the tokens that begin and end a text in a template
+    names:         the tokens that a template knows by name: bos_token, …
     """
 
     backend: tokenizers.Tokenizer
     stop: frozenset[int] = frozenset()
     start: int | None = None
+    chat_start: int | None = None
     chat_template: str | None = None
-    bos: str = ""
-    eos: str = ""
+    names: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        for name in ("bos", "eos"):
-            text(f"{name}_token", getattr(self, name))
         if self.chat_template is not None:
             text("chat_template", self.chat_template)
 
@@ -38,21 +38,34 @@ class Tokenizer:
         """One more than the largest id."""
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
-    def encode(self, prompt: str) -> list[int]:
+    def encode(self, prompt: str, chat: bool = False) -> list[int]:
         """The ids of a text, after the starting id if there is one. Special tokens in the text
         become their ids.
+
+        chat: whether a chat template wrote the text
 
         Raises TypeError if `prompt` is not a text, and ValueError if it is not Unicode.
         """
         text("prompt", prompt)
         with named("prompt", "the checkpoint's tokenizer says"):
             ids = self.backend.encode(prompt, add_special_tokens=False).ids
-        return ids if self.start in (None, *ids[:1]) else [self.start, *ids]
+        start = self.chat_start if chat else self.start
+        return ids if start in (None, *ids[:1]) else [start, *ids]
 
-    def decode(self, ids: list[int]) -> str:
-        """The text of `ids`, without special tokens."""
+    def decode(self, ids: list[int], after: Sequence[int] = ()) -> str:
+        """The text of `ids`, without special tokens.
+
+        after: the ids before them. Some tokenizers take a space from the beginning of a text; with
+               a token before it, the space stays.
+        """
+        decode = self.backend.decode
         with named("ids", "the checkpoint's tokenizer says"):
-            return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
+            ids = [int(i) for i in ids]
+            for i in reversed(after):
+                before = decode([i])
+                if before and "\ufffd" not in before:  # neither special nor a part of a character
+                    return decode([i, *ids])[len(before) :]
+            return decode(ids)
 
     def chat(self, messages: str | list[dict[str, str]]) -> list[int]:
         """The ids that ask the model to answer.
@@ -74,10 +87,9 @@ class Tokenizer:
                 'messages: expected a text or a list of dicts with "role" and "content", '
                 f"got {messages!r:.80}"
             )
-        values = {"messages": messages, "bos_token": self.bos, "eos_token": self.eos}
         with named("messages", "the checkpoint's chat template says"):
-            prompt = render_chat(self.chat_template, values)
-        return self.encode(prompt)
+            prompt = render_chat(self.chat_template, {"messages": messages} | self.names)
+        return self.encode(prompt, chat=True)
 
 
 def read_json(path: Path) -> dict:
@@ -108,18 +120,27 @@ def from_directory(path: Path) -> Tokenizer | None:
     def fields(name):
         return read_json(path / name) if (path / name).exists() else {}
 
-    about = fields("tokenizer_config.json")
-    config = fields("config.json")
+    about = fields("special_tokens_map.json") | fields("tokenizer_config.json")
+    older = fields("added_tokens.json")
 
-    def token(name):  # a string, a dict that describes it, or an id in config.json
-        found = about.get(f"{name}_token")
-        i = config.get(f"{name}_token_id")
-        if found is None and isinstance(i, int) and 0 <= i < 2**32:
-            found = backend.id_to_token(i)
-        found = found["content"] if isinstance(found, dict) else found
-        return "" if found is None else found
+    def content(x):  # a text, or an object
+        return x["content"] if isinstance(x, dict) else x
 
     with named(path, "tokenizer_config.json"):
+        names = {
+            name: content(x)
+            for name, x in about.items()
+            if name.endswith("_token") and isinstance(x, str | dict)
+        }
+        more = about.get("extra_special_tokens") or about.get("additional_special_tokens") or []
+        listed = about.get("added_tokens_decoder", {}).values()
+        beside = {*names.values(), *older, *map(content, [*listed, *more])}
+        added = {token.content for token in backend.get_added_tokens_decoder().values()}
+        if missing := beside - added:
+            raise ValueError(
+                f"not among the added tokens of tokenizer.json: {list_names(missing)}; save the "
+                "tokenizer anew with transformers, which adds them"
+            )
         stop = []
         for name in ("generation_config.json", "config.json"):
             found = fields(name).get("eos_token_id")
@@ -135,7 +156,7 @@ def from_directory(path: Path) -> Tokenizer | None:
         if file.exists():
             with named(file):
                 template = file.read_text(encoding="utf-8")
-        return Tokenizer(backend, frozenset(stop), start, template, token("bos"), token("eos"))
+        return Tokenizer(backend, frozenset(stop), start, None, template, names)
 
 
 def _starting_id(backend: tokenizers.Tokenizer) -> int | None:
