@@ -63,3 +63,15 @@ def rule(p, q):  # 09
     lacks = [max(a - b, F(0)) for a, b in zip(p, q, strict=True)]
     total = sum(lacks) or F(1)  # 0 if p = q, and then nothing is ever rejected
     return chance, [x / total for x in lacks]
+
+
+class Oracle:  # 09, exercise 1
+    def __init__(self, prompt, tokens):
+        self.prompt, self.tokens = prompt, tokens
+
+    def observe(self, texts):
+        self.done = len(texts[0]) - len(self.prompt)
+
+    def propose(self, budget):
+        ahead = np.array(self.tokens[self.done :][:budget])[None, None]
+        return ahead, np.zeros(ahead.shape)
