@@ -5,7 +5,7 @@ import shutil
 import subprocess
 
 import pytest
-from pages import REPOSITORY
+from pages import MAIN_ROAD, REPOSITORY, text
 
 PROOFS = REPOSITORY / "notebooks" / "proofs" / "merge.v"
 UNPROVED = r"\b(Admitted|admit|Axioms?|Parameters?|Conjecture|Hypothes[ie]s|give_up|Unset)\b"
@@ -55,3 +55,9 @@ def test_coq_refuses_another_merge(tmp_path, mistake):
     assert text.count(mistake[0]) == 1
     run = checked(text.replace(*mistake), tmp_path)
     assert run.returncode != 0 and "Error" in run.stderr
+
+
+def test_each_claim_names_a_section_that_exists():
+    headings = {x for path in MAIN_ROAD for x in re.findall(r"(?m)^## (.+)$", text(path))}
+    named = re.findall(r'\(\* 04, "([^"]+)":', PROOFS.read_text())
+    assert len(named) == 6 and set(named) <= headings

@@ -6,6 +6,7 @@ prints the same.
 """
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from attentions import DECODERS, over
 from jax.sharding import PartitionSpec as P
+from pages import REPOSITORY, run
 from totals import count_collectives, sent_bytes, total_bytes
 
 from treeattn import attend, collectives, finalize, memory
@@ -79,6 +81,21 @@ def test_every_method_sends_what_its_formula_says(method):
     found = collectives(compiled(DECODERS[method]))
     sums = count_collectives(found), total_bytes(found), sent_bytes(found)
     assert sums == FORMULAS[method]
+
+
+@pytest.mark.slow
+def test_rounds_of_any_number_of_devices():
+    """A butterfly's bits are equal everywhere, in ⌈log₂ p⌉ rounds or one more; windows need no more
+    than ⌈log₂ p⌉, send more states, and devices differ in their last bits."""
+    printed = run(sys.executable, REPOSITORY / "tests" / "rounds.py")
+    rows = [map(int, line.split()) for line in printed.splitlines()]
+    sent = {3: (4, 6), 5: (10, 15), 6: (12, 18), 7: (14, 21), 8: (24, 24), 12: (32, 48)}
+    for p, rounds, states, outputs, rounds_of_windows, states_of_windows, differ in rows:
+        fewest = (p - 1).bit_length()
+        assert (rounds, outputs) == (fewest + (p & (p - 1) > 0), 1)
+        assert rounds_of_windows == fewest and differ > 1
+        assert (states, states_of_windows) == sent.pop(p)
+    assert not sent
 
 
 def test_by_nodes_a_share_of_the_state_leaves_each_device():

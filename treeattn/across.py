@@ -120,7 +120,8 @@ def _butterfly(state: AttentionState, axis: str) -> AttentionState:
     """Recursive doubling: in round i device r swaps its state with device r XOR 2ⁱ, and merges.
 
     Of 6 devices, 0 … 3 are a butterfly of 2 rounds. Before it, devices 4 and 5 send their states to
-    0 and 1; after it, they receive the result.
+    0 and 1; after it, they receive the result. Three rounds would be enough for 6, and ⌈log₂ p⌉ for
+    every p, if devices merged in different orders. But then their last bits would differ.
     """
     p = lax.axis_size(axis)
     rank = lax.axis_index(axis)
