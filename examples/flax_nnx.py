@@ -10,9 +10,13 @@ import argparse
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from treeattn import attention, kv_mesh, simulate_devices, tree_decode
+
+try:
+    from flax import nnx
+except ImportError as error:
+    raise SystemExit(f"{__doc__}\n{error}: pip install flax") from None
 
 TOKENS, ROOM, ROWS, WIDTH, HEADS, VOCABULARY = 50, 64, 2, 64, 8, 101
 

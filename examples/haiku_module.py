@@ -9,12 +9,16 @@ writes the same tokens.
 import argparse
 import functools
 
-import haiku as hk
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from treeattn import kv_mesh, simulate_devices, striped_slot, tree_decode
+
+try:
+    import haiku as hk
+except ImportError as error:
+    raise SystemExit(f"{__doc__}\n{error}: pip install dm-haiku") from None
 
 TOKENS, ROOM, ROWS, WIDTH, HEADS, VOCABULARY = 50, 64, 2, 64, 8, 101
 CACHE = ROWS, ROOM, HEADS, WIDTH // HEADS

@@ -15,7 +15,7 @@ try:
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 except ImportError as error:
-    raise SystemExit(f"{error}: pip install torch transformers") from None
+    raise SystemExit(f"{__doc__}\n{error}: pip install torch transformers") from None
 
 from treeattn import pack, unpack
 

@@ -23,7 +23,7 @@ try:
     )
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 except ImportError as error:
-    raise SystemExit(f"{error}: pip install torch transformers") from None
+    raise SystemExit(f"{__doc__}\n{error}: pip install torch transformers") from None
 
 from treeattn_conformance import check_attention, check_merge
 

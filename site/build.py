@@ -164,6 +164,7 @@ def main() -> int:
     site, address = parser.parse_args().folder, parser.parse_args().address
     if address and not re.fullmatch(r"https?://[^?#]+/", address):
         parser.error(f"--address: expected https://…/, got {address!r}")
+    print(f"writing the pages under {site}: about two minutes", flush=True)
     sources = site.with_name(f"{site.name}-sources")
     lay_out(sources)
     shutil.rmtree(site, ignore_errors=True)
