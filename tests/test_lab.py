@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 from browser import Browser, chromium
 from pages import LINK, MAIN_ROAD, NOTEBOOKS, REPOSITORY, cells, run, text
+from test_notebooks import test_each_prediction_has_a_folded_output as predictions_are_folded
+from test_notebooks import test_what_is_stored as stored_as_it_should_be
+from test_reruns import shown
 
 
 class Lab:
@@ -86,23 +89,28 @@ def test_it_does_not_offer_news(lab):
     assert settings["schema"]["properties"]["fetchNews"]["default"] == "false"
 
 
+def test_it_saves_nothing_by_itself(lab):
+    with lab.answer("lab/api/settings/@jupyterlab/docmanager-extension:plugin") as answer:
+        settings = json.load(answer)
+    assert settings["schema"]["properties"]["autosave"]["default"] is False
+
+
 # ---------------------------------------------------------------- in Chromium
 
-HIDDEN = """jupyterapp.shell.currentWidget.content.widgets.map(
-  (cell, i) => cell.outputHidden ? i : -1).filter((i) => i >= 0)"""
-# In their place JupyterLab shows the first line, often the answer, unless a style sheet forbids it.
-FIRST_LINE = """(async () => {
-  const { content } = jupyterapp.shell.currentWidget;
-  await content.scrollToItem(%d);
-  await content.widgets[%d].ready;
-  const line = content.widgets[%d].node.querySelector(".jp-OutputPlaceholder .jp-PlaceholderText");
-  return line && getComputedStyle(line).fontSize;
+# Once its kernel has said which language it speaks, which JupyterLab writes into the notebook.
+CHANGED = """(async () => {
+  const { context } = jupyterapp.shell.currentWidget;
+  await context.sessionContext.ready;
+  await context.sessionContext.session.kernel.info;
+  await new Promise((resolve) => setTimeout(resolve, 1000));
+  return context.model.dirty;
 })()"""
-# Every cell by itself; which of them failed.
+# Every cell by itself, in a kernel that has run nothing; which of them failed.
 RUN_ALL = """(async () => {
   const { commands, shell } = jupyterapp;
   const { content, sessionContext } = shell.currentWidget;
   await sessionContext.ready;
+  await sessionContext.restartKernel();
   const failed = [];
   for (const [i, cell] of content.widgets.entries()) {
     content.activeCellIndex = i;
@@ -113,6 +121,8 @@ RUN_ALL = """(async () => {
   }
   return failed;
 })()"""
+# What a reader saves.
+SAVED = "JSON.stringify(jupyterapp.shell.currentWidget.context.model.toJSON())"
 # The pictures of the notebook on the screen: how many, once none of them is broken.
 PICTURES = """(() => {
   const all = [...jupyterapp.shell.currentWidget.node.querySelectorAll("img")];
@@ -128,7 +138,7 @@ def browser(lab, tmp_path_factory):
     yield browser
     browser.close()
     # JupyterLab asks before a notebook that was changed is left; nobody is there to answer.
-    asked = f"asked the network for (blob:)?{lab.about['url']}"
+    asked = f"asked the network for ((blob:)?{lab.about['url']}|attachment:)"
     expected = re.compile(f"{asked}|Blocked attempt to show a 'beforeunload'")
     assert [error for error in browser.errors if not expected.match(error)] == []
 
@@ -141,18 +151,32 @@ def open_notebook(lab, browser, path: Path):
 
 
 @pytest.mark.slow
-def test_a_notebook_run_cell_by_cell_shows_all_its_pictures(lab, browser):
-    path = MAIN_ROAD[1]
+@pytest.mark.parametrize("path", MAIN_ROAD, ids=lambda path: path.stem)
+def test_opening_a_notebook_changes_nothing(lab, browser, path):
+    before = path.read_bytes()
     open_notebook(lab, browser, path)
-    folded = [cell.metadata.get("jupyter", {}) for cell in cells(path)]
-    hidden = [i for i, x in enumerate(folded) if "outputs_hidden" in x]  # what is predicted
-    assert browser.run(HIDDEN) == hidden != []
-    assert browser.wait(FIRST_LINE.replace("%d", str(hidden[0]))) == "0px"
+    assert browser.run(CHANGED) is False
+    assert path.read_bytes() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [MAIN_ROAD[i] for i in (0, 1, 7)], ids=lambda path: path.stem)
+def test_a_notebook_that_was_run_and_saved_passes_its_tests(lab, browser, path, tmp_path):
+    before = path.read_bytes()
+    open_notebook(lab, browser, path)
     assert browser.run(RUN_ALL) == []
-    assert browser.run(HIDDEN) == []
     outputs = [output for cell in cells(path) for output in cell.get("outputs", ())]
     drawn = sum("image/png" in output.get("data", ()) for output in outputs)
+    drawn += sum(o.get("data", {}).get("text/html", "").count("<img") for o in outputs)
     assert browser.wait(PICTURES) == drawn + sum(x == "!" for x, *_ in LINK.findall(text(path)))
+    assert path.read_bytes() == before  # nothing is saved unless the reader saves
+    saved = tmp_path / path.name
+    saved.write_text(browser.run(SAVED), encoding="utf-8")
+    stored_as_it_should_be(saved)
+    predictions_are_folded(saved)
+    for was, now in zip(cells(path), cells(saved), strict=True):
+        same = shown(was.get("outputs", ())) == shown(now.get("outputs", ()))
+        assert same or "nbval-ignore-output" in was.metadata.get("tags", ()), now.source
 
 
 # Follows the first link to a page in a cell, as a click does, once JupyterLab knows where it leads.
