@@ -144,15 +144,12 @@ REPAIRS = {
     '<aside class="sidebar-drawer">': '<aside class="sidebar-drawer" aria-label="Contents">',
     '<aside class="toc-drawer': '<aside aria-label="On this page" class="toc-drawer',
 }
-# On a phone a figure scrolls in a frame of its own, or its letters would be too small.
-FIGURE = re.compile(r"(?m)^(?:<p>)?(<img [^>]*/>)(?:</p>)?$")
 
 
 def repair(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for found, better in REPAIRS.items():
         text = text.replace(found, better)
-    text = FIGURE.sub(r'<div class="figure" tabindex="0">\1</div>', text)
     page.write_text(text, encoding="utf-8")
 
 

@@ -178,6 +178,11 @@ def test_the_ledgers_rows_are_found_and_filtered_in_a_browser(html, tmp_path):
         browser.run("document.querySelector('[name=find]').select()")
         browser.type(words)
         assert shown_are(where)
+    assert browser.run("location.search") == "?find=pack-U3"
+    browser.open(f"{page.as_uri()}?find=saddle&verdict=wrong+as+printed")  # a link to a search
+    assert shown_are(lambda row: "saddle" in row["note"])
+    browser.open(f"{page.as_uri()}?find=pack-U3")
+    browser.run("document.querySelector('[name=find]').focus()")
     sections = "[...document.querySelectorAll('section')].filter((s) => s.hidden).length"
     assert browser.run(sections) == 4  # sources with no such row
     browser.press("Escape")

@@ -120,6 +120,8 @@ def pairs(
 
 
 def read_pair(question: Question, came) -> Pair:
+    if came is None:
+        raise ValueError("the function returned None, expected (out, lse), or out alone")
     if not isinstance(came, tuple | list):
         return np.asarray(came).astype(np.float64), None
     if len(came) != 2:

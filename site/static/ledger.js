@@ -40,6 +40,11 @@
       (table.closest("section") ?? table).hidden = none;
     }
     form.querySelector("output").textContent = `${shown} of ${rows.length} rows`;
+    // The address keeps the search, so that it can be linked.
+    const query = new URLSearchParams([...new FormData(form)].filter(([, value]) => value));
+    const address = new URL(location);
+    address.search = query;
+    if (address.href !== location.href) history.replaceState(null, "", address);
   }
 
   // A link to a row that a filter hides shows all rows again.
@@ -52,6 +57,9 @@
     }
   }
 
+  for (const [name, value] of new URLSearchParams(location.search)) {
+    if (form.elements[name]) form.elements[name].value = value;
+  }
   form.hidden = false;
   form.addEventListener("input", show);
   form.addEventListener("submit", (event) => event.preventDefault());
