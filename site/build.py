@@ -81,10 +81,6 @@ def as_notebook(path: Path) -> nbformat.NotebookNode:
         if cell.cell_type == "markdown":
             cell.source = without_folders(places(for_site(cell.source, top)), path.parent)
             cell.source = cell.source.replace("](attachment:", f"]({top}figures/")
-        if cell.metadata.get("jupyter", {}).get("outputs_hidden"):  # the answer to a question
-            cell.metadata.setdefault("tags", []).append("hide-output")
-        if cell.metadata.get("jupyter", {}).get("source_hidden"):  # a solution
-            cell.metadata.setdefault("tags", []).append("hide-input")
         for output in cell.get("outputs", ()):
             if alt := output.get("metadata", {}).get("image/png", {}).get("alt"):
                 cell.metadata.setdefault("mystnb", {})["image"] = {"alt": alt}
