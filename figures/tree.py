@@ -1,4 +1,4 @@
-"""Figures of notebook 05: who sends what to whom."""
+"""Who sends what to whom: figures of notebooks 00 and 06, and of deeper ones."""
 
 from collections.abc import Sequence
 
