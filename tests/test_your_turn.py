@@ -759,7 +759,7 @@ def functions(code: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("number", ["00", "03", "05", "07", "09"])
+@pytest.mark.parametrize("number", ASKED)
 def test_the_solution_that_a_notebook_prints_is_the_packages(number):
     (path,) = (path for path in MAIN_ROAD if path.name.startswith(number))
     printed = functions("\n\n".join(textwrap.dedent(c.source) for c in printed_solutions(path)))

@@ -80,6 +80,7 @@ def picture(sentence: str, mask, right, tokens) -> Figure:
     ax.set_xticklabels(tokens, rotation=60, ha="right")
     ax.set_yticklabels(tokens)
     ax.set(xlabel="is seen", ylabel="sees")
+    ax.set_axisbelow(True)
     ax.grid(color=PALE, lw=0.5)
     ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     headline = sentence.splitlines()[0]
