@@ -49,11 +49,11 @@ def sent_by_method(p: int, heads: int, head_dim: int, cache: int) -> dict[str, t
     cache: bytes of a device's keys and values.
     """
     state = 4 * heads * (head_dim + 2)
-    log = (p - 1).bit_length()
+    log = (p - 1).bit_length()  # p is a power of two
     share = (p - 1) / p
     return {
         "allreduce": (r"$2\,\frac{p-1}{p}\,S$", 2 * share * state),
-        "butterfly": (r"$\lceil\log_2 p\rceil\,S$", log * state),
+        "butterfly": (r"$\log_2 p\;S$, if $p = 2^k$", log * state),
         "gather": (r"$(p-1)\,S$", (p - 1) * state),
         "all_to_all": (r"$\frac{p-1}{p}\,S$", share * state),
         "ring": (r"$(p-1)$ shards of the cache", (p - 1) * cache),
