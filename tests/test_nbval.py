@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from pages import DEEPER, MAIN_ROAD, NOTEBOOKS, REPOSITORY, cells
+from pages import DEEPER, MAIN_ROAD, NOTEBOOKS, REPOSITORY, cells, run
+from test_notebooks import test_each_prediction_has_a_folded_output as predictions_are_folded
+from test_notebooks import test_what_is_stored as stored_as_it_should_be
+from test_reruns import shown
 
 PYTEST = Path(sys.executable).with_name("pytest")
 LEDGER = MAIN_ROAD[10]
@@ -43,3 +46,16 @@ def test_cells_pass(options):
     notebooks = (LEDGER, DEEPER[0]) if "-n" in options else (LEDGER,)
     names = " ".join(str(path.relative_to(REPOSITORY)) for path in notebooks)
     assert f"{code_cells(*notebooks)} passed" in typed(f"{options} {names}")
+
+
+@pytest.mark.slow
+def test_a_notebook_that_nbconvert_has_run_passes_its_tests(tmp_path):
+    path = MAIN_ROAD[1]
+    options = f"--log-level=ERROR --execute --to notebook --output-dir {tmp_path}".split()
+    run(PYTEST.with_name("jupyter"), "nbconvert", *options, path)
+    executed = tmp_path / path.name
+    stored_as_it_should_be(executed)
+    predictions_are_folded(executed)
+    for was, now in zip(cells(path), cells(executed), strict=True):
+        same = shown(was.get("outputs", ())) == shown(now.get("outputs", ()))
+        assert same or "nbval-ignore-output" in was.metadata.get("tags", ()), now.source

@@ -13,6 +13,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from nbval.plugin import coalesce_streams
 from pages import NOTEBOOKS, text
 
 PINNED = importlib.util.find_spec("flash_attn_jax")  # not imported: it may lack libcudart
@@ -26,7 +27,7 @@ def shown(outputs) -> list[str]:
     """What a reader sees, but for pictures, and for XLA's log, to which eight simulated devices
     write when they wait for a busy processor."""
     found = []
-    for output in outputs:
+    for output in coalesce_streams(copy.deepcopy(outputs)):  # however a text was cut
         printed = output.get("text") or output.get("evalue", "")
         log = output.get("name") == "stderr" and re.search(r"(?m)^[IWEF]\d{4} ", printed)
         data = output.get("data") or ({} if log else {"text": printed})
