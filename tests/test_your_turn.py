@@ -569,6 +569,7 @@ RIGHT_TREES = [
     by_parents,
     reordered,
     tree(mask=lambda x: x.astype(int)),
+    tree(tokens=np.array, offsets=jnp.asarray, mask=jnp.asarray),
 ]
 
 
@@ -710,6 +711,26 @@ def test_a_wrong_answer_is_named(number, name, wrong, monkeypatch):
         monkeypatch.setattr(course.verdict, "SECONDS", 1)
     verdict = ASKED[number][0](wrong)
     assert not verdict.right and str(verdict).startswith(name)
+
+
+@pytest.mark.parametrize("number", ASKED)
+def test_a_result_of_any_form_has_a_verdict(number):
+    ragged = [[1], [2, 3]]
+    four = {("Mars",): 0}, 3, [0], ragged
+    for result in (
+        1,
+        "x",
+        [],
+        {},
+        ragged,
+        four,
+        ("abcd", "abcd"),
+        ([None] * 4, [1j] * 4),
+        (np.nan,) * 3,
+    ):
+        verdict = ASKED[number][0](lambda *_, result=result: result)
+        assert not verdict.right and len(str(verdict)) > 5
+        verdict._repr_mimebundle_()
 
 
 @pytest.mark.parametrize(("number", "right"), RIGHT)

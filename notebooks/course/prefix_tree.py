@@ -165,11 +165,12 @@ def check_prefix_tree(mine):
         nodes, tokens, offsets, mask = found
         nodes = check_nodes(nodes, beam)
         last = [prefix[-1] for prefix in nodes]
-        if list(tokens) == nodes:
+        tokens = [token.item() if hasattr(token, "item") else token for token in tokens]
+        if tokens == nodes:
             raise Mistake("a node's token is one token, not its whole prefix")
-        if list(tokens) == [prefix[0] for prefix in nodes]:
+        if tokens == [prefix[0] for prefix in nodes]:
             raise Mistake("a node's token is the last one of its prefix, not the first")
-        if list(tokens) != last:
+        if tokens != last:
             raise Mistake("a node's token is the last one of its prefix")
         check_offsets(offsets, nodes)
         drawn = check_mask(mask, nodes, last)

@@ -54,6 +54,8 @@ def verdict(ask: Callable) -> Callable[[Callable], Verdict]:
             found = Verdict("right", True, ask(mine))
         except Mistake as mistake:
             found = Verdict(mistake.sentence, False, mistake.draw)
+        except Exception as error:  # of the check itself, which could not read what `mine` returned
+            found = Verdict(f"it returned something of another form: {error}".partition("\n")[0])
         if RECORD in os.environ:
             with open(os.environ[RECORD], "a", encoding="utf-8") as record:
                 print(json.dumps([ask.__name__, found.right, found.sentence]), file=record)
