@@ -117,15 +117,16 @@ def named(known: dict, found, otherwise: str) -> str:
     return next((name for name, value in known.items() if same(found, value)), otherwise)
 
 
-def picture(made, wanted, query=1.0, masses_from=0.0):
-    """What draws the merge of one query, for whom all masses are smaller by e^masses_from."""
+def picture(made, wanted, parts, query=1.0, masses_from=0.0):
+    """What draws the merge of `parts` for one query; all masses are smaller by e^masses_from."""
     both = []
     for m, d, n in (wanted, made):
         with np.errstate(all="ignore"):
             mass = np.exp(np.float64(m[-1]) - masses_from)
             both.append(located(mass * d[-1], mass * np.asarray(n[-1], np.float64)))
     masses = np.exp(query * SCORES).round()
-    return partial(plane, masses=masses, right=both[0], yours=both[1])
+    rod = [located(d[-1], n[-1])[1] for _, d, n in parts]
+    return partial(plane, masses=masses, merges=[rod], right=both[0], yours=both[1])
 
 
 @verdict
@@ -134,7 +135,7 @@ def check_merge(mine):
     one, two = (1.0,), (1.0, 2.0)
     a, b, whole = (state(some, one) for some in (*CUT, ALL))
     made = asked(mine, a, b, whole)
-    drawn = picture(made, whole)
+    drawn = picture(made, whole, (a, b))
     if not is_right(made, whole):
         raise Mistake(explained(a, b, made, whole), drawn)
     a2, b2, whole2 = (state(some, two) for some in (*CUT, ALL))
@@ -145,11 +146,12 @@ def check_merge(mine):
         name = first_wrong(made2, whole2)
         if name == "m":
             raise Mistake(
-                "m is not the larger of the two for each query", picture(made2, whole2, 2.0)
+                "m is not the larger of the two for each query",
+                picture(made2, whole2, (a2, b2), 2.0),
             )
         raise Mistake(
             f"{name} mixes the queries: give its weights an axis, [:, None]",
-            picture(made2, whole2, 2.0),
+            picture(made2, whole2, (a2, b2), 2.0),
         )
     high, low = 100.0, -200.0
     cases = [("{} depends on the order of the two states", b2, a2, whole2, 0)]
@@ -176,5 +178,5 @@ def check_merge(mine):
         wrong = first_wrong(made, wanted)
         if wanted is none and wrong == "m" and np.isfinite(made[0]).all():
             raise Mistake("m of two shards without keys must stay −∞: return m, not finite(m)")
-        raise Mistake(name.format(wrong), picture(made, wanted, 2.0, up))
+        raise Mistake(name.format(wrong), picture(made, wanted, (x, y), 2.0, up))
     return drawn
