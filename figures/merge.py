@@ -202,6 +202,26 @@ def write_merge_tree_gif(path: str | Path) -> None:
     write_gif(path, map(merge_tree_frame, range(len(STEPS))), milliseconds)
 
 
+# ---------------------------------------------------------------- rounding
+
+
+@styled
+def counted(chain, tree) -> Figure:
+    """The denominators d of 1, 2, 3, … keys of score 0, merged as a chain and as a tree."""
+    figure, ax = new_figure(6.0, 2.8)
+    keys, ends = np.arange(1, len(chain) + 1), {}
+    for name, d, color in (("tree", tree, BLUE), ("chain", chain, ORANGE)):
+        d = np.asarray(d, float)
+        ax.plot(keys, d, color=color, lw=2)
+        ax.text(keys[-1] * 1.02, d[-1], f"{name}: {d[-1]:.0f}", color=color, va="center")
+        ends[name] = f"{d[-1]:.0f}"
+    ax.set(xlabel="keys", ylabel="d", xlim=(0, 1.2 * len(chain)), ylim=(0, None))
+    return figure.describe(
+        f"""The denominator d against the number of keys. Along a tree it ends at {ends["tree"]};
+        along a chain it rises to {ends["chain"]} and stays there."""
+    )
+
+
 FIGURES = {
     "merge_tree": merge_tree,
     "merge_words": merge_words,

@@ -70,7 +70,7 @@ BUDGET = {
     "treeattn": 21_930,
     "treeattn_llama": 19_900,
     "treeattn_conformance": 26_250,
-    "figures": 22_000,
+    "figures": 22_200,
     "course": 12_100,
     "benchmarks": 7_800,
     "labs.acceptance": 4_550,
