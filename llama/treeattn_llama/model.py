@@ -59,8 +59,8 @@ class Llama:
                dtype that it is stored in (quantized weights become float32), and activations and
                cache have the embedding's.
 
-        Raises FileNotFoundError if the path does not exist, ValueError if it is not a Llama, the
-        file is damaged, or the attention is unknown, and TypeError for another mesh or dtype.
+        Raises FileNotFoundError if the path does not exist, ValueError if it is not a Llama, or the
+        file is damaged, and TypeError for another attention, mesh or dtype.
         """
         layout = layout_of(mesh)
         check_attention(attention)

@@ -51,8 +51,9 @@ def stream(
     temperature: 0 is greedy. Above 0 tokens are drawn, with a `seed` or a JAX `key`.
     top_k:       draw from the `top_k` likeliest tokens
     top_p:       draw from the fewest tokens whose probabilities reach `top_p`
-    stop:        strings or token ids that end a text, and stay in it. Ids replace those of the
-                 checkpoint; with [] nothing ends a text but max_new_tokens.
+    stop:        strings or token ids that end a text, and stay in it. A string may be a special
+                 token, but not hold one beside other text. Ids replace those of the checkpoint;
+                 with [] nothing ends a text but max_new_tokens.
     capacity:    tokens of the cache. None is enough for this call, rounded up so that texts of
                  other lengths run the same compiled programs.
 
