@@ -16,9 +16,10 @@
 #                   ADDRESS=https://…/ says where it will stand, if `make publish` has not said so
 # make publish REPOSITORY=https://github.com/owner/name   write that address where one is named:
 #                   README's badges and launch links, CITATION.cff, pyproject.toml, the site
-# make gpu          on a machine with a CUDA JAX: are the kernels right, and how fast? No .venv:
-#                   PYTHON=... says which Python has that JAX, RESULTS=... a folder for what it
-#                   finds, TIMES=... how many times as long it may take. gpu-smoke: small, here
+# make tpu          tree decoding inside one TPU kernel, on eight simulated TPUs, with a search for
+#                   races, in .venv-tpu; tpu-programs: compiled for TPUs that are not there
+# make gpu          on a machine with a CUDA JAX: is split-K right, and how fast? No .venv:
+#                   PYTHON=... says which Python has that JAX. gpu-smoke: small, here
 # make gpu-programs what eight H100s would send, compiled without a GPU, in .venv-gpu-programs
 # make llama-answers   ask llama.cpp and transformers anew about small files, in
 #                   .venv-llama-answers, and store what they say in llama/tests/data/answers.json
@@ -46,6 +47,9 @@ GPU_PROGRAMS := .venv-gpu-programs/bin
 GPU_PROGRAMS_STAMP := .venv-gpu-programs/.complete
 GPU_JAX := 0.11.2
 ANSWERS := .venv-llama-answers
+TPU := .venv-tpu/bin
+TPU_STAMP := .venv-tpu/.complete
+TPU_JAX := jax==0.12.0.1 libtpu==0.0.52  # Pallas's search for races is not public
 SITE := .venv-site/bin
 SITE_STAMP := .venv-site/.complete
 MODEL := --no-deps --require-hashes -r model.lock
@@ -57,7 +61,7 @@ export JAX_PLATFORMS ?= cpu
 
 .PHONY: run run-all test test-fast labs test-all test-latest mutants lab site lint clean
 .PHONY: proofs refresh figures page publish lock gpu gpu-smoke gpu-programs
-.PHONY: llama-answers
+.PHONY: llama-answers tpu tpu-programs
 .DELETE_ON_ERROR:
 
 run: $(STAMP)
@@ -141,17 +145,21 @@ figures: $(STAMP)
 page: $(STAMP)
 	$(BIN)/python site/make_page.py
 
+tpu: $(TPU_STAMP)
+	PYTHONPATH=.:llama:conformance $(TPU)/python -m labs.kernels
+
+tpu-programs: $(TPU_STAMP)
+	PYTHONPATH=.:llama:conformance $(TPU)/python -m labs.kernels --store
+	PYTHONPATH=.:llama:conformance $(TPU)/python -m pytest -q labs/kernels/tests/test_tpu.py
+
 gpu: export JAX_PLATFORMS :=
 gpu:
-	PYTHONPATH=.:llama:conformance $(PYTHON) -m labs.kernels.gpu \
-		$(if $(RESULTS),--results '$(RESULTS)') $(if $(TIMES),--times $(TIMES))
+	PYTHONPATH=.:llama:conformance $(PYTHON) -m labs.kernels.gpu
 
 gpu-smoke: $(STAMP)
 	$(BIN)/python -m labs.kernels.gpu --smoke --results build/gpu
 
 gpu-programs: $(GPU_PROGRAMS_STAMP)
-	PYTHONPATH=.:llama:conformance $(GPU_PROGRAMS)/python -W ignore -m labs.kernels.described_gpus \
-		labs.kernels.gpu_programs labs/kernels/results/gpu_programs.md
 	PYTHONPATH=.:llama:conformance $(GPU_PROGRAMS)/python -W ignore -m labs.kernels.described_gpus \
 		labs.sharding.h100s labs/sharding/results/h100s.md
 	PYTHONPATH=.:llama:conformance $(GPU_PROGRAMS)/python -m pytest -q \
@@ -213,6 +221,15 @@ $(ANSWERS)/.complete: Makefile
 	$(ANSWERS)/bin/python $(PIP) xllamacpp==2026.10.11549 transformers==5.24.0 torch gguf
 	@touch $@
 
+# The newest JAX, whose Pallas simulates TPUs, and Google's compiler for TPUs.
+$(TPU_STAMP): pyproject.toml
+	@$(NEWEST_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
+		{ echo "Python 3.12 or 3.13 is needed, and none was found"; exit 1; }
+	@echo "Setting up .venv-tpu: some 300 MB to download"
+	$(NEWEST_PYTHON) -m venv --clear .venv-tpu
+	$(TPU)/python $(PIP) $(TPU_JAX) jaxtyping beartype pytest hypothesis
+	@touch $@
+
 $(SITE_STAMP): $(PROJECTS)
 	@test -n "$(PYTHON)" || $(NO_PYTHON)
 	@echo "Setting up .venv-site with $(PYTHON): 900 MB on disk, two minutes the first time"
@@ -223,4 +240,4 @@ $(SITE_STAMP): $(PROJECTS)
 	@touch $@
 
 clean:
-	rm -rf build .venv .venv-latest .venv-latest-* .venv-site .venv-gpu-programs $(ANSWERS)
+	rm -rf build .venv .venv-latest .venv-latest-* .venv-site .venv-gpu-programs $(ANSWERS) .venv-tpu

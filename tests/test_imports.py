@@ -77,7 +77,7 @@ BUDGET = {
     "labs.cluster": 5_000,
     "labs.cost": 13_830,
     "labs.exact": 8_150,
-    "labs.kernels": 13_900,
+    "labs.kernels": 11_000,
     "labs.recurrent": 2_970,
     "labs.sharding": 1_900,
     "labs.training": 7_060,

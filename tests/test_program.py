@@ -207,6 +207,21 @@ ENTRY main {{
     assert sorted(map(tuple, map(sorted, found.groups))) == sorted(groups)
 
 
+def test_a_kernels_notes_may_take_several_lines():
+    """As XLA:TPU prints a program with a kernel of Pallas."""
+    text = """HloModule m
+ENTRY main {
+  x = f32[2] parameter(0)
+  k = f32[2] custom-call(x), frontend_attributes={kernel_metadata={
+"mesh_axes":"[\\"kv\\"]"
+}}, metadata={op_name="kernel"}
+  ROOT s = f32[2] all-reduce(k), replica_groups={{0,1}}, to_apply=none
+}
+"""
+    (found,) = collectives(text)
+    assert found.kind == "all-reduce" and found.devices == 2
+
+
 ASYNCHRONOUS = """
 HloModule gpu
 

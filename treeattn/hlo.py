@@ -77,6 +77,8 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
     computations: dict[str, Computation] = {}
     entry = None
     current = None
+    # Pallas writes notes about its kernels for TPUs over several lines.
+    text = re.sub(r"kernel_metadata=\{\n.*?\n\}", "", text, flags=re.DOTALL)
     for line in text.splitlines():
         if line.startswith("}"):
             current = None

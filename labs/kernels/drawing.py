@@ -1,69 +1,52 @@
-"""The notebook's figures: a grid of programs, and the slots of a pipeline over time."""
-
-from matplotlib.patches import Rectangle
+"""The notebook's figures: time lines of devices, with arrows from signals to waits."""
 
 from figures.canvas import styled
-from figures.style import BLUE, GREEN, GREY, INK, PALE, Figure, new_figure
-
-COLOURS = BLUE, GREEN  # dark enough for white letters
+from figures.style import BLUE, GREEN, GREY, INK, RED, Figure, new_figure
 
 
 @styled
-def grid(heads: int, splits: int, group: int) -> Figure:
-    """A grid of programs: a row for each key head, a column for each split, then the merges."""
-    figure, ax = new_figure(8.6, 2.9)
-    for head in range(heads):
-        y = heads - 1 - head
-        ax.text(-0.3, y + 0.4, f"{group} queries,\nkey head {head}", ha="right", va="center")
-        for split in range(splits):
-            colour = COLOURS[head % len(COLOURS)]
-            ax.add_patch(Rectangle((split, y), 0.92, 0.8, color=colour))
-            ax.text(split + 0.46, y + 0.4, "state", ha="center", va="center", color="white")
-        ax.annotate("", (splits + 1.1, y + 0.4), (splits, y + 0.4), arrowprops={"arrowstyle": "->"})
-        ax.text(splits + 1.2, y + 0.4, f"{group} states", va="center", color=INK)
-    ax.text(splits / 2, heads + 0.1, "first kernel: a program a box", ha="center", color=INK)
-    ax.text(splits + 1.2, heads + 0.1, "second kernel", ha="left", color=INK)
-    ax.text(splits / 2, -0.45, "keys, split by split →", ha="center", color=GREY)
-    ax.set(xlim=(-2.2, splits + 3), ylim=(-0.7, heads + 0.5))
-    ax.axis("off")
+def time_lines(lanes, events, arrows, pair, ordered, *, without=None) -> Figure:
+    """A line for each lane, with its events; the pair touches the same memory.
+
+    lanes:   names, from top to bottom
+    events:  name -> (lane, time); a lane's events happen one after the other
+    arrows:  (event, later event) across lanes
+    pair:    two events, green if `ordered(events, arrows, *pair)`, or red
+    without: an arrow that a second panel leaves out
+    """
+    panels = [("as written", arrows)]
+    if without is not None:
+        panels.append(("without the line", [x for x in arrows if x != without]))
+    size = {"width": 4.6 * len(panels) if without else 7.0, "height": 0.75 * len(lanes) + 0.7}
+    figure, axes = new_figure(**size, ncols=len(panels), squeeze=False)
+    said = []
+    for ax, (title, drawn) in zip(axes[0], panels, strict=True):
+        safe = ordered(events, drawn, *pair)
+        verdict = "ordered" if safe else "a race"
+        ax.set_title(f"{title}: {verdict}", color=GREEN if safe else RED)
+        _panel(ax, lanes, events, drawn, pair, GREEN if safe else RED)
+        listed = "; ".join(f"{a} before {b}" for a, b in drawn)
+        said.append(f"{title}: {listed}. The accesses {pair[0]} and {pair[1]} are {verdict}.")
     return figure.describe(
-        f"""A grid of boxes: {heads} rows, one for each key head with its {group} queries, and
-        {splits} columns, the splits of the keys. Each box is a program of the first kernel and
-        leaves a state. An arrow leads from each row to {group} states, which the second kernel
-        merges."""
+        f"""Time lines of {", ".join(lanes)}, with an arrow from each signal to the event that
+        waits for it. {" ".join(said)}"""
     )
 
 
-@styled
-def pipeline(blocks: int = 5, slots: int = 2) -> Figure:
-    """The times at which blocks of keys are copied and multiplied, with so many slots."""
-    figure, ax = new_figure(8.6, 2.2)
-    copy, work = 1.6, 1.0
-    done = [0.0] * slots  # when each slot has been read
-    free = 0.0  # when the threads are free
-    for i in range(blocks):
-        slot = i % slots
-        start = done[slot]
-        arrived = start + copy
-        began = max(arrived, free)
-        free = done[slot] = began + work
-        y = slots - 1 - slot
-        colour = COLOURS[i % len(COLOURS)]
-        _box(ax, start, y, copy, PALE, f"copy {i}", INK)
-        _box(ax, began, y, work, colour, f"use {i}", "white")
-    for slot in range(slots):
-        y = slots - 1 - slot
-        ax.text(-0.2, y + 0.4, f"slot {slot}", ha="right", va="center", color=INK)
-    ax.text(free, -0.4, "time →", ha="right", color=GREY)
-    ax.set(xlim=(-1, free + 0.3), ylim=(-0.6, slots))
+def _panel(ax, lanes, events, arrows, pair, colour: str) -> None:
+    height = {lane: len(lanes) - 1 - i for i, lane in enumerate(lanes)}
+    at = {name: (time, height[lane]) for name, (lane, time) in events.items()}
+    last = max(time for time, _ in at.values())
+    for lane, y in height.items():
+        ax.plot([-0.4, last + 0.6], [y, y], color=GREY, lw=1, zorder=0)
+        ax.text(-0.6, y, lane, ha="right", va="center", color=INK)
+    for start, end in arrows:
+        ax.annotate(
+            "", at[end], at[start], arrowprops={"arrowstyle": "->", "color": BLUE, "shrinkB": 5}
+        )
+    for name, (time, y) in at.items():
+        shade, marker = (colour, "s") if name in pair else (INK, "o")
+        ax.plot(time, y, marker, color=shade, ms=7)
+        ax.text(time, y + 0.17, name, ha="center", color=shade, fontsize=8)
+    ax.set(xlim=(-2.2, last + 0.9), ylim=(-0.4, len(lanes) - 0.4))
     ax.axis("off")
-    return figure.describe(
-        f"""Two rows of boxes along time, one for each of {slots} slots of shared memory. In each
-        row a block of keys is copied, then used, and then the next copy begins. While one slot's
-        block is used, the copy into the other slot is under way."""
-    )
-
-
-def _box(ax, x: float, y: float, width: float, colour: str, text: str, ink: str) -> None:
-    ax.add_patch(Rectangle((x, y), width - 0.05, 0.8, color=colour))
-    ax.text(x + width / 2, y + 0.4, text, ha="center", va="center", color=ink)

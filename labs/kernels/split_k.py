@@ -6,7 +6,7 @@ at a time. It returns an `AttentionState`. A second kernel merges the states of 
 (splits.py). Sums are in float32 for every dtype of the inputs.
 
 Triton compiles the kernel for CUDA devices. On other devices Pallas interprets it, which is slow,
-and meant for tests and for study. The gradient is that of the core's blockwise form.
+and meant for tests and for study. There is no gradient.
 """
 
 import functools
@@ -37,15 +37,12 @@ from labs.kernels.tiles import (
     triton,
 )
 from treeattn import AttentionState
-from treeattn import attend as plain_attend
 
 MAX_HEAD_DIM = 256
 MAX_BATCH = (1 << 16) - 1  # the largest third dimension of a CUDA grid
 
 
-def split_k_attend(
-    q, k, v, *, scale, mask=None, bias=None, kv_lengths=None, causal=False
-) -> AttentionState:
+def split_k_attend(q, k, v, *, scale, mask=None, bias=None, kv_lengths=None) -> AttentionState:
     """The state of the queries after their keys, for `implementation=` of the core's functions.
 
     q, k, v are float16, bfloat16 or float32, with head_dims up to 256. The other arguments are as
@@ -55,7 +52,9 @@ def split_k_attend(
     if (reason := obstacle(q, v)) is not None:
         raise ValueError(reason)
     options = {"mask": mask, "bias": bias, "kv_lengths": kv_lengths}
-    return _attend(q, k, v, jnp.asarray(scale, jnp.float32), options, causal)
+    compiled, interpreted = (functools.partial(_call, interpret=x) for x in (False, True))
+    arguments = q, k, v, jnp.asarray(scale, jnp.float32), options
+    return AttentionState(*lax.platform_dependent(*arguments, cuda=compiled, default=interpreted))
 
 
 def obstacle(q, v) -> str | None:
@@ -72,32 +71,7 @@ def obstacle(q, v) -> str | None:
     return None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attend(q, k, v, scale, options, causal: bool) -> AttentionState:
-    call = functools.partial(_call, causal=causal)
-    compiled = functools.partial(call, interpret=False)
-    interpreted = functools.partial(call, interpret=True)
-    arguments = q, k, v, scale, options
-    found = lax.platform_dependent(*arguments, cuda=compiled, default=interpreted)
-    return AttentionState(*found)
-
-
-def _forward(q, k, v, scale, options, causal):
-    return _attend(q, k, v, scale, options, causal), (q, k, v, scale, options)
-
-
-def _backward(causal, arguments, cotangent):
-    def plain(q, k, v, scale, options):
-        options = options | {"causal": causal, "implementation": "blockwise"}
-        return plain_attend(q, k, v, scale=scale, **options)
-
-    return jax.vjp(plain, *arguments)[1](cotangent)
-
-
-_attend.defvjp(_forward, _backward)
-
-
-def _call(q, k, v, scale, options, *, causal: bool, interpret: bool) -> tuple:
+def _call(q, k, v, scale, options, *, interpret: bool) -> tuple:
     """The state's fields, (b, l, h), (b, l, h) and (b, l, h, dv)."""
     b, l, h, _ = q.shape
     h_kv, dv = v.shape[2:]
@@ -127,7 +101,7 @@ def _call(q, k, v, scale, options, *, causal: bool, interpret: bool) -> tuple:
         num_stages=3 if tiling.rows == SIDE < tiling.block else 2,
     )
     call = pl.pallas_call(
-        functools.partial(_kernel, h_kv=h_kv, causal=causal, tiling=tiling),
+        functools.partial(_kernel, h_kv=h_kv, tiling=tiling),
         grid=(h_kv * tiling.tiles, tiling.splits, b),
         in_specs=[_row_spec(q), head_spec(k), head_spec(v), *map(_row_spec, by_row)],
         out_specs=out_specs,
@@ -156,7 +130,7 @@ def _row_spec(x):
     return pl.BlockSpec((None, *x.shape[1:]), lambda _, s, i: (i * each, *rest))
 
 
-def _kernel(q, k, v, mask, bias, length, scale, *out, h_kv: int, causal: bool, tiling: Tiling):
+def _kernel(q, k, v, mask, bias, length, scale, *out, h_kv: int, tiling: Tiling):
     """One program: the state of a tile of queries after one split of a head's keys.
 
     References to q (l, h, d), to k (n, d) and v (n, dv) of one head, to mask and bias (h, l, n),
@@ -177,9 +151,6 @@ def _kernel(q, k, v, mask, bias, length, scale, *out, h_kv: int, causal: bool, t
     keys_a_split = ceil(ceil(length, block), splits) * block
     start = pl.program_id(1) * keys_a_split
     stop = jnp.minimum(start + keys_a_split, length)
-    if causal:
-        last, _ = divide(tile * rows + rows - 1, group)
-        stop = jnp.minimum(stop, last + 1)
     most = largest_weight(v.dtype, n)
 
     def add_block(i, state):
@@ -188,7 +159,7 @@ def _kernel(q, k, v, mask, bias, length, scale, *out, h_kv: int, causal: bool, t
         is_key = key < stop
         keys = load_rows(k, (key,), is_key, d)
         there = is_query[:, None] & is_key[None]
-        visible, added = _visibility(there, place, key, mask, bias, causal)
+        visible, added = _visibility(there, place, key, mask, bias)
         if not mask is bias is None:  # hidden values may be NaN
             is_key = is_key & (jnp.max(visible.astype(jnp.int32), axis=0) > 0)
         values = load_rows(v, (key,), is_key, dv)
@@ -207,7 +178,7 @@ def _kernel(q, k, v, mask, bias, length, scale, *out, h_kv: int, causal: bool, t
     store_state(out, keep_nan(m, denominator, numerator * most), place, is_query)
 
 
-def _visibility(there, place, key, mask, bias, causal: bool):
+def _visibility(there, place, key, mask, bias):
     """(visible, added) for a tile of scores: which query sees which key, and the bias, or None.
 
     there: whether the query and the key exist
@@ -220,8 +191,6 @@ def _visibility(there, place, key, mask, bias, causal: bool):
         return load(x, grid(*(i * min(size - 1, 1) for i, size in at)), there)
 
     visible = there
-    if causal:
-        visible = visible & (key[None] <= query[:, None])
     if mask is not None:
         visible = visible & entries(mask)
     if bias is None:

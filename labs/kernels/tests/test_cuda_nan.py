@@ -10,7 +10,7 @@ from jax.interpreters import mlir
 from oracles import dense_attention, dense_weights
 
 from labs.kernels import split_k, tiles
-from labs.kernels.gpu_checks import draw
+from labs.kernels.gpu import draw
 
 ERROR = {"float32": 2e-6, "bfloat16": 3e-5}
 B, L, H, H_KV, N, D, DV = SHAPE = 2, 3, 4, 2, 600, 32, 24
@@ -66,7 +66,7 @@ def written(q, k, v, scale, options):
     """The state that the two kernels write for several splits."""
     assert tiles.tile_of(q, v).splits > 1
     options = {"mask": None, "bias": None, "kv_lengths": None} | options
-    return split_k._call(q, k, v, jnp.float32(scale), options, causal=False, interpret=True)
+    return split_k._call(q, k, v, jnp.float32(scale), options, interpret=True)
 
 
 def finalized(m, d, n):

@@ -1,0 +1,192 @@
+"""The kernels for TPUs: interpreted on simulated TPUs, and compiled for described ones."""
+
+import functools
+import inspect
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from oracles import dense_attention, dense_weights
+
+from labs.kernels import described_tpus, races
+from labs.kernels.gpu import draw
+from labs.kernels.tpu_decode import (
+    BUTTERFLY,
+    ONE_SHOT,
+    attend_on_tpu,
+    merge_on_tpus,
+    missing,
+    one_kernel,
+)
+from treeattn import kv_mesh, tree_decode
+
+is_new = pytest.mark.skipif(bool(missing()), reason=str(missing()))
+
+
+def races_found() -> bool:
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    return interpret_pallas_call.races.races_found
+
+
+def check(p, shape, dtype, lengths=None, **options):
+    """Asserts that `tree_decode` on p devices agrees with float64, without a race."""
+    q, k, v = draw(shape, dtype)
+    n = shape[4]
+    more = {} if lengths is None else {"kv_lengths": np.array(lengths, np.int32)}
+    if lengths is not None:  # what stands past a length may be NaN
+        past = (np.arange(n) >= more["kv_lengths"][:, None])[..., None, None]
+        k, v = (jnp.where(past, jnp.nan, x) for x in (k, v))
+    sharding = NamedSharding(kv_mesh(jax.devices()[:p]), P(None, "kv"))
+    results = tree_decode(q, k, v, sharding=sharding, return_lse=True, **more, **options)
+    out, lse = jax.block_until_ready(results)
+    assert not races_found()
+    q, k, v = (np.nan_to_num(np.asarray(x, np.float64)) for x in (q, k, v))
+    rounding = {"float32": 2e-6, "bfloat16": 1e-2}[dtype]  # of the output; lse is float32
+    np.testing.assert_allclose(
+        np.asarray(out, float), dense_attention(q, k, v, **more), atol=rounding
+    )
+    np.testing.assert_allclose(lse, dense_weights(q, k, **more)[1], rtol=1e-6, atol=2e-6)
+
+
+# (p, (batch, queries, heads, key heads, keys, head_dim, value head_dim), dtype, lengths, protocol)
+CASES = {
+    "grouped heads, rows, a row without keys": (
+        (4, (2, 1, 16, 2, 1100, 128, 128), "float32", [700, 0]),
+        {"slots": 1},
+    ),
+    "bfloat16, several queries, wide values": (
+        (2, (1, 3, 4, 2, 300, 64, 256), "bfloat16", [290]),
+        {},
+    ),
+    "three devices, fewer keys than devices": (
+        (3, (1, 1, 3, 3, 2, 256, 64), "float32", None),
+        {"protocol": ONE_SHOT},
+    ),
+}
+
+
+@is_new
+@pytest.mark.parametrize("case", CASES)
+def test_one_kernel_against_float64(case):
+    arguments, options = CASES[case]
+    check(*arguments, **one_kernel(**options))
+
+
+@is_new
+@pytest.mark.parametrize("protocol", [BUTTERFLY, ONE_SHOT], ids=["butterfly", "one-shot"])
+def test_its_parts_are_an_implementation_and_a_method(protocol):
+    method = functools.partial(merge_on_tpus, protocol=protocol)
+    check(4, (1, 1, 4, 2, 130, 64, 64), "float32", method=method, implementation=attend_on_tpu)
+
+
+@is_new
+def test_states_without_keys_and_nan():
+    """The contract: −∞ merges with anything, and a NaN that a query sees is not lost."""
+    nan = draw((1, 1, 2, 1, 8, 64, 64), "float32")
+    nan[1] = nan[1].at[0, 3].set(jnp.nan)
+    sharding = NamedSharding(kv_mesh(jax.devices()[:4]), P(None, "kv"))
+    options = one_kernel()
+    out, lse = tree_decode(*nan, sharding=sharding, return_lse=True, **options)
+    assert np.all(np.isnan(out)) and np.all(np.isnan(lse))
+    none = np.zeros(1, np.int32)
+    out, lse = tree_decode(*nan, sharding=sharding, return_lse=True, kv_lengths=none, **options)
+    assert not np.any(out) and np.all(np.isneginf(lse))
+    low = [jnp.full_like(x, 1e19) for x in nan]  # scores of −∞ in float32, and all are equal
+    out = tree_decode(-low[0], *low[1:], sharding=sharding, **options)
+    np.testing.assert_allclose(out, 1e19, rtol=1e-6)
+
+
+@is_new
+@pytest.mark.parametrize("name", ["right", *races.MISTAKES])
+def test_every_planted_mistake_is_a_race(name):
+    """Right numbers or not. Four of five are found in any schedule in which they happen."""
+    code = races.planted(name)
+    copies, slow = races.SCHEDULES[1]  # the one in which all five happen
+    found = races.run(code, copies, slow)
+    assert found["race"] == (name != "right")
+    if name == "right":
+        assert found["error"] < races.ALLOWED and found["counters"]
+
+
+@is_new
+def test_the_devices_must_fit():
+    q, k, v = draw((1, 1, 2, 1, 24, 64, 64), "float32")
+    mesh = kv_mesh(jax.devices()[:3])
+    with pytest.raises(ValueError, match=r"^protocol: BUTTERFLY needs 2, 4, 8, … devices, got 3"):
+        tree_decode(q, k, v, sharding=NamedSharding(mesh, P(None, "kv")), **one_kernel())
+    two = NamedSharding(kv_mesh(jax.devices()[:4], nodes=2), P(None, ("node", "device")))
+    with pytest.raises(ValueError, match=r"^axis: expected an axis of the mesh, got 'kv'"):
+        tree_decode(q, k, v, sharding=two, **one_kernel())
+    with pytest.raises(ValueError, match=r"^sharding: expected keys along 'node' only"):
+        tree_decode(q, k, v, sharding=two, **one_kernel("node"))
+    with pytest.raises(ValueError, match=r"^sharding: the kernels for TPUs merge along one axis"):
+        tree_decode(q, k, v, sharding=two, method=merge_on_tpus)
+
+
+def test_an_older_jax_is_told():
+    if not missing():
+        pytest.skip("this JAX has the interpreter")
+    q, k, v = draw((1, 1, 2, 1, 24, 64, 64), "float32")
+    sharding = NamedSharding(kv_mesh(jax.devices()[:2]), P(None, "kv"))
+    with pytest.raises(ValueError, match=r"need JAX 0\.12 or newer"):
+        tree_decode(q, k, v, sharding=sharding, **one_kernel())
+
+
+def test_stored_answers_are_of_todays_code():
+    stored = json.loads(races.PLANS.read_text())["plans"]
+    assert set(stored) == {"right", *races.MISTAKES}
+    for name, rows in stored.items():
+        assert any(row["race"] for row in rows) == (name != "right")
+        lines = {line for row in rows for pair in row["lines"] for line in pair}
+        code = {line.strip() for line in races.planted(name).splitlines()}
+        assert lines <= code | {"the inbox is cleared"}
+    assert all(row["error"] < races.ALLOWED and row["counters"] for row in stored["right"])
+
+
+def test_an_answer_that_is_not_stored_says_so(monkeypatch):
+    monkeypatch.setattr(races, "newest_python", lambda: None)
+    commented = races.CODE.replace("copy.start()", "copy.start()  # a comment changes nothing")
+    assert races.ask(commented)["error"] < races.ALLOWED
+    with pytest.raises(RuntimeError, match="after `make tpu` it is run"):
+        races.ask(races.CODE.replace("r % slots", "0"))
+
+
+@pytest.mark.slow
+@is_new
+@pytest.mark.parametrize(
+    ("chips", "q", "k", "dtype"),
+    [
+        ("v5e:2x4", (16, 128), (4, 128), jnp.bfloat16),
+        ("v5p:2x2x2", (9, 64), (3, 64), jnp.float32),
+        ("v6e:2x4", (8, 256), (8, 256), jnp.bfloat16),
+    ],
+)
+def test_the_kernel_compiles_for_described_tpus(chips, q, k, dtype):
+    try:
+        mesh = described_tpus.tpus(chips)
+    except ImportError as reason:
+        pytest.skip(str(reason))
+    for options in (one_kernel(slots=1), one_kernel(protocol=ONE_SHOT)):
+        program = described_tpus.compiled(mesh, q=q, k=k, n=1024, dtype=dtype, **options)
+        found = described_tpus.row("one kernel, butterfly", mesh, program)
+        assert found["kernels"] == 1 and found["collectives"] == 0
+
+
+def test_the_table_of_chips_is_of_todays_programs():
+    stored = json.loads((races.PLANS.parent / "chips.json").read_text())
+    assert {"date", "jax", "libtpu"} <= set(stored["about"])
+    assert {row["chips"] for row in stored["chips"]} == set(described_tpus.CHIPS)
+    assert {row["program"] for row in stored["chips"]} == set(described_tpus.PROGRAMS)
+    for row in stored["chips"]:
+        assert row["kernels"] == ("kernel" in row["program"])
+
+
+def test_the_interpreter_is_asked_as_today():
+    """The protocol's parameters, which the notebook's reader writes."""
+    names = list(inspect.signature(BUTTERFLY.run).parameters)
+    assert names == "mine inbox sent arrived free axis partners merge".split()

@@ -1,0 +1,275 @@
+"""Tree decoding for TPUs: a kernel that reads the cache, and merges the devices' states itself.
+
+    one_kernel("kv")    {"implementation": …, "method": …} for `tree_decode`: all in one kernel
+    attend_on_tpu       an `implementation`: the state of a device's own keys
+    merge_on_tpus       a `method`: the merge of all devices' states
+
+Pallas compiles the kernels for TPUs. Elsewhere its interpreter simulates a TPU core for each of
+JAX's devices, and looks for races. Both need JAX 0.12 or newer. The kernels have no gradient.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from labs.kernels.remote_merge import (
+    LANES,
+    LOW,
+    butterfly,
+    enter,
+    merge,
+    one_shot,
+    other_devices,
+    pack,
+    swap_partners,
+    width,
+)
+from treeattn import AttentionState
+
+ROOM = 2 << 20  # bytes of a block of keys and values; two blocks are in VMEM at a time
+MOST = 512  # keys of a block
+EXACT = lax.Precision.HIGHEST  # products of float32 as in float32
+
+
+class Protocol(NamedTuple):
+    """How devices merge: a function as in remote_merge.py, and what it needs."""
+
+    run: Callable
+    partners: Callable  # (own number, p) -> the devices with which it exchanges states
+    slots: Callable  # p -> the inbox's slots, if the caller gives no number
+
+
+BUTTERFLY = Protocol(butterfly, swap_partners, lambda p: p.bit_length() - 1)
+ONE_SHOT = Protocol(one_shot, other_devices, lambda p: p)
+
+
+class Merging(NamedTuple):
+    """A protocol along an axis of p devices, and how the interpreter simulates its copies."""
+
+    protocol: Protocol
+    axis: str
+    p: int
+    slots: int
+    copies: str
+
+    def partners(self) -> list:
+        return self.protocol.partners(lax.axis_index(self.axis), self.p)
+
+
+class Merged(NamedTuple):
+    """A state that is merged along an axis already."""
+
+    state: AttentionState
+    axis: str
+
+
+def missing() -> str | None:
+    """Why this JAX cannot run the kernels; None if it can."""
+    if jax.__version_info__ >= (0, 12):
+        return None
+    return f"the kernels for TPUs need JAX 0.12 or newer, and this is {jax.__version__}"
+
+
+def one_kernel(
+    axis: str = "kv", *, protocol=BUTTERFLY, slots=None, copies="on_wait"
+) -> dict[str, Any]:
+    """Options for `tree_decode`, with which one kernel reads the cache and merges along `axis`.
+
+    protocol: BUTTERFLY, for a power of two of devices, or ONE_SHOT, for any number
+    slots:    of a butterfly's inbox, which reuses them if there are fewer than rounds
+    copies:   when the interpreter runs a copy: "on_wait" as late, or "eager" as early as possible
+
+    JAX compiles the functions of each call anew, so call this once. The functions raise ValueError
+    if the mesh or this JAX does not fit.
+    """
+
+    def attend_and_merge(q, k, v, *, scale, kv_lengths=None):
+        merging = _merging((axis,), protocol, slots, copies)
+        return Merged(_attend(q, k, v, scale, kv_lengths, merging), axis)
+
+    def already_merged(found, axes):
+        if not isinstance(found, Merged):  # no queries, or no keys
+            return found
+        if axes != (found.axis,):
+            raise ValueError(f"sharding: expected keys along {found.axis!r} only, got {axes}")
+        return found.state
+
+    return {"implementation": attend_and_merge, "method": already_merged}
+
+
+def attend_on_tpu(q, k, v, *, scale, kv_lengths=None) -> AttentionState:
+    """The state of the queries, for `implementation=` of the core's functions.
+
+    q (b, l, h, d), k (b, n, h_kv, d), v (b, n, h_kv, dv), kv_lengths (b,). Keys and values past the
+    lengths may hold any numbers.
+    """
+    return _attend(q, k, v, scale, kv_lengths, None)
+
+
+def merge_on_tpus(state, axes, *, protocol=BUTTERFLY, slots=None) -> AttentionState:
+    """The merge of all devices' states along one axis, for `method=` of the core's functions."""
+    m, d, n = state
+    if m.dtype != jnp.float32:
+        raise TypeError(f"state: the kernels for TPUs merge float32, got {m.dtype}")
+    merging = _merging(axes, protocol, slots, "on_wait")
+    if merging is None or m.size == 0:
+        return state
+    dv = n.shape[-1]
+    columns = (x.reshape(1, m.size, -1) for x in (jnp.maximum(m, LOW), d, n))
+    merged = _unpack(_call(_merge_kernel, [pack(*columns)], None, dv, merging), dv)
+    return jax.tree.map(lambda x, like: x.reshape(like.shape), merged, state)
+
+
+def _merging(axes, protocol: Protocol, slots: int | None, copies: str) -> Merging | None:
+    """None for a single device. Raises ValueError if the devices cannot merge so."""
+    if (reason := missing()) is not None:
+        raise ValueError(reason)
+    if len(axes) != 1:
+        raise ValueError(f"sharding: the kernels for TPUs merge along one axis, got {axes}")
+    try:
+        p = lax.axis_size(axes[0])
+    except NameError:
+        raise ValueError(f"axis: expected an axis of the mesh, got {axes[0]!r}") from None
+    if protocol.partners is swap_partners and p & (p - 1):
+        raise ValueError(f"protocol: BUTTERFLY needs 2, 4, 8, … devices, got {p}; try ONE_SHOT")
+    return Merging(protocol, axes[0], p, slots or protocol.slots(p), copies) if p > 1 else None
+
+
+def _attend(q, k, v, scale, lengths, merging: Merging | None) -> AttentionState:
+    if (reason := missing()) is not None:
+        raise ValueError(reason)
+    (b, l, h, d), (n, h_kv, dv) = q.shape, v.shape[1:]
+    grouped = (q.astype(jnp.float32) * scale).reshape(b, l, h_kv, h // h_kv, d)
+    grouped = jnp.moveaxis(grouped, 2, 1).reshape(b, h_kv, -1, d)
+    lengths = jnp.full(b, n, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
+    fits = ROOM // (h_kv * (d + dv) * k.dtype.itemsize) // LANES * LANES
+    block = min(n, MOST, max(fits, LANES))
+    state = _unpack(_call(_attend_kernel, [lengths, grouped, k, v], block, dv, merging), dv)
+
+    def by_query(x):  # (b, h_kv · l · group, …) to (b, l, h, …)
+        x = x.reshape(b, h_kv, l, h // h_kv, *x.shape[2:])
+        return jnp.moveaxis(x, 1, 2).reshape(b, l, h, *x.shape[4:])
+
+    return jax.tree.map(by_query, state)
+
+
+def _unpack(packed, dv: int) -> AttentionState:
+    n, m, d = packed[..., :dv], packed[..., dv], packed[..., dv + 1]
+    m = jnp.where(d == 0, -jnp.inf, jnp.where(jnp.isnan(d), d, m))
+    return AttentionState(m, d, n)
+
+
+def _call(kernel, arrays, block: int | None, dv: int, merging: Merging | None):
+    """The packed states (b, rows, width(dv)) that a kernel leaves on this device."""
+
+    def whole(shape):
+        return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
+
+    if block is None:
+        (state,) = arrays
+        shape, grid, in_specs = state.shape, (1,), [whole(state.shape)]
+    else:
+        _, q, k, v = arrays
+        shape = q.shape[0], q.shape[1] * q.shape[2], width(dv)
+        grid = len(k), pl.cdiv(k.shape[1], block)
+        in_specs = [
+            pl.BlockSpec(memory_space=pltpu.SMEM),
+            pl.BlockSpec((None, *q.shape[1:]), lambda i, j: (i, 0, 0, 0)),
+        ]
+        for x in (k, v):
+            in_specs.append(pl.BlockSpec((None, block, *x.shape[2:]), lambda i, j: (i, j, 0, 0)))
+    scratch, extra = [pltpu.VMEM(shape, jnp.float32)], {}
+    if merging:
+        slots = merging.slots
+        scratch += [pltpu.VMEM((slots, *shape), jnp.float32)]
+        scratch += [pltpu.SemaphoreType.DMA((slots,))] * 2
+        scratch += [pltpu.SemaphoreType.REGULAR((merging.p.bit_length(),))]
+        extra = {"compiler_params": pltpu.CompilerParams(collective_id=0)}
+    call = pl.pallas_call(
+        functools.partial(kernel, dv=dv, merging=merging),
+        grid=grid,
+        in_specs=in_specs,
+        out_specs=whole(shape),
+        out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
+        scratch_shapes=scratch,
+        interpret=False if _is_for_tpus() else simulated(merging),
+        name="treeattn_tpu_decode",
+        **extra,
+    )
+    return call(*arrays)
+
+
+def simulated(merging: Merging | None):
+    copies = merging.copies if merging else "on_wait"
+    return pltpu.InterpretParams(detect_races=True, on_race="warn", dma_execution_mode=copies)
+
+
+def _is_for_tpus() -> bool:
+    """Whether the program is traced for TPUs: for the mesh's devices, or for this process's."""
+    about = jax.sharding.get_abstract_mesh().abstract_device
+    return (about.platform if about else jax.default_backend()) == "tpu"
+
+
+def _merge_kernel(state, out, mine, *memory, dv: int, merging: Merging):
+    mine[...] = state[...]
+    enter(memory[0], merging.axis, merging.partners())
+    _merge_all(mine, memory, dv, merging)
+    out[...] = mine[...]
+
+
+def _merge_all(mine, memory, dv: int, merging: Merging) -> None:
+    pair = functools.partial(merge, dv=dv)
+    merging.protocol.run(mine, *memory, merging.axis, merging.partners(), pair)
+
+
+def _attend_kernel(lengths, q, k, v, out, mine, *memory, dv: int, merging: Merging | None):
+    """One step: a block of a text's keys. The last step merges the states of all devices.
+
+    References to lengths (b,), q (h_kv, rows, d), k (block, h_kv, d) and v (block, h_kv, dv). The
+    others are as in remote_merge.py, `out` as `mine`.
+    """
+    text, step = pl.program_id(0), pl.program_id(1)
+    h_kv, rows, _ = q.shape
+    block, length = len(k), lengths[text]
+    if merging:
+
+        @pl.when((text == 0) & (step == 0))
+        def _():
+            enter(memory[0], merging.axis, merging.partners())
+
+    @pl.when(step == 0)
+    def _():
+        zeros = jnp.zeros((h_kv * rows, dv + 1), jnp.float32)
+        mine[text] = pack(zeros[:, :1] + LOW, zeros[:, :1], zeros[:, 1:])
+
+    @pl.when(step * block < length)
+    def _():
+        def is_key(*shape, axis):
+            return step * block + lax.broadcasted_iota(jnp.int32, shape, axis) < length
+
+        states = []
+        for head in range(h_kv):
+            keys = k[:, head].astype(jnp.float32)
+            values = v[:, head].astype(jnp.float32)
+            s = lax.dot_general(q[head], keys, (((1,), (1,)), ((), ())), EXACT)
+            s = jnp.where(is_key(rows, block, axis=1), jnp.clip(s, LOW, -LOW), LOW)
+            m = jnp.max(s, axis=1, keepdims=True)
+            p = jnp.where(is_key(rows, block, axis=1), jnp.exp(s - m), 0)
+            # Memory past the length may be NaN, and 0 · NaN is NaN.
+            values = jnp.where(is_key(block, dv, axis=0), values, 0)
+            n = jnp.dot(p, values, precision=EXACT)
+            states.append((m, jnp.sum(p, axis=1, keepdims=True), n))
+        of_block = pack(*(jnp.concatenate(x, axis=0) for x in zip(*states, strict=True)))
+        mine[text] = merge(mine[text], of_block, dv=dv)
+
+    @pl.when((text == pl.num_programs(0) - 1) & (step == pl.num_programs(1) - 1))
+    def _():
+        if merging:
+            _merge_all(mine, memory, dv, merging)
+        out[...] = mine[...]
