@@ -14,19 +14,19 @@ def time_lines(lanes, events, arrows, pair, ordered, *, without=None) -> Figure:
     pair:    two events, green if `ordered(events, arrows, *pair)`, or red
     without: an arrow that a second panel leaves out
     """
-    panels = [("as written", arrows)]
+    panels = [("as written: " if without else "", arrows)]
     if without is not None:
-        panels.append(("without the line", [x for x in arrows if x != without]))
+        panels.append(("without the line: ", [x for x in arrows if x != without]))
     size = {"width": 4.6 * len(panels) if without else 7.0, "height": 0.75 * len(lanes) + 0.7}
     figure, axes = new_figure(**size, ncols=len(panels), squeeze=False)
     said = []
     for ax, (title, drawn) in zip(axes[0], panels, strict=True):
         safe = ordered(events, drawn, *pair)
         verdict = "ordered" if safe else "a race"
-        ax.set_title(f"{title}: {verdict}", color=GREEN if safe else RED)
+        ax.set_title(f"{title}{verdict}", color=GREEN if safe else RED)
         _panel(ax, lanes, events, drawn, pair, GREEN if safe else RED)
         listed = "; ".join(f"{a} before {b}" for a, b in drawn)
-        said.append(f"{title}: {listed}. The accesses {pair[0]} and {pair[1]} are {verdict}.")
+        said.append(f"{title}{listed}. The accesses {pair[0]} and {pair[1]} are {verdict}.")
     return figure.describe(
         f"""Time lines of {", ".join(lanes)}, with an arrow from each signal to the event that
         waits for it. {" ".join(said)}"""
@@ -47,6 +47,7 @@ def _panel(ax, lanes, events, arrows, pair, colour: str) -> None:
     for name, (time, y) in at.items():
         shade, marker = (colour, "s") if name in pair else (INK, "o")
         ax.plot(time, y, marker, color=shade, ms=7)
-        ax.text(time, y + 0.17, name, ha="center", color=shade, fontsize=8)
-    ax.set(xlim=(-2.2, last + 0.9), ylim=(-0.4, len(lanes) - 0.4))
+        above = y + 0.17 if y == len(lanes) - 1 else y - 0.33  # where no arrow is
+        ax.text(time, above, name, ha="center", color=shade, fontsize=8)
+    ax.set(xlim=(-2.2, last + 0.9), ylim=(-0.6, len(lanes) - 0.5))
     ax.axis("off")

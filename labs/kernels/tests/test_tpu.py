@@ -1,7 +1,6 @@
 """The kernels for TPUs: interpreted on simulated TPUs, and compiled for described ones."""
 
 import functools
-import inspect
 import json
 
 import jax
@@ -13,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from oracles import dense_attention, dense_weights
 
 from labs.kernels import described_tpus, races
+from labs.kernels.__main__ import plan_line
 from labs.kernels.gpu import draw
 from labs.kernels.tpu_decode import (
     BUTTERFLY,
@@ -24,6 +24,7 @@ from labs.kernels.tpu_decode import (
 )
 from treeattn import kv_mesh, tree_decode
 
+LAB = races.PLANS.parents[1]
 is_new = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
 
@@ -104,10 +105,8 @@ def test_states_without_keys_and_nan():
 @is_new
 @pytest.mark.parametrize("name", ["right", *races.MISTAKES])
 def test_every_planted_mistake_is_a_race(name):
-    """Right numbers or not. Four of five are found in any schedule in which they happen."""
-    code = races.planted(name)
-    copies, slow = races.SCHEDULES[1]  # the one in which all five happen
-    found = races.run(code, copies, slow)
+    """Right numbers or not, if copies run at once and the first device is late."""
+    found = races.run(races.planted(name), *races.SCHEDULES[1])
     assert found["race"] == (name != "right")
     if name == "right":
         assert found["error"] < races.ALLOWED and found["counters"]
@@ -178,7 +177,7 @@ def test_the_kernel_compiles_for_described_tpus(chips, q, k, dtype):
 
 
 def test_the_table_of_chips_is_of_todays_programs():
-    stored = json.loads((races.PLANS.parent / "chips.json").read_text())
+    stored = json.loads((LAB / "results" / "chips.json").read_text())
     assert {"date", "jax", "libtpu"} <= set(stored["about"])
     assert {row["chips"] for row in stored["chips"]} == set(described_tpus.CHIPS)
     assert {row["program"] for row in stored["chips"]} == set(described_tpus.PROGRAMS)
@@ -186,7 +185,18 @@ def test_the_table_of_chips_is_of_todays_programs():
         assert row["kernels"] == ("kernel" in row["program"])
 
 
-def test_the_interpreter_is_asked_as_today():
-    """The protocol's parameters, which the notebook's reader writes."""
-    names = list(inspect.signature(BUTTERFLY.run).parameters)
-    assert names == "mine inbox sent arrived free axis partners merge".split()
+def test_the_readme_has_the_stored_tables():
+    page = (LAB / "README.md").read_text()
+    for name, rows in json.loads(races.PLANS.read_text())["plans"].items():
+        assert f"{name:28} {plan_line(rows)}\n" in page
+    for row in json.loads((LAB / "results" / "chips.json").read_text())["chips"]:
+        cells = (f"{x:,}" if isinstance(x, int) else x for x in row.values())
+        assert f"| {' | '.join(cells)} |\n" in page
+
+
+def test_the_notebooks_protocol_is_the_kernels():
+    """The reader's cell and the module have the same code, comments aside."""
+    cells = json.loads((LAB / "the_merge_inside_the_kernel.ipynb").read_text())["cells"]
+    codes = ["".join(cell["source"]) for cell in cells]
+    (code,) = [code for code in codes if code.startswith("def butterfly")]
+    assert races._bare(code) == races._bare(races.CODE)
