@@ -6,7 +6,6 @@ The programs show whether a kernel compiles, what XLA sends and holds, and how m
 estimates for its own operations. They show neither times nor that results are right.
 """
 
-import datetime
 import functools
 import os
 import re
@@ -94,8 +93,3 @@ def table(name: str) -> Iterator[dict]:
     for program, options in PROGRAMS.items():
         if "one-shot" not in program or mesh.size <= MOST:
             yield {"chips": name} | row(program, mesh, compiled(mesh, **options()))
-
-
-def about() -> str:
-    versions = ", ".join(f"{x} {version(x)}" for x in ("jax", "libtpu"))
-    return f"{datetime.date.today()}, {versions}"
