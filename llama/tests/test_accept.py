@@ -51,6 +51,7 @@ def test_the_longest_path_of_the_models_own_tokens(seed):
         ({"scores": np.zeros((1, 2, 2))}, r"scores: expected a score for each token, \(1, 2, 3\)"),
         ({"scores": np.array([[[0, NEVER, -1]] * 2])}, "scores: −∞ ends a candidate"),
         ({"verified_beam": np.zeros((1, 2, 2), int)}, r"verified_beam: expected .* \(1, 2, 3\)"),
+        ({"verified_scores": np.zeros((1, 3))}, r"verified_scores: expected shape \(1, 2, 3\)"),
         ({"beam": np.zeros((1, 2, 3))}, "beam: expected integers"),
         ({}, r"unpack_map: expected integers \(1, any, any\)"),
     ],

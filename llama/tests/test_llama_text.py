@@ -262,7 +262,7 @@ def test_the_command_line_explains_itself_on_any_terminal(command):
     "arguments, status, message",
     [
         (("--seed", "1.5"), 2, "argument --seed: invalid int value: '1.5'"),
-        (("--model", "nothing.gguf"), 1, "path: no file or directory nothing.gguf"),
+        (("--model", "nothing.gguf"), 1, "--model: no file or directory nothing.gguf"),
         (("--model", "org/name"), 1, "are not downloaded"),
         (("--model", str(SMALL)), 1, "no tokenizer"),
     ],
@@ -312,3 +312,9 @@ sys.exit(program.main())
         running.stdout.close()
         assert running.stderr.read() == b""
     assert running.returncode == 1
+
+
+def test_errors_have_the_names_of_flags():
+    for argument, flag in (("max_new_tokens", "tokens"), ("top_p", "top-p"), ("n", "devices")):
+        assert __main__.with_flags(f"{argument}: expected 1") == f"--{flag}: expected 1"
+    assert __main__.with_flags("no such thing: top_p: 3") == "no such thing: top_p: 3"

@@ -33,6 +33,14 @@ FLAGS = {
     "seed": (int, 0, "N", "the same seed draws the same text (default: 0)"),
 }
 SAMPLING = ("temperature", "top_k", "top_p", "seed")
+# The flags that have another name than the argument in the package's errors.
+ARGUMENTS = {
+    "n": "devices",
+    "path": "model",
+    "max_new_tokens": "tokens",
+    "top_k": "top-k",
+    "top_p": "top-p",
+}
 # Control characters change a terminal's settings, so they are not printed, but newline and tab are.
 CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - {9, 10}, "\ufffd")
 
@@ -80,7 +88,16 @@ def run(args: argparse.Namespace) -> None:
     print(report, file=sys.stderr)
 
 
+def with_flags(message: str) -> str:
+    """An error's message, with the flag's name if it begins with an argument's name."""
+    name, _, rest = message.partition(":")
+    flag = ARGUMENTS.get(name, name)
+    return f"--{flag}:{rest}" if flag in FLAGS else message
+
+
 def main() -> int:
+    if sys.stdout is None:  # closed
+        sys.stdout = open(os.devnull, "w")
     sys.stdout.reconfigure(errors="replace")  # the terminal may lack letters of the answer
     for file in (sys.stdout, sys.stderr):  # what is printed may be a stranger's
         file.write = lambda text, write=file.write: write(text.translate(CONTROLS))
@@ -93,7 +110,7 @@ def main() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush
         return 1
     except (TypeError, ValueError, OSError, RuntimeError) as error:
-        print(f"python -m treeattn_llama: {error}", file=sys.stderr)
+        print(f"python -m treeattn_llama: {with_flags(str(error))}", file=sys.stderr)
         return 1
     return 0
 

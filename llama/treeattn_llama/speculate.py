@@ -192,6 +192,10 @@ def accept_candidate_tokens(
     """
     beam, scores = _checked_beam(beam, scores)
     verified = np.asarray(integers("verified_beam", verified_beam, beam.shape))
+    if np.shape(verified_scores) != beam.shape:
+        raise ValueError(
+            f"verified_scores: expected shape {beam.shape}, got {np.shape(verified_scores)}"
+        )
     batch, rows, width = beam.shape
     if rows == 0:
         nothing = np.zeros(batch, np.int32)

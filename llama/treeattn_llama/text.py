@@ -186,13 +186,15 @@ def make_draft(draft: str | Draft | None) -> Draft | None:
 
 
 def _rounded(tokens: int, context: int) -> int:
-    """The capacity of a cache for so many tokens: 130 tokens get 256, 3,000 get 4,096.
+    """The capacity of a cache for so many tokens: 130 tokens get 256, 3,000 get 3,072.
 
-    It is a power of two from 128 on; at most `context`, unless the tokens need more. Each capacity
-    compiles programs of its own, so few capacities serve texts of all lengths. Unused rows of a
-    cache are not read.
+    It is a power of two from 128 to 1,024, and above that a multiple of a quarter of the next lower
+    power of two; at most `context`, unless the tokens need more. Each capacity compiles programs of
+    its own, so few capacities serve texts of all lengths. Unused rows of a cache are not read.
     """
-    return max(tokens, min(max(128, 1 << (tokens - 1).bit_length()), context))
+    power = 1 << (tokens - 1).bit_length()
+    step = power if power <= 1024 else power // 8
+    return max(tokens, min(max(128, step * -(-tokens // step)), context))
 
 
 class Ending(NamedTuple):
