@@ -23,18 +23,16 @@ NewEntries = tuple[Pair, ...]  # the keys and values of new tokens, layer by lay
 
 
 def floating_dtype(dtype) -> np.dtype | None:
-    """`dtype`, or None. Raises TypeError unless it is a float of 16 bits or more, and not float64
-    if x64 is off."""
+    """`dtype`, or None. Raises TypeError unless it is a float of 16 bits or more, and ValueError
+    for float64 if x64 is off."""
     if dtype is None:
         return None
     with named("dtype"):
         found = jnp.dtype(dtype)
-    known = jax.dtypes.canonicalize_dtype(found) == found
-    if not known or not jnp.issubdtype(found, jnp.floating) or found.itemsize < 2:
-        raise TypeError(
-            "dtype: expected a floating-point one of 16 bits or more, and float64 only after "
-            f"jax.config.update('jax_enable_x64', True), got {dtype!r}"
-        )
+    if not jnp.issubdtype(found, jnp.floating) or found.itemsize < 2:
+        raise TypeError(f"dtype: expected a floating-point one of 16 bits or more, got {dtype!r}")
+    if jax.dtypes.canonicalize_dtype(found) != found:
+        raise ValueError(f"dtype: {found} needs jax.config.update('jax_enable_x64', True)")
     return found
 
 
