@@ -61,8 +61,12 @@ def merge_across(
                merging function must return the same state on every device along `axes`, which is
                not checked.
 
-    The result of "butterfly", "gather" and "hierarchical" is the same on all devices, but JAX
-    cannot infer it: `out_specs` that replicate the result need `shard_map(..., check_vma=False)`.
+    Take a gradient outside of `shard_map`, as below: that is right for every method and both
+    settings of check_vma. A gradient taken inside is right with check_vma=True, if each device's
+    loss is the whole loss; with "all_to_all", if the losses add up to it. With check_vma=False, JAX
+    differentiates the sum of all devices' losses: divide the loss by p, and add up the replicated
+    arrays' gradients by `lax.psum`. With check_vma=True, "butterfly", "gather" and "hierarchical"
+    send one Allreduce more, because JAX knows of no other result that all devices have the same.
     With "all_to_all" `out_specs` must shard the heads along the axes.
 
     Raises ValueError if the method is unknown or an axis is named twice. For a named method, raises
@@ -70,11 +74,15 @@ def merge_across(
     function, raises TypeError if it cannot be hashed or does not return an AttentionState.
 
     >>> from jax.sharding import PartitionSpec as P
-    >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
-    >>> body = lambda state: merge_across(state, "kv")
-    >>> merged = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P())
-    >>> print(merged(AttentionState.identity((1,), 2)).max)
-    [-inf]
+    >>> from treeattn import attend, finalize, kv_mesh
+    >>> mesh = kv_mesh(jax.devices()[:1])
+    >>> body = lambda *qkv: finalize(merge_across(attend(*qkv), "kv"))[0]
+    >>> rows = P(None, "kv")
+    >>> decode = jax.shard_map(body, mesh=mesh, in_specs=(P(), rows, rows), out_specs=P())
+    >>> gradients = jax.grad(lambda *qkv: decode(*qkv).sum(), (0, 1, 2))  # outside of shard_map
+    >>> q = jnp.ones((1, 2, 1, 4))
+    >>> print([x.shape for x in gradients(q, q, q)])
+    [(1, 2, 1, 4), (1, 2, 1, 4), (1, 2, 1, 4)]
     """
     check_method(method)
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
@@ -90,11 +98,26 @@ def merge_across(
     if not axes:
         return state
     way = METHODS[method]
-    if not way.per_axis:
-        return way.run(state, axes)
-    for axis in reversed(axes):  # the innermost axis first: within a node, then across nodes
-        state = way.run(state, axis)
-    return state
+    # The innermost axis first: within a node, then across nodes.
+    for along in reversed(axes) if way.per_axis else [axes]:
+        state = way.run(state, along)
+    return state if way.shards_heads else _replicated(state, axes)
+
+
+def _replicated(state: AttentionState, axes: Axes) -> AttentionState:
+    """A state that all devices have, with a type that says so.
+
+    With `check_vma=True`, JAX knows only of an Allreduce's result that it is the same on all
+    devices, so the first device's state is added to zeros of the others. Without the type, JAX's
+    gradient inside `shard_map` is that of the sum of all devices' losses.
+    """
+    kind = jax.typeof(state.max)  # with check_vma=False, no type varies
+    varies = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
+    varying = tuple(axis for axis in axes if axis in varies)
+    if not varying:
+        return state
+    first = lax.axis_index(varying) == 0
+    return _move(lambda x: lax.psum(jnp.where(first, x, 0), varying), state)
 
 
 def check_method(method: Method) -> None:
