@@ -2,7 +2,8 @@
 # make run-all      those of notebooks/deeper and the labs as well
 # make test         the core, the Llama, the conformance suite, the main notebooks: five minutes
 #                   on two quiet cores
-# make test-fast    of these, the unit tests: no notebook is run
+# make test-fast    of these, the tests of the code: what a contributor runs
+# make checks       those of pages, papers, notebooks and layout: what a keeper runs
 # make labs         the labs, their notebooks and notebooks/deeper
 # make test-all     all of it, and what is slow: processes that fail, launchers, browsers, wheels,
 #                   the README's and the site's programs, figures drawn anew
@@ -59,7 +60,7 @@ INSTALL = $(if $(strip $(UV)),uv pip install --python $(BIN)/python,$(BIN)/pytho
 # Eight simulated devices are CPU devices, whatever else the machine has.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: run run-all test test-fast labs test-all test-latest mutants lab site lint clean
+.PHONY: run run-all test test-fast checks labs test-all test-latest mutants lab site lint clean
 .PHONY: proofs refresh figures page publish lock gpu gpu-smoke gpu-programs
 .PHONY: llama-answers tpu tpu-programs
 .DELETE_ON_ERROR:
@@ -75,7 +76,7 @@ run-all: $(STAMP)
 # `test-latest` goes without these settings, and so does, of the first, what depends on it (the
 # fixture `optimized`). A call of pytest by hand has the first (conftest.py).
 test-latest: export JAX_DISABLE_MOST_OPTIMIZATIONS = 0
-HERE := test test-fast labs test-all mutants
+HERE := test test-fast checks labs test-all mutants
 $(HERE): export JAX_DISABLE_MOST_OPTIMIZATIONS = 1
 $(HERE): export JAX_TRACEBACK_IN_LOCATIONS_LIMIT = 0
 $(HERE): export XLA_FLAGS := $(XLA_FLAGS) --xla_cpu_use_fusion_emitters=false \
@@ -91,19 +92,23 @@ WORKERS := 2
 test-all test-latest: WORKERS := 3
 PYTEST = -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=600
-MAIN := tests llama/tests conformance/tests
+CODE := tests llama/tests conformance/tests
+MAIN := $(CODE) checks
 BESIDE := notebooks/deeper labs
 
 test: $(STAMP) lint
 	$(BIN)/python $(PYTEST) -m "not slow" $(NBVAL) --ignore notebooks/deeper notebooks $(MAIN)
 
 test-fast: $(STAMP) lint
-	$(BIN)/python $(PYTEST) -m "not slow" $(MAIN)
+	$(BIN)/python $(PYTEST) -m "not slow" $(CODE)
+
+checks: $(STAMP) lint
+	$(BIN)/python $(PYTEST) -m "not slow" checks
 
 labs: $(STAMP) lint
 	$(BIN)/python $(PYTEST) $(NBVAL) $(BESIDE)
 
-# No nbval: tests/test_reruns.py runs each notebook, and compares what each cell shows.
+# No nbval: checks/test_reruns.py runs each notebook, and compares what each cell shows.
 test-all: $(STAMP) lint
 	$(BIN)/python $(PYTEST) $(MAIN) labs/*/tests
 

@@ -8,7 +8,7 @@ import matplotlib.figure
 
 # In the order in which figures use them. Every two of these, greys included, differ in lightness by
 # 8 of L*, for a print without colours, and by 20 in CIE Lab for protan, deutan, tritan and usual
-# eyes (tests/test_palette.py): hues like Okabe and Ito's, whose lightness is spread out.
+# eyes (checks/test_palette.py): hues like Okabe and Ito's, whose lightness is spread out.
 BLUE = "#0847A3"
 ORANGE = "#E19941"
 GREEN = "#1C8B4D"

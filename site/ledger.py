@@ -67,12 +67,17 @@ def parts(text: str) -> list[str]:
     return [x.strip() for x in text.split(";") if x.strip()]
 
 
+def short(test: str) -> str:
+    """The name of a test, without the folder of most tests."""
+    return re.sub("^(tests|checks)/", "", test)
+
+
 def line(row: dict[str, str], ids: set[str], language: str) -> str:
     """A row of a table, in Markdown."""
     id, verdict = row["id"], row["verdict"]
     facts = f'data-source="{escape(row["source"])}" data-verdict="{escape(verdict)}"'
-    tests = [f"`{test.removeprefix('tests/')}`" for test in parts(row["test"])]
-    proofs = [f"proof in {escaped(proof.removeprefix('tests/'))}" for proof in parts(row["proof"])]
+    tests = [f"`{short(test)}`" for test in parts(row["test"])]
+    proofs = [f"proof in {escaped(short(proof))}" for proof in parts(row["proof"])]
     twins = with_links(", ".join(parts(row["twin"])), ids)
     note = " ".join(filter(None, (with_links(row["note"], ids), twins and f"(As {twins}.)")))
     cells = (

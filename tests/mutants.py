@@ -32,7 +32,7 @@ SEEN = re.compile(r"\S+\.(py|ipynb)\b")  # how the name of a test begins
 SEED = 0
 # Where each package stands, how many mistakes it gets, and whose tests are asked, in this order.
 CIRCLES = {
-    "treeattn": (30, ("tests", "llama/tests", "conformance/tests", "notebooks")),
+    "treeattn": (30, ("tests", "llama/tests", "conformance/tests", "checks", "notebooks")),
     "llama/treeattn_llama": (15, ("llama/tests", "tests", "notebooks")),
     "conformance/treeattn_conformance": (15, ("conformance/tests", "tests")),
 }

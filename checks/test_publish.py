@@ -41,7 +41,7 @@ def test_badges_launch_links_citation_and_site_name_one_address(published):
     assert 'repository-code: "https://github.com/Some/where"\nlicense:' in texts["CITATION.cff"]
     site = 'Documentation = "https://some.github.io/where/"\n'
     assert f'Repository = "https://github.com/Some/where"\n{site}' in texts["pyproject.toml"]
-    assert len(texts["README.md"].split()) <= 1200  # as tests/test_readme.py wants it
+    assert len(texts["README.md"].split()) <= 1200  # as checks/test_readme.py wants it
     # Nothing else changed, and another address leaves nothing of this one.
     for name, text in texts.items():
         kept = [x for x in text.splitlines() if "Some/where" not in x and x not in site]
@@ -54,7 +54,7 @@ def test_badges_launch_links_citation_and_site_name_one_address(published):
 
 @pytest.mark.slow
 def test_notebook_00_opens_from_the_address_that_is_published(published, tmp_path):
-    """Alone, in an empty folder, it is run in tests/test_notebooks.py."""
+    """Alone, in an empty folder, it is run in checks/test_notebooks.py."""
     subprocess.run(["git", "clone", "-q", "--bare", CHECKOUT, tmp_path / "forge.git"], check=True)
     _, texts = published(f"file://{tmp_path}/forge.git")
     (address,) = re.findall(r'^repository-code: "(.+)"$', texts["CITATION.cff"], re.MULTILINE)

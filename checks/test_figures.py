@@ -1,6 +1,6 @@
 """Figures: what they show is so, where a stored picture alone would not say, and what they need.
 
-tests/test_drawn_figures.py compares each stored figure with what the code draws.
+checks/test_drawn_figures.py compares each stored figure with what the code draws.
 """
 
 import io

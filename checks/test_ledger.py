@@ -261,7 +261,7 @@ BY_NAME = {
 
 def is_held(row: dict[str, str], test: str) -> bool:
     """A test is there. Or a notebook prints the row, or has it in a section that prints something;
-    nbval and tests/test_reruns.py hold what it prints."""
+    nbval and checks/test_reruns.py hold what it prints."""
     file, _, name = test.partition("::")
     if not file.endswith(".ipynb"):
         return name in collected(file)
@@ -347,7 +347,7 @@ def test_a_deleted_proof_is_noticed():
     assert [proof for proof in in_notebooks if proves(proof, deleted=True)] == []
     assert not proves("merge.v: associative", COQ.replace("Theorem associative", "Theorem other"))
     assert not proves("merge.v: mass_adds", COQ.replace("Qed.", "Admitted."))
-    assert not proves("tests/test_theory.py::test_that_is_not_there")
+    assert not proves("checks/test_theory.py::test_that_is_not_there")
 
 
 def test_what_notebook_10_runs_is_in_the_ledger():

@@ -106,6 +106,7 @@ def test_a_source_distribution_is_small_and_can_be_built_from(built, package, tm
     tops = {path.name for path in folder.iterdir()}
     assert {package, "LICENSE", "pyproject.toml"} <= tops
     beside = {"benchmarks", "figures", "labs", "llama", "conformance", "notebooks", "site", "tests"}
+    beside |= {"checks"}
     assert not tops & beside
     run(*BUILD, tmp_path, "-t", "wheel", cwd=folder)
     (wheel,) = tmp_path.glob("*.whl")

@@ -17,7 +17,7 @@ ROWS = [
 ]
 TESTS = "\n".join(
     text(file)
-    for folder in ("tests", "llama/tests", "conformance/tests", "labs/*/tests")
+    for folder in ("tests", "checks", "llama/tests", "conformance/tests", "labs/*/tests")
     for file in REPOSITORY.glob(f"{folder}/test_*.py")
 )
 

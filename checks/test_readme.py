@@ -100,11 +100,11 @@ def test_the_page_of_benchmarks_has_the_numbers_that_were_measured(monkeypatch):
 
 
 def test_the_folders_are_those_of_the_map():
-    """CONTRIBUTING.md shows every folder of ours, and each lab."""
-    shown = re.findall(r"(?m)^\| `([\w/]+)/`", text(REPOSITORY / "CONTRIBUTING.md"))
+    """The keepers' page shows every folder of ours, and each lab."""
+    shown = re.findall(r"(?m)^\| `([\w/]+)/`", text(REPOSITORY / "checks" / "README.md"))
     assert [place for place in shown if not (REPOSITORY / place).is_dir()] == []
     ignored = (".*", *text(REPOSITORY / ".gitignore").replace("/", "").split())
     tops = [path for path in REPOSITORY.iterdir() if path.is_dir()]
     there = {path.name for path in tops if not any(map(path.match, ignored))} - {"labs"}
     there |= {f"labs/{path.parent.name}" for path in REPOSITORY.glob("labs/*/README.md")}
-    assert there <= set(shown), "the table of CONTRIBUTING.md has a row for each folder"
+    assert there <= set(shown), "the table of checks/README.md has a row for each folder"

@@ -147,7 +147,7 @@ def test_the_ledgers_page_has_every_row(html):
         assert row["says"] in line.text and row["note"].replace("`", "") in line.text
         assert (a["data-source"], a["data-verdict"]) == (row["source"], row["verdict"])
         assert len(line.select('a[href*=".ipynb#"]')) == len(ledger.parts(row["notebook"]))
-        tests = [test.removeprefix("tests/") for test in ledger.parts(row["test"])]
+        tests = [ledger.short(test) for test in ledger.parts(row["test"])]
         assert {*tests} <= {code.text for code in line.select("code")}
 
 
