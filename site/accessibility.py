@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent.parent / "tests"))
+sys.path.append(str(Path(__file__).parent.parent / "checks"))
 from browser import Browser, chromium
 
 # It need not fetch the styles anew, which a page of a file may not.

@@ -29,6 +29,7 @@ HERE = Path(__file__).parent
 REPOSITORY = HERE.parent
 FOLDERS = (
     "benchmarks",
+    "checks",
     "conformance",
     "examples",
     "figures",

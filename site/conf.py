@@ -7,7 +7,7 @@ copyright = "the treeattn authors"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinxext.opengraph"]
 root_doc = "contents"  # index.html is a page of its own
 source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
-exclude_patterns = ["treeattn", "tests", "examples", "figures", "site"]
+exclude_patterns = ["treeattn", "checks", "tests", "examples", "figures", "site"]
 exclude_patterns += ["conformance/treeattn_conformance"]
 
 nb_execution_mode = "off"  # the stored outputs are tested against fresh ones elsewhere

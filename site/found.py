@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent.parent / "tests"))
+sys.path.append(str(Path(__file__).parent.parent / "checks"))
 from browser import Browser, chromium
 
 FIGURE = Path(__file__).parent.parent / "figures" / "ring_and_tree.png"
