@@ -38,8 +38,9 @@ treeattn.tree_decod  # wrong
 
 
 # With return_lse they return two arrays instead of one, and a checker is told neither.
-ONE_OR_TWO = {"tree_decode", "ring_decode", "ring_attention"}
-NAMES = [*treeattn.__all__, "AttentionState.identity"]
+ONE_OR_TWO = {"tree_decode", "ring_decode", "ring_attention", "ulysses_attention"}
+FUNCTIONS = [name for name in treeattn.__all__ if callable(getattr(treeattn, name))]
+NAMES = [*FUNCTIONS, "AttentionState.identity"]
 QUESTIONS = "\n".join(["import treeattn", *(f"reveal_type(treeattn.{name})" for name in NAMES)])
 
 
