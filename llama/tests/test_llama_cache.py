@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from llamas import SMALL
 
-from treeattn import kv_mesh, memory
-from treeattn_llama import ATTENTIONS, Llama, in_order, layers, prefill, shard_lengths
+from treeattn import kv_mesh, memory, shard_lengths
+from treeattn_llama import ATTENTIONS, Llama, in_order, layers, prefill
 from treeattn_llama import cache as caches
 from treeattn_llama.layers import extend_layer
 
@@ -93,9 +93,9 @@ def test_shards_stay_balanced_and_hold_the_same_keys(model, eight, dense):
         for start, stop in ((0, first), (first, 36), (36, 41)):
             logits, cache = eight.prefill([TEXT[start:stop].tolist()], cache)
             check(logits[0], dense[stop - 1])
-            counts = [int(shard_lengths(cache.lengths, r, 8)[0]) for r in range(8)]
+            counts = [int(shard_lengths(stop, r, 48, 8, striped=True)) for r in range(8)]
             assert sum(counts) == stop and max(counts) - min(counts) <= 1
-            # The device's own rows
+            # The device's own slots
             for shard in cache.k[1].addressable_shards:
                 used = np.abs(np.asarray(shard.data)[0]).sum((1, 2)) > 0
                 assert used[: counts[shard.index[1].start // 6]].all()
@@ -146,8 +146,8 @@ def test_a_step_copies_no_cache(model, optimized):
     options = {"cached": cached, "lengths": cache.lengths}
     read = extend_layer.lower(x, layer, rotation, static=model.static, **options).compile()
     _, new = read(x, layer, rotation, **options)
-    layout = model.layout
-    write = caches.append.lower(cached, new, cache.lengths, counts, layout=layout).compile()
+    shards = model.shards
+    write = caches.append.lower(cached, new, cache.lengths, counts, shards=shards).compile()
     for program in read, write:
         assert memory(program).temporary_bytes < cached[0].nbytes / 4
 
@@ -158,7 +158,7 @@ BAD_STEPS = [
     ({"tokens": [[96]]}, "tokens: expected ids from 0 to 95, got 96"),
     ({"tokens": [[-1]]}, "tokens: expected ids from 0 to 95, got -1"),
     ({"tokens": [1, 2]}, r"tokens: expected integers \(any, any\)"),
-    ({"tokens": [[1], [2]]}, "tokens: the cache has 1 texts, got 2 rows"),
+    ({"tokens": [[1], [2]]}, "tokens: the cache has 1 texts, got 2"),
     ({"tokens": [[1] * 3]}, "tokens: 9 tokens do not fit into a cache of 8"),
     ({"positions": np.zeros((1, 2), np.int32)}, r"positions: expected integers \(1, 1\)"),
     ({"mask": np.ones((1, 2, 2), bool)}, "mask: expected booleans"),

@@ -16,8 +16,8 @@ import pytest
 from llamas import SMALL, byte_tokenizer
 
 from treeattn_llama import LookupDraft, __main__, chat, generate, stream
-from treeattn_llama.layout import Layout
 from treeattn_llama.sampling import Sampling, nucleus, settled
+from treeattn_llama.text_shards import TextShards
 
 # Sampling
 
@@ -142,7 +142,7 @@ def test_stream_is_decoding_of_each_prompt(model, temperature):
 class Parrot:
     """Says the tokens it was given, as a model does: `stream` asks for nothing else."""
 
-    layout = Layout()
+    shards = TextShards()
 
     def __init__(self, tokenizer, ids):
         self.tokenizer, self.ids = tokenizer, ids

@@ -7,7 +7,7 @@ generate(model, "Once upon a time").text
 
 from treeattn_llama import layers
 from treeattn_llama.attention import ATTENTIONS, ShardAttention
-from treeattn_llama.cache import Cache, in_order, shard_lengths
+from treeattn_llama.cache import Cache, in_order
 from treeattn_llama.config import Config, rotary_frequencies
 from treeattn_llama.files import open_checkpoint, packaged_model
 from treeattn_llama.lookup import LookupDraft
@@ -50,6 +50,5 @@ __all__ = [
     "packaged_model",
     "pad_packed",
     "rotary_frequencies",
-    "shard_lengths",
     "stream",
 ]

@@ -13,7 +13,7 @@ from jaxtyping import Float
 
 from treeattn import AttentionState, attend, merge, merge_across, shard_lengths, visit_shards
 from treeattn_llama.arguments import Array, Lengths, Queries
-from treeattn_llama.layout import Layout
+from treeattn_llama.text_shards import TextShards
 
 # q (b, l, h, d), the device's k and v (b, n, h_kv, d), the number of its keys in use (b,), and the
 # names of the mesh's axes that shard the keys, () on a single device. Called inside shard_map.
@@ -71,14 +71,14 @@ def attend_cache(
     v: Float[Array, "b n h_kv d"],
     lengths: Lengths,
     attention: str | ShardAttention,
-    layout: Layout,
+    shards: TextShards,
 ) -> AttentionState:
     """The state of q after one layer's cached keys; every device calls it with its shard.
 
     lengths: the number of tokens of each text, on all devices together
     """
-    rank = jax.lax.axis_index(layout.keys) if layout.keys else 0
-    p = layout.shards
+    rank = jax.lax.axis_index(shards.keys) if shards.keys else 0
+    p = shards.devices
     own = shard_lengths(lengths, rank, p * k.shape[1], p, striped=True)
     run = attention if callable(attention) else ATTENTIONS[attention]
-    return run(q, k, v, own, layout.keys)
+    return run(q, k, v, own, shards.keys)

@@ -1,9 +1,9 @@
 """A cache of keys and values, sharded over the devices of a mesh in stripes.
 
-Token s of a text is on device s mod p, in row s // p, as cards are dealt around a table. Any
-partition of the keys gives the same attention. This one keeps the shards equally full while the
-text grows, to within one token. The tokens of a shard fill its first rows, so one number describes
-the shard, its length.
+Token s of a text is on device s mod p, in slot s // p of the shard, as cards are dealt around a
+table. Any partition of the keys gives the same attention. This one keeps the shards equally full
+while the text grows, to within one token. The tokens of a shard fill its first slots, so one number
+describes the shard, its length.
 
     device 0   0  8  16  24 …
     device 1   1  9  17  25 …
@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 
 from treeattn import striped_slot
 from treeattn_llama.arguments import Array, Lengths
-from treeattn_llama.layout import Layout
+from treeattn_llama.text_shards import TextShards
 
 # A layer's keys and values, of a cache (b, capacity, h_kv, d) or of new tokens (b, l, h_kv, d).
 Pair = tuple[Float[Array, "b _ h_kv d"], Float[Array, "b _ h_kv d"]]
@@ -30,7 +30,7 @@ class Cache(NamedTuple):
     """The keys and values of each layer, and the number of tokens of each text.
 
     Arrays are (batch, capacity, kv_heads, head_dim), sharded along capacity, and along batch if the
-    mesh has an axis for it. Shard r of p has the rows from r·capacity/p on, and holds the tokens
+    mesh has an axis for it. Shard r of p has the slots from r·capacity/p on, and holds the tokens
     r, r + p, r + 2p, … (`treeattn.striped_slot`).
     """
 
@@ -49,18 +49,13 @@ class Cache(NamedTuple):
         return tuple(zip(self.k, self.v, strict=True))
 
 
-def shard_lengths(lengths: Lengths, rank, p: int) -> Lengths:
-    """How many of the first `lengths` tokens are on device `rank` of `p`."""
-    return (lengths - rank + p - 1) // p
-
-
 def in_order(x: Float[Array, "b n ..."], p: int) -> np.ndarray:
     """A cache's array on the host, its tokens in the order of the text: (batch, capacity, …)."""
     x = np.asarray(x)
     return x[:, striped_slot(np.arange(x.shape[1]), x.shape[1], p)]
 
 
-@functools.partial(jax.jit, static_argnames="layout", donate_argnames="cached")
+@functools.partial(jax.jit, static_argnames="shards", donate_argnames="cached")
 def append(
     cached: Pair,
     new: Pair,
@@ -68,7 +63,7 @@ def append(
     counts: Lengths,
     select: Int[Array, "b m"] | None = None,
     *,
-    layout: Layout,
+    shards: TextShards,
 ) -> Pair:
     """A layer's part of a cache, with new tokens after those of each text.
 
@@ -82,26 +77,26 @@ def append(
     def body(cached, new, lengths, counts, select):
         if select is not None:
             new = [jnp.take_along_axis(x, select[..., None, None], axis=1) for x in new]
-        rank = jax.lax.axis_index(layout.keys) if layout.keys else 0
-        p = layout.shards
+        rank = jax.lax.axis_index(shards.keys) if shards.keys else 0
+        p = shards.devices
         index = jnp.arange(new[0].shape[1])
         tokens = lengths[:, None] + index
         mine = (index < counts[:, None]) & (tokens % p == rank)
         past_the_end = cached[0].shape[1]  # `drop` writes nothing there
-        rows = jnp.where(mine, tokens // p, past_the_end)
+        slots = jnp.where(mine, tokens // p, past_the_end)
         texts = jnp.arange(len(lengths))[:, None]
         return tuple(
-            x.at[texts, rows].set(y, mode="drop") for x, y in zip(cached, new, strict=True)
+            x.at[texts, slots].set(y, mode="drop") for x, y in zip(cached, new, strict=True)
         )
 
-    rows = layout.of_rows
-    in_specs = layout.of_keys, rows, rows, rows, rows
-    run = layout.on_each_device(body, in_specs, layout.of_keys)
+    texts = shards.of_texts
+    in_specs = shards.of_keys, texts, texts, texts, texts
+    run = shards.on_each_device(body, in_specs, shards.of_keys)
     return run(cached, new, lengths, counts, select)
 
 
-@functools.partial(jax.jit, static_argnames="layout", donate_argnames="cached")
-def fill(cached: Pair, new: Pair, *, layout: Layout) -> Pair:
+@functools.partial(jax.jit, static_argnames="shards", donate_argnames="cached")
+def fill(cached: Pair, new: Pair, *, shards: TextShards) -> Pair:
     """A layer's part of an empty cache, with the tokens of whole prompts.
 
     new: (b, n, h_kv, d), sharded along n in the text's order; n is a multiple of p²
@@ -109,29 +104,29 @@ def fill(cached: Pair, new: Pair, *, layout: Layout) -> Pair:
     An all-to-all turns neighbours into stripes: two devices that hold the tokens 0 1 2 3 and
     4 5 6 7 hold 0 2 4 6 and 1 3 5 7 afterwards.
     """
-    p = layout.shards
+    p = shards.devices
 
     def deal(x, y):
         # The n/p tokens here are n/p² rounds of p cards, one for each device.
         y = y.reshape(len(y), -1, p, *y.shape[2:])
-        y = jax.lax.all_to_all(y, layout.keys, split_axis=2, concat_axis=1, tiled=True)[:, :, 0]
+        y = jax.lax.all_to_all(y, shards.keys, split_axis=2, concat_axis=1, tiled=True)[:, :, 0]
         y = y[:, : x.shape[1]]  # beyond the capacity there is only padding
         return jax.lax.dynamic_update_slice_in_dim(x, y, 0, axis=1)
 
     def body(cached, new):
         return tuple(deal(x, y) for x, y in zip(cached, new, strict=True))
 
-    return layout.on_each_device(body, (layout.of_keys,) * 2, layout.of_keys)(cached, new)
+    return shards.on_each_device(body, (shards.of_keys,) * 2, shards.of_keys)(cached, new)
 
 
 advance = jax.jit(jnp.add)  # lengths + counts, dispatched without waiting, as the layers are
 
 
-def wait_on_cpus(arrays, layout: Layout) -> None:
+def wait_on_cpus(arrays, shards: TextShards) -> None:
     """Return when simulated devices have computed `arrays`; call it before `append`.
 
     XLA:CPU keeps a thread for a small program that waits for its inputs. If each device has such a
     program, no thread is left for the collectives that compute the inputs: a deadlock.
     """
-    if layout.mesh is not None and layout.mesh.devices.flat[0].platform == "cpu":
+    if shards.mesh is not None and shards.mesh.devices.flat[0].platform == "cpu":
         jax.block_until_ready(arrays)

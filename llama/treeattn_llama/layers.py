@@ -24,7 +24,7 @@ from treeattn_llama.arguments import Array, Hidden, Keys, Lengths, Queries, Toke
 from treeattn_llama.attention import ShardAttention, attend_cache, attend_own
 from treeattn_llama.cache import Pair, fill
 from treeattn_llama.config import Config
-from treeattn_llama.layout import Layout
+from treeattn_llama.text_shards import TextShards
 from treeattn_llama.weights import Layer
 
 # The cosines and sines of the angles by which the pairs of each token are rotated.
@@ -35,7 +35,7 @@ class Static(NamedTuple):
     """The static argument of the layers' programs; each value compiles its own."""
 
     config: Config
-    layout: Layout
+    shards: TextShards
     attention: str | ShardAttention
 
 
@@ -75,14 +75,14 @@ def extend_layer(
         among = {"causal": True} if mask is None else {"mask": mask[:, None]}
         state = attend_own(q, k, v, **among)
         if cached is not None:
-            before = attend_cache(q, *cached, lengths, static.attention, static.layout)
+            before = attend_cache(q, *cached, lengths, static.attention, static.shards)
             state = merge(before, state)
         out = finalize(state)[0].astype(x.dtype)
         return after_attention(x, w, out, static.config), (k, v)
 
-    rows = static.layout.of_rows
-    in_specs = rows, P(), rows, rows, static.layout.of_keys, rows
-    run = static.layout.on_each_device(body, in_specs, rows)
+    texts = static.shards.of_texts
+    in_specs = texts, P(), texts, texts, static.shards.of_keys, texts
+    run = static.shards.on_each_device(body, in_specs, texts)
     return run(x, w, rotation, mask, cached, lengths)
 
 
@@ -95,9 +95,9 @@ def prefill_layer(
     The attention is Ring Attention, with queries sharded as the keys are.
     """
     q, k, v = queries_keys_values(x, w, rotation, static.config)
-    layout = static.layout
-    out = ring_attention(q, k, v, sharding=layout.sharding(layout.of_keys))
-    return after_attention(x, w, out, static.config), fill(cached, (k, v), layout=layout)
+    shards = static.shards
+    out = ring_attention(q, k, v, sharding=shards.sharding(shards.of_keys))
+    return after_attention(x, w, out, static.config), fill(cached, (k, v), shards=shards)
 
 
 @functools.partial(jax.jit, static_argnames="epsilon")
@@ -109,11 +109,11 @@ def read_out(
     *,
     epsilon: float,
 ) -> Float[Array, "b *l n"]:
-    """The logits after each token, or (b, n), those after token `last` of each row.
+    """The logits after each token, or (b, n), those after token `last` of each text.
 
     They are in float32, or float64 if the model is.
     """
-    if last is not None:  # −1 in a row without tokens
+    if last is not None:  # −1 in a text without tokens
         x = x[jnp.arange(len(x)), jnp.maximum(last, 0)]
     x = rms_norm(x, norm, epsilon)
     return linear(x, head, dtype=jnp.promote_types(x.dtype, jnp.float32))

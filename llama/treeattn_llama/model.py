@@ -10,14 +10,14 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
-from treeattn_llama import inputs, layers, prefill
+from treeattn_llama import calls, layers, prefill
 from treeattn_llama.arguments import Array, Hidden, Keys, Lengths, Logits, Queries, Tokens, integer
 from treeattn_llama.attention import ShardAttention, check_attention
 from treeattn_llama.cache import Cache, advance, append, wait_on_cpus
+from treeattn_llama.calls import NewEntries
 from treeattn_llama.config import Config
 from treeattn_llama.files import open_checkpoint
-from treeattn_llama.inputs import NewEntries
-from treeattn_llama.layout import Layout, layout_of
+from treeattn_llama.text_shards import TextShards, text_shards_of
 from treeattn_llama.tokenizer import Tokenizer
 from treeattn_llama.weights import Weights, load_weights, move_weights
 
@@ -41,7 +41,7 @@ class Llama:
 
     def __post_init__(self):
         check_attention(self.attention)
-        layout_of(self.mesh)
+        text_shards_of(self.mesh)
 
     @staticmethod
     def load(
@@ -62,16 +62,16 @@ class Llama:
         Raises FileNotFoundError if the path does not exist, ValueError if it is not a Llama, or the
         file is damaged, and TypeError for another attention, mesh or dtype.
         """
-        layout = layout_of(mesh)
+        shards = text_shards_of(mesh)
         check_attention(attention)
-        dtype = inputs.floating_dtype(dtype)
+        dtype = calls.floating_dtype(dtype)
         checkpoint = open_checkpoint(path)
-        weights = load_weights(checkpoint, layout.put, dtype)
+        weights = load_weights(checkpoint, shards.put, dtype)
         return Llama(checkpoint.config, weights, checkpoint.tokenizer, mesh, attention)
 
     def on(self, mesh: Mesh | None) -> "Llama":
         """The same model on another mesh. On a CPU both models share the weights' memory."""
-        weights = move_weights(self.weights, layout_of(mesh).put)
+        weights = move_weights(self.weights, text_shards_of(mesh).put)
         return dataclasses.replace(self, weights=weights, mesh=mesh)
 
     def using(self, attention: str | ShardAttention) -> "Llama":
@@ -99,24 +99,24 @@ class Llama:
 
         Warns if the capacity is more than the model was trained on.
         """
-        capacity = inputs.check_capacity(capacity, self.config.context)
-        inputs.check_rows("batch", self.layout, integer("batch", batch, 1))
+        capacity = calls.check_capacity(capacity, self.config.context)
+        calls.check_batch("batch", self.shards, integer("batch", batch, 1))
         return self.empty_cache(batch, capacity)
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
         """`new_cache` without checks and warnings."""
         c = self.config
-        layout = self.layout
-        shape = batch, layout.shards * -(-capacity // layout.shards), c.kv_heads, c.head_dim
+        shards = self.shards
+        shape = batch, shards.devices * -(-capacity // shards.devices), c.kv_heads, c.head_dim
         dtype = self.weights.embedding.dtype
-        device = layout.sharding(layout.of_keys)
+        device = shards.sharding(shards.of_keys)
         k, v = (
             tuple(jnp.zeros(shape, dtype, device=device) for _ in range(c.layers)) for _ in "kv"
         )
-        return Cache(k, v, layout.put(np.zeros(batch, np.int32)))
+        return Cache(k, v, shards.put(np.zeros(batch, np.int32)))
 
     def prefill(
-        self, prompts: inputs.Prompts, cache: Cache
+        self, prompts: calls.Prompts, cache: Cache
     ) -> tuple[Float[Array, "b vocabulary"], Cache]:
         """Run prompts of any lengths: (logits after each, cache). `cache` is donated: do not use it
         afterwards.
@@ -127,12 +127,12 @@ class Llama:
         Raises ValueError, before any work, for an empty prompt, for ids outside the vocabulary, and
         if the cache has no room for a prompt.
         """
-        inputs.check_cache(cache, self)
-        prompts = inputs.check_prompts(prompts, self.config.vocabulary)
+        calls.check_cache(cache, self)
+        prompts = calls.check_prompts(prompts, self.config.vocabulary)
         lengths = [len(prompt) for prompt in prompts]
         if len(prompts) != len(cache.lengths):
             raise ValueError(f"prompts: expected {len(cache.lengths)}, got those of {lengths}")
-        inputs.check_room(cache, lengths, "prompts")
+        calls.check_room(cache, lengths, "prompts")
         return prefill.run(self, prompts, cache)
 
     def extend(
@@ -161,9 +161,9 @@ class Llama:
         self, tokens: Tokens, cache: Cache, *, positions=None, mask=None
     ) -> tuple[Hidden, NewEntries]:
         """`extend` up to the last layer's output, from which `read_out` computes the logits."""
-        tokens = inputs.check_tokens(tokens, self.config.vocabulary, self.layout)
-        inputs.check_cache(cache, self)
-        positions, mask = inputs.check_new(tokens, cache, positions, mask)
+        tokens = calls.check_tokens(tokens, self.config.vocabulary, self.shards)
+        calls.check_cache(cache, self)
+        positions, mask = calls.check_new(tokens, cache, positions, mask)
         return self.run_layers(tokens, positions, mask, cache)
 
     def commit(
@@ -183,11 +183,11 @@ class Llama:
         Raises ValueError if counts, indices or the number of texts do not fit, and TypeError for
         `new` that `extend` cannot have returned.
         """
-        inputs.check_cache(cache, self)
-        counts, select = inputs.check_commit(cache, new, counts, select)
-        wait_on_cpus(new, self.layout)
+        calls.check_cache(cache, self)
+        counts, select = calls.check_commit(cache, new, counts, select)
+        wait_on_cpus(new, self.shards)
         written = [
-            append(cached, pair, cache.lengths, counts, select, layout=self.layout)
+            append(cached, pair, cache.lengths, counts, select, shards=self.shards)
             for cached, pair in zip(cache.layers, new, strict=True)
         ]
         return Cache(*zip(*written, strict=True), advance(cache.lengths, counts))
@@ -203,7 +203,7 @@ class Llama:
 
     def read_out(self, x: Hidden, last: Lengths | None = None) -> Float[Array, "b *l vocabulary"]:
         """The logits after each token, from the last layer's output x; or (b, vocabulary), those
-        after token `last` of each row."""
+        after token `last` of each text."""
         w = self.weights
         return layers.read_out(x, w.norm, w.head, last, epsilon=self.config.norm_epsilon)
 
@@ -223,18 +223,18 @@ class Llama:
         return x, tuple(new)
 
     @functools.cached_property
-    def layout(self) -> Layout:
+    def shards(self) -> TextShards:
         """How texts and their keys are sharded over the mesh."""
-        return layout_of(self.mesh)
+        return text_shards_of(self.mesh)
 
     @functools.cached_property
     def static(self) -> layers.Static:
         """The static argument of the layers' programs, the same for models of any depth."""
         config = dataclasses.replace(self.config, layers=1)
-        return layers.Static(config, self.layout, self.attention)
+        return layers.Static(config, self.shards, self.attention)
 
     def _start(self, token_ids) -> tuple[Hidden, layers.Rotation]:
-        tokens = inputs.check_tokens(token_ids, self.config.vocabulary, self.layout)
+        tokens = calls.check_tokens(token_ids, self.config.vocabulary, self.shards)
         positions = jnp.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
         return self.embed(tokens, positions)
 

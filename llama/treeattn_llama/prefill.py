@@ -18,7 +18,7 @@ def run(model, prompts: list[list[int]], cache: Cache) -> Read:
     """`Llama.prefill` without checks."""
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     empty = not np.asarray(cache.lengths).any()
-    p = model.layout.shards
+    p = model.shards.devices
     # The ring pads prompts to a multiple of p², and no more than half should be padding.
     if empty and p > 1 and 2 * lengths.max() >= p * p:
         return by_ring(model, prompts, lengths, cache)
@@ -26,8 +26,10 @@ def run(model, prompts: list[list[int]], cache: Cache) -> Read:
 
 
 def pad_prompts(prompts: list[list[int]], multiple: int) -> np.ndarray:
-    """The prompts as rows (batch, n) int32, padded with zeros to a multiple: [[5, 7, 8]] becomes
-    [[5, 7, 8, 0]] with a multiple of 4."""
+    """The prompts as one array (batch, n) int32, padded with zeros to a multiple.
+
+    [[5, 7, 8]] becomes [[5, 7, 8, 0]] with a multiple of 4.
+    """
     n = multiple * -(-max(map(len, prompts)) // multiple)
     return np.array([prompt + [0] * (n - len(prompt)) for prompt in prompts], np.int32)
 
@@ -35,13 +37,13 @@ def pad_prompts(prompts: list[list[int]], multiple: int) -> np.ndarray:
 def by_ring(model, prompts, lengths: np.ndarray, cache: Cache) -> Read:
     """All prompts at once into an empty cache: the devices share the tokens of each prompt, and
     send their keys around the ring."""
-    layout = model.layout
-    p = layout.shards
+    shards = model.shards
+    p = shards.devices
     # Prompts are padded to few lengths, because each compiles, and to multiples of p² for `fill`.
     coarse = 1 << max(int(lengths.max()).bit_length() - 3, 0)
     tokens = pad_prompts(prompts, p * p * -(-coarse // (p * p)))
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-    x, rotation = model.embed(*(layout.put(x, layout.of_keys) for x in (tokens, positions)))
+    x, rotation = model.embed(*(shards.put(x, shards.of_keys) for x in (tokens, positions)))
     filled = []
     for layer, cached in zip(model.weights.layers, cache.layers, strict=True):
         x, cached = layers.prefill_layer(x, layer, rotation, cached, static=model.static)

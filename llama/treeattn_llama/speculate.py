@@ -153,7 +153,7 @@ def likeliest(
 class Accepted(list):
     """A list of each text's new tokens, and the candidate that they follow.
 
-    candidates: (B,) the candidate whose beginning was accepted, as a row of the beam
+    candidates: (B,) the candidate whose beginning was accepted, by its number
     counts:     (B,) the number of its accepted nodes, the certain one included, and of new tokens
     """
 
@@ -196,8 +196,8 @@ def accept_candidate_tokens(
         raise ValueError(
             f"verified_scores: expected shape {beam.shape}, got {np.shape(verified_scores)}"
         )
-    batch, rows, width = beam.shape
-    if rows == 0:
+    batch, proposed, width = beam.shape
+    if proposed == 0:
         nothing = np.zeros(batch, np.int32)
         return Accepted([[] for _ in range(batch)], nothing, nothing)
     lengths = candidate_lengths(scores)

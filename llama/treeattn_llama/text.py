@@ -6,9 +6,9 @@ from typing import NamedTuple, SupportsIndex
 import numpy as np
 from jaxtyping import Key
 
-from treeattn_llama import inputs
+from treeattn_llama import calls
 from treeattn_llama.arguments import Array, integer
-from treeattn_llama.inputs import Ids
+from treeattn_llama.calls import Ids
 from treeattn_llama.lookup import LookupDraft
 from treeattn_llama.model import Llama
 from treeattn_llama.sampling import Sampling
@@ -66,7 +66,7 @@ def stream(
     proposal of the draft.
     """
     prompts = prompt_ids(model, prompts)
-    inputs.check_rows("prompts", model.layout, len(prompts))
+    calls.check_batch("prompts", model.shards, len(prompts))
     most = integer("max_new_tokens", max_new_tokens, 1, np.iinfo(np.int32).max)
     needed = max(map(len, prompts)) + most - 1
     context = model.config.context
@@ -80,7 +80,7 @@ def stream(
         prompts,
         ending_of(model, most, stop),
         Sampling(temperature, top_k, top_p, key, seed),
-        inputs.check_capacity(capacity, context),
+        calls.check_capacity(capacity, context),
         make_draft(draft),
         integer("budget", budget, 1),
     )
@@ -149,7 +149,7 @@ def prompt_ids(model: Llama, prompt: Prompt | Sequence[Prompt]) -> list[list[int
     prompts = [prompt] if _is_one(prompt) else prompt
     if isinstance(prompts, list | tuple):
         prompts = [tokenizer_of(model).encode(x) if isinstance(x, str) else x for x in prompts]
-    return inputs.check_prompts(prompts, model.config.vocabulary)
+    return calls.check_prompts(prompts, model.config.vocabulary)
 
 
 def _is_one(prompt) -> bool:
@@ -190,7 +190,7 @@ def _rounded(tokens: int, context: int) -> int:
 
     It is a power of two from 128 to 1,024, and above that a multiple of a quarter of the next lower
     power of two; at most `context`, unless the tokens need more. Each capacity compiles programs of
-    its own, so few capacities serve texts of all lengths. Unused rows of a cache are not read.
+    its own, so few capacities serve texts of all lengths. Unused slots of a cache are not read.
     """
     power = 1 << (tokens - 1).bit_length()
     step = power if power <= 1024 else power // 8

@@ -13,7 +13,7 @@ import numpy as np
 
 from treeattn_llama.arguments import Array, as_array, integer, integers, named
 from treeattn_llama.cache import Cache, Pair
-from treeattn_llama.layout import Layout
+from treeattn_llama.text_shards import TextShards
 
 # The token ids of one text, and of several: lists of whole numbers, or arrays.
 Ids = Sequence[SupportsIndex] | Array
@@ -36,19 +36,19 @@ def floating_dtype(dtype) -> np.dtype | None:
     return found
 
 
-def check_rows(name: str, layout: Layout, batch: int) -> None:
+def check_batch(name: str, shards: TextShards, batch: int) -> None:
     """Raise ValueError unless the mesh's batch axis can share so many texts evenly."""
-    if batch % layout.rows:
+    if batch % shards.parts:
         raise ValueError(
-            f"{name}: expected a number of texts that {layout.rows} parts of the mesh's batch axis "
-            f"can share evenly, got {batch}"
+            f"{name}: expected a number of texts that {shards.parts} parts of the mesh's batch "
+            f"axis can share evenly, got {batch}"
         )
 
 
-def check_tokens(tokens, vocabulary: int, layout: Layout) -> Array:
+def check_tokens(tokens, vocabulary: int, shards: TextShards) -> Array:
     """`tokens` as an array (b, l) of ids, of as many texts as the devices can share."""
     tokens = integers("tokens", tokens, (None, None), "ids", vocabulary - 1)
-    check_rows("tokens", layout, tokens.shape[0])
+    check_batch("tokens", shards, tokens.shape[0])
     return tokens
 
 
@@ -59,14 +59,14 @@ def check_prompts(prompts: Prompts, vocabulary: int) -> list[list[int]]:
     vocabulary.
     """
     with named("prompts", "expected lists of token ids"):
-        rows = [as_array(f"text {i}", prompts[i]) for i in range(len(prompts))]
-    lengths = [len(row) if row.ndim == 1 else 0 for row in rows]
-    if not rows or not all(lengths):
+        texts = [as_array(f"text {i}", prompts[i]) for i in range(len(prompts))]
+    lengths = [len(text) if text.ndim == 1 else 0 for text in texts]
+    if not texts or not all(lengths):
         raise ValueError(
             f"prompts: expected texts or lists of ids, none of them empty, got lengths {lengths} "
             f"of {prompts!s:.40}"
         )
-    return [integers("prompts", row, (None,), "ids", vocabulary - 1).tolist() for row in rows]
+    return [integers("prompts", ids, (None,), "ids", vocabulary - 1).tolist() for ids in texts]
 
 
 def check_cache(cache: Cache, model) -> None:
@@ -85,7 +85,7 @@ def check_cache(cache: Cache, model) -> None:
         )
     if isinstance(k, jax.core.Tracer):
         return
-    wanted = model.layout.sharding(model.layout.of_keys)
+    wanted = model.shards.sharding(model.shards.of_keys)
     same = len(k.devices()) == 1 if wanted is None else k.sharding.is_equivalent_to(wanted, k.ndim)
     if not same:
         raise ValueError(
@@ -101,7 +101,7 @@ def check_new(tokens: Array, cache: Cache, positions, mask) -> tuple[Array, Arra
     """
     b, l = tokens.shape
     if b != len(cache.lengths):
-        raise ValueError(f"tokens: the cache has {len(cache.lengths)} texts, got {b} rows")
+        raise ValueError(f"tokens: the cache has {len(cache.lengths)} texts, got {b}")
     if positions is None:
         traced = isinstance(cache.lengths, jax.core.Tracer)
         lengths = cache.lengths if traced else np.asarray(cache.lengths)

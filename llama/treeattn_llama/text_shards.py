@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class TextShards:
     """A mesh (None: one device), and the roles of its axes.
 
     batch: the axes that shard the texts of a batch. Nothing is sent along them.
@@ -23,17 +23,17 @@ class Layout:
     keys: tuple[str, ...] = ()
 
     @property
-    def shards(self) -> int:
+    def devices(self) -> int:
         """The number of devices that share the keys of a text."""
         return math.prod(self.mesh.shape[name] for name in self.keys)
 
     @property
-    def rows(self) -> int:
+    def parts(self) -> int:
         """The number of parts of a batch."""
         return math.prod(self.mesh.shape[name] for name in self.batch)
 
     @property
-    def of_rows(self) -> P:
+    def of_texts(self) -> P:
         """The spec of (batch, …): replicated over the devices that share a text."""
         return P(self.batch or None)
 
@@ -64,18 +64,18 @@ class Layout:
         )
 
 
-def layout_of(mesh: Mesh | None) -> Layout:
-    """The layout of a mesh: its axis called "batch" shards texts, all others shard keys.
+def text_shards_of(mesh: Mesh | None) -> TextShards:
+    """The shards over a mesh: its axis called "batch" shards texts, all others shard keys.
 
     All axes become Auto, because the package's own programs say how arrays are sharded. Raises
     TypeError unless `mesh` is a Mesh or None.
     """
     if mesh is None:
-        return Layout()
+        return TextShards()
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh: expected a jax.sharding.Mesh or None, got {mesh!r:.80}")
     names = mesh.axis_names
-    return Layout(
+    return TextShards(
         Mesh(mesh.devices, names),
         tuple(name for name in names if name == "batch"),
         tuple(name for name in names if name != "batch"),
