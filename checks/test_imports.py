@@ -52,7 +52,7 @@ CORE = (
     "across",
     "ring",
     "slots",
-    "layout",
+    "key_shards",
     "mesh",
     "beam",
     "token_tree",

@@ -156,7 +156,7 @@ ATTENTIONS = [
             (P(P.UNCONSTRAINED, "keys"), "expected names of axes or None"),
         )
     ],
-    ({"sharding": over(rows=3)}, ValueError, "sharding: the 3 devices .* cannot share 2 rows"),
+    ({"sharding": over(rows=3)}, ValueError, "sharding: the 3 devices .* cannot share 2 texts"),
     ({"sharding": over(heads=3)}, ValueError, "sharding: .* cannot share 2 key heads"),
     ({"striped": True}, ValueError, "sharding: .* cannot share 5 slots"),
     *[({"method": x}, ValueError, "method: expected one of") for x in ("ring", 3, None)],

@@ -148,7 +148,7 @@ def test_what_a_shard_is_filled_up_with_does_not_count(name, monkeypatch):
         shape = (*x.shape[:axis], size - x.shape[axis], *x.shape[axis + 1 :])
         return jnp.concatenate([x, jnp.full(shape, jnp.nan)], axis)
 
-    monkeypatch.setattr("treeattn.layout.pad_axis", with_nan)
+    monkeypatch.setattr("treeattn.key_shards.pad_axis", with_nan)
     arrays = draw(b=1, l=8, n=8, h=3, h_kv=1, d=10)
     check(PREFILLS[name](*arrays, sharding=over(keys=3)), *arrays, causal=True)
 

@@ -9,7 +9,7 @@ be merged into that of both. The files, in the order of reading:
     plain       attention on one device, with all scores in memory at once
     local       choice of implementation: plain, or a faster one (blocks, products, flash)
     devices     simulated and real; meshes
-    layout      how a cache is sharded over a mesh, in stripes or not
+    key_shards  how a cache is sharded over a mesh, in stripes or not
     slots       which slot of it holds which key
     across      merge_across: all devices' states become the state of all keys
     ring        every shard visits every device

@@ -39,13 +39,13 @@ from treeattn.checks import (
     namespace,
 )
 
-# M candidate rows of C tokens in each batch row, and the number of tokens of each candidate.
-Beam = Integer[Array, "batch rows width"] | Numbers
-Lengths = Integer[Array, "batch rows"] | Numbers | None
+# M candidates of C tokens for each text, and the number of tokens of each candidate.
+Beam = Integer[Array, "batch candidates width"] | Numbers
+Lengths = Integer[Array, "batch candidates"] | Numbers | None
 
 
 class PackedBeam(NamedTuple):
-    """A batch of beams with every distinct prefix once: a tree of L nodes for each batch row.
+    """A batch of beams with every distinct prefix once: a tree of L nodes for each text.
 
     packed_beam:      (B, L)     each node's token, in the beam's dtype; `pad_token` after the last
     attention_mask:   (B, L, L)  True where node i may attend to node j: j is i or an ancestor
@@ -66,15 +66,15 @@ class PackedBeam(NamedTuple):
     packed_beam: Integer[Array, "batch nodes"]
     attention_mask: Bool[Array, "batch nodes nodes"]
     position_offsets: Int[Array, "batch nodes"]
-    unpack_map: Int[Array, "batch rows width"]
+    unpack_map: Int[Array, "batch candidates width"]
 
 
-def prefix_encoding(beam: Beam, lengths: Lengths = None) -> Int[Array, "batch rows width"]:
-    """(B, M, C) int32: the first row that has the same tokens as row m up to and including c.
+def prefix_encoding(beam: Beam, lengths: Lengths = None) -> Int[Array, "batch candidates width"]:
+    """(B, M, C) int32: the first candidate with the same tokens as m up to and including c.
 
-    Row m's own index marks the tokens that it adds to the tree, and a smaller index a token that
-    it shares. The rows may come in any order, and rows that share a prefix need not be neighbours.
-    `lengths` is as in `pack`; positions beyond a candidate's length encode as −1.
+    Candidate m's own index marks the tokens that it adds to the tree, and a smaller index a token
+    that it shares. The candidates may come in any order, and those that share a prefix need not be
+    neighbours. `lengths` is as in `pack`; positions beyond a candidate's length encode as −1.
 
     Raises as `pack` does.
 
@@ -90,10 +90,10 @@ def prefix_encoding(beam: Beam, lengths: Lengths = None) -> Int[Array, "batch ro
 
 
 def packed_token_indices(beam: Beam, lengths: Lengths = None) -> Int[Array, "batch nodes"]:
-    """(B, L) int32: the index in the beam, row by row, of each token of `packed_beam`.
+    """(B, L) int32: the index in the beam, candidate by candidate, of each token of `packed_beam`.
 
     Token c of candidate m has index m·C + c. For a token that several candidates share, m is the
-    first of these candidates. −1 after a batch row's last node. The arguments, the errors and L are
+    first of these candidates. −1 after a text's last node. The arguments, the errors and L are
     those of `pack`.
 
     >>> print(packed_token_indices([[[7, 8], [7, 9]]]))
@@ -111,17 +111,17 @@ def pack(beam: Beam, lengths: Lengths = None, *, pad_token: int = 0) -> PackedBe
     beam:      (B, M, C) token ids, of any integer dtype; M candidates of C tokens
     lengths:   (B, M) tokens of each candidate, 0 … C; None means C. Beyond a candidate's
                length the beam may hold anything
-    pad_token: fills `packed_beam` after a batch row's last node
+    pad_token: fills `packed_beam` after a text's last node
 
-    L is the number of nodes of the batch row that has the most. Inside jit or vmap, where that
-    number is unknown, L is M·C, and the first entries are the same. Equal candidates, and a
-    candidate that is a prefix of another, share their nodes and keep their rows of `unpack_map`. An
-    empty candidate adds no nodes. A beam without candidates (M = 0), without positions (C = 0) or
-    with empty candidates only is a tree without nodes: L = 0 outside jit, and all M·C entries are
-    pads inside jit.
+    L is the number of nodes of the text that has the most. Inside jit or vmap, where that number is
+    unknown, L is M·C, and the first entries are the same. Equal candidates, and a candidate that is
+    a prefix of another, share their nodes and keep their entries of `unpack_map`. An empty
+    candidate adds no nodes. A beam without candidates (M = 0), without positions (C = 0) or with
+    empty candidates only is a tree without nodes: L = 0 outside jit, and all M·C entries are pads
+    inside jit.
 
-    A candidate's tokens can belong to any number of earlier candidates: row 2 of
-    [[1, 2, 3], [1, 4, 5], [1, 4, 6]] takes its first token from row 0, the second from row 1
+    A candidate's tokens can belong to any number of earlier candidates: number 2 of
+    [[1, 2, 3], [1, 4, 5], [1, 4, 6]] takes its first token from number 0, the second from 1
     and adds the third. So `unpack_map` looks up each position's owner in the encoding, and
     the node's number in a cumulative sum over the tokens that each candidate adds.
 
@@ -151,8 +151,8 @@ def pack(beam: Beam, lengths: Lengths = None, *, pad_token: int = 0) -> PackedBe
 
 
 def unpack(
-    packed: Shaped[Array, "batch nodes *features"], unpack_map: Int[Array, "batch rows width"]
-) -> Shaped[Array, "batch rows width *features"]:
+    packed: Shaped[Array, "batch nodes *features"], unpack_map: Int[Array, "batch candidates width"]
+) -> Shaped[Array, "batch candidates width *features"]:
     """The results of the nodes, put back into the beam's shape. Differentiable.
 
     packed:     (B, L, ...) one entry for each node: tokens, hidden states, logits
@@ -182,8 +182,8 @@ def unpack(
     unpack_map = bounded("unpack_map", unpack_map, 0, last, f"node numbers from 0 to {last}")
     if packed.shape[1] == 0:
         return xp.zeros((*unpack_map.shape, *packed.shape[2:]), packed.dtype)
-    row = xp.arange(len(unpack_map))[:, None, None]
-    return _to_namespace("packed", packed, xp)[row, xp.asarray(unpack_map)]
+    text = xp.arange(len(unpack_map))[:, None, None]
+    return _to_namespace("packed", packed, xp)[text, xp.asarray(unpack_map)]
 
 
 def _common_prefix(xp, beam, lengths):
@@ -198,11 +198,11 @@ def _common_prefix(xp, beam, lengths):
 
 
 def _encode(xp, common, width):
-    """(B, M, C): the first row that shares row m's tokens up to c; m itself beyond m's length."""
-    row = xp.arange(common.shape[1], dtype=xp.int32)
+    """(B, M, C): the first candidate that shares m's tokens up to c; m itself beyond m's length."""
+    candidate = xp.arange(common.shape[1], dtype=xp.int32)
     column = xp.arange(width, dtype=xp.int32)[None, None, None]
     shared = column < common[..., None]  # (B, M, M, C)
-    sharing = xp.where(shared, row[None, None, :, None], row[None, :, None, None])
+    sharing = xp.where(shared, candidate[None, None, :, None], candidate[None, :, None, None])
     return xp.min(sharing, axis=2, initial=common.shape[1])
 
 
@@ -213,11 +213,11 @@ def _pack(xp, beam, lengths, pad_token):
     start, owner, offsets, real = _nodes(xp, common, lengths, width)
     # A token's number is its position plus the `start` of the candidate that owns its prefix.
     encoding = _encode(xp, common, width)
-    owners_start = xp.take_along_axis(start, _rows_joined(encoding), axis=1)
+    owners_start = xp.take_along_axis(start, _joined(encoding), axis=1)
     column = xp.arange(width, dtype=xp.int32)[None, None]
     numbers = owners_start.reshape(encoding.shape) + column
     unpack_map = xp.where(column < lengths[..., None], numbers, 0)
-    tokens = xp.take_along_axis(_rows_joined(beam), owner * width + offsets, axis=1)
+    tokens = xp.take_along_axis(_joined(beam), owner * width + offsets, axis=1)
     tokens = xp.where(real, tokens, xp.asarray(pad_token, dtype=beam.dtype))
     mask = _mask(xp, common, owner, offsets, real)
     return PackedBeam(tokens, mask, offsets, unpack_map)
@@ -236,9 +236,9 @@ def _nodes(xp, common, lengths, width):
     candidate borrows one token and adds two, so end = [3, 5] and start = [0, 2]. Its tokens 4 and 5
     are nodes 2 + 1 and 2 + 2. Its token 1 belongs to the first candidate and is node 0 + 0.
     """
-    rows = common.shape[1]
-    row = xp.arange(rows, dtype=xp.int32)
-    earlier = row[None] < row[:, None]  # (M, M)
+    candidates = common.shape[1]
+    candidate = xp.arange(candidates, dtype=xp.int32)
+    earlier = candidate[None] < candidate[:, None]  # (M, M)
     shared_with_earlier = xp.where(earlier[None], common, 0)
     borrowed = xp.max(shared_with_earlier, axis=2, initial=0)  # (B, M)
     end = xp.cumulative_sum(lengths - borrowed, axis=1, dtype=xp.int32)
@@ -246,20 +246,20 @@ def _nodes(xp, common, lengths, width):
 
     # Candidates are in order, so node i belongs to the candidate whose index is the number of
     # candidates with `end` at most i.
-    size = rows * width if isinstance(end, jax.core.Tracer) else int(end.max(initial=0))
+    size = candidates * width if isinstance(end, jax.core.Tracer) else int(end.max(initial=0))
     node = xp.arange(size, dtype=xp.int32)[None]
     ended = node[..., None] >= end[:, None]  # (B, L, M)
     owner = xp.sum(ended, axis=2, dtype=xp.int32)  # (B, L)
-    real = owner < rows
-    owner = xp.minimum(owner, rows - 1)
+    real = owner < candidates
+    owner = xp.minimum(owner, candidates - 1)
     offsets = xp.where(real, node - xp.take_along_axis(start, owner, axis=1), 0)
     return start, owner, offsets, real
 
 
-def _rows_joined(table):
-    """(B, M, C) as (B, M·C), row after row."""
-    batch, rows, width = table.shape
-    return table.reshape(batch, rows * width)
+def _joined(table):
+    """(B, M, C) as (B, M·C), candidate after candidate."""
+    batch, candidates, width = table.shape
+    return table.reshape(batch, candidates * width)
 
 
 def _mask(xp, common, owner, offsets, real):
@@ -278,22 +278,22 @@ def _mask(xp, common, owner, offsets, real):
     return on_the_path & ~below
 
 
-def _look_up(table, row):
-    """(B, L, L): table[b, row[b, i], j], for a table (B, M, L) of bools and row (B, L).
+def _look_up(table, candidate):
+    """(B, L, L): table[b, candidate[b, i], j], for a table (B, M, L) of bools.
 
-    Each column of the table is packed into ⌈M / 32⌉ words, with a bit for each row: row 35 is bit 3
-    of the second word. XLA takes ten times as long to gather rows as to test a bit.
+    Each column of the table is packed into ⌈M / 32⌉ words, with a bit for each candidate: 35 is bit
+    3 of the second word. XLA takes ten times as long to gather entries as to test a bit.
     """
-    rows = table.shape[1]
+    candidates = table.shape[1]
     member = jnp.zeros((), jnp.uint32)
-    for first in range(0, rows, 32):
-        bit = jnp.arange(min(32, rows - first), dtype=jnp.uint32)
-        rows_of_word = table[:, first : first + 32]
-        bits = rows_of_word.astype(jnp.uint32) << bit[None, :, None]
+    for first in range(0, candidates, 32):
+        bit = jnp.arange(min(32, candidates - first), dtype=jnp.uint32)
+        of_word = table[:, first : first + 32]
+        bits = of_word.astype(jnp.uint32) << bit[None, :, None]
         word = jnp.sum(bits, axis=1, dtype=jnp.uint32)
-        # For a row of a later word the shift is above 31. For a row of an earlier word it is
+        # For a candidate of a later word the shift is above 31. For one of an earlier word it is
         # negative, and wraps to a large number. Either shift leaves no bit.
-        shift = row.astype(jnp.uint32) - jnp.uint32(first)
+        shift = candidate.astype(jnp.uint32) - jnp.uint32(first)
         member = member | (word[:, None] >> shift[:, :, None])
     return (member & 1) == 1
 

@@ -56,11 +56,11 @@ def _attend_causal(inputs: Inputs) -> AttentionState:
     b, length = inputs.q.shape[:2]
     size = -(-length // 2)
 
-    def halves(x):  # two rows for each text; padded keys come last, so no real query sees them
+    def halves(x):  # each half becomes a text; padded keys come last, so no real query sees them
         return pad_axis(x, 1, 2 * size).reshape(2 * b, size, *x.shape[2:])
 
-    def half(rows, which):  # the first (0) or the second (1) half of each text
-        return jax.tree.map(lambda x: x.reshape(b, 2, *x.shape[1:])[:, which], rows)
+    def half(both, which):  # the first (0) or the second (1) half of each text
+        return jax.tree.map(lambda x: x.reshape(b, 2, *x.shape[1:])[:, which], both)
 
     q, k, v = (halves(x) for x in (inputs.q, inputs.k, inputs.v))
     own = attend_blockwise(inputs.replace(q=q, k=k, v=v))
@@ -94,26 +94,26 @@ def _group_heads(inputs: Inputs) -> Inputs:
 def _attend(inputs: Inputs) -> AttentionState:
     """The state of the queries: fields (b, h_kv, group, l) and (b, h_kv, group, l, dv)."""
     b = inputs.q.shape[0]
-    # On a CPU the rows go one after another, so that a row of 10 keys does not read as many blocks
-    # as a row of 10,000. On a GPU all rows go at once, to keep it busy.
+    # On a CPU the texts go one after another, so that a text of 10 keys does not read as many
+    # blocks as a text of 10,000. On a GPU all texts go at once, to keep it busy.
     if inputs.lengths is None or b == 1 or products.compiled_for() != "cpu":
-        return _attend_rows(inputs, 0)
+        return _attend_texts(inputs, 0)
 
-    def attend_row(i):
+    def attend_text(i):
         def cut(x):
             return x if x.shape[0] == 1 else lax.dynamic_slice_in_dim(x, i, 1)
 
-        row = jax.tree.map(cut, inputs.replace(k=None, v=None))
-        return _attend_rows(row.replace(k=inputs.k, v=inputs.v), i)
+        text = jax.tree.map(cut, inputs.replace(k=None, v=None))
+        return _attend_texts(text.replace(k=inputs.k, v=inputs.v), i)
 
-    states = lax.map(attend_row, jnp.arange(b, dtype=jnp.int32))
+    states = lax.map(attend_text, jnp.arange(b, dtype=jnp.int32))
     return jax.tree.map(lambda x: x[:, 0], states)
 
 
-def _attend_rows(inputs: Inputs, row) -> AttentionState:
-    """The state of the queries: row i of q attends to row `row` + i of k and v.
+def _attend_texts(inputs: Inputs, first_text) -> AttentionState:
+    """The state of the queries: text i of q attends to text `first_text` + i of k and v.
 
-    k and v are whole, so a single row of queries, (1, h_kv, group, l, d), reads its keys in place.
+    k and v are whole, so the queries of one text, (1, h_kv, group, l, d), read its keys in place.
     """
     q = inputs.q
     n = inputs.k.shape[1]
@@ -121,16 +121,16 @@ def _attend_rows(inputs: Inputs, row) -> AttentionState:
     few = products.few_queries(q, n)
     may_split = inputs.may_split
     shrunk, root = products.shrink(q, may_split)
-    streams = products.stream_queries(shrunk) if few else None
+    lanes = products.lane_queries(shrunk) if few else None
 
     def read(x, first, count):
-        return products.read_block(x, first, count, row=row, rows=len(q), dtype=q.dtype)
+        return products.read_block(x, first, count, text=first_text, texts=len(q), dtype=q.dtype)
 
     def state_of_block(start):
         first, visible, bias = _visibility(inputs, start, size)
         keys = read(inputs.k, first, size)
         if few:
-            s = products.stream_scores(streams, keys, may_split)
+            s = products.lane_scores(lanes, keys, may_split)
         else:
             s = products.matrix_scores(shrunk, keys)
         s = _mask_and_clip(s * root * root, visible, bias)
@@ -141,10 +141,10 @@ def _attend_rows(inputs: Inputs, row) -> AttentionState:
         def values(at, count):
             return _zero_unused(read(inputs.v, first + at, count), unused, at)
 
-        if few:  # a stream of values at a time
-            width = size // products.STREAMS
+        if few:  # a lane of values at a time
+            width = size // products.LANES
             parts = [values(at, width) for at in range(0, size, width)]
-            denominator, numerator = products.stream_sums(p, parts, may_split)
+            denominator, numerator = products.lane_sums(p, parts, may_split)
         else:
             denominator, numerator = products.matrix_sums(p, values(0, size))
         m = jnp.where(jnp.isnan(denominator), denominator, m)  # row_max may ignore a NaN
@@ -253,12 +253,12 @@ def block_size(inputs: Inputs) -> int:
     keys; fewer, but at least 128, if BLOCK keys would have more than SCORES scores. On a GPU, where
     each block launches kernels, BLOCK and SCORES are 16 times as large. With lengths, and if matrix
     products are used, more than BLOCK / 2 keys are cut into at least two blocks, so that the empty
-    half of a half-full cache is not read. For streams the size is a multiple of STREAMS.
+    half of a half-full cache is not read. For lanes the size is a multiple of LANES.
     """
     q = inputs.q
     n = inputs.k.shape[1]
     more = 1 if products.compiled_for() == "cpu" else 16
-    multiple = products.STREAMS if products.few_queries(q, n) else 1
+    multiple = products.LANES if products.few_queries(q, n) else 1
     most = min(max(more * SCORES * q.shape[-1] // q.size, 128), more * products.BLOCK)
     blocks = -(-n // most)
     half_may_be_empty = inputs.lengths is not None and n > more * products.BLOCK // 2
@@ -268,7 +268,7 @@ def block_size(inputs: Inputs) -> int:
 
 
 def _over_blocks(add_block, nothing, size: int, inputs: Inputs, *blocks):
-    """The state after add_block(state, start, *block) for each block that any row sees.
+    """The state after add_block(state, start, *block) for each block that any text sees.
 
     start is the first key that the block adds: the last block begins earlier if it would not be
     whole. blocks are pytrees of arrays, whose first axis is the blocks.
@@ -278,8 +278,9 @@ def _over_blocks(add_block, nothing, size: int, inputs: Inputs, *blocks):
 
     @jax.checkpoint
     def visit(state, block):
-        # The branch skips blocks past the longest row. It also stops XLA:CPU from hoisting the cast
-        # of half-precision keys out of the loop, which would write a float32 copy of the cache.
+        # The branch skips blocks past the longest text. It also stops XLA:CPU from hoisting the
+        # cast of half-precision keys out of the loop, which would write a float32 copy of the
+        # cache.
         start, *arrays = block
         more = start < lax.optimization_barrier(jnp.asarray(longest, jnp.int32))
         return lax.cond(more, add_block, lambda state, *_: state, state, start, *arrays), None
@@ -292,7 +293,7 @@ def _over_blocks(add_block, nothing, size: int, inputs: Inputs, *blocks):
 def _longest(lengths):
     """The largest of the lengths (b,), a scalar. Under `jax.vmap`, the largest of the whole batch.
 
-    So a batch skips the blocks that none of its rows sees. If each element of the batch had a
+    So a batch skips the blocks that none of its texts sees. If each element of the batch had a
     scalar of its own, `vmap` would turn the branch into a select of both sides, whose derivative
     JAX cannot transpose.
     """

@@ -67,7 +67,7 @@ def as_array(name: str, x) -> Array:
     try:
         array = np.asarray(x)
     except ValueError:
-        raise TypeError(f"{name}: expected an array, got a ragged list: pad its rows") from None
+        raise TypeError(f"{name}: expected an array, got a ragged list: pad it") from None
     if array.dtype.kind in "OSU":
         raise TypeError(f"{name}: expected an array, got {type(x).__name__}")
     return array

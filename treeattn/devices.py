@@ -57,7 +57,7 @@ def kv_mesh(
              divided evenly over the nodes, neighbours on the same node.
     heads:   the size of an axis "heads" before these, along which the heads of queries and keys are
              sharded.
-    batch:   the size of an axis "batch" before all others, along which the rows are sharded.
+    batch:   the size of an axis "batch" before all others, along which the texts are sharded.
 
     Raises TypeError if `devices` holds anything but devices, or a size is not an integer, and
     ValueError if there are no devices, or if they do not fill the axes.

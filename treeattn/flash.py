@@ -103,17 +103,17 @@ def flash_attend(inputs: Inputs) -> AttentionState:
 
 
 def _variable_lengths(q, k, v, lengths, options):
-    """(out, lse) of rows of different lengths, as one packed sequence.
+    """(out, lse) of texts of different lengths, as one packed sequence.
 
-    Each row is two segments: its keys with its queries, and its padding without queries. The
+    Each text is two segments: its keys with its queries, and its padding without queries. The
     cumulative queries are 0, l, l, 2l, 2l, …, the cumulative keys 0, len₀, n, n + len₁, 2n, …
     """
     b, l = q.shape[:2]
     n = k.shape[1]
-    rows = jnp.arange(b, dtype=jnp.int32)
+    text = jnp.arange(b, dtype=jnp.int32)
     end = jnp.array([b], jnp.int32)
-    starts_q = jnp.stack([rows * l, (rows + 1) * l], axis=1).ravel()
-    starts_k = jnp.stack([rows * n, rows * n + lengths], axis=1).ravel()
+    starts_q = jnp.stack([text * l, (text + 1) * l], axis=1).ravel()
+    starts_k = jnp.stack([text * n, text * n + lengths], axis=1).ravel()
     _, varlen_fwd = load()
     out, lse = varlen_fwd.flash_mha_varlen_fwd(
         *(x.reshape(-1, *x.shape[2:]) for x in (q, k, v)),

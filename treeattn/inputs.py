@@ -27,7 +27,7 @@ from treeattn.checks import (
 
 Scale = float | int | Float[Array, ""] | None  # None: 1/√head_dim
 
-# The arguments of an attention, in all signatures: b rows, of l queries and n keys each; h query
+# The arguments of an attention, in all signatures: b texts, of l queries and n keys each; h query
 # heads, a multiple of the h_kv key heads. Query head i reads key head i // (h // h_kv).
 Queries = Float[Array, "b l h d"]
 Keys = Float[Array, "b n h_kv d"]
@@ -46,7 +46,7 @@ class Inputs:
     q:          (b, l, h, d); k (b, n, h_kv, d) and v (b, n, h_kv, dv), of one dtype, which may
                 differ from the queries'
     mask, bias: (b, h, l, n), any of them 1 to broadcast; or None
-    lengths:    (b,) int32, for each row how many of its keys are in use, 0 … n; or None
+    lengths:    (b,) int32, for each text how many of its keys are in use, 0 … n; or None
     factor:     a scale given as a JAX scalar, or None. Not static, so a new value compiles no new
                 program
     scale:      a number; scores are scale · factor · q·k
@@ -159,7 +159,7 @@ def check_inputs(inputs: Inputs) -> None:
             )
     if inputs.lengths is not None and inputs.lengths.shape != (b,):
         shape = inputs.lengths.shape
-        raise ValueError(f"kv_lengths: expected shape ({b},), one for each row, got {shape}")
+        raise ValueError(f"kv_lengths: expected shape ({b},), one for each text, got {shape}")
 
 
 def pad_axis(x: Array, axis: int, size: int) -> Array:
@@ -174,7 +174,7 @@ def pad_axis(x: Array, axis: int, size: int) -> Array:
 def visible_keys(inputs: Inputs, position):
     """True where a query sees a key; broadcasts to (b, h_kv, group, l, n).
 
-    position: (n,) each key's index in its row, which is compared with the lengths and, if causal,
+    position: (n,) each key's index in its text, which is compared with the lengths and, if causal,
               with the queries' indices
 
     Returns None without mask, bias, lengths and causal order: every query sees every key.

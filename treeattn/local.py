@@ -60,8 +60,8 @@ def attend(
     mask:       True where a query may see a key; broadcasts to (b, h, l, n) as in NumPy. For
                 padding pass (b, 1, 1, n).
     bias:       added to the scaled scores; broadcasts in the same way. −∞ hides the key.
-    kv_lengths: (b,), or one number: how many of a row's keys are in use. Traced lengths are clipped
-                to 0 … n.
+    kv_lengths: (b,), or one number: how many of a text's keys are in use. Traced lengths are
+                clipped to 0 … n.
     causal:     query i sees keys 0 … i; there are as many keys as queries.
     scale:      multiplies q·k; 1/√d when None. A number is compiled in, a JAX array's value is not.
     implementation: one of `IMPLEMENTATIONS`. None chooses the fastest one that can run.
@@ -76,7 +76,7 @@ def attend(
 
     The state is in float32, or float64 if q, k and v are. Scores and sums beyond the dtype's range
     count as its largest number. A query that sees no key has the state (−∞, 0, 0) and zero
-    gradients. Keys that no query of their row and head sees may be NaN or ∞; a NaN that one query
+    gradients. Keys that no query of their text and head sees may be NaN or ∞; a NaN that one query
     sees may reach other queries of the head. (2024 eq. 2–4, 2025 eq. 1–3.)
 
     On several devices, inside jit, implementation=None sends no more than

@@ -4,18 +4,18 @@
     ring            the keys visit every device
     ulysses         shards of the text become shards of the heads
 
-Each is a function (inputs, layout, rank, implementation) -> (out, lse) that every device runs on
+Each is a function (inputs, shards, rank, implementation) -> (out, lse) that every device runs on
 its shards. A call of `tree_decode` runs these in turn:
 
-    gather_inputs                 inputs.py   lengths and scale are checked
-    layout_of                     layout.py   the sharding is checked
-    onto_mesh                     layout.py   arrays committed to one device move to the mesh
-    check_inputs                  inputs.py   shapes and dtypes are checked
-    deal                          layout.py   the keys are padded to equal shards
-    on_devices                    layout.py   each device runs what follows (a `shard_map`)
-    attend_inputs                 local.py    the device's shard becomes a state
-    merge_across                  across.py   the devices' states are merged
-    finalize                      state.py    a state becomes the output
+    gather_inputs                 inputs.py     lengths and scale are checked
+    key_shards_of                 key_shards.py the sharding is checked
+    onto_mesh                     key_shards.py arrays committed to one device move to the mesh
+    check_inputs                  inputs.py     shapes and dtypes are checked
+    deal                          key_shards.py the keys are padded to equal shards
+    on_devices                    key_shards.py each device runs what follows (a `shard_map`)
+    attend_inputs                 local.py      the device's shard becomes a state
+    merge_across                  across.py     the devices' states are merged
+    finalize                      state.py      a state becomes the output
 """
 
 import functools
@@ -41,11 +41,11 @@ from treeattn.inputs import (
     gather_inputs,
     pad_axis,
 )
-from treeattn.layout import (
-    Layout,
+from treeattn.key_shards import (
+    KeyShards,
     Sharding,
     deal,
-    layout_of,
+    key_shards_of,
     local_lengths,
     on_devices,
     onto_mesh,
@@ -66,13 +66,13 @@ class Tree(NamedTuple):
         """Whether the result's heads are sharded along the keys' axes."""
         return isinstance(self.method, str) and METHODS[self.method].shards_heads
 
-    def __call__(self, inputs: Inputs, layout: Layout, rank, implementation: Implementation):
-        own = inputs.replace(lengths=local_lengths(inputs, layout, rank))
+    def __call__(self, inputs: Inputs, shards: KeyShards, rank, implementation: Implementation):
+        own = inputs.replace(lengths=local_lengths(inputs, shards, rank))
         state = attend_inputs(own, implementation)
-        return output_of(merge_across(state, layout.keys, method=self.method), inputs)
+        return output_of(merge_across(state, shards.keys, method=self.method), inputs)
 
 
-def ring(inputs: Inputs, layout: Layout, rank, implementation: Implementation):
+def ring(inputs: Inputs, shards: KeyShards, rank, implementation: Implementation):
     """Ring Attention: every shard of the keys visits every device, and is merged there.
 
     If causal, query i has key i's position, so a device skips later devices' shards. In decoding,
@@ -82,7 +82,7 @@ def ring(inputs: Inputs, layout: Layout, rank, implementation: Implementation):
 
     def state_of(shard, owner, causal=False):
         k, v, mask, bias = shard
-        lengths = local_lengths(inputs, layout, owner)
+        lengths = local_lengths(inputs, shards, owner)
         visited = inputs.replace(k=k, v=v, mask=mask, bias=bias, lengths=lengths, causal=causal)
         return attend_inputs(visited, implementation)
 
@@ -94,12 +94,12 @@ def ring(inputs: Inputs, layout: Layout, rank, implementation: Implementation):
 
     shard = inputs.k, inputs.v, inputs.mask, inputs.bias
     own = state_of(shard, rank, inputs.causal)
-    return output_of(visit_shards(visit, own, shard, layout.keys), inputs)
+    return output_of(visit_shards(visit, own, shard, shards.keys), inputs)
 
 
-def ulysses(inputs: Inputs, layout: Layout, rank, implementation: Implementation):
+def ulysses(inputs: Inputs, shards: KeyShards, rank, implementation: Implementation):
     """Shards of the text become shards of the heads, (b, p·⌈l/p⌉, h/p, d), and back."""
-    p = layout.shards
+    p = shards.devices
     h, h_kv = inputs.q.shape[2], inputs.k.shape[2]
     if h % p:
         raise ValueError(f"q: expected heads that {p} devices can share evenly, got {h}")
@@ -107,7 +107,7 @@ def ulysses(inputs: Inputs, layout: Layout, rank, implementation: Implementation
     def exchange(x, split_axis: int, concat_axis: int):
         if p == 1:
             return x
-        return lax.all_to_all(x, layout.keys, split_axis, concat_axis, tiled=True)
+        return lax.all_to_all(x, shards.keys, split_axis, concat_axis, tiled=True)
 
     repeats = p // math.gcd(p, h_kv)
     k, v = (jnp.repeat(x, repeats, axis=2) for x in (inputs.k, inputs.v))
@@ -125,37 +125,39 @@ def on_mesh(algorithm, inputs, sharding, striped, implementation, return_lse, sh
     be.
     """
     check_implementation(implementation, inputs.q)
-    layout = layout_of(inputs, sharding, striped)
-    options = layout, algorithm, implementation, bool(return_lse), shard_queries
-    results = _program(onto_mesh(inputs, layout), *options)
+    shards = key_shards_of(inputs, sharding, striped)
+    options = shards, algorithm, implementation, bool(return_lse), shard_queries
+    results = _program(onto_mesh(inputs, shards), *options)
     return results if return_lse else results[0]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
-def _program(inputs: Inputs, layout: Layout, algorithm, implementation, return_lse, shard_queries):
+def _program(
+    inputs: Inputs, shards: KeyShards, algorithm, implementation, return_lse, shard_queries
+):
     """(out,) or (out, lse): (b, l, h, dv) and (b, l, h); more heads if the merge shards them."""
     check_inputs(inputs)
     l, n = inputs.q.shape[1], inputs.k.shape[1]
-    inputs, specs = deal(inputs, layout)
+    inputs, specs = deal(inputs, shards)
     if shard_queries:  # padded to equal shards, as the keys are
-        result = layout.spec(layout.keys)
-        inputs = inputs.replace(q=pad_axis(inputs.q, 1, layout.whole(l)))
+        result = shards.spec(shards.keys)
+        inputs = inputs.replace(q=pad_axis(inputs.q, 1, shards.whole(l)))
         specs = specs.replace(q=result)
     elif isinstance(algorithm, Tree) and algorithm.shards_heads:
-        result = P(layout.batch, None, layout.heads + layout.keys)
+        result = P(shards.batch, None, shards.heads + shards.keys)
     else:
-        result = layout.spec()
+        result = shards.spec()
 
     def on_device(rank, inputs):
-        if shard_queries and layout.whole(n) > n:
+        if shard_queries and shards.whole(n) > n:
             inputs = _without_padding(inputs, rank, n)
-        return algorithm(inputs, layout, rank, implementation)[: 1 + return_lse]
+        return algorithm(inputs, shards, rank, implementation)[: 1 + return_lse]
 
-    results = on_devices(on_device, layout, inputs, specs, result)
-    if not shard_queries or layout.whole(l) == l:
+    results = on_devices(on_device, shards, inputs, specs, result)
+    if not shard_queries or shards.whole(l) == l:
         return results
     # p does not divide l: reshard, then cut.
-    return tuple(place(x, layout.spec(), layout)[:, :l] for x in results)
+    return tuple(place(x, shards.spec(), shards)[:, :l] for x in results)
 
 
 def _without_padding(inputs: Inputs, rank, n: int) -> Inputs:
@@ -271,7 +273,7 @@ def ring_attention(
     Every device keeps its queries, and all shards of the keys visit it. With `causal`, query i sees
     keys 0 … i, and a device skips the shards after its own.
 
-    sharding: the sharding of q, k, v and the result, P(batch, sequence, heads). The number
+    sharding: the sharding of q, k, v and the result, P(batch, keys, heads). The number
               of queries or keys need not be a multiple of the number of devices.
     Other arguments are as in `attend`.
 
@@ -300,10 +302,10 @@ def ulysses_attention(
     implementation: Implementation = None,
     return_lse: bool = False,
 ) -> Any:
-    """Prefill by two all-to-alls: shards of the sequence become shards of the heads, and back.
+    """Prefill by two all-to-alls: shards of the text become shards of the heads, and back.
 
-    p devices share the sequence, and each of them holds h heads: all, unless the heads are sharded,
-    too. Each device attends over the whole sequence for h / p heads (Jacobs et al. 2023, DeepSpeed
+    p devices share the text, and each of them holds h heads: all, unless the heads are sharded,
+    too. Each device attends over the whole text for h / p heads (Jacobs et al. 2023, DeepSpeed
     Ulysses). If p does not divide the key heads, they are repeated as often as needed. Arguments
     and result are those of `ring_attention`. Raises ValueError if p does not divide h, and what
     `ring_attention` raises.

@@ -9,9 +9,9 @@ float32 on two cores:
      9 heads of  64,  3 key heads,  8,192 keys   2.5 times
 
 Comments below say what XLA needs; benchmarks/local_attention.py times the result. Many queries, and
-GPUs, use matrix products. For few queries the arrays are cut into at most 8 slices, called streams:
+GPUs, use matrix products. For few queries the arrays are cut into at most 8 slices, called lanes:
 queries and keys along head_dim for the scores, weights and values along the block's keys for the
-sums. Stream i of one is multiplied elementwise with stream i of the other. The products are added
+sums. Lane i of one is multiplied elementwise with lane i of the other. The products are added
 up to one array, and this array is summed along the axis that was cut.
 
 Queries are (b, h_kv, group, l, d), keys and values (b, size, h_kv, ·), scores and weights
@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 
 BLOCK = 1024  # the most keys of a block on a CPU
-STREAMS = 8  # products added in one expression; XLA:CPU does not fuse sums of 16
+LANES = 8  # products added in one expression; XLA:CPU does not fuse sums of 16
 EXACT = lax.Precision.HIGHEST  # by default XLA rounds to TensorFloat-32 on a GPU
 
 
@@ -43,7 +43,7 @@ def compiled_for() -> str:
 
 
 def few_queries(q, n: int) -> bool:
-    """Whether sums over streams are faster than matrix products, for these queries and n keys.
+    """Whether sums over lanes are faster than matrix products, for these queries and n keys.
 
     True on a CPU for up to d / 16 queries for each key head (8 for a head_dim of 128) and at least
     512 keys, if head_dim is at most 256 and a multiple of 8.
@@ -59,17 +59,17 @@ def reads_bits(dtype) -> bool:
     return dtype == jnp.bfloat16 or jnp.dtype(dtype).itemsize == 1
 
 
-def read_block(x, first, size: int, *, row, rows: int, dtype):
-    """(rows, size, h_kv, ·) of keys or values (b, n, h_kv, ·), in the accumulation dtype.
+def read_block(x, first, size: int, *, text, texts: int, dtype):
+    """(texts, size, h_kv, ·) of keys or values (b, n, h_kv, ·), in the accumulation dtype.
 
-    The rows are row … row + rows − 1, the keys first … first + size − 1. XLA:CPU cannot slice
+    The texts are text … text + texts − 1, the keys first … first + size − 1. XLA:CPU cannot slice
     bfloat16 and float8: it would widen all of x first, so the slice is one of integers.
     """
     given = x.dtype
     if reads_bits(given):
         x = lax.bitcast_convert_type(x, jnp.uint16 if given == jnp.bfloat16 else jnp.uint8)
-    start = [jnp.asarray(i, jnp.int32) for i in (row, first, 0, 0)]
-    x = lax.dynamic_slice(x, start, (rows, size, *x.shape[2:]))
+    start = [jnp.asarray(i, jnp.int32) for i in (text, first, 0, 0)]
+    x = lax.dynamic_slice(x, start, (texts, size, *x.shape[2:]))
     if given == jnp.bfloat16:  # the upper half of a float32
         x = lax.bitcast_convert_type(x.astype(jnp.uint32) << 16, jnp.float32)
     elif reads_bits(given):
@@ -148,15 +148,15 @@ def _sum(x, axis: int, may_split: bool):
     return lax.reduce(x, np.asarray(0, x.dtype), add, (axis % x.ndim,))
 
 
-def stream_queries(q):
-    """`q` for `stream_scores`: pairs (start, part), each part (b, 1, h_kv, group, l, width).
+def lane_queries(q):
+    """`q` for `lane_scores`: pairs (start, part), each part (b, 1, h_kv, group, l, width).
 
     For d = 128 the slices begin at 0, 16, 32, … 112, and are 16 wide.
 
     Call it before the loop over blocks: inside, XLA would slice q anew for every score.
     """
     d = q.shape[-1]
-    terms = max(t for t in range(1, STREAMS + 1) if d % (8 * t) == 0)
+    terms = max(t for t in range(1, LANES + 1) if d % (8 * t) == 0)
     width = d // terms
     starts = range(0, d, width)
     if 24 < d <= 64:
@@ -174,23 +174,23 @@ def stream_queries(q):
     return parts
 
 
-def stream_scores(parts, k, may_split: bool):
+def lane_scores(parts, k, may_split: bool):
     """q·k of all queries and keys, (b, h_kv, group, l, size), as a sum of elementwise products."""
     k = k[:, :, :, None, None]
     s = sum(q * k[..., start : start + q.shape[-1]] for start, q in parts)
     return jnp.moveaxis(_sum(s, -1, may_split), 1, -1)
 
 
-def stream_sums(p, streams, may_split: bool):
+def lane_sums(p, lanes, may_split: bool):
     """(Σ p, Σ p v), with p at most 1: (b, h_kv, group, l) and (b, h_kv, group, l, dv).
 
-    streams: the block's values in STREAMS runs of neighbouring keys, (b, size / STREAMS, h_kv, dv)
+    lanes:   the block's values in LANES runs of neighbouring keys, (b, size / LANES, h_kv, dv)
 
     To keep the sum in range, each weight is divided by BLOCK, which is at least the number of
     weights. The runs are contiguous, because XLA does not vectorize strided slices.
     """
     total = jnp.sum(p, axis=-1)
     weights = jnp.moveaxis(p / BLOCK, -1, 1)[..., None]
-    weights = jnp.split(weights, STREAMS, axis=1)
-    products = [w * v[:, :, :, None, None] for w, v in zip(weights, streams, strict=True)]
+    weights = jnp.split(weights, LANES, axis=1)
+    products = [w * v[:, :, :, None, None] for w, v in zip(weights, lanes, strict=True)]
     return total, _sum(sum(products), 1, may_split) * BLOCK

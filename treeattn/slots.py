@@ -1,6 +1,6 @@
 """Which slot of a cache holds which key, and how many keys each device has.
 
-`layout` says what a contiguous and a striped cache are.
+`key_shards` says what a contiguous and a striped cache are.
 """
 
 import jax.numpy as jnp
@@ -40,9 +40,9 @@ def striped_position(slot: ArrayLike, kv_len: int, devices: int) -> Array:
 def shard_lengths(
     lengths: ArrayLike, rank: Array | int, kv_len: int, devices: int, *, striped: bool = False
 ) -> Array:
-    """How many of a row's `lengths` keys are on device `rank`: 0 … kv_len / p, in int32.
+    """How many of a text's `lengths` keys are on device `rank`: 0 … kv_len / p, in int32.
 
-    A row's keys fill the first slots of each shard, so the result is what `attend` on that device
+    A text's keys fill the first slots of each shard, so the result is what `attend` on that device
     takes as `kv_lengths`. rank is `jax.lax.axis_index` inside `shard_map`. Raises as `striped_slot`
     does, for lengths outside 0 … kv_len; traced lengths are clipped.
 
@@ -66,13 +66,13 @@ def _slots_each(kv_len: int, devices: int) -> int:
     return kv_len // devices
 
 
-def _transposed(name: str, x: ArrayLike, rows: int, columns: int) -> Array:
-    """Where entry x of a (rows, columns) array is in its transpose, all counted row by row.
+def _transposed(name: str, x: ArrayLike, height: int, width: int) -> Array:
+    """Where entry x of a (height, width) array is in its transpose, all counted line by line.
 
     For a traced x outside the array, the number of its entries.
     """
-    n = rows * columns
+    n = height * width
     x = as_integers(name, x)
     inside = bounded(name, x, 0, n - 1, f"0 to {n - 1}")
-    found = inside % columns * rows + inside // columns
+    found = inside % width * height + inside // width
     return namespace(x).where(x.astype(np.int32) == inside, found, n)

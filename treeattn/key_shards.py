@@ -23,11 +23,11 @@ from treeattn.slots import shard_lengths
 Sharding = NamedSharding | P | None  # None: that of the keys; a spec: over the context's mesh
 
 
-class Layout(NamedTuple):
-    """The axes of a mesh that shard rows, keys and heads; and whether the keys are striped.
+class KeyShards(NamedTuple):
+    """The axes of a mesh that shard texts, keys and heads; and whether the keys are striped.
 
-    Nothing is sent along the axes of rows and heads. Along the mesh's other axes, which the layout
-    does not name, arrays are replicated.
+    Nothing is sent along the axes of texts and heads. Along the mesh's other axes, arrays are
+    replicated.
     """
 
     mesh: Mesh | AbstractMesh
@@ -37,21 +37,21 @@ class Layout(NamedTuple):
     striped: bool = False
 
     @property
-    def shards(self) -> int:
+    def devices(self) -> int:
         """The number of devices that share the keys."""
         return math.prod(self.mesh.shape[name] for name in self.keys)
 
     def whole(self, n: int) -> int:
         """n rounded up so that all shards are equally long; at least one slot a shard."""
-        return self.shards * max(-(-n // self.shards), 1)
+        return self.devices * max(-(-n // self.devices), 1)
 
     def spec(self, length: Axes = ()) -> P:
         """The spec of (batch, length, heads, …) with axis 1 sharded along the axes `length`."""
         return P(self.batch, length, self.heads)
 
 
-def layout_of(inputs: Inputs, sharding: Sharding, striped: bool = False) -> Layout:
-    """The layout that the caller names, or else that of the keys.
+def key_shards_of(inputs: Inputs, sharding: Sharding, striped: bool = False) -> KeyShards:
+    """The shards that the caller names, or else those of the keys.
 
     Raises TypeError if `sharding` is not a NamedSharding; ValueError if k's sharding is unknown,
     the spec is not P(batch, keys, heads), k or v has another sharding, or an enclosing `shard_map`
@@ -65,12 +65,12 @@ def layout_of(inputs: Inputs, sharding: Sharding, striped: bool = False) -> Layo
         kind = type(sharding).__name__
         raise TypeError(f"sharding: expected a NamedSharding, a PartitionSpec or None, got {kind}")
     manual = manual_axes()
-    layout = _layout(sharding, bool(striped), manual)
+    shards = _key_shards(sharding, bool(striped), manual)
     if manual:  # arrays here are local to a device along these axes
-        sharding = NamedSharding(layout.mesh, layout.spec(layout.keys))
+        sharding = NamedSharding(shards.mesh, shards.spec(shards.keys))
     _check_sharded_as("k", inputs.k, sharding)
     _check_sharded_as("v", inputs.v, sharding)
-    return layout
+    return shards
 
 
 def _sharding_of(k) -> NamedSharding:
@@ -103,8 +103,8 @@ def _in_the_contexts_mesh(spec: P, k) -> NamedSharding:
 
 
 @functools.lru_cache(maxsize=256)
-def _layout(sharding: NamedSharding, striped: bool, manual: frozenset[str]) -> Layout:
-    """The layout of a NamedSharding, without axes that an enclosing `shard_map` has split."""
+def _key_shards(sharding: NamedSharding, striped: bool, manual: frozenset[str]) -> KeyShards:
+    """The shards of a NamedSharding, without axes that an enclosing `shard_map` has split."""
     if P.UNCONSTRAINED in sharding.spec:
         raise ValueError(f"sharding: expected names of axes or None, got {sharding.spec}")
     entries = _entries(sharding.spec)
@@ -115,7 +115,7 @@ def _layout(sharding: NamedSharding, striped: bool, manual: frozenset[str]) -> L
         axes = sorted(inside)
         raise ValueError(f"sharding: shard_map has split {axes} already: call attend, merge_across")
     batch, heads = (tuple(x for x in axes if x not in manual) for axes in (batch, heads))
-    return Layout(sharding.mesh, batch, keys, heads, striped)
+    return KeyShards(sharding.mesh, batch, keys, heads, striped)
 
 
 def manual_axes() -> frozenset[str]:
@@ -171,7 +171,7 @@ def _entries(spec: P) -> list[Axes]:
     return entries
 
 
-def onto_mesh(inputs: Inputs, layout: Layout) -> Inputs:
+def onto_mesh(inputs: Inputs, shards: KeyShards) -> Inputs:
     """The inputs, with arrays committed to one device moved to the mesh.
 
     `jax.jit` refuses arguments that are committed to different devices. Keys and values are moved
@@ -179,20 +179,20 @@ def onto_mesh(inputs: Inputs, layout: Layout) -> Inputs:
     replicated.
     """
     held = [_on_one_device(x) for x in jax.tree.leaves(inputs)]
-    if isinstance(layout.mesh, AbstractMesh) or not any(held):
+    if isinstance(shards.mesh, AbstractMesh) or not any(held):
         return inputs
 
     def put(x, spec: P):
         if not _on_one_device(x):
             return x
-        sharding = NamedSharding(layout.mesh, spec)
+        sharding = NamedSharding(shards.mesh, spec)
         try:
             sharding.shard_shape(x.shape)
         except ValueError:  # the devices cannot share it evenly
-            sharding = NamedSharding(layout.mesh, P())
+            sharding = NamedSharding(shards.mesh, P())
         return jax.device_put(x, sharding)
 
-    of_keys = layout.spec(layout.keys)
+    of_keys = shards.spec(shards.keys)
     inputs = inputs.replace(k=put(inputs.k, of_keys), v=put(inputs.v, of_keys))
     return jax.tree.map(lambda x: put(x, P()), inputs)
 
@@ -204,24 +204,24 @@ def _on_one_device(x) -> bool:
     return x.committed and len(x.devices()) == 1
 
 
-def deal(inputs: Inputs, layout: Layout) -> tuple[Inputs, Inputs]:
+def deal(inputs: Inputs, shards: KeyShards) -> tuple[Inputs, Inputs]:
     """(inputs, specs): the keys padded to whole shards, and the spec of each array.
 
     10 keys (b, 10, …) over 4 devices become (b, 12, …), 3 on each device, with lengths of 10.
     Causal attention needs no lengths, because the padded keys come after every query. Queries and
     lengths are replicated along the keys' axes. Lengths count the keys of all shards. Raises
-    ValueError if the devices cannot share the rows, heads or stripes evenly.
+    ValueError if the devices cannot share the texts, heads or stripes evenly.
     """
     b, n, h_kv, _ = inputs.k.shape
-    striped = layout.keys if layout.striped else ()
-    wholes = ("rows", b, layout.batch), ("key heads", h_kv, layout.heads), ("slots", n, striped)
+    striped = shards.keys if shards.striped else ()
+    wholes = ("texts", b, shards.batch), ("key heads", h_kv, shards.heads), ("slots", n, striped)
     for what, size, axes in wholes:
-        devices = math.prod(layout.mesh.shape[name] for name in axes)
+        devices = math.prod(shards.mesh.shape[name] for name in axes)
         if size % devices:
             raise ValueError(
                 f"sharding: the {devices} devices along {axes} cannot share {size} {what} evenly"
             )
-    padded = layout.whole(n)
+    padded = shards.whole(n)
     lengths = inputs.lengths
     if lengths is None and padded != n and not inputs.causal:
         lengths = jnp.full(b, n, jnp.int32)
@@ -229,7 +229,7 @@ def deal(inputs: Inputs, layout: Layout) -> tuple[Inputs, Inputs]:
     def spread(x):  # axes of size 1 of a mask or bias are not sharded, because they broadcast
         if x is None:
             return x, P()
-        axes = layout.batch, layout.heads, (), layout.keys
+        axes = shards.batch, shards.heads, (), shards.keys
         sharded = zip(axes, x.shape, strict=True)
         spec = P(*(names if size != 1 else () for names, size in sharded))
         return x if x.shape[-1] == 1 else pad_axis(x, -1, padded), spec
@@ -238,31 +238,31 @@ def deal(inputs: Inputs, layout: Layout) -> tuple[Inputs, Inputs]:
     bias, bias_spec = spread(inputs.bias)
     k, v = pad_axis(inputs.k, 1, padded), pad_axis(inputs.v, 1, padded)
     dealt = inputs.replace(k=k, v=v, mask=mask, bias=bias, lengths=lengths)
-    of_keys = layout.spec(layout.keys)
+    of_keys = shards.spec(shards.keys)
     specs = dealt.replace(
-        q=layout.spec(),
+        q=shards.spec(),
         k=of_keys,
         v=of_keys,
         mask=mask_spec,
         bias=bias_spec,
-        lengths=P(layout.batch),
+        lengths=P(shards.batch),
         factor=P(),
     )
     return dealt, specs
 
 
-def local_lengths(inputs: Inputs, layout: Layout, rank):
-    """(b,) for each row the number of its keys that are on device `rank`.
+def local_lengths(inputs: Inputs, shards: KeyShards, rank):
+    """(b,) for each text the number of its keys that are on device `rank`.
 
-    `inputs.lengths` counts the keys of a row on all devices together.
+    `inputs.lengths` counts the keys of a text on all devices together.
     """
     if inputs.lengths is None:
         return None
-    kv_len = layout.shards * inputs.k.shape[1]  # k is the device's own shard
-    return shard_lengths(inputs.lengths, rank, kv_len, layout.shards, striped=layout.striped)
+    kv_len = shards.devices * inputs.k.shape[1]  # k is the device's own shard
+    return shard_lengths(inputs.lengths, rank, kv_len, shards.devices, striped=shards.striped)
 
 
-def on_devices(body, layout: Layout, inputs: Inputs, specs: Inputs, out_specs):
+def on_devices(body, shards: KeyShards, inputs: Inputs, specs: Inputs, out_specs):
     """body(rank, inputs) on every device, under `shard_map`; rank counts along the keys' axes.
 
     specs, out_specs: the specs of the inputs and of the result
@@ -271,14 +271,14 @@ def on_devices(body, layout: Layout, inputs: Inputs, specs: Inputs, out_specs):
     their specs do not name. Inside `shard_map` or `jax.set_mesh`, the context's mesh is used, and
     axes that are manual already stay manual. Raises ValueError if the context has another mesh.
     """
-    mesh = layout.mesh
+    mesh = shards.mesh
     context = jax.sharding.get_abstract_mesh()
     if not context.empty and tuple(context.shape.items()) != tuple(mesh.shape.items()):
         expected, got = dict(context.shape), dict(mesh.shape)
         raise ValueError(f"sharding: expected the context's mesh {expected}, got {got}")
 
     def with_rank(inputs):
-        return body(lax.axis_index(layout.keys), inputs)
+        return body(lax.axis_index(shards.keys), inputs)
 
     mapped = jax.shard_map(
         with_rank,
@@ -288,16 +288,16 @@ def on_devices(body, layout: Layout, inputs: Inputs, specs: Inputs, out_specs):
         axis_names=frozenset(mesh.axis_names) - manual_axes(),
         check_vma=False,  # JAX cannot infer for most merges that results are replicated
     )
-    return mapped(place(inputs, specs, layout))
+    return mapped(place(inputs, specs, shards))
 
 
-def place(tree, specs, layout: Layout):
+def place(tree, specs, shards: KeyShards):
     """`tree` resharded to `specs` along Explicit axes; along Auto axes XLA does that.
 
     `shard_map` refuses arrays with another sharding along Explicit axes.
     """
     context = jax.sharding.get_abstract_mesh()
-    mesh = layout.mesh if context.empty else context
+    mesh = shards.mesh if context.empty else context
     if AxisType.Explicit not in mesh.axis_types:
         return tree
 
