@@ -245,6 +245,8 @@ def test_users_import_what_is_public_only():
     for path in users():
         own = "treeattn_llama" if "treeattn_llama" in path.parts else None
         names = {name for code in codes(path) for name in private(code)}
+        if own:  # the Llama's errors are worded as the core's, of the same release
+            names = {name for name in names if not name.startswith("treeattn.checks.")}
         found |= {(path.name, name) for name in names if name.split(".")[0] != own}
     assert found == set()
     code = """

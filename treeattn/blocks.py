@@ -85,7 +85,7 @@ def _group_heads(inputs: Inputs) -> Inputs:
         k=k,
         v=v,
         bias=None if bias is None else bias.astype(dtype),
-        factor=None,
+        traced_scale=None,
         scale=1.0,
     )
 

@@ -46,7 +46,7 @@ def integer(name: str, x, least: int, most: int | None = None) -> int:
     except TypeError:  # NumPy's and JAX's booleans and traced values raise it, too
         number = None
     if number is None:
-        raise TypeError(f"{name}: expected {expected}, got {x!r}")
+        raise TypeError(f"{name}: expected {expected}, got {x!r:.40}")
     if number < least or (most is not None and number > most):
         raise ValueError(f"{name}: expected {expected}, got {number}")
     return number

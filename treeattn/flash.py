@@ -88,11 +88,11 @@ def is_best(inputs: Inputs) -> bool:
 def flash_attend(inputs: Inputs) -> AttentionState:
     """The state by the CUDA kernel, for inputs that it can compute (`why_not` gives None).
 
-    The kernel's scale is compiled into the program. A scale that is a JAX array, `inputs.factor`,
-    cannot be. It multiplies the queries, and the products are rounded to the queries' dtype.
+    The kernel's scale is compiled into the program. `inputs.traced_scale` cannot be. It multiplies
+    the queries, and the products are rounded to the queries' dtype.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
-    q = q if inputs.factor is None else (q * inputs.factor).astype(q.dtype)
+    q = q if inputs.traced_scale is None else (q * inputs.traced_scale).astype(q.dtype)
     options = {"softmax_scale": inputs.scale, "is_causal": inputs.causal}
     if inputs.lengths is not None:
         return from_output(*_variable_lengths(q, k, v, inputs.lengths, options))

@@ -41,15 +41,15 @@ Output = Float[jax.Array, "b l h dv"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arguments of an attention call, as a pytree; scale, causal, may_split are no leaves.
+    """The arguments of an attention call, as a pytree; the last three are no leaves.
 
     q:          (b, l, h, d); k (b, n, h_kv, d) and v (b, n, h_kv, dv), of one dtype, which may
                 differ from the queries'
     mask, bias: (b, h, l, n), any of them 1 to broadcast; or None
     lengths:    (b,) int32, for each text how many of its keys are in use, 0 … n; or None
-    factor:     a scale given as a JAX scalar, or None. Not static, so a new value compiles no new
-                program
-    scale:      a number; scores are scale · factor · q·k
+    traced_scale: a scale that the caller gave as a JAX scalar, or None. Not static, so a new value
+                compiles no new program
+    scale:      a scale that is a number, compiled into the program; 1 if there is a traced one
     causal:     whether query i sees keys 0 … i only
     may_split:  whether XLA may split the arrays over devices by itself; not where each device runs
                 the program on arrays of its own
@@ -61,7 +61,7 @@ class Inputs:
     mask: Any = None
     bias: Any = None
     lengths: Any = None
-    factor: Any = None
+    traced_scale: Any = None
     scale: float = dataclasses.field(default=1.0, metadata={"static": True})
     causal: bool = dataclasses.field(default=False, metadata={"static": True})
     may_split: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -77,8 +77,8 @@ class Inputs:
 
     @property
     def total_scale(self):
-        """The number that multiplies q·k: `scale`, times `factor` if there is one."""
-        return self.scale if self.factor is None else self.scale * self.factor.astype(self.dtype)
+        """What multiplies q·k: `scale`, or `traced_scale` if there is one."""
+        return self.scale if self.traced_scale is None else self.traced_scale.astype(self.dtype)
 
 
 def gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal=False, may_split=False) -> Inputs:
@@ -95,14 +95,12 @@ def gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal=False, may_spli
             kv_lengths = namespace(kv_lengths).broadcast_to(kv_lengths, q.shape[:1])
         n = k.shape[1] if k.ndim > 1 else 0
         kv_lengths = bounded("kv_lengths", kv_lengths, 0, n, f"0 to kv_len = {n} keys")
-    factor = None
     if scale is None:
         scale = q.shape[-1] ** -0.5 if q.ndim and q.shape[-1] else 1.0
     else:
         scale = check_scale(scale, 0, accumulation_dtype(q, k))
-        if isinstance(scale, jax.Array):
-            factor, scale = scale, 1.0
-    return Inputs(q, k, v, mask, bias, kv_lengths, factor, float(scale), bool(causal), may_split)
+    scales = (scale, 1.0) if isinstance(scale, jax.Array) else (None, float(scale))
+    return Inputs(q, k, v, mask, bias, kv_lengths, *scales, bool(causal), may_split)
 
 
 def _with_four_axes(name: str, x) -> Array:

@@ -246,7 +246,7 @@ def deal(inputs: Inputs, shards: KeyShards) -> tuple[Inputs, Inputs]:
         mask=mask_spec,
         bias=bias_spec,
         lengths=P(shards.batch),
-        factor=P(),
+        traced_scale=P(),
     )
     return dealt, specs
 

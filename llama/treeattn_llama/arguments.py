@@ -3,7 +3,6 @@
 import contextlib
 import math
 import numbers
-import operator
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-Array = jax.Array | np.ndarray
+from treeattn.checks import Array, as_array
+
 Tokens = Int[Array, "b l"]  # token ids, or positions
 Lengths = Int[Array, " b"]  # a number of tokens for each text
 Hidden = Float[Array, "b l width"]  # the input or output of a layer
@@ -46,27 +46,6 @@ def list_names(names: set[str]) -> str:
     """The first of the names in order, for a message."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(sorted(names)[:3]) + more
-
-
-def integer(name: str, x, least: int | None = None, most: int | None = None) -> int:
-    """`x` as an int, from any whole number of Python, NumPy or JAX, but not from a bool or a float.
-
-    Raises TypeError for anything else, and ValueError below `least` or above `most`.
-    """
-    expected = "an integer"
-    if most is not None:
-        expected += f" from {least} to {most}"
-    elif least is not None:
-        expected += f" of at least {least}"
-    try:
-        found = None if isinstance(x, bool) else operator.index(x)
-    except TypeError:
-        found = None
-    if found is None:
-        raise TypeError(f"{name}: expected {expected}, got {x!r:.40}")
-    if (least is not None and found < least) or (most is not None and found > most):
-        raise ValueError(f"{name}: expected {expected}, got {found}")
-    return found
 
 
 def number(name: str, x, above: float | int | None = None, most: float | int = math.inf) -> float:
@@ -104,20 +83,6 @@ def text(name: str, x) -> str:
     with named(name, "expected Unicode"):
         x.encode()
     return x
-
-
-def as_array(name: str, x) -> Array:
-    """`x`, made an array if it is a (nested) list of numbers.
-
-    Raises ValueError for a ragged list, and TypeError for objects that are not numbers.
-    """
-    if isinstance(x, Array):
-        return x
-    with named(name, "expected an array"):
-        found = np.asarray(x)
-    if found.dtype == object:
-        raise TypeError(f"{name}: expected an array, got {type(x).__name__} {x!r:.40}")
-    return found
 
 
 def integers(name: str, x, shape: tuple, kind: str = "", most: int | None = None) -> Array:

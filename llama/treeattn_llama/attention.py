@@ -12,7 +12,8 @@ import jax
 from jaxtyping import Float
 
 from treeattn import AttentionState, attend, merge, merge_across, shard_lengths, visit_shards
-from treeattn_llama.arguments import Array, Lengths, Queries
+from treeattn.checks import Array
+from treeattn_llama.arguments import Lengths, Queries
 from treeattn_llama.text_shards import TextShards
 
 # q (b, l, h, d), the device's k and v (b, n, h_kv, d), the number of its keys in use (b,), and the

@@ -19,7 +19,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from treeattn import striped_slot
-from treeattn_llama.arguments import Array, Lengths
+from treeattn.checks import Array
+from treeattn_llama.arguments import Lengths
 from treeattn_llama.text_shards import TextShards
 
 # A layer's keys and values, of a cache (b, capacity, h_kv, d) or of new tokens (b, l, h_kv, d).

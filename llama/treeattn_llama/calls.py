@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeattn_llama.arguments import Array, as_array, integer, integers, named
+from treeattn.checks import Array, as_array, integer
+from treeattn_llama.arguments import integers, named
 from treeattn_llama.cache import Cache, Pair
 from treeattn_llama.text_shards import TextShards
 

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from treeattn_llama.arguments import boolean, integer, number
+from treeattn.checks import integer
+from treeattn_llama.arguments import boolean, number
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
-from treeattn_llama.arguments import boolean, integer, named
+from treeattn.checks import integer
+from treeattn_llama.arguments import boolean, named
 from treeattn_llama.tokenizer import Tokenizer
 
 # How a text is cut before byte pairs are merged, by the name that GGUF files give it: a list of

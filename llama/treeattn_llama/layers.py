@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float
 
 from treeattn import finalize, merge, ring_attention
-from treeattn_llama.arguments import Array, Hidden, Keys, Lengths, Queries, Tokens
+from treeattn.checks import Array
+from treeattn_llama.arguments import Hidden, Keys, Lengths, Queries, Tokens
 from treeattn_llama.attention import ShardAttention, attend_cache, attend_own
 from treeattn_llama.cache import Pair, fill
 from treeattn_llama.config import Config

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from treeattn_llama.arguments import integer
+from treeattn.checks import integer
 
 
 class LookupDraft:

@@ -10,8 +10,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
+from treeattn.checks import Array, integer
 from treeattn_llama import calls, layers, prefill
-from treeattn_llama.arguments import Array, Hidden, Keys, Lengths, Logits, Queries, Tokens, integer
+from treeattn_llama.arguments import Hidden, Keys, Lengths, Logits, Queries, Tokens
 from treeattn_llama.attention import ShardAttention, check_attention
 from treeattn_llama.cache import Cache, advance, append, wait_on_cpus
 from treeattn_llama.calls import NewEntries

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from treeattn.checks import Array
 from treeattn_llama import layers
-from treeattn_llama.arguments import Array
 from treeattn_llama.cache import Cache
 
 CHUNK = 1024  # the most tokens of each prompt in one pass through the layers

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Key
 
-from treeattn_llama.arguments import Array, integer, named, number
+from treeattn.checks import Array, integer
+from treeattn_llama.arguments import named, number
 
 FEW = 1024  # the number of likeliest tokens that are tried first: a nucleus seldom has more
 

@@ -29,7 +29,8 @@ import numpy as np
 from jaxtyping import Float, Int, Integer
 
 from treeattn import PackedBeam, pack, unpack
-from treeattn_llama.arguments import Array, as_array, integer, integers, named
+from treeattn.checks import Array, as_array, integer
+from treeattn_llama.arguments import integers, named
 from treeattn_llama.cache import Cache
 
 # Draft

@@ -6,8 +6,8 @@ from typing import NamedTuple, SupportsIndex
 import numpy as np
 from jaxtyping import Key
 
+from treeattn.checks import Array, integer
 from treeattn_llama import calls
-from treeattn_llama.arguments import Array, integer
 from treeattn_llama.calls import Ids
 from treeattn_llama.lookup import LookupDraft
 from treeattn_llama.model import Llama

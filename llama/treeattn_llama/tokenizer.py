@@ -7,7 +7,8 @@ from pathlib import Path
 
 import tokenizers
 
-from treeattn_llama.arguments import integer, list_names, named, text
+from treeattn.checks import integer
+from treeattn_llama.arguments import list_names, named, text
 from treeattn_llama.chat_template import render_chat
 
 

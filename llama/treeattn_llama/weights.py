@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from treeattn_llama.arguments import Array
+from treeattn.checks import Array
 from treeattn_llama.checkpoint import Checkpoint
 from treeattn_llama.config import rotary_frequencies
 
