@@ -3,10 +3,11 @@ right ones pass however they are written; the solutions that notebooks print are
 
 import ast
 import itertools
+import random
 import textwrap
 from collections import Counter
 from fractions import Fraction as F
-from functools import reduce
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -123,12 +124,22 @@ def stacked(a, b):
     return top, (d * w).sum(0), (n * w[..., None]).sum(0)
 
 
+def by_energies(a, b):
+    """Right: the theorem of 00's section 2."""
+    energies = [m + jnp.log(d) for m, d, _ in (a, b)]
+    both = jnp.logaddexp(*energies)
+    safe, full = jnp.where(both == -jnp.inf, 0, both), both > -jnp.inf
+    outs = (x[2] / jnp.where(x[1] == 0, 1, x[1])[:, None] for x in (a, b))
+    n = sum(jnp.exp(x - safe)[:, None] * y for x, y in zip(energies, outs, strict=True))
+    return both, jnp.where(full, 1.0, 0.0), n
+
+
 MERGES = [
     ("d is not brought to the larger m", merging(d=plainly, n=plainly)),
     ("n is not brought to the larger m", merging(n=plainly)),
     ("d is not brought to the larger m", merging(d=plainly)),
     ("m was added: take the larger", merging(m=jnp.add)),
-    ("m is the smaller of the two", merging(m=jnp.minimum)),
+    ("m is the smaller of these two", merging(m=jnp.minimum)),
     ("m was averaged", merging(m=lambda x, y: (x + y) / 2)),
     ("n mixes the queries: give its weights an axis", without_an_axis),
     (
@@ -162,16 +173,29 @@ MERGES = [
     ("d is the larger of two", merging(d=lambda x, y, wx, wy: jnp.maximum(x, y))),
     ("it takes another number of arguments", lambda a: a),
     ("d is not brought to the larger m by", merging(d=lambda x, y, wx, wy: x * wx + y * wy + 0.1)),
+    ("this is the first state", lambda a, b: a),
+    (
+        "d has weights that add up to 1",
+        merging(d=lambda x, y, wx, wy: (x * wx + y * wy) / (wx + wy)),
+    ),
+    (
+        "right to two digits",
+        merging(finish=lambda *state: [x.astype("bfloat16") for x in state]),
+    ),
+    (
+        "d of two shards without keys is not 0",
+        merging(finish=lambda m, d, n: (m, jnp.where(m == -jnp.inf, 1, d), n)),
+    ),
 ]
-RIGHT_MERGES = [solutions.merge, merging(), by_lse, in_numpy, by_cases, stacked]
+RIGHT_MERGES = [solutions.merge, merging(), by_lse, by_energies, in_numpy, by_cases, stacked]
 
 
 # ------------------------------------------------------------- 03: a loop over keys, for (m, d, n)
 
 
-def flash(rescale="dn", finish=lambda n, d: n / d, start=-np.inf, new=1, old=1, first=0):
+def flash(rescale="dn", finish=lambda n, d: n / d, start=-np.inf, new=1, old=1, first=0, d_0=0.0):
     def loop(q, k, v):
-        m, d, n = start, 0.0, np.zeros(2)
+        m, d, n = start, d_0, np.zeros(2)
         for key, value in list(zip(k, v, strict=True))[first:]:
             larger = max(m, key @ q)
             scale = np.exp(old * (m - larger)) if np.isfinite(m) else 0.0
@@ -187,6 +211,50 @@ def never_ends(q, k, v):
     i = 0
     while i < len(k):
         pass
+
+
+def compiled_and_slow(q, k, v):
+    return jax.lax.while_loop(lambda x: x < 200_000_000, lambda x: x + 1, 0) * v[0]
+
+
+def one_by_one(step):
+    """A loop that starts from the first key; `step` has its state, a score and a value."""
+
+    def loop(q, k, v):
+        m, d, n = k[0] @ q, 1.0, v[0]
+        for key, value in zip(k[1:], v[1:], strict=True):
+            m, d, n = step(m, d, n, key @ q, value)
+        return n / d
+
+    return loop
+
+
+def rescaled_all(m, d, n, s, value):
+    larger = max(m, s)
+    w, old = np.exp(s - larger), np.exp(m - larger)
+    return larger, (d + w) * old, (n + w * value) * old
+
+
+def old_pivot(m, d, n, s, value):
+    larger = max(m, s)
+    w, old = np.exp(s - m), np.exp(m - larger)
+    return larger, d * old + w, n * old + w * value
+
+
+def divided_in_every_step(q, k, v):
+    m, d, n = -np.inf, 0.0, np.zeros(2)
+    for key, value in zip(k, v, strict=True):
+        larger = max(m, key @ q)
+        w, old = np.exp(key @ q - larger), np.exp(m - larger)
+        m, d = larger, d * old + w
+        n = (n * old + w * value) / d
+    return n
+
+
+def in_place_on_values(q, k, v):
+    w = np.exp(k @ q - (k @ q).max())
+    v *= w[:, None]
+    return v.sum(0) / w.sum()
 
 
 def in_two_passes(q, k, v):
@@ -232,10 +300,33 @@ LOOPS = [
     ("scores far below 0 underflow", flash(start=0.0)),
     ("all keys weigh the same", lambda q, k, v: v.mean(0)),
     ("no answer within", never_ends),
+    ("no answer within", compiled_and_slow),
+    ("it changes what it was given", in_place_on_values),
+    ("d starts at 1", flash(start=0.0, d_0=1.0)),
+    (
+        "the first key counts twice",
+        lambda q, k, v: flash()(q, k[[0, *range(len(k))]], v[[0, *range(len(v))]]),
+    ),
+    ("the new key was rescaled, too", one_by_one(rescaled_all)),
+    ("the new key's weight is exp(score − old m)", one_by_one(old_pivot)),
+    ("n was divided by d in every step", divided_in_every_step),
+    ("this is the five words' answer", lambda q, k, v: np.array([1.25, 2.25])),
+    (
+        "right to two digits",
+        lambda *qkv: in_two_passes(*map(partial(jnp.asarray, dtype="bfloat16"), qkv)),
+    ),
     ("It stops with TypeError", lambda q, k, v: v["words"] if False else None + v),
     ("another mistake", flash(finish=lambda n, d: n / d + 1)),
 ]
-RIGHT_LOOPS = [solutions.flash, flash(), in_two_passes, by_scan, by_means]
+RIGHT_LOOPS = [
+    solutions.flash,
+    flash(),
+    in_two_passes,
+    by_scan,
+    by_means,
+    lambda q, k, v: [float(x) for x in flash()(q, k, v)],
+    lambda *qkv: in_two_passes(*map(np.float32, qkv)),
+]
 
 
 # ----------------------------------------------------------------- 04: a reduction of many states
@@ -284,12 +375,27 @@ def left_heavy(states, op):
 
 
 def in_place(states, op):
-    step = 1
+    states, step = list(states), 1
     while step < len(states):
         for i in range(0, len(states) - step, 2 * step):
             states[i] = op(states[i], states[i + step])
         step *= 2
     return states[0]
+
+
+def emptied(states, op):
+    while len(states) > 1:
+        states[:] = [reduce(op, states[i : i + 2]) for i in range(0, len(states), 2)]
+    return states[0]
+
+
+def all_prefixes(states, op):
+    step = 1
+    while step < len(states):
+        ends = enumerate(states[step:])
+        states = states[:step] + [op(states[i], x) for i, x in ends]
+        step *= 2
+    return states[-1]
 
 
 def popped(states, op):
@@ -313,6 +419,12 @@ REDUCTIONS = [
     ),
     ("a chain: 4 rounds, 3 are enough, for abcde", lambda s, op: reduce(op, s)),
     ("not one state: repeat the rounds", pairs),
+    ("it returned list, not one state", lambda s, op: [halves(s, op)]),
+    ("it returned tuple, not one state", lambda s, op: (halves(s, op), 3)),
+    ("op was never called", lambda s, op: sum(s[1:], s[0])),
+    ("it changes what it was given", emptied),
+    ("3 merges, 2 are enough, for abc", all_prefixes),
+    ("another order", lambda s, op: halves(sorted(s, reverse=True), op)),
     ("it returned None", lambda s, op: None),
     ("it never ends: the list of states never shrinks", not_replaced),
     ("no answer within", idle),
@@ -403,6 +515,20 @@ def keys_gathered(q, k, v):
     return treeattn.attention(q, k, v)
 
 
+def tiled(q, k, v):
+    return solutions.algorithm_3(
+        q, *(jnp.tile(x, (1, 1, q.shape[2] // k.shape[2], 1)) for x in (k, v))
+    )
+
+
+def up_only(q, k, v):
+    state = treeattn.attend(q, k, v)
+    for bit in (1, 2, 4):
+        pairs = [(i, i - bit) for i in range(bit, 8, 2 * bit)]
+        state = treeattn.merge(state, jax.lax.ppermute(state, "kv", pairs))
+    return treeattn.finalize(state)[0]
+
+
 def heads_max(m):
     return m.max(-1, keepdims=True)
 
@@ -439,14 +565,19 @@ ALGORITHMS_3 = [
     ("n was divided twice", weighted_answers(divided=True)),
     ("the shapes do not fit", no_axis),
     ("the devices' axis is called 'kv'", unknown_axis),
-    ("the weights are powers of 2", algorithm_3(weight=lambda m, largest: 2 ** (m - largest))),
+    ("the scores were divided by √dim twice", lambda q, k, v: solutions.algorithm_3(q / 8, k, v)),
+    ("the scores were not divided by √dim", lambda q, k, v: solutions.algorithm_3(q * 8, k, v)),
+    ("query heads met other heads' keys", tiled),
+    ("keys and values are swapped", lambda q, k, v: solutions.algorithm_3(q, v, k)),
+    ("right to two digits", algorithm_3(finish=lambda n, d: n.astype("bfloat16") / d[..., None])),
+    ("right on device 0, wrong on device 1", up_only),
+    ("right, but keys or values travel", keys_gathered),
 ]
 RIGHT_ALGORITHMS_3 = [
     solutions.algorithm_3,
     by_gather,
     by_lses,
     by_butterfly,
-    keys_gathered,
     algorithm_3(total=pmean),
 ]
 
@@ -528,6 +659,11 @@ def reordered(rows):
     return dict(reversed(nodes.items())), *others
 
 
+def whole_candidates(rows):
+    _, *others = solutions.prefix_tree(rows)
+    return {row: i for i, row in enumerate(dict.fromkeys(rows))}, *others
+
+
 TREES = [
     ("one node for two prefixes", by_column),
     ("one node for two prefixes", by_text),
@@ -561,6 +697,24 @@ TREES = [
     (
         "a node for every token",
         lambda rows: tree()([tuple(f"{m}{x}" for x in row) for m, row in enumerate(rows)]),
+    ),
+    (
+        "it changes what it was given",
+        lambda rows: solutions.prefix_tree([rows.pop() for _ in rows[:]]),
+    ),
+    ("only whole candidates are nodes", whole_candidates),
+    ("the empty prefix is no node", tree(nodes=lambda x: {a[:-1]: i for a, i in x.items()})),
+    (
+        "return nodes, tokens, offsets, mask, in this order",
+        lambda rows: tuple(solutions.prefix_tree(rows)[i] for i in (0, 1, 3, 2)),
+    ),
+    (
+        "a node sees an equal token of another branch",
+        mask_by(lambda a, b: len(b) <= len(a) and a[len(b) - 1] == b[-1]),
+    ),
+    (
+        "a node sees the siblings of its ancestors",
+        mask_by(lambda a, b: len(b) <= len(a) and a[: len(b) - 1] == b[:-1]),
     ),
 ]
 RIGHT_TREES = [
@@ -600,6 +754,9 @@ def each(f):
     return lambda p, q: [f(a, b) for a, b in zip(p, q, strict=True)]
 
 
+coin = random.Random(0)
+
+
 def ruled(chance=ratio, replaced_by=rest):
     return lambda p, q: (chance(p, q), replaced_by(p, q))
 
@@ -632,7 +789,6 @@ RULES = [
     ("a rejected token is drawn from p again", ruled(replaced_by=lambda p, q: p)),
     ("a rejected token is drawn from q again", ruled(replaced_by=lambda p, q: q)),
     ("accepted by p alone", ruled(lambda p, q: p)),
-    ("the rule's q is another, uniform", lambda p, q: rule_of_uniform(p)),
     ("all guesses are accepted", ruled(lambda p, q: [1] * len(p))),
     ("the ratio is upside down, q / p", ruled(lambda p, q: ratio(q, p))),
     ("what replaces it is max(q − p, 0)", ruled(replaced_by=lambda p, q: rest(q, p))),
@@ -677,13 +833,21 @@ RULES = [
         "the chance is not min(1, p / q), and",
         ruled(lambda p, q: [F(1, 3)] * len(p), lambda p, q: [F(1), *[F(0)] * (len(p) - 1)]),
     ),
+    (
+        "each call gives another answer",
+        ruled(lambda p, q: [F(coin.random() < x) for x in ratio(p, q)]),
+    ),
+    ("return the chances first", lambda p, q: ruled()(p, q)[::-1]),
+    (
+        "each token is accepted by the chance of all",
+        ruled(lambda p, q: [sum(map(min, p, q))] * len(p)),
+    ),
+    (
+        "right for p = (2/5, 7/20, 3/20, 1/10), wrong for p = (1/2, 1/2), q = (1, 0)",
+        ruled(replaced_by=lambda p, q: p if 0 in q else rest(p, q)),
+    ),
 ]
 RIGHT_RULES = [solutions.rule, in_floats(np), in_floats(jnp), by_dicts, by_minimum]
-
-
-def rule_of_uniform(p):
-    even = [F(1, len(p))] * len(p)
-    return ratio(p, even), rest(p, even)
 
 
 # -------------------------------------------------------------------------------------- all of them

@@ -69,7 +69,7 @@ def plane(sentence: str, masses=WEIGHTS, **shown) -> Figure:
 
 def title(figure: Figure, sentence: str) -> None:
     """The sentence above a picture, in lines that fit, red unless it is "right"."""
-    width = int(13 * figure.get_figwidth())
+    width = int(12 * figure.get_figwidth())
     lines = [part for line in sentence.splitlines() for part in textwrap.wrap(line, width)]
     color = GREEN if sentence == "right" else RED
     figure.suptitle("\n".join(lines), x=0.01, ha="left", color=color, fontsize=11)

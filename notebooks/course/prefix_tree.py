@@ -21,42 +21,45 @@ BEAMS = (
 )
 
 
-def sees(nodes) -> np.ndarray:
-    return np.array([[i[: len(j)] == j for j in nodes] for i in nodes])
+def sees(nodes, seen=lambda i, j: i[: len(j)] == j) -> np.ndarray:
+    """The mask in which node i sees node j if seen(i, j)."""
+    return np.array([[seen(i, j) for j in nodes] for i in nodes])
 
 
 def mask_name(mask, nodes) -> str:
     """The mistake of a mask of the right shape, "right" if there is none."""
-    right, n = sees(nodes), len(nodes)
-    itself = np.eye(n, dtype=bool)
-    parents = np.array([[i[:-1] == j for j in nodes] for i in nodes])
-    depth = np.array([len(node) for node in nodes])
+    right, itself = sees(nodes), np.eye(len(nodes), dtype=bool)
     texts, words = [" ".join(map(str, node)) for node in nodes], [set(node) for node in nodes]
     known = {
         "right": right,
-        "joined texts are compared: reddish begins with red, but is another token": [
-            [i.startswith(j) for j in texts] for i in texts
-        ],
-        "sets of tokens are compared: order and number count, too": [
-            [j <= i for j in words] for i in words
-        ],
-        "causal mask: a node also sees the branches before it": np.tri(n),
+        "joined texts are compared: reddish begins with red, but is another token": sees(
+            texts, str.startswith
+        ),
+        "sets of tokens are compared: order and number count, too": sees(words, set.issuperset),
+        "causal mask: a node also sees the branches before it": np.tri(len(nodes)),
         "transposed mask: row i says what node i sees": right.T,
         "a node sees itself, too": right & ~itself,
         "inverted mask: True means that a node sees another, not that it is blocked": ~right,
-        "a node sees its parent only: it sees all its ancestors": parents | itself,
-        "a node sees its parent alone: it sees all its ancestors, and itself": parents,
+        "a node sees its parent only: it sees all its ancestors": sees(
+            nodes, lambda i, j: j in (i, i[:-1])
+        ),
         "a node sees its descendants, too: they come after it": right | right.T,
         "a node sees itself only: its ancestors are missing": itself,
-        "everything is seen: a node sees its ancestors and itself": np.ones((n, n)),
-        "nothing is seen: a node sees its ancestors and itself": np.zeros((n, n)),
-        "a node sees all nodes that are less deep, whatever the branch": depth[:, None] >= depth,
-        "a node sees all nodes above its depth, whatever the branch": (depth[:, None] > depth)
-        | itself,
-        "a node sees the root and itself only": np.array([[len(j) == 1 for j in nodes]] * n) & right
-        | itself,
-        "a node sees its siblings, too": right
-        | np.array([[i[:-1] == j[:-1] for j in nodes] for i in nodes]),
+        "everything is seen: a node sees its ancestors and itself": right | ~right,
+        "nothing is seen: a node sees its ancestors and itself": right & ~right,
+        "a node sees all nodes that are less deep, whatever the branch": sees(
+            nodes, lambda i, j: len(i) >= len(j)
+        ),
+        "a node sees all nodes above its depth, whatever the branch": sees(
+            nodes, lambda i, j: len(i) > len(j) or i == j
+        ),
+        "a node sees an equal token of another branch: compare whole prefixes": sees(
+            nodes, lambda i, j: i[len(j) - 1 : len(j)] == j[-1:]
+        ),
+        "a node sees the siblings of its ancestors, too": sees(
+            nodes, lambda i, j: len(i) >= len(j) and i[: len(j) - 1] == j[:-1]
+        ),
+        "a node sees its siblings, too": right | sees(nodes, lambda i, j: i[:-1] == j[:-1]),
     }
     return next(
         (name for name, value in known.items() if np.array_equal(mask, value)), "another mask"
@@ -115,12 +118,14 @@ def check_nodes(nodes, beam) -> list:
         raise Mistake(f"nodes is a {type(nodes).__name__}: return a dict, {{prefix: number}}")
     if prefixes == set(nodes.values()):
         raise Mistake("nodes is turned round: return {prefix: number}")
+    if () in nodes:
+        raise Mistake("the empty prefix is no node: a node has a token")
+    if set(nodes) == set(beam):
+        raise Mistake("only whole candidates are nodes: so is every prefix of theirs")
     if len(nodes) < len(prefixes):
         raise Mistake(
             f"one node for two prefixes: {len(nodes)} nodes, {len(prefixes)} prefixes{red(beam)}"
         )
-    if () in nodes:
-        raise Mistake("the empty prefix is no node: a node has a token")
     if len(nodes) == sum(map(len, beam)) > len(prefixes):
         raise Mistake(
             "a node for every token of every candidate: prefixes that are shared are one node"
@@ -140,6 +145,8 @@ def red(beam) -> str:
 
 def check_offsets(offsets, nodes):
     offsets = np.asarray(offsets)
+    if offsets.ndim == 2:
+        raise Mistake("return nodes, tokens, offsets, mask, in this order")
     lengths = np.array([len(prefix) for prefix in nodes])
     if offsets.shape != lengths.shape:
         raise Mistake(f"there are {offsets.size} positions for {lengths.size} nodes")
@@ -147,8 +154,6 @@ def check_offsets(offsets, nodes):
         raise Mistake("positions count from 0: the length of the prefix minus one")
     if np.array_equal(offsets, np.arange(len(nodes))):
         raise Mistake("a position is a place in the candidate, not in the row")
-    if np.array_equal(offsets, lengths.max() - lengths):
-        raise Mistake("positions count from the root downwards, not from the leaves")
     if not np.array_equal(offsets, lengths - 1):
         raise Mistake("a node's position is the length of its prefix minus one")
 

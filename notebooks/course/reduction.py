@@ -26,7 +26,7 @@ def watched(op, states):
     return counted
 
 
-def on_the_plane(mine) -> tuple[list, tuple]:
+def on_the_plane(mine) -> dict:
     """What `mine` joins of the five words' masses, as pairs of places, and what comes out."""
     merges = []
 
@@ -37,7 +37,7 @@ def on_the_plane(mine) -> tuple[list, tuple]:
 
     states = list(zip(WEIGHTS, PLACES.astype(float), strict=True))
     mass, place = call(mine, states, watched(lever, states), given=GIVEN)
-    return merges, located(mass, mass * np.asarray(place))
+    return {"merges": merges, "yours": located(mass, mass * np.asarray(place))}
 
 
 @styled
@@ -80,24 +80,31 @@ def check_reduction(mine):
         states = [(letter, 0) for letter in letters]
         found = call(mine, list(states), watched(op, states), given=f"{GIVEN}; {n} states")
         if not isinstance(found, tuple) or [*map(type, found)] != [str, int]:
-            raise Mistake("not one state: repeat the rounds")
+            if n > 1 and not rounds:
+                raise Mistake("op was never called")
+            if isinstance(found, list) and len(found) != 1:
+                raise Mistake("not one state: repeat the rounds")
+            raise Mistake(f"it returned {type(found).__name__}, not one state")
         joined, depth = found
-        enough = (n - 1).bit_length()
+        enough, merges = (n - 1).bit_length(), sum(map(len, rounds.values()))
         mistakes = {
             "a state is left out": set(joined) != set(letters),
             "a state counts twice": len(joined) > n,
             "another order, and op need not commute": joined != letters,
             f"a chain: {depth} rounds, {enough} are enough": depth == n - 1 > enough,
             f"{depth} rounds, {enough} are enough": depth > enough,
+            f"{merges} merges, {n - 1} are enough": merges >= n,
         }
         drawn = partial(picture, letters=letters, rounds=rounds)
         if any(mistakes.values()):
             first = next(name for name, made in mistakes.items() if made)
             joins = [f"round {r}: {' '.join(j[0] for j in rounds[r])}" for r in sorted(rounds)]
             sentence = "\n".join([f"{first}, for {letters}", *joins])
-            merges, yours = on_the_plane(mine)
-            raise Mistake(sentence, partial(drawn, merges=merges, yours=yours))
+            try:
+                drawn = partial(drawn, **on_the_plane(mine))
+            except Mistake:  # it joins letters only
+                drawn = None
+            raise Mistake(sentence, drawn)
         if n == 5:
             shown = drawn
-    merges, yours = on_the_plane(mine)
-    return partial(shown, merges=merges, yours=yours)
+    return partial(shown, **on_the_plane(mine))

@@ -68,64 +68,43 @@ def normalized(numbers) -> list:
     return [x / total for x in numbers] if total else list(numbers)
 
 
+def each(f, p, q) -> list:
+    return [F(f(a, b)) for a, b in zip(p, q, strict=True)]
+
+
 def known_chances(p, q) -> dict:
-    pairs = list(zip(p, q, strict=True))
-    ones = [F(1)] * len(p)
-    return {
-        "": rule(p, q)[0],
-        "all guesses are accepted": ones,
-        "no guess is accepted": [F(0)] * len(p),
-        "accepted by p alone, as if q were 1": list(p),
-        "accepted by q alone": list(q),
-        "the ratio is upside down, q / p": [min(F(1), b / a) for a, b in pairs],
-        "accepted where p ≥ q, without chance": [F(a >= b) for a, b in pairs],
-        "the model's argmax is accepted, nothing else": [F(a == max(p)) for a in p],
-        "the draft's argmax is accepted, nothing else": [F(b == max(q)) for b in q],
-        "accepted by p q": [a * b for a, b in pairs],
-        "accepted by min(p, q)": [min(a, b) for a, b in pairs],
-        "accepted by p / (p + q)": [a / (a + b) for a, b in pairs],
-        "accepted by |p − q|": [abs(a - b) for a, b in pairs],
-        "accepted by 1 − |p − q|": [1 - abs(a - b) for a, b in pairs],
-        "accepted by 1 − p / q, the chance of a rejection": [
-            max(1 - a / b, F(0)) for a, b in pairs
-        ],
-        "the rule's q is another, uniform, than the q of the draw": [
-            min(F(1), a * len(p)) for a in p
-        ],
-        "accepted by p / max p": [a / max(p) for a in p],
-        "accepted by the square of p / q": [min(F(1), (a / b) ** 2) for a, b in pairs],
+    accepted = sum(map(min, p, q))
+    known = {
+        "each token is accepted by the chance of all, Σ min(p, q)": lambda a, b: accepted,
+        "all guesses are accepted": lambda a, b: 1,
+        "no guess is accepted": lambda a, b: 0,
+        "accepted by p alone, as if q were 1": lambda a, b: a,
+        "accepted by q alone": lambda a, b: b,
+        "the ratio is upside down, q / p": lambda a, b: min(1, b / a),
+        "accepted where p ≥ q, without chance": lambda a, b: a >= b,
+        "accepted by min(p, q)": min,
+        "accepted by p / (p + q)": lambda a, b: a / (a + b),
+        "accepted by |p − q|": lambda a, b: abs(a - b),
+        "accepted by 1 − p / q, the chance of a rejection": lambda a, b: max(1 - a / b, 0),
+        "accepted by the square of p / q": lambda a, b: min(1, (a / b) ** 2),
     }
+    return {"": rule(p, q)[0]} | {name: each(f, p, q) for name, f in known.items()}
 
 
 def known_rests(p, q) -> dict:
-    pairs = list(zip(p, q, strict=True))
-    lacks = [max(a - b, F(0)) for a, b in pairs]
-    uniform = F(1, len(p))
-    return {
-        "": rule(p, q)[1],
-        "a rejected token is drawn from p again": list(p),
-        "a rejected token is drawn from q again": list(q),
-        "what replaces it is max(q − p, 0), not max(p − q, 0)": normalized(
-            [max(b - a, F(0)) for a, b in pairs]
-        ),
-        "what replaces it is |p − q|, not max(p − q, 0)": normalized(
-            [abs(a - b) for a, b in pairs]
-        ),
-        "a rejected token is replaced uniformly": [uniform] * len(p),
-        "a rejected token is replaced by the model's argmax": [F(a == max(p)) for a in p],
-        "a rejected token is replaced by the token that p most lacks": [
-            F(x == max(lacks)) for x in lacks
-        ],
-        "what replaces it is min(p, q), what both have": normalized([min(a, b) for a, b in pairs]),
-        "what replaces it is p q": normalized([a * b for a, b in pairs]),
-        "what replaces it is p / q": normalized([a / b for a, b in pairs]),
-        "what replaces it is 1 − q": normalized([1 - b for b in q]),
-        "what replaces it is p where p > q": normalized([a if a > b else F(0) for a, b in pairs]),
-        "the rule's q is another, uniform, than the q of the draw": normalized(
-            [max(a - uniform, F(0)) for a in p]
-        ),
-        "what replaces it is uniform where p > q": normalized([F(a > b) for a, b in pairs]),
+    most = max(a - b for a, b in zip(p, q, strict=True))
+    known = {
+        "a rejected token is drawn from p again": lambda a, b: a,
+        "a rejected token is drawn from q again": lambda a, b: b,
+        "what replaces it is max(q − p, 0), not max(p − q, 0)": lambda a, b: max(b - a, 0),
+        "what replaces it is |p − q|, not max(p − q, 0)": lambda a, b: abs(a - b),
+        "a rejected token is replaced uniformly": lambda a, b: 1,
+        "a rejected token is replaced by the model's argmax": lambda a, b: a == max(p),
+        "a rejected token is replaced by the token that p most lacks": lambda a, b: a - b == most,
+        "what replaces it is min(p, q), what both have": min,
+        "what replaces it is p where p > q": lambda a, b: a * (a > b),
     }
+    return {"": rule(p, q)[1]} | {name: normalized(each(f, p, q)) for name, f in known.items()}
 
 
 def explained(p, q, chance, replaced_by) -> str:
@@ -137,7 +116,8 @@ def explained(p, q, chance, replaced_by) -> str:
         rounded = [fraction(x) for x in part]
         names = (name for name, x in known.items() if [fraction(y) for y in x] == rounded)
         found.append(next(names, None))
-    if found[0] is None and set(chance) <= {0, 1}:
+    lowest = min((a for a, x in zip(p, chance, strict=True) if x), default=2)
+    if found[0] is None and chance == [F(a >= lowest) for a in p]:
         found[0] = "accepted where p is above a threshold, without chance"
     generic = "the chance is not min(1, p / q)", "what replaces it is not max(p − q, 0), normalized"
     named = [y if x is None else x for x, y in zip(found, generic, strict=True)]
@@ -172,6 +152,8 @@ def picture(sentence: str, p, q, found) -> Figure:
 @verdict
 def check_rule(mine):
     """The mistake of a rule for acceptance, by name, and the distribution that comes out."""
+    if len({str(asked(mine, *FOUR)) for _ in range(9)}) > 1:
+        raise Mistake("each call gives another answer: a rule gives chances, it draws nothing")
     for p, q in PAIRS:
         chance, replaced_by = asked(mine, p, q)
         chance = [F(1) if b == 0 else a for a, b in zip(chance, q, strict=True)]  # never asked
@@ -185,12 +167,16 @@ def check_rule(mine):
         if None not in replaced_by and any(a < 1 for a in chance):
             if min(replaced_by) < 0:
                 raise Mistake("what replaces a rejected token has a negative probability")
+            if sum(replaced_by) != 1 == sum(chance):
+                raise Mistake("return the chances first, then what replaces a rejected token")
             if sum(replaced_by) != 1:
                 total = sum(replaced_by)
                 raise Mistake(f"what replaces a rejected token adds up to {total}, not to 1")
         found = outcome(q, chance, replaced_by)
         if found != list(p):
-            name = explained(p, q, chance, replaced_by)
+            name = f"right for p = {show(FOUR[0])}, wrong for p = {show(p)}, q = {show(q)}"
+            if p is FOUR[0]:
+                name = explained(p, q, chance, replaced_by)
             a = next(i for i, (x, y) in enumerate(zip(found, p, strict=True)) if x != y)
             comes = f"token {'abcd'[a]} comes with {found[a]} instead of {p[a]}"
             raise Mistake(f"{name}: {comes}", partial(drawn, found=found))
