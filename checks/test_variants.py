@@ -1,6 +1,7 @@
 """Each row of site/variants.md: the page's own code against dense attention, in float64."""
 
 import functools
+import inspect
 import re
 
 import jax
@@ -211,6 +212,12 @@ def test_every_function_of_the_page_is_a_row_here():
     headings = re.findall(r"(?m)^## (.+)$", text(PAGE))
     places = [re.sub(r"[^\w -]", "", x.lower()).replace(" ", "-") for x in headings]
     assert set(table) == set(places)
+
+
+def test_every_argument_of_jaxs_own_attention_has_a_row():
+    table = text(PAGE).partition("\n## Arguments of other libraries\n")[2]
+    named = re.findall(r"`(\w+)`", "".join(re.findall(r"(?m)^\| (.*?) \|", table)))
+    assert set(inspect.signature(jax.nn.dot_product_attention).parameters) <= set(named)
 
 
 @pytest.mark.slow
