@@ -93,6 +93,13 @@ def write_gguf(name, path: Path, kind="F32", *, kept=(), factors=None, **changes
     return path
 
 
+def byte_fallback() -> tokenizers.decoders.Decoder:
+    """The decoder of pieces and bytes in a directory of Llama 2's kind."""
+    steps = [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback()]
+    steps += [tokenizers.decoders.Fuse(), tokenizers.decoders.Strip(" ", 1, 0)]
+    return tokenizers.decoders.Sequence(steps)
+
+
 def byte_tokenizer(**options) -> Tokenizer:
     """Bytes, a token each; every character beyond ASCII is several of them."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())

@@ -10,6 +10,7 @@ names for it, and by itself if `next` has none. So a file says what its model wr
 
 import dataclasses
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import gguf
@@ -382,6 +383,21 @@ STRANGERS = {
     "Llama 2's kind without the space": story(
         fields={"add_space_prefix": False}, formats=("gguf",)
     ),
+    "bytes that are no character": Stranger(
+        "pieces",
+        {},
+        dict(pairwise("▁H <0x0A> <0x99> <0xE6> <0x41> <0xC3> <0xA9> O </s>".split())),
+        questions=[("text", "H", None)],
+        formats=("gguf",),
+    ),
+    "a directory of the class LlamaTokenizer": Stranger(
+        "pieces",
+        {},
+        files={"tokenizer_config.json": {"bos_token": "<s>", "eos_token": "</s>"}},
+        single="<s> $A",
+        questions=[("ids", text, None) for text in ("Once", " Once", "a</s> a", "", " ", "▁a")],
+        tokenizer_class="LlamaTokenizer",
+    ),
     "a chat without a BOS of its own": Stranger(
         "pairs",
         {**LLAMA_3, **IM},
@@ -520,6 +536,13 @@ FOLLOWED = {
         *("transformers", "transformers"),
         "who wants to stop at a special token says so; llama.cpp searches what it shows",
     ),
+}
+# Files whose ids are llama.cpp's in both formats.
+AS_LLAMA_CPP = {
+    "a directory of the class LlamaTokenizer": (
+        "transformers 5 lets the class cut texts otherwise than tokenizer.json says, and drops the "
+        "first of two spaces; tokenizers and llama.cpp do as the file says"
+    )
 }
 # Single questions with another answer: (ours, why).
 OURS = {

@@ -4,6 +4,7 @@ or a ValueError says where and what is wrong.
 Each checkpoint is a good one with one thing replaced.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -18,10 +19,10 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llamas import Folder, byte_tokenizer, write_gguf
+from llamas import Folder, byte_fallback, byte_tokenizer, write_gguf
 
 from treeattn_llama import Llama, gguf_file, open_checkpoint, packaged_model
-from treeattn_llama.config import NAMES
+from treeattn_llama.config import NAMES, RotaryScaling
 from treeattn_llama.gguf_tokenizer import from_gguf
 from treeattn_llama.tokenizer import from_directory
 
@@ -100,6 +101,22 @@ def test_fields_that_do_not_fit_each_other(folder):
     refuses(folder.changed("vocab_size", 95), "embed_tokens.weight has shape (96, 32)")
     lacks = {name: x for name, x in folder.fields.items() if name != "intermediate_size"}
     refuses(folder.write(lacks), "config.json: lacks intermediate_size")
+
+
+def test_a_configuration_made_by_hand_is_checked(folder):
+    right = open_checkpoint(folder.write(folder.fields)).config
+    wrong = FIELDS | dict.fromkeys(("tied", "attention_bias", "mlp_bias"), NO_FLAG)
+    for name, values in (wrong | {"rotary_scaling": (4.0, "linear", {"factor": 4.0})}).items():
+        for value in values:
+            if value not in LARGE:
+                with pytest.raises((TypeError, ValueError), match=f"^{name}: expected"):
+                    dataclasses.replace(right, **{name: value})
+    for factor in NOT_POSITIVE:
+        with pytest.raises((TypeError, ValueError), match=r"^factor: expected"):
+            RotaryScaling(factor)
+    with pytest.raises(ValueError, match=r"expected factor, or all four fields, got .*'factor': 4"):
+        RotaryScaling(4, low_freq_factor=1.0)
+    assert dataclasses.replace(right, context=np.int64(2048)).context == 2048
 
 
 def test_both_places_of_rotary_numbers_have_to_be_right(folder):
@@ -376,7 +393,7 @@ METADATA = {
     "attention.causal": (False, 0, "no", None, []),
     "rope.scaling.attn_factor": (0.5, 2.0, "1", [1.0], math.nan),
     # Fields of other families, and older ones
-    **dict.fromkeys(("rope.scale_linear", "rope.dimension_count_swa", "rope.new"), (1, 4.0, "x")),
+    **dict.fromkeys(("rope.dimension_count_swa", "rope.new"), (1, 4.0, "x")),
     **dict.fromkeys(("rope.scaling.yarn_attn_factor", "rope.dimension_sections"), (1, [4])),
     **dict.fromkeys(("attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale"), (1.0,)),
     **dict.fromkeys(("attention.sliding_window", "attention.layer_norm_epsilon"), (1, 0.5)),
@@ -421,12 +438,16 @@ def test_a_factor_without_a_type_is_linear(changed):
     """As in llama.cpp."""
     factor = "llama.rope.scaling.factor"
     linear = {"llama.rope.scaling.type": "linear"}
-    for fields in (linear | {factor: 4}, {factor: 4.0}):
+    older = {"llama.rope.scale_linear": 4.0}  # as older files have it
+    for fields in (linear | {factor: 4}, {factor: 4.0}, older, linear | older):
         assert open_checkpoint(changed(fields)).config.rotary_scaling.factor == 4
-    for fields in ({}, {"llama.rope.scaling.type": "none"}):
+    assert open_checkpoint(changed({factor: 2.0} | older)).config.rotary_scaling.factor == 2
+    for fields in ({}, {"llama.rope.scaling.type": "none"} | older):
         assert open_checkpoint(changed(fields)).config.rotary_scaling is None
     for value in (None, *NOT_POSITIVE):
         refuses(changed(linear | {factor: value}), factor)
+    for value in NOT_POSITIVE:
+        refuses(changed({"llama.rope.scale_linear": value}), "llama.rope.scale_linear")
 
 
 NO_ID = (*NO_NUMBER, -1, 8, 2**40, 1.5, math.nan)
@@ -476,6 +497,8 @@ def tokenizer_folder(request, tmp_path_factory):
     """The tokenizer of a GGUF file as tokenizer.json, with a token before every text."""
     fields = {name: lambda x=x: x for name, x in vocabulary(request.param).items()}
     backend = from_gguf(fields, Path()).backend
+    if request.param is SENTENCES:
+        backend.decoder = byte_fallback()
     backend.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)]
     )

@@ -370,6 +370,7 @@ with warnings.catch_warnings(record=True) as found:
     warnings.simplefilter("always")
     model.new_cache(1, 300)
     stream(model, [[1]], max_new_tokens=2, capacity=300)
+    generate(model, [[1]], max_new_tokens=2, capacity=300)
 print([(w.filename, w.lineno) for w in found])
 """
 
@@ -379,4 +380,4 @@ def test_a_warning_is_at_the_callers_line():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(SMALL)], capture_output=True, text=True, timeout=200
     )
-    assert done.stdout.strip() == str([("<string>", n) for n in (7, 8)]), done.stderr
+    assert done.stdout.strip() == str([("<string>", n) for n in (7, 8, 9)]), done.stderr

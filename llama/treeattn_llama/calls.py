@@ -3,6 +3,7 @@
 The values of a traced array are not known. They are not checked.
 """
 
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import SupportsIndex
@@ -155,10 +156,13 @@ def check_room(cache: Cache, counts, name: str = "tokens") -> None:
 
 
 def check_capacity(capacity, context: int) -> int:
-    """`capacity` as an integer. Warns, at the line that called its caller, if it is more than the
+    """`capacity` as an integer. Warns, at the line that called this package, if it is more than the
     model was trained on."""
     capacity = integer("capacity", capacity, 1)
     if capacity > context:
+        level, frame = 1, sys._getframe()
+        while frame.f_globals.get("__package__") == __package__:
+            level, frame = level + 1, frame.f_back
         trained = f"the model was trained on texts of up to {context} tokens"
-        warnings.warn(f"capacity: {trained}, got {capacity}", stacklevel=3)
+        warnings.warn(f"capacity: {trained}, got {capacity}", stacklevel=level)
     return capacity

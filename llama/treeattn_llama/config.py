@@ -13,7 +13,7 @@ from treeattn_llama.arguments import boolean, number
 class Config:
     """The numbers of a Llama. head_dim need not be width / heads.
 
-    Raises ValueError unless the sizes fit each other. `read_config` checks each of them.
+    Raises TypeError or ValueError for a wrong number, and for sizes that do not fit each other.
     """
 
     vocabulary: int
@@ -32,6 +32,13 @@ class Config:
     mlp_bias: bool = False
 
     def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if check := CHECKS.get(field.type):
+                found = check(field.name, getattr(self, field.name))
+                object.__setattr__(self, field.name, found)
+        scaling = self.rotary_scaling
+        if not isinstance(scaling, RotaryScaling | None):
+            raise TypeError(f"rotary_scaling: expected a RotaryScaling, got {scaling!r:.40}")
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"heads: {self.heads} query heads cannot share {self.kv_heads} key heads evenly"
@@ -134,6 +141,11 @@ class RotaryScaling:
     original_max_position_embeddings: float | None = None
 
     def __post_init__(self):
+        given = {name: x for name, x in vars(self).items() if x is not None}
+        if len(given) not in SCALINGS.values():
+            raise ValueError(f"rope scaling: expected factor, or all four fields, got {given}")
+        for name, x in given.items():
+            object.__setattr__(self, name, number(name, x, 0))
         if self.low_freq_factor is not None and self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(
                 f"low_freq_factor: expected less than high_freq_factor = {self.high_freq_factor}, "

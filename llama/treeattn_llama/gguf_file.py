@@ -30,6 +30,7 @@ OTHERS = ("llama.rope.", "llama.attention.")
 IGNORED = {
     "llama.rope.scaling.type",
     "llama.rope.scaling.factor",
+    "llama.rope.scale_linear",
     "llama.rope.scaling.original_context_length",
     "llama.rope.scaling.finetuned",
 }
@@ -129,16 +130,18 @@ def gguf_config(fields: dict, tensors: dict) -> Config:
 def _scaling(get) -> RotaryScaling | None:
     """The rotary scaling in the metadata.
 
-    As in llama.cpp, a factor without a type is linear. Llama 3's factors are not here: GGUF files
-    have them as a tensor, `rope_freqs`.
+    As in llama.cpp, a factor without a type is linear, and older files have it by another name.
+    Llama 3's factors are not here: GGUF files have them as a tensor, `rope_freqs`.
     """
-    factor = get("llama.rope.scaling.factor")
+    name, older = "llama.rope.scaling.factor", "llama.rope.scale_linear"
+    if get(name) is None and get(older) is not None:
+        name = older
     kind = get("llama.rope.scaling.type")
     if kind is None:
-        kind = "none" if factor is None else "linear"
+        kind = "none" if get(name) is None else "linear"
     if kind == "none":
         return None
     fields = {"rope_type": kind}
     if kind == "linear":
-        fields["factor"] = number("llama.rope.scaling.factor", factor, 0)
+        fields["factor"] = number(name, get(name), 0)
     return rotary_scaling(fields)

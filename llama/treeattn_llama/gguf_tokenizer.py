@@ -1,5 +1,6 @@
 """A tokenizer, rebuilt from the metadata of a GGUF file."""
 
+import dataclasses
 from pathlib import Path
 
 import tokenizers
@@ -39,6 +40,8 @@ CONTROLS = ENDS | set(
     "▁<MID> <|code_middle|> <|middle|>".split()
 )
 ENDING_IDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+
+BYTES = {f"<0x{b:02X}>": bytes([b]) for b in range(256)}
 
 # Types of a GGUF file's tokens.
 UNKNOWN = 2
@@ -161,13 +164,23 @@ def _sentence_pieces(about: Metadata) -> tokenizers.Tokenizer:
     unknown = None if unknown is None else tokens[unknown]
     pairs = models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     backend = tokenizers.Tokenizer(pairs)
-    spaces = [normalizers.Replace(" ", "▁")]
-    strip = []
-    if about.flag("add_space_prefix", True):
-        spaces.insert(0, normalizers.Prepend("▁"))
-        strip.append(decoders.Strip(" ", 1, 0))
+    prefix = "▁" if about.flag("add_space_prefix", True) else ""
+    spaces = [normalizers.Prepend(prefix), normalizers.Replace(" ", "▁")]
     backend.normalizer = normalizers.Sequence(spaces)
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
+    backend.decoder = decoders.Decoder.custom(Pieces(" " if prefix else ""))
     return backend
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """The decoder of pieces and of bytes, such as <0xE2>.
+
+    As in llama.cpp, U+FFFD stands for bytes that are no character, and the bytes around them stay.
+    The decoder ByteFallback of `tokenizers` would lose the whole run of bytes.
+    """
+
+    prefix: str  # is not part of a text that begins with it
+
+    def decode_chain(self, pieces: list[str]) -> list[str]:
+        found = (BYTES.get(piece, piece.replace("▁", " ").encode()) for piece in pieces)
+        return [b"".join(found).decode(errors="replace").removeprefix(self.prefix)]
