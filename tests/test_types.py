@@ -1,9 +1,12 @@
 """What a type checker knows of the package: mypy, asked about every public name."""
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,7 @@ ROOT = Path(treeattn.__file__).parent.parent
 UNKNOWN = (
     "numpy.integer[Any]",
     "numpy.ndarray[tuple[Any, ...], numpy.dtype[Any]]",
-    "(def (*Any, **Any) -> Any)",
+    "(def (*Any, **Any) -> object)",
 )
 
 MISTAKES = """
@@ -37,7 +40,8 @@ treeattn.tree_decod  # wrong
 """
 
 
-# With return_lse they return two arrays instead of one, and a checker is told neither.
+# With return_lse they return two arrays instead of one. `Array | Any` fits both: an array as it is,
+# two as `out, lse = …`.
 ONE_OR_TWO = {"tree_decode", "ring_decode", "ring_attention", "ulysses_attention"}
 FUNCTIONS = [name for name in treeattn.__all__ if callable(getattr(treeattn, name))]
 NAMES = [*FUNCTIONS, "AttentionState.identity"]
@@ -94,3 +98,26 @@ def test_a_users_script_under_mypy(lines):
     errors = [line for line in lines if line.startswith("user_script")]
     ours = [line for line in errors if "untyped function" not in line]  # JAX's PartitionSpec
     assert len(ours) == 1 and '"AttentionState"' in ours[0], ours
+
+
+def test_a_users_script_has_every_public_name():
+    assert {name for name in treeattn.__all__ if f"treeattn.{name}" not in SCRIPT} == set()
+
+
+@pytest.mark.slow
+def test_a_users_script_under_pyright(tmp_path):
+    """In strict mode, in which JAX's own names are partially unknown, too."""
+    pyright = shutil.which("pyright")
+    if pyright is None:
+        pytest.skip("no pyright: pip install pyright")
+    (tmp_path / "user_script.py").write_text(SCRIPT + WRONG, encoding="utf-8")
+    paths = [str(ROOT), sysconfig.get_path("purelib")]
+    settings = json.dumps({"typeCheckingMode": "strict", "extraPaths": paths})
+    (tmp_path / "pyrightconfig.json").write_text(settings, encoding="utf-8")
+    command = [pyright, "--outputjson", "user_script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    found = [x["message"] for x in json.loads(done.stdout)["generalDiagnostics"]]
+    names = [f'"{name}"' for name in treeattn.__all__]
+    ours = [x for x in found if any(f"Type of {name} is" in x for name in names)]
+    assert ours == []
+    assert any('"AttentionState" is not assignable to "int"' in x for x in found), found

@@ -15,20 +15,18 @@ cache = NamedSharding(treeattn.kv_mesh(), P(None, "kv"))
 
 
 def decode(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    out: jax.Array = treeattn.tree_decode(q, k, v, sharding=cache)
-    return out
+    return treeattn.tree_decode(q, k, v, sharding=cache)
 
 
 def decode_with_lse(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    out: jax.Array
-    lse: jax.Array
-    out, lse = treeattn.ring_decode(q, k, v, sharding=cache, return_lse=True)
+    out, lse = treeattn.ring_decode(q, k, v, sharding=P(None, "kv"), return_lse=True)
     return out, lse
 
 
 def local(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    out: jax.Array = treeattn.ring_attention(q, k, v, sharding=cache)
-    return treeattn.attention(q, k, v, causal=True) + out
+    ring = treeattn.ring_attention(q, k, v, sharding=cache)
+    ulysses = treeattn.ulysses_attention(q, k, v, sharding=cache)
+    return treeattn.attention(q, k, v, causal=True) + ring.astype(q.dtype) + ulysses
 
 
 def chunk(state: treeattn.AttentionState, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -65,7 +63,29 @@ packed = treeattn.pack(beam, [[2, 2]])
 indices = treeattn.packed_token_indices(beam) + treeattn.prefix_encoding(beam)
 logits = jnp.asarray(treeattn.unpack(jnp.ones(packed.packed_beam.shape), packed.unpack_map))
 
+treeattn.initialize("host0:1234", num_processes=4, process_id=2)
+slots = treeattn.striped_slot(jnp.arange(8), 8, 4)
+positions = treeattn.striped_position(slots, 8, 4)
+lengths = treeattn.shard_lengths(jnp.array([5, 3]), 0, 8, 4, striped=True)
+chain: treeattn.AttentionState = treeattn.reduce_chain(one)
+average: jax.Array = treeattn.attention_from_energy(x[0], x, x)
+total: jax.Array = treeattn.causal_energy(x, x, x, x) + treeattn.log_likelihood(
+    x[0], x[0], x[0], x, x
+)
+ours: treeattn.PackedBeam = packed
+methods: list[str] = list(treeattn.METHODS)
+
+
+def visit(
+    state: treeattn.AttentionState, shard: jax.Array, owner: jax.Array
+) -> treeattn.AttentionState:
+    return treeattn.merge(state, treeattn.from_output(shard, owner))
+
+
+visited: treeattn.AttentionState = treeattn.visit_shards(visit, one, x, "kv")
+
 compiled = jax.jit(decode).lower(x, x, x).compile()
 found = treeattn.collectives(compiled)
 sent = [c.sent_bytes * c.count for c in found if c.groups]
 print(treeattn.collectives_table(found), treeattn.memory(compiled).held_bytes, sum(sent))
+print(slots.sum(), positions.shape, lengths.max(), x[positions])

@@ -19,7 +19,7 @@ from treeattn.checks import check_hashable
 from treeattn.state import AttentionState, check_state, merge, reduce_tree, rescale, where
 
 Axes = tuple[str, ...]  # of a mesh, by name
-Method = str | Callable
+Method = str | Callable[..., object]
 
 
 def merge_across(

@@ -32,7 +32,7 @@ from treeattn.plain import attend_plain
 from treeattn.state import AttentionState, finalize, from_output
 
 # A name of IMPLEMENTATIONS, a user's function, or None for the fastest that can run.
-Implementation = str | Callable | None
+Implementation = str | Callable[..., object] | None
 
 
 def attend(

@@ -34,6 +34,7 @@ from treeattn.inputs import (
     Keys,
     Lengths,
     Mask,
+    Output,
     Queries,
     Scale,
     Values,
@@ -186,7 +187,7 @@ def tree_decode(
     method: Method = "allreduce",
     implementation: Implementation = None,
     return_lse: bool = False,
-) -> Any:
+) -> Output | Any:
     """Attention over a sharded cache, by merging the devices' states (2024 and 2025, Algorithm 3).
 
     >>> from jax.sharding import NamedSharding, PartitionSpec as P
@@ -238,7 +239,7 @@ def ring_decode(
     scale: Scale = None,
     implementation: Implementation = None,
     return_lse: bool = False,
-) -> Any:
+) -> Output | Any:
     """Ring Attention for decoding: every shard of the cache visits every device.
 
     The ring is that of Liu et al. 2023, as in 2024 §6.3. Arguments, result and errors are those of
@@ -267,7 +268,7 @@ def ring_attention(
     scale: Scale = None,
     implementation: Implementation = None,
     return_lse: bool = False,
-) -> Any:
+) -> Output | Any:
     """Ring Attention with the queries sharded like the keys: prefill (Liu et al. 2023).
 
     Every device keeps its queries, and all shards of the keys visit it. With `causal`, query i sees
@@ -301,7 +302,7 @@ def ulysses_attention(
     scale: Scale = None,
     implementation: Implementation = None,
     return_lse: bool = False,
-) -> Any:
+) -> Output | Any:
     """Prefill by two all-to-alls: shards of the text become shards of the heads, and back.
 
     p devices share the text, and each of them holds h heads: all, unless the heads are sharded,
