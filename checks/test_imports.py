@@ -69,7 +69,7 @@ OTHERS = {
 BUDGET = {
     "treeattn": 21_930,
     "treeattn_llama": 19_900,
-    "treeattn_conformance": 26_250,
+    "treeattn_conformance": 25_000,
     "figures": 22_200,
     "course": 12_100,
     "benchmarks": 7_800,

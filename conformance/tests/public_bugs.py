@@ -70,6 +70,14 @@ def fewer_pages(q, k, v):
     return kernel(q, k[:, kept], v[:, kept])
 
 
+hidden_as_a_number = changed(
+    kernel,
+    ("s = np.where(seen, s, -np.inf)", "s = np.where(seen, s, -1e4)"),
+    ("p = np.where(seen,", "p = np.where(seen.any(axis=3, keepdims=True),"),
+    ("v = np.where(seen.any(axis=(1, 2))[:, :, None, None], v, 0)", "v = np.asarray(v)"),
+)
+
+
 BUGS = {
     "merge": [
         Bug(
@@ -141,10 +149,20 @@ BUGS = {
         Bug(
             "https://github.com/flashinfer-ai/flashinfer/issues/4452",
             lambda parts: (merge_at_once(parts)[0], np.maximum(merge_at_once(parts)[1], -5e4)),
-            ("finite lse for no keys",),
+            ("finite lse for no keys", "−∞ is a number that scores reach"),
         ),
     ],
     "attention": [
+        Bug(
+            "https://github.com/flashinfer-ai/flashinfer/issues/4267",
+            changed(kernel, ("m = s.max(axis=3)", "m = s.max(axis=3, initial=-5e4)")),
+            ("−∞ is a number that scores reach",),
+        ),
+        Bug(
+            "https://github.com/ohdearquant/lattice/issues/361",
+            lambda q, k, v, mask=None: hidden_as_a_number(q, k, v, mask=mask),
+            ("−∞ is a number that scores reach",),
+        ),
         Bug(
             "https://github.com/Dao-AILab/flash-attention/pull/978",
             lambda *qkv, **options: _lse_of(kernel(*qkv, **options), -np.inf, np.inf),

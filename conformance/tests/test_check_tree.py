@@ -58,6 +58,7 @@ WRONG_BUILDERS = [
     ),
     ("positions off by one", at(1)),
     ("positions off by one", at(-1)),
+    ("drafts off by one", at("(parents >= 0)")),
 ]
 WRONG_LINKS = [  # without a name
     at_the_end("next_sibling[:] = -1"),

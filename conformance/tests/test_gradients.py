@@ -36,12 +36,13 @@ def of_jax(attention):
     return f
 
 
-def hidden(l, n, causal=False, kv_lengths=None):
+def hidden(l, n, causal=False, kv_lengths=None, mask=None):
     """(b or 1, 1, l, n)"""
     seen = np.tri(l, n, dtype=bool) if causal else np.ones((l, n), bool)
+    seen = seen[None, None] if mask is None else seen & mask
     if kv_lengths is None:
-        return ~seen[None, None]
-    return ~(seen & (np.arange(n) < kv_lengths[:, None])[:, None, None])
+        return ~seen
+    return ~(seen & (jnp.arange(n) < kv_lengths[:, None])[:, None, None])
 
 
 def dense(q, k, v, *, scale=None, **options):

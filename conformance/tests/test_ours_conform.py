@@ -27,12 +27,18 @@ from treeattn_conformance.forward import attention_questions
 WHOLE = [name for name, way in METHODS.items() if not way.shards_heads]
 
 
-def options_as_masks(q, k, kv_lengths=None, mask=None, query_positions=None, key_positions=None):
+def options_as_masks(
+    q, k, kv_lengths=None, mask=None, query_positions=None, key_positions=None, window=None
+):
     """(kv_lengths, mask) for any of the options, always of the same shapes."""
     (b, l), n = q.shape[:2], k.shape[1]
     mask = np.ones((b, 1, l, n), bool) if mask is None else mask
+    if window is not None and query_positions is None:
+        query_positions, key_positions = np.arange(n - l, n), np.arange(n)
     if query_positions is not None:
         mask = mask & (key_positions <= query_positions[:, None])
+    if window is not None:
+        mask = mask & (key_positions > query_positions[:, None] - window)
     return np.full(b, n) if kv_lengths is None else kv_lengths, mask
 
 

@@ -260,7 +260,7 @@ KERNELS = {
     ),
     "last block of keys dropped": (
         changed(kernel, (SCORES, "s = np.where(seen & (np.arange(s.shape[3]) < 32), s, -np.inf)")),
-        {"a partial block left out", "keys left out"},
+        {"keys left out"},
     ),
     "partial page dropped": (
         with_option("kv_lengths", lambda x: x // 8 * 8),
@@ -476,6 +476,98 @@ TOGETHER = {
 }
 
 
+# Hidden blocks of keys, or tiles of queries
+
+
+def by_tiles(rule, block=64, tile=64):
+    """A kernel or a backward pass; rule says which blocks of keys a tile of queries reads.
+
+    rule(some) -> (blocks,) bool. some (blocks, tile) is where a query sees any key of a block.
+    """
+
+    def kept(mask):
+        mask = mask.copy()
+        starts = range(0, mask.shape[3], block)
+        for row in mask[:, 0]:
+            for i in range(0, len(row), tile):
+                rows = row[i : i + tile]
+                some = np.stack([rows[:, j : j + block].any(axis=1) for j in starts])
+                rows &= np.repeat(rule(some), block)[: rows.shape[1]]
+        return mask
+
+    def wrong(right):
+        def f(*arrays, mask=None):
+            return right(*arrays, mask=None if mask is None else kept(mask))
+
+        return f
+
+    return wrong
+
+
+HIDDEN = {  # {the blocks that are read: rule}
+    "up to a hidden one": lambda some: np.logical_and.accumulate(some.any(axis=1)),
+    "up to a hole": lambda some: (
+        ~np.logical_or.accumulate(np.logical_or.accumulate(some.any(axis=1)) & ~some.any(axis=1))
+    ),
+    "as many as are seen": lambda some: np.arange(len(some)) < some.any(axis=1).sum(),
+    "seen by the first query": lambda some: some[:, 0],
+    "seen by the last query": lambda some: some[:, -1],
+    "none if the first is hidden": lambda some: np.full(len(some), some[0].any()),
+    "none if the last is hidden": lambda some: np.full(len(some), some[-1].any()),
+    "none if the first query sees none": lambda some: np.full(len(some), some[:, 0].any()),
+    "none if any query sees none": lambda some: np.full(len(some), some.any(axis=0).all()),
+    "seen by all queries": lambda some: some.all(axis=1),
+}
+NAMED = {"up to a hidden one": {"a hidden block ends the loop"}}
+
+
+def of_first_row(right):
+    def wrong(*arrays, mask=None):
+        return right(*arrays, mask=None if mask is None else mask[:1] & np.ones_like(mask))
+
+    return wrong
+
+
+def dq_alone(wrong):
+    """The right dk and dv."""
+    return lambda *x, mask=None: (wrong(*x, mask=mask)[0], *backward(*x, mask=mask)[1:])
+
+
+def unwritten(q, k, v, dout, mask=None):
+    """Where a key is seen by no query, dk and dv hold what was there before."""
+    dq, *others = backward(q, k, v, dout, mask=mask)
+    seen = True if mask is None else mask.any(axis=2)[:, 0, :, None, None]
+    return dq, *(np.where(seen, x, 1) for x in others)
+
+
+def times(number):
+    """In four shards: dk and dv of the sum of all devices' losses."""
+    return lambda *x: tuple(y * c for y, c in zip(backward(*x), (1, number, number), strict=True))
+
+
+BEHIND = [
+    *(
+        (check_attention, f"{what}, {block}", by_tiles(rule, block)(attend), NAMED.get(what, set()))
+        for what, rule in HIDDEN.items()
+        for block in (32, 64, 128)
+        if block == 64 or what in NAMED
+    ),
+    *(
+        (check_gradients, f"{what}, backward", dq_alone(by_tiles(rule)(backward)), set())
+        for what, rule in HIDDEN.items()
+    ),
+    (check_gradients, "row 0's mask", of_first_row(backward), set()),
+    (check_gradients, "hidden dk not written", unwritten, set()),
+    (check_gradients, "p times", times(4), {"p times"}),
+    (
+        check_attention,
+        "a window of one key more",
+        lambda *x, window=None: attend(*x, window=window and window + 1),
+        set(),
+    ),
+]
+
+
 def dlse_of_128_keys(q, k, v, dout, dlse=None):
     dq, dk, dv = backward(q, k, v, dout, dlse=dlse)
     stopped = backward(q, k, v, dout)
@@ -535,7 +627,7 @@ WITHOUT_NAMES = [
     )
     for fault, f in faults.items()
 ]
-ALL = PLANTED + WITHOUT_NAMES
+ALL = PLANTED + WITHOUT_NAMES + BEHIND
 
 
 @pytest.mark.parametrize(
@@ -547,6 +639,13 @@ def test_a_fault_is_seen_and_has_no_wrong_name(ask, f, names):
     report = ask(f)
     assert report.names("failed"), str(report)
     assert report.fingerprints == names, str(report)
+
+
+@pytest.mark.parametrize("block", [16, 128])
+def test_a_hidden_block_that_is_skipped_is_no_fault(block):
+    right = by_tiles(lambda some: some.any(axis=1), block)
+    assert not check_attention(right(attend)).names("failed")
+    assert not check_gradients(right(backward)).names("failed")
 
 
 def test_causal_blocks_without_a_fault():

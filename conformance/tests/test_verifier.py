@@ -175,14 +175,12 @@ def chain(fault=None, dtype=np.float64, top_k=4):
 
 
 OF_THE_SUITE = (
-    "drafts ignore the key",
     "noise shared by draft and residual",
     "first token unchecked",
     "argmax at a temperature",
     "residual not renormalized",
     "residual is the target",
     "bonus of other logits",
-    "top-p before temperature",
     "q said one-hot, but sampled",
 )
 # Planted by a reader who did not know the names
@@ -198,6 +196,8 @@ PLANTED = {
     "a bonus of the draft": {"bonus of other logits"},
 }
 OTHERS = {
+    "drafts ignore the key": set(),
+    "top-p before temperature": set(),
     "q before temperature": {"q before temperature or top-p"},
     "q before top-p": {"q before temperature or top-p"},
     "a sure draft is believed": set(),

@@ -3,14 +3,13 @@
 python -m treeattn_conformance merge my_module:my_merge
 python -m treeattn_conformance attention my_package.my_module:my_kernel --dtype bfloat16
 python -m treeattn_conformance gradients my_module:my_backward --expect "stale NaN"
-python -m treeattn_conformance tree my_module:build_my_tree --json
+python -m treeattn_conformance tree my_module:build_my_tree
 python -m treeattn_conformance verifier my_module:my_step --only chain --only siblings
 python -m treeattn_conformance --names
 """
 
 import argparse
 import importlib
-import json
 import sys
 from collections.abc import Callable, Sequence
 
@@ -62,7 +61,6 @@ def arguments() -> argparse.ArgumentParser:
     add("--tolerance", type=float, help="how far a number may be off")
     add("--only", action="append", metavar="QUESTION", help="ask this question, and no others")
     add("--expect", action="append", metavar="NAME", help="a question or mistake known to fail")
-    add("--json", action="store_true", help="print the report as JSON")
     add("--names", action="store_true", help="print all mistakes that have a name, with cures")
     add("--version", action="version", version=f"treeattn_conformance {__version__}")
     return parser
@@ -83,7 +81,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
         report = check(named(given["function"]), **options)
     except (ValueError, TypeError, ImportError, AttributeError) as error:
         parser.error(str(error))
-    print(json.dumps(report.as_dict(), indent=1) if given["json"] else report)
+    print(report)
     return int(not report)
 
 

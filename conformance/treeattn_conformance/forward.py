@@ -8,7 +8,7 @@ from .judge import TOGETHER, Question, judge, parameters, prepared, questions_of
 from .kernel_mistakes import KERNEL_CURES, kernel_mistakes
 from .merge_mistakes import MERGE_CURES, merge_mistakes
 from .pairs import pairs
-from .reference import attend, merge, rounded
+from .reference import attend, holes, merge, rounded
 from .report import Report
 
 
@@ -118,6 +118,7 @@ def merge_questions(dtype: str = "float32") -> list[Question]:
         "many small shards": shards(256, (1, 2, 3), mean=many_small),
     }
     asked["a NaN that counts"][1][0][0, 0, 0] = np.nan  # of keys that are seen
+    asked["lse near -61,000"] = shards(3, mean=-61_000, empty=[1])
     (_, first), (_, second) = asked["two shards"]
     second[0] = first[0]  # in one row neither is the larger
     many = shards(301, (1, 1, 2), mean=-8.0)
@@ -130,7 +131,7 @@ def merge_questions(dtype: str = "float32") -> list[Question]:
     }
     both = ({name: ({"parts": x}, {}) for name, x in some.items()} for some in (asked, of_size))
     apart = [name for name in asked if name.endswith("far apart")]
-    return questions_of(*both, merge, dict.fromkeys(apart, 1000.0))
+    return questions_of(*both, merge, dict.fromkeys(apart, 1000.0) | {"lse near -61,000": 61_000.0})
 
 
 def check_attention(
@@ -148,6 +149,8 @@ def check_attention(
     kv_lengths (b,): row i has kv_lengths[i] keys; the memory behind them may hold NaN
     query_positions (l,), key_positions (n,): both or none; ascending, with gaps, up to some 66,000;
             a query sees the keys up to its position
+    window: a query sees the keys that are less than `window` positions before its own, and itself;
+            without positions, the queries are the last of the text
     sinks (h,): the score of one more key, whose value is 0
 
     dtype, tolerance, only, expect: as in `check_merge`. A question is skipped if the kernel raises
@@ -217,18 +220,22 @@ def attention_questions(dtype: str = "float32") -> list[Question]:
         "sinks": (qkv(), {"sinks": np.array([0.0, 2.0, 4.0, 5.0])}),
         "large sinks": (qkv(h_kv=2), {"sinks": np.array([-1000.0, 0.0, 100.0, 1000.0])}),
         "causal chunk": (qkv(1, 24, 2, 2), positions(at[13:37], at[:40])),
+        "hidden blocks": (qkv(4, 3, 2, 2, n=300), {"mask": holes(3, 300)}),
+        "a window": (qkv(1, 150, 1, 1, n=300), {"window": 70}),
+        "low scores": (qkv(), {"mask": mask}),
     }
+    low, _ = asked["low scores"]  # all are near -61,440, and exact
+    low["q"], low["k"] = np.rint(low["q"]), np.rint(low["k"])
+    low["q"][..., 0], low["k"][..., 0] = -15_360, 16
     long = np.arange(549) + 32_500  # beyond int16; twice as many are beyond uint16
+    lengths = np.insert(16 + 255 * np.arange(17), 5, 0)
     of_size = {
         "512 keys, 128 queries": (qkv(1, 128, 1, 1, n=512, d=240, d_v=240), {}),
         "34 heads, 133 queries": (qkv(1, 133, 34, 2, n=70), {}),
         "549 keys of 192": (qkv(1, 2, 2, 2, n=549, d=192, d_v=128), {}),
         "scores that rise": (rising(), {}),
-        "16 to 4,096 keys": (qkv(17, 1, 1, 1, n=4096), {"kv_lengths": 16 + 255 * np.arange(17)}),
-        "a mask of 549 keys": (
-            qkv(2, 133, 2, 2, n=549),
-            {"mask": rng.random((2, 1, 133, 549)) < 0.5},
-        ),
+        "0 to 4,096 keys": (qkv(18, 1, 1, 1, n=4096), {"kv_lengths": lengths}),
+        "a mask of 549 keys": (qkv(4, 133, 1, 1, n=549), {"mask": holes(133, 549)}),
         "a causal prompt of 549": (qkv(1, 549, 1, 1, n=549), positions(long, long)),
         TOGETHER: (
             qkv(3, 65, 9, 3, n=549),
@@ -238,9 +245,15 @@ def attention_questions(dtype: str = "float32") -> list[Question]:
                 "kv_lengths": np.array([520, 0, 40]),
                 "query_positions": 2 * long[-130::2] - 41,
                 "key_positions": 2 * long,
+                "window": 900,
                 "sinks": np.linspace(-1, 9, 9),
             },
         ),
     }
-    largest = {"large scores": 6000.0, "rows far apart": 1000.0, "scores that rise": 560.0}
+    largest = {
+        "large scores": 6000.0,
+        "rows far apart": 1000.0,
+        "low scores": 61_500.0,
+        "scores that rise": 560.0,
+    }
     return questions_of(asked, of_size, attend, largest)

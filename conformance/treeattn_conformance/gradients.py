@@ -21,22 +21,20 @@ from .judge import (
     together,
 )
 from .pairs import along, size_of
-from .reference import TOLERANCES, rounded, scores, softmax
+from .reference import TOLERANCES, holes, rounded, scores, softmax
 from .report import Report
 
 GRADIENT_CURES = {
     "lse without a gradient": "dS = P · (dout·v − Σ dout·out + dlse), with the merged out: a merge "
     "weighs by lse, which has a gradient, too",
-    "dlse with the wrong sign": "dS = P · (dout·v − Σ dout·out + dlse): dlse is added",
     "no normalization": "dS = P · (dout·v − Σ dout·out + dlse): Σ dout·out is missing",
     "lse in base 2": "P = exp(s − lse) wants the natural lse; scores that were multiplied by "
     "log2(e) have that factor in their gradient",
     "a shard's own lse": "P = exp(s − lse) wants the merged lse, and Σ dout·out the merged out",
     "keys of the first round": "differentiate by the keys that have arrived, not by those saved",
     "grouped heads not added": "a key head's gradient is the sum over its query heads",
-    "grouped heads averaged": "a key head's gradient is the sum over its query heads, no mean",
-    "one device too far": "dk and dv end at their keys' owner: one round more, or one less",
     "gradients of one shard": "dq adds up over all shards of the keys",
+    "p times": "inside shard_map, gradients are of the sum of all devices' losses: count one loss",
     "averaged over shards": "gradients add up over the shards: a sum, no mean",
     "heads tiled": "query head i reads key head i // (h // h_kv), and its gradients go there",
     "scale left out": "the derivative of scale · q·k by q is scale · k, and by k scale · q",
@@ -50,7 +48,6 @@ class Slip(NamedTuple):
     """The parts that a backward pass can get wrong. The defaults are right."""
 
     shards: int = 1  # parts of the keys
-    rows: int = 1  # parts of the queries, each on the device of the same part of the keys
     own: tuple[str, ...] = ()  # "lse", "out": a shard's own array in place of the merged array
     out: bool = True  # whether Σ dout·out is subtracted
     blind: tuple[str, ...] = ()  # the options whose hidden keys backward sees
@@ -59,11 +56,10 @@ class Slip(NamedTuple):
     dlse: float = 1.0  # its factor
     base: float = 1.0  # lse's factor
     ds: float = 1.0  # the factor of all scores' gradients
-    heads: str = "sum"  # over the query heads of a key head: "sum", "mean", "first" or "last"
+    heads: str = "sum"  # over the query heads of a key head: "sum", "first" or "last"
     tiled: bool = False  # whether query head i belongs to key head i % h_kv
-    saved: str = ""  # the keys of a round: "" its own, "first" the first's, "own" the device's
-    to: int = 0  # how many devices too far dk and dv end
-    dq: str = "sum"  # over shards: "sum", "mean" or "last"
+    first: bool = False  # whether each round reads the keys of the first round
+    dq: str = "sum"  # over shards: "sum", "mean", "times" (of their number), "first" or "last"
     dkv: float = 1.0  # the factor of dk and dv
 
 
@@ -71,15 +67,15 @@ RIGHT = Slip()
 
 
 def backward(
-    q, k, v, dout, *, dlse=None, scale=None, causal=False, kv_lengths=None, slip: Slip = RIGHT
+    q, k, v, dout, *, dlse=None, scale=None, causal=False, slip: Slip = RIGHT, **options
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(dq, dk, dv) of Σ dout·out + Σ dlse·lse, in float64.
+    """(dq, dk, dv) of Σ dout·out + Σ dlse·lse, in float64. `scores` has the other options.
 
     The score of a seen key has the gradient dS = P · (dout·v − Σ dout·out + dlse).
     """
     group = q.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    options = {"scale": scale, "kv_lengths": kv_lengths}
+    options["scale"] = scale
     if causal:
         options |= {
             "query_positions": np.arange(q.shape[1]),
@@ -94,34 +90,30 @@ def backward(
     read = slip.reads | ~np.isneginf(s).all(axis=(1, 2))[..., None, None]
     k, v = (np.repeat(np.where(read, x, 0).astype(np.float64), group, axis=2) for x in (k, v))
     out, lse = softmax(s, v)
-    every = [
-        np.array_split(np.arange(x.shape[1]), n) for x, n in ((q, slip.rows), (k, slip.shards))
-    ]
+    shards = np.array_split(np.arange(k.shape[1]), slip.shards)
     dq = np.zeros((slip.shards, *q.shape))
     dk, dv = np.zeros_like(k), np.zeros_like(v)
-    for r, row in enumerate(every[0]):
-        for i, at in enumerate(every[1]):
-            used = every[1][{"first": 0, "own": r}.get(slip.saved, i)][: len(at)]
-            at = at[: len(used)]
-            s_here = np.einsum("blhd,bnhd->blhn", q[:, row], k[:, used]) * scale
-            s_here = np.where(hidden[:, row][..., at], -np.inf, s_here)
-            own_out, own_lse = softmax(s_here, v[:, used])
-            lse_here = own_lse if "lse" in slip.own else lse[:, row]
-            out_here = own_out if "out" in slip.own else out[:, row]
-            pivot = np.where(np.isneginf(lse_here), 0, lse_here * slip.base)
-            p = np.exp(s_here - pivot[..., None])
-            dp = np.einsum("blhd,bnhd->blhn", dout[:, row], v[:, used])
-            normal = slip.out * (dout[:, row] * out_here).sum(axis=-1)
-            ds = slip.ds * p * (dp - (normal - slip.dlse * dlse[:, row])[..., None])
-            of_q, of_k = (scale**power for power in slip.powers)
-            to = every[1][(i + slip.to) % slip.shards][: len(at)]
-            ds_to, p_to = ds[..., : len(to)], p[..., : len(to)]
-            dq[i][:, row] += of_q * np.einsum("blhn,bnhd->blhd", ds, k[:, used])
-            dk[:, to] += of_k * slip.dkv * np.einsum("blhn,blhd->bnhd", ds_to, q[:, row])
-            dv[:, to] += slip.dkv * np.einsum("blhn,blhd->bnhd", p_to, dout[:, row])
+    for i, at in enumerate(shards):
+        used = shards[0 if slip.first else i][: len(at)]
+        at = at[: len(used)]
+        s_here = np.einsum("blhd,bnhd->blhn", q, k[:, used]) * scale
+        s_here = np.where(hidden[..., at], -np.inf, s_here)
+        own_out, own_lse = softmax(s_here, v[:, used])
+        lse_here = own_lse if "lse" in slip.own else lse
+        out_here = own_out if "out" in slip.own else out
+        pivot = np.where(np.isneginf(lse_here), 0, lse_here * slip.base)
+        p = np.exp(s_here - pivot[..., None])
+        dp = np.einsum("blhd,bnhd->blhn", dout, v[:, used])
+        normal = slip.out * (dout * out_here).sum(axis=-1)
+        ds = slip.ds * p * (dp - (normal - slip.dlse * dlse)[..., None])
+        of_q, of_k = (scale**power for power in slip.powers)
+        dq[i] = of_q * np.einsum("blhn,bnhd->blhd", ds, k[:, used])
+        dk[:, at] = of_k * slip.dkv * np.einsum("blhn,blhd->bnhd", ds, q)
+        dv[:, at] = slip.dkv * np.einsum("blhn,blhd->bnhd", p, dout)
     ways = {
         "sum": np.sum,
         "mean": np.mean,
+        "times": lambda x, axis: len(x) * x.sum(axis),
         "first": functools.partial(np.take, indices=0),
         "last": functools.partial(np.take, indices=-1),
     }
@@ -134,19 +126,17 @@ def slips() -> Iterator[tuple[str, Slip]]:
     """Known mistakes, each once for every form and every number of shards."""
     ln2 = np.log(2)
     yield "lse without a gradient", Slip(dlse=0)
-    yield "dlse with the wrong sign", Slip(dlse=-1)
     yield "no normalization", Slip(out=False)
     for base, ds in ((1 / ln2, 1), (ln2, 1), (1, ln2), (1, 1 / ln2)):
         yield "lse in base 2", Slip(base=base, ds=ds)
     for heads in ("first", "last"):
         yield "grouped heads not added", Slip(heads=heads)
-    yield "grouped heads averaged", Slip(heads="mean")
     yield "heads tiled", Slip(tiled=True)
     for power, name in ((0, "scale left out"), (2, "scale twice")):
         for powers in ((power, 1), (1, power), (power, power)):
             yield name, Slip(powers=powers)
     positions = "query_positions", "key_positions"
-    for blind in (positions, ("kv_lengths",), (*positions, "kv_lengths")):
+    for blind in (positions, ("kv_lengths",), ("mask",), (*positions, "kv_lengths", "mask")):
         yield "hidden keys in the backward", Slip(blind=blind)
     yield "stale NaN", Slip(reads=True)
     for shards in range(2, 9):
@@ -154,11 +144,10 @@ def slips() -> Iterator[tuple[str, Slip]]:
             yield "lse without a gradient", Slip(shards, own=("out",), dlse=dlse)
             yield "a shard's own lse", Slip(shards, own=("lse",), dlse=dlse)
             yield "a shard's own lse", Slip(shards, own=("lse", "out"), dlse=dlse)
-        yield "keys of the first round", Slip(shards, saved="first")
-        yield "keys of the first round", Slip(shards, rows=shards, saved="own")
-        for to in (-1, 1):
-            yield "one device too far", Slip(shards, to=to)
+        yield "keys of the first round", Slip(shards, first=True)
         yield "gradients of one shard", Slip(shards, dq="last")
+        for dq in ("sum", "times", "first", "last"):
+            yield "p times", Slip(shards, dq=dq, dkv=shards)
         for dq, dkv in (("mean", 1), ("sum", 1 / shards), ("mean", 1 / shards)):
             yield "averaged over shards", Slip(shards, dq=dq, dkv=dkv)
 
@@ -190,6 +179,7 @@ def gradient_questions(dtype: str = "float32") -> list[Question]:
         "causal": (qkv(l=16), {"causal": True}),
         "lengths": (qkv(), {"kv_lengths": np.array([11, 3])}),
         "a row without keys": (qkv(), {"kv_lengths": np.array([16, 0])}),
+        "hidden blocks": (qkv(4, 3, 2, 2, n=300), {"mask": holes(3, 300)}),
         "stale NaN": (stale, {"kv_lengths": np.array([16, 7])}),
     }
     of_size = {
@@ -197,6 +187,7 @@ def gradient_questions(dtype: str = "float32") -> list[Question]:
         "34 heads, 300 queries": (qkv(1, 300, 34, 2, n=10), {}),
         "a causal prompt of 300": (qkv(1, 300, 1, 1, n=300), {"causal": True}),
         "0 to 512 keys": (qkv(9, 1, 9, 9, n=549), {"kv_lengths": np.arange(9) * 64}),
+        "a mask of 300 keys": (qkv(4, 133, 1, 1, n=300), {"mask": holes(133, 300)}),
         "fewer causal queries than keys": (qkv(), {"causal": True}),
         TOGETHER: (
             qkv(3, 150, 2, 1, n=150),
@@ -205,6 +196,7 @@ def gradient_questions(dtype: str = "float32") -> list[Question]:
                 "scale": 0.5,
                 "causal": True,
                 "kv_lengths": np.array([140, 3, 0]),
+                "mask": rng.random((3, 1, 150, 150)) < 0.9,
             },
         ),
     }
@@ -224,6 +216,7 @@ def check_gradients(
     scale: a number; 1/√d where it is left out
     causal: if True, query i sees key j for j ≤ i, also where there are more keys than queries
             (some libraries take the queries for the last of the text then)
+    mask (b, 1, l, n): True where a query may see a key
     kv_lengths (b,): row i has kv_lengths[i] keys; the memory behind them may hold NaN, and its
             gradients are 0. So is the dq of a row without keys
 

@@ -72,8 +72,6 @@ class Subject(NamedTuple):
     mistakes: Sequence[Mistake]
     cures: Mapping[str, str]
     together: int = 1  # the largest number of mistakes that are named together
-    narrower: Mapping[str, str] = {}  # {a: b}: if a and b explain the same numbers, a is named
-    fewest: int = 3  # without this many answers no name is given
 
 
 @np.errstate(all="ignore")
@@ -103,8 +101,9 @@ def judge(
         results.append(result)
     searched = {place: x for place, x in answers.items() if x.question.names}
     if any(x.names for x in questions if x not in asked):
-        searched = {}  # fewer answers fit more mistakes
-    if len(searched) >= subject.fewest and not all(x.right.all() for x in searched.values()):
+        searched = {}
+    # Two answers fit too many mistakes.
+    if len(searched) > 2 and not all(x.right.all() for x in searched.values()):
         for place, names in zip(searched, named(list(searched.values()), subject), strict=True):
             results[place] = results[place]._replace(fingerprints=names)
     if written:
@@ -184,8 +183,6 @@ def named(answers: Sequence[Asked], subject: Subject) -> list[tuple[str, ...]]:
         bits = wrong & as_bits(masks[place] for place in range(len(answers)))
         names.setdefault(bits, set()).add(name)
         explained[bits] = masks
-    for alike in names.values():
-        alike -= {subject.narrower[name] for name in alike if name in subject.narrower}
     chosen = set().union(*smallest_sets(names, wrong, subject.together))
     shown = []
     for place, x in enumerate(answers):

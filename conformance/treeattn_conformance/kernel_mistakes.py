@@ -37,6 +37,7 @@ KERNEL_CURES = (
         "mask inverted": "True is where a query may see a key",
         "one row's mask for all": "each row of the batch and each query has a mask of its own",
         "hidden scores are 0": "a score of 0 is the weight of a key: hidden ones are −∞",
+        "a hidden block ends the loop": "skip a block that is hidden: later blocks may be seen",
         "masked after the softmax": "mask the scores: what is hidden counts in no denominator",
         "positions ignored": "a query sees the keys up to its own position only",
         "a query does not see itself": "position of key ≤ position of query, not <",
@@ -63,7 +64,6 @@ def kernel_mistakes() -> Iterator[Mistake]:
         lambda given, d, c: (given or d**-0.5) ** c,
         lambda given, d, c: given or c,
         lambda given, d, c: c,
-        lambda given, d, c: (given or 1) * c,
     ):
         yield Family("scale", functools.partial(scaled, rule), 1e-4, 1e4)
     yield Family("a cap on scores", capped, 0.5, 5000.0)
@@ -131,11 +131,7 @@ def scaled(rule: Callable, number: float) -> Callable:
 
 
 def capped(number: float) -> Callable:
-    def wrong(q, k, v, *, sinks=None, **options):
-        s = scores(q, k, **options)
-        return softmax(np.where(np.isneginf(s), s, number * np.tanh(s / number)), v, sinks)
-
-    return wrong
+    return of_scores(lambda s: np.where(np.isneginf(s), s, number * np.tanh(s / number)))
 
 
 def of_heads() -> Wrongs:
@@ -215,14 +211,22 @@ def some_keys(kept: Callable, or_all: bool = True) -> Callable:
     return wrong
 
 
+def of_scores(change: Callable) -> Callable:
+    """A kernel that changes the scores (b, l, h, n) of queries that see any key."""
+
+    def wrong(q, k, v, *, sinks=None, **options):
+        s = scores(q, k, **options)
+        none = np.isneginf(s).all(axis=-1, keepdims=True)
+        return softmax(np.where(none, s, change(s)), v, sinks)
+
+    return wrong
+
+
 def lengths(rule: Callable) -> Callable:
     return with_("kv_lengths", lambda x: np.maximum(rule(x), 0))
 
 
 def of_keys() -> Wrongs:
-    def twice(q, k, v, *, sinks=None, **options):
-        return softmax(scores(q, k, **options) + np.log(2), v, sinks)
-
     # A block of one key is never partial: two forms are right then, and explain no wrong number.
     for b in (32, 20, 16, 10, 8, 4, 2, 1):
         for kept in (
@@ -238,7 +242,7 @@ def of_keys() -> Wrongs:
         yield "keys beyond the length", lengths(lambda x, b=b: -(-x // b) * b)
         yield "keys beyond the length", lengths(lambda x, b=b: (x // b + 1) * b)
     yield "keys left out", lengths(lambda x: x - 1)
-    yield "counted twice", twice
+    yield "counted twice", of_scores(lambda s: s + np.log(2))
     for of_all in (lambda x: x[0], lambda x: x[-1], np.max, np.min):
         yield "one row's length for all", lengths(lambda x, f=of_all: np.full(len(x), f(x)))
     yield "lengths ignored", without("kv_lengths")
@@ -264,6 +268,24 @@ def of_masks() -> Wrongs:
         seen, lse_of_seen = attend(q, k, v, **options)
         return seen * np.exp(lse_of_seen - lse)[..., None], lse
 
+    def ended(s, *, block, tile):
+        """A tile of queries sees no key from the first block on that is hidden from all of it."""
+        for i in range(0, s.shape[1], tile):
+            rows = s[:, i : i + tile]
+            for j in range(0, s.shape[3], block):
+                hidden = np.isneginf(rows[..., j : j + block]).all(axis=(1, 2, 3))
+                rows[hidden, ..., j:] = -np.inf
+        return s
+
+    for low in merges.LOW:
+        for change in (
+            lambda s, low=low: np.where(np.isneginf(s), low, s),  # hidden scores
+            lambda s, low=low: np.where(s < low - 700, -np.inf, s),  # the first maximum
+        ):
+            yield "−∞ is a number that scores reach", of_scores(change)
+    for block, tile in itertools.product((8, 16, 32, 64, 128), (1, 4096)):
+        change = functools.partial(ended, block=block, tile=tile)
+        yield "a hidden block ends the loop", of_scores(change)
     yield "hidden scores are 0", zeros
     yield "masked after the softmax", after_the_softmax
 

@@ -32,12 +32,14 @@ SUM_CURES = {  # of kernels, too
     "outs not weighted": "each out counts by its mass: weigh it with exp(lse − max)",
     "weights of other shards": "a weight belongs to the out of its own shard",
     "counted twice": "every shard, and every key, counts once: where do two of them overlap?",
+    "−∞ is a number that scores reach": "a score, or an lse, may be below -10,000: write −∞",
     "epsilon in the sum": "a constant in the denominator outweighs small sums: select instead",
     "one more in the sum": "log1p, or softmax with a 1 in its denominator, counts a key that "
     "is not there",
 }
 MERGE_CURES = SIGN_CURES | SUM_CURES
 MERGE_CURES["a shard left out"] = "every shard counts, the first and the last as well"
+LOW = (-1e4, -3e4, -5e4, -6e4)  # numbers that stand for −∞
 Wrongs = Iterator[tuple[str, Callable]]
 
 
@@ -115,7 +117,18 @@ def of_no_keys() -> Wrongs:
         """A shard without keys never wrote its memory, so its out and lse are 0."""
         return merged(clean(out, lse)[0], np.where(np.isinf(lse), 0, lse))
 
+    def lowest(out, lse, *, low):
+        right, total = merged(out, lse)
+        return right, np.where(np.isinf(total), total, np.maximum(total, low))
+
+    def low_for_no_keys(out, lse, *, low):
+        none = np.isinf(lse) & ~np.isinf(lse).all(axis=0)
+        return merged(np.where(none[..., None], 0, out), np.where(none, low, lse))
+
     yield "no keys as lse 0", zeros_for_no_keys
+    for low in LOW:
+        for wrong in (lowest, low_for_no_keys):
+            yield "−∞ is a number that scores reach", functools.partial(wrong, low=low)
 
 
 def wrong_pivots() -> Wrongs:

@@ -32,13 +32,23 @@ def softmax(s, v, sinks=None) -> tuple[np.ndarray, np.ndarray]:
 
 
 def scores(
-    q, k, *, scale=None, mask=None, kv_lengths=None, query_positions=None, key_positions=None
+    q,
+    k,
+    *,
+    scale=None,
+    mask=None,
+    kv_lengths=None,
+    query_positions=None,
+    key_positions=None,
+    window=None,
 ) -> np.ndarray:
     """(b, l, h, n) in float64: scale · q·k, and −∞ where a query does not see a key.
 
     scale: a number; 1/√d when None. mask (b, 1, l, n): True where a query may see a key.
     kv_lengths (b,): row i has kv_lengths[i] keys.
     query_positions (l,), key_positions (n,): queries see the keys up to their own position.
+    window: queries see the keys less than `window` positions before their own, and at it. Without
+    positions the queries are the last of the text.
     """
     q, k = (np.asarray(x, np.float64) for x in (q, k))
     k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
@@ -48,9 +58,28 @@ def scores(
         seen &= np.asarray(mask).swapaxes(1, 2)
     if kv_lengths is not None:
         seen &= np.arange(s.shape[-1]) < np.asarray(kv_lengths)[:, None, None, None]
+    if window is not None and query_positions is None:
+        key_positions = np.arange(s.shape[-1])
+        query_positions = key_positions[-s.shape[1] :]
     if query_positions is not None:
-        seen &= (np.asarray(key_positions) <= np.asarray(query_positions)[:, None])[:, None]
+        query = np.asarray(query_positions)[:, None]
+        seen &= (np.asarray(key_positions) <= query)[:, None]
+        if window is not None:
+            seen &= (query - key_positions < window)[:, None]
     return np.where(seen, s, -np.inf)
+
+
+def holes(l: int, n: int) -> np.ndarray:
+    """(4, 1, l, n): masks that hide whole blocks, one for each row of a batch. Row 0 sees nothing,
+    row 1 the last keys (every 64th query, and queries 64 to 127, see nothing), row 2 all but a hole
+    in the middle, row 3 a window."""
+    query, key = np.arange(l)[:, None], np.arange(n)
+    late = key >= n // 2 + query
+    found = np.zeros((4, 1, l, n), bool)
+    found[1] = late & (query % 64 > 0) & (query // 64 != 1)
+    found[2] = (key < n // 15) | (key >= 9 * n // 10)
+    found[3] = late & (key < n // 2 + n // 5 + query)
+    return found
 
 
 def merge(parts) -> tuple[np.ndarray, np.ndarray]:

@@ -37,22 +37,6 @@ class Report(NamedTuple):
         if not self:
             raise AssertionError(f"\n{self}")
 
-    def as_dict(self) -> dict:
-        """For JSON."""
-        lines = [
-            {
-                "question": x.case,
-                "status": x.status,
-                "names": list(x.fingerprints),
-                "says": x.detail,
-            }
-            for x in self.results
-        ]
-        return {"passed": bool(self), "questions": lines, "cures": self._known()}
-
-    def _known(self) -> dict[str, str]:
-        return {name: self.cures[name] for name in sorted(self.fingerprints)}
-
     def __str__(self) -> str:
         lines = []
         for x in self.results:
@@ -61,7 +45,7 @@ class Report(NamedTuple):
             lines.append(f"{x.case:24} {x.status:8} {said}".rstrip())
         if not self and not self.names("failed"):
             lines.append("no success: every question was skipped, or is expected to fail")
-        lines += [f"{name}: {cure}" for name, cure in self._known().items()]
+        lines += [f"{name}: {self.cures[name]}" for name in sorted(self.fingerprints)]
         return printable("\n".join(lines))
 
     __repr__ = __str__

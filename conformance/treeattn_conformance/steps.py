@@ -46,11 +46,9 @@ class Step:
     replacement: bool = False
     temperature: float = 1.0
     top_p: float = 1.0
-    drawn: dict[Path, Path] | None = None
 
     def __post_init__(self):
-        if self.drawn is None:
-            self.drawn = self.tree()
+        self.drawn = self.tree()
 
     def tree(self) -> dict[Path, Path]:
         found: dict[Path, Path] = {}
@@ -139,12 +137,6 @@ def wrong(**parts: Callable) -> type[Step]:
     return type("Wrong", (Step,), parts)
 
 
-# Random numbers that belong to a position
-keyed_draft = {"children": lambda s, path, _: (s.draw(s.q(path), s.rng.at(len(path))),)}
-keyed_test = {"accepts": lambda s, at, p, q, x: s.rng.at(len(at)).random() < s.chance(p, q, x)}
-keyed_end = {"instead": lambda s, path, p: s.draw(p, s.rng.at(len(path)))}
-
-
 def likeliest(step: Step, path: Path, width: int) -> Path:
     q = step.q(path)
     return tuple(np.argsort(-q, kind="stable")[: min(width, (q > 0).sum())].tolist())
@@ -155,16 +147,6 @@ def not_divided(step: Step, path: Path, p: np.ndarray) -> int:
     return step.draw(np.append(p[:-1], 1 - p[:-1].sum()))
 
 
-def early_cut(step: Step, logits: np.ndarray) -> np.ndarray:
-    kept = probabilities(logits, top_p=step.top_p) > 0
-    return normalized(kept * probabilities(logits, step.temperature))
-
-
-def of_first_q(step: Step, path: Path, p: np.ndarray) -> int:
-    rest = lacking(p, step.claimed(path))
-    return step.draw(rest if rest.any() else p)
-
-
 def argmax(step: Step, path: Path, p: np.ndarray) -> int:
     return int(np.argmax(p))
 
@@ -173,23 +155,14 @@ def greedy(step: Step, path: Path, *_) -> int:
     return int(np.argmax(step.p(path)))
 
 
-# {name: (cure, *forms)}. The last two have no form: `_laws` and `OwnChance` recognize them.
+# {name: (cure, *forms)}. The last has no form: `OwnChance` recognizes it.
 STEP_FAULTS: dict[str, tuple] = {
     "noise shared by draft and residual": (
         "draw what replaces a rejected token with fresh noise",
-        wrong(**keyed_draft, **keyed_end),
-    ),
-    "noise shared by draft and test": (
-        "accept with a random number that drew nothing before",
-        wrong(**keyed_draft, **keyed_test),
-    ),
-    "noise shared by test and residual": (
-        "draw the replacement with a random number of its own",
-        wrong(**keyed_test, **keyed_end),
-    ),
-    "one random number for all siblings": (
-        "each sibling is accepted with a random number of its own",
-        wrong(accepts=lambda s, path, p, q, x: s.rng.at(path).random() < s.chance(p, q, x)),
+        wrong(  # random numbers that belong to a position
+            children=lambda s, path, _: (s.draw(s.q(path), s.rng.at(len(path))),),
+            instead=lambda s, path, p: s.draw(p, s.rng.at(len(path))),
+        ),
     ),
     "residual not renormalized": (
         "max(p − q, 0) has to add up to 1 before it is used again",
@@ -205,19 +178,6 @@ STEP_FAULTS: dict[str, tuple] = {
         wrong(claimed=lambda s, path: probabilities(s.draft(path))),
         wrong(claimed=lambda s, path: probabilities(s.draft(path), s.temperature)),
         wrong(claimed=lambda s, path: probabilities(s.draft(path), top_p=s.top_p)),
-    ),
-    "top-p before temperature": (
-        "divide by the temperature first: top-p cuts the distribution that is left",
-        wrong(softmax=early_cut),
-    ),
-    "siblings by the first q": (
-        "a sibling is drawn from what those before have left: q without them where drawn without "
-        "replacement, q itself where drawn with",
-        wrong(left=lambda s, q, x: removed(q, x) if s.replacement else q),
-    ),
-    "siblings tossed independently": (
-        "after a rejection, p is what p still lacks",
-        wrong(residual=lambda s, p, q: p, left=lambda s, q, x: q, instead=of_first_q),
     ),
     "q said one-hot, but sampled": (
         "min(1, p / 1) goes with p without x, min(1, p / q) with max(p − q, 0)",
@@ -248,11 +208,6 @@ STEP_FAULTS: dict[str, tuple] = {
         "accept x with min(1, p(x) / q(x))",
         wrong(chance=lambda s, p, q, x: 1.0),
     ),
-    "ratio upside down": (
-        "accept x with min(1, p(x) / q(x)), the target's over the draft's",
-        wrong(chance=lambda s, p, q, x: min(1.0, q[x] / p[x]) if p[x] > 0 else 1.0),
-    ),
-    "drafts ignore the key": ("the draft's random numbers must differ from call to call",),
     "chance of its own": ("take all random numbers from rng, the draft's included",),
 }
 VERIFIER_CURES = {name: cure for name, (cure, *_) in STEP_FAULTS.items()}

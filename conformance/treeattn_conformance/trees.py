@@ -25,6 +25,7 @@ TREE_CURES = {
     "positions without the prefix": "add the length of the text before the tree",
     "one prefix length for all": "add each row's own length",
     "positions off by one": "a root's depth is 0: it stands at the prefix's length",
+    "drafts off by one": "a root's child stands one behind the root, at the prefix's length + 1",
     "path kept as a dense prefix": "gather the accepted nodes: they are not the first in memory",
 }
 
@@ -294,6 +295,8 @@ POSITIONS = (
     ("one prefix length for all", lambda depths, n: n.max() + depths),
     ("positions off by one", lambda depths, n: n + depths + 1),
     ("positions off by one", lambda depths, n: n + depths - 1),
+    ("drafts off by one", lambda depths, n: n + depths + (depths > 0)),
+    ("drafts off by one", lambda depths, n: n + depths - (depths > 0)),
 )
 PARTS = {  # {part: (read, same, describe, the right answer, mistakes)}
     "mask": (

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .judge import Asked, Mistake, Question, Subject, judge, takes
+from .judge import Mistake, Question, Subject, judge, takes
 from .outcomes import law
 from .report import Report
 from .steps import STEP_FAULTS, VERIFIER_CURES, Path, Step, probabilities
@@ -108,8 +108,6 @@ def check_verifier(
         lambda question, answer, right: difference(question, answer, question.right),
         _faults(None if takes(step, "widths") else widths or _chain(step)),
         VERIFIER_CURES,
-        narrower={"likeliest tokens judged as drawn": "drafts ignore the key"},
-        fewest=1,
     )
     return judge(whole, verifier_questions(), subject, only=only, expect=expect)
 
@@ -132,30 +130,23 @@ def law_of(step: Callable, target: Callable, draft: Callable, **options) -> dict
 
 
 class Fault(Mistake):
-    """One form of a fault: {a question's name: its laws}. An answer may be any of these laws."""
+    """One form of a fault: {a question's name: its law}."""
 
-    def explains(self, asked: Asked, same: Callable) -> np.ndarray:
-        laws = self.wrong(asked.question.name)
-        return np.array([any(same(asked.question, asked.answer, x) for x in laws)])
+    def given(self, question: Question) -> dict:
+        return self.wrong(question.name)
 
 
 def _faults(widths: Path | None) -> list[Fault]:
     """The known faults of a step that drafts these widths; None: the widths of each question."""
     forms = [(name, form) for name, (_, *forms) in STEP_FAULTS.items() for form in forms]
-    forms.append(("drafts ignore the key", None))
-    return [Fault(name, functools.partial(_laws, form, widths)) for name, form in forms]
+    return [Fault(name, functools.partial(_law, form, widths)) for name, form in forms]
 
 
 @functools.cache
-def _laws(wrong: type[Step] | None, widths: Path | None, name: str) -> list[dict]:
+def _law(wrong: type[Step], widths: Path | None, name: str) -> dict:
     (question,) = (x for x in verifier_questions() if x.name == name)
     options = question.options | ({"widths": widths} if widths else {})
-    models = question.arguments.values()
-    steps = [wrong]
-    if wrong is None:  # every call has the same draft, one of the possible drafts
-        drafts = law(lambda rng: tuple(Step(*models, rng, **options).drawn.items()))
-        steps = [functools.partial(Step, drawn=dict(drawn)) for drawn in drafts]
-    return [law(lambda rng, s=step: s(*models, rng, **options).run()) for step in steps]
+    return law(lambda rng: wrong(*question.arguments.values(), rng, **options).run())
 
 
 def _chain(step: Callable) -> Path:
