@@ -212,12 +212,13 @@ def some_keys(kept: Callable, or_all: bool = True) -> Callable:
 
 
 def of_scores(change: Callable) -> Callable:
-    """A kernel that changes the scores (b, l, h, n) of queries that see any key."""
+    """A kernel that changes the scores (b, l, h, n) of queries that see any key. What is hidden may
+    be NaN, and is not read."""
 
     def wrong(q, k, v, *, sinks=None, **options):
         s = scores(q, k, **options)
         none = np.isneginf(s).all(axis=-1, keepdims=True)
-        return softmax(np.where(none, s, change(s)), v, sinks)
+        return softmax(np.where(none, s, change(s)), np.nan_to_num(v), sinks)
 
     return wrong
 

@@ -42,8 +42,8 @@ def test_the_suites_questions(dtype):
         if query_positions is not None:
             seen = key_positions <= query_positions[:, None]
             mask = seen if mask is None else mask & seen
-        if "sinks" in options:
-            raise NotImplementedError("sinks")
+        if lacking := {"sinks", "window"} & set(options):
+            raise NotImplementedError(*lacking)
         arrays = (jnp.asarray(x, dtype) for x in (q, k, v))
         return finalize(run(*arrays, mask=mask, **options))
 
