@@ -134,6 +134,10 @@ def by_energies(a, b):
     return both, jnp.where(full, 1.0, 0.0), n
 
 
+def never_returns(a, b):
+    return never_returns(b, a)
+
+
 MERGES = [
     ("d is not brought to the larger m", merging(d=plainly, n=plainly)),
     ("n is not brought to the larger m", merging(n=plainly)),
@@ -172,6 +176,7 @@ MERGES = [
     ("max, min and if take single numbers", merging(m=max)),
     ("d is the larger of two", merging(d=lambda x, y, wx, wy: jnp.maximum(x, y))),
     ("it takes another number of arguments", lambda a: a),
+    ("the recursion never ends", never_returns),
     ("d is not brought to the larger m by", merging(d=lambda x, y, wx, wy: x * wx + y * wy + 0.1)),
     ("this is the first state", lambda a, b: a),
     (
@@ -179,7 +184,7 @@ MERGES = [
         merging(d=lambda x, y, wx, wy: (x * wx + y * wy) / (wx + wy)),
     ),
     (
-        "right to two digits",
+        "right to a few digits",
         merging(finish=lambda *state: [x.astype("bfloat16") for x in state]),
     ),
     (
@@ -312,7 +317,7 @@ LOOPS = [
     ("n was divided by d in every step", divided_in_every_step),
     ("this is the five words' answer", lambda q, k, v: np.array([1.25, 2.25])),
     (
-        "right to two digits",
+        "right to a few digits",
         lambda *qkv: in_two_passes(*map(partial(jnp.asarray, dtype="bfloat16"), qkv)),
     ),
     ("It stops with TypeError", lambda q, k, v: v["words"] if False else None + v),
@@ -569,7 +574,7 @@ ALGORITHMS_3 = [
     ("the scores were not divided by √dim", lambda q, k, v: solutions.algorithm_3(q * 8, k, v)),
     ("query heads met other heads' keys", tiled),
     ("keys and values are swapped", lambda q, k, v: solutions.algorithm_3(q, v, k)),
-    ("right to two digits", algorithm_3(finish=lambda n, d: n.astype("bfloat16") / d[..., None])),
+    ("right to a few digits", algorithm_3(finish=lambda n, d: n.astype("bfloat16") / d[..., None])),
     ("right on device 0, wrong on device 1", up_only),
     ("right, but keys or values travel", keys_gathered),
 ]

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeattn
 from course.plane import PLACES, SCORES, located, plane
-from course.verdict import Mistake, call, verdict
+from course.verdict import FEW_DIGITS, Mistake, call, verdict
 
 GIVEN = "q (2, 1, 8, 64), k and v (2, 125, 4, 64), so attend's m and d (2, 1, 8), n (2, 1, 8, 64)"
 
@@ -117,8 +117,8 @@ def check_algorithm_3(mine):
         raise Mistake(f"the shape is {found.shape}, expected {exact.shape}")
     close = (x for x, y in explanations().items() if jnp.allclose(found, y, atol=1e-5))
     off = jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact)
-    few = "right to two digits: float32 has seven"
-    name = next(close, few if off < 0.02 else f"wrong by up to {abs(found - exact).max():.2g}")
+    wrong = f"wrong by up to {abs(found - exact).max():.2g}"
+    name = next(close, FEW_DIGITS if off < 0.02 else wrong)
     drawn = picture(program)
     if name != "right":
         raise Mistake(name, drawn)

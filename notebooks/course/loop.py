@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 
 from course.plane import PLACES, SCORES, located, plane
-from course.verdict import Mistake, call, verdict
+from course.verdict import FEW_DIGITS, Mistake, call, verdict
 
 
 def asked(mine, q, k, v) -> np.ndarray:
@@ -77,7 +77,7 @@ def check_loop(mine):
     )
     if not np.allclose(found, right):
         if np.allclose(found, right, rtol=0.02, atol=0.01):
-            raise Mistake("right to two digits: float32 has seven", drawn)
+            raise Mistake(FEW_DIGITS, drawn)
         names = (name for name, value in answers.items() if np.allclose(found, value))
         raise Mistake(
             next(names, "another mistake: neither a sum nor a rescaling forgotten"), drawn

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from course.plane import PLACES, SCORES, located, plane
-from course.verdict import Mistake, call, verdict
+from course.verdict import FEW_DIGITS, Mistake, call, verdict
 
 ALL = slice(0, 5)
 CUT = slice(0, 2), slice(2, 5)  # the, cat | drank, warm, milk
@@ -68,7 +68,7 @@ def explained(a, b, made, wanted) -> str:
     if np.allclose(m, right_m, rtol=0.01) and np.allclose(
         np.r_[d, n[0]], np.r_[right_d, right_n[0]], rtol=0.01
     ):
-        return "right to two digits: float32 has seven"
+        return FEW_DIGITS
     mean = (out_a + out_b) / 2
     by_m = (out_a * wa + out_b * wb) / (wa + wb)
     result = n / d
@@ -98,7 +98,6 @@ def explained(a, b, made, wanted) -> str:
         "was averaged: add": (x * wa + y * wb) / 2,
         "is the larger of two: add them": np.maximum(x, y),
         "lacks the first state": y * wb,
-        "lacks the second state": x * wa,
         "is weighted with powers of 2: use exp": x * 2 ** (ma - larger) + y * 2 ** (mb - larger),
         "is weighted twice": x * wa**2 + y * wb**2,
         "has weights that add up to 1": (x * wa + y * wb) / (wa + wb),

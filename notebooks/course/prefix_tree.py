@@ -46,7 +46,6 @@ def mask_name(mask, nodes) -> str:
         "a node sees its descendants, too: they come after it": right | right.T,
         "a node sees itself only: its ancestors are missing": itself,
         "everything is seen: a node sees its ancestors and itself": right | ~right,
-        "nothing is seen: a node sees its ancestors and itself": right & ~right,
         "a node sees all nodes that are less deep, whatever the branch": sees(
             nodes, lambda i, j: len(i) >= len(j)
         ),

@@ -14,6 +14,7 @@ import numpy as np
 
 from figures.style import Figure
 
+FEW_DIGITS = "right to a few digits only: float32 has seven"
 RECORD = "COURSE_VERDICTS"  # of the environment: a file to which each check adds its verdict
 SECONDS = 30  # after which a function counts as one that does not end
 
@@ -107,6 +108,7 @@ HINTS = {  # part of an error's message -> what helps
     "Attempted boolean conversion": "max, min and if take single numbers: use jnp.maximum. ",
     "shapes for broadcasting": "the shapes do not fit: does a weight lack an axis, [..., None]? ",
     "could not be broadcast": "the shapes do not fit: does a weight lack an axis, [..., None]? ",
+    "RecursionError": "the recursion never ends: one case calls nothing. ",
     "ZeroDivisionError": "it divides by zero. ",
     "positional argument": "it takes another number of arguments. ",
     "unbound axis name": "the devices' axis is called 'kv'. ",
