@@ -307,6 +307,7 @@ LOOPS = [
     ("no answer within", never_ends),
     ("no answer within", compiled_and_slow),
     ("it changes what it was given", in_place_on_values),
+    ("the last key is left out", lambda q, k, v: in_two_passes(q, k[:-1], v[:-1])),
     ("d starts at 1", flash(start=0.0, d_0=1.0)),
     (
         "the first key counts twice",
