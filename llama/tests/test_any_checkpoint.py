@@ -431,7 +431,7 @@ def test_metadata_that_change_nothing(changed):
 
 
 def test_the_first_of_several_files_is_no_model(changed):
-    refuses(changed({"split.count": 2}), "split.count: expected 1, got 2")
+    refuses(changed({"split.count": 2}), "split.count: expected 1, got 2: merge")
 
 
 def test_a_factor_without_a_type_is_linear(changed):

@@ -2,8 +2,7 @@
 
 A template is a stranger's program, so it runs in Jinja's sandbox. It gets the functions and filters
 that transformers gives it. The sandbox keeps the process's secrets, not its time and its memory: a
-template may run without an end, or fill the memory. So may a tokenizer.json. Where strangers choose
-the model, run it in a process with limits of both (`ulimit -t -v`, or a container's).
+template may run without an end, or fill the memory. `Llama.load` says what to do about it.
 """
 
 import datetime

@@ -10,7 +10,7 @@ import numpy as np
 
 from treeattn_llama.arguments import list_names, named, number
 from treeattn_llama.checkpoint import Checkpoint
-from treeattn_llama.config import NAMES, Config, RotaryScaling, read_config, rotary_scaling
+from treeattn_llama.config import NAMES, Config, RotaryScaling, read_config
 from treeattn_llama.gguf_tokenizer import from_gguf
 
 # These are read as they are stored; quantized tensors are read as float32.
@@ -119,7 +119,9 @@ def gguf_config(fields: dict, tensors: dict) -> Config:
     }
     for name, value in expected.items():
         if (found := get(name)) not in (None, value):
-            raise ValueError(f"{name}: expected {value}, got {found!r:.40}")
+            merge = ": merge the files first (llama-gguf-split --merge)"
+            hint = merge if name == "split.count" else ""
+            raise ValueError(f"{name}: expected {value}, got {found!r:.40}{hint}")
     known = expected.keys() | IGNORED | set(names.values())
     unknown = {name for name in fields.keys() - known if name.startswith(OTHERS)}
     if unknown:
@@ -136,12 +138,10 @@ def _scaling(get) -> RotaryScaling | None:
     name, older = "llama.rope.scaling.factor", "llama.rope.scale_linear"
     if get(name) is None and get(older) is not None:
         name = older
-    kind = get("llama.rope.scaling.type")
-    if kind is None:
-        kind = "none" if get(name) is None else "linear"
+    default = "none" if get(name) is None else "linear"
+    kind = default if (found := get("llama.rope.scaling.type")) is None else found
     if kind == "none":
         return None
-    fields = {"rope_type": kind}
-    if kind == "linear":
-        fields["factor"] = number(name, get(name), 0)
-    return rotary_scaling(fields)
+    if kind != "linear":
+        raise ValueError(f"llama.rope.scaling.type: expected 'none' or 'linear', got {kind!r:.40}")
+    return RotaryScaling(number(name, get(name), 0))

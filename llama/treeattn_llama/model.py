@@ -60,6 +60,10 @@ class Llama:
                dtype that it is stored in (quantized weights become float32), and activations and
                cache have the embedding's.
 
+        Nothing in a checkpoint runs as Python, and its chat template runs in a sandbox. But neither
+        a tokenizer.json nor a template is bounded in time and memory, so load a stranger's files in
+        a process with limits of both (`ulimit -t -v`, or a container's).
+
         Raises FileNotFoundError if the path does not exist, ValueError if it is not a Llama, or the
         file is damaged, and TypeError for another attention, mesh or dtype.
         """

@@ -197,10 +197,7 @@ def accept_candidate_tokens(
         raise ValueError(
             f"verified_scores: expected shape {beam.shape}, got {np.shape(verified_scores)}"
         )
-    batch, proposed, width = beam.shape
-    if proposed == 0:
-        nothing = np.zeros(batch, np.int32)
-        return Accepted([[] for _ in range(batch)], nothing, nothing)
+    batch, _, width = beam.shape
     lengths = candidate_lengths(scores)
     right = beam[..., 1:] == verified[..., :-1]
     right &= np.arange(1, width) < lengths[..., None]

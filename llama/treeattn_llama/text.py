@@ -120,6 +120,9 @@ def chat(model: Llama, messages: str | list[dict[str, str]], **options) -> Itera
 
     messages: the user's text, or a list of {"role": …, "content": …} for the checkpoint's template
     options:  those of `stream`. A string that stops the answer is part of it.
+
+    The template is the checkpoint's own program. Its sandbox keeps your process's secrets, but
+    bounds neither its time nor its memory (`Llama.load`).
     """
     tokenizer = tokenizer_of(model)
     prompt = tokenizer.chat(messages)
