@@ -105,7 +105,6 @@ ATTENTIONS = [
     ({"q": "a"}, TypeError, "q: "),
     ({"q": Q.astype(int)}, TypeError, "q: expected a floating-point"),
     ({"q": [[1.0], []]}, TypeError, "q: expected an array, got a ragged list"),
-    ({"q": np.longdouble(Q)}, TypeError, "q: expected at most 64 bits, got dtype"),
     ({"q": _Tensor()}, TypeError, "q: .*_Tensor: use jnp.from_dlpack"),
     (SMALL, TypeError, "q: expected 16 bits or more.*float8"),
     (
@@ -136,7 +135,7 @@ ATTENTIONS = [
     ],
     ({"scale": float("nan")}, ValueError, "scale: .*finite.*nan"),
     ({"scale": float("inf")}, ValueError, "scale: .*finite.*inf"),
-    ({"scale": 1e39}, ValueError, "scale: .*1e.39, which float32 does"),
+    ({"scale": 1e39}, ValueError, "scale: expected a finite number of float32, got 1e.39"),
     ({"scale": 1j}, ValueError, "scale: expected a real number"),
     ({"scale": np.ones(2)}, ValueError, r"scale: .*\(2,\)"),
     *[({"scale": x}, TypeError, "scale: ") for x in ("1", object())],
@@ -197,5 +196,4 @@ def test_anybodys_whole_numbers_are_taken(unchecked, n):
     assert pack(BEAM, [[1, 1]], pad_token=n).packed_beam.tolist() == [[0]]
     assert reduce_tree(STATES, arity=n).max == 0
     assert kv_mesh(jax.devices()[:7], nodes=n).shape == {"node": 7, "device": 1}
-    assert attention(Q, K, K, scale=2**70).shape == Q.shape
     simulate_devices(n + 2)  # as many as there are

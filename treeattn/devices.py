@@ -3,7 +3,6 @@
 import os
 import socket
 import sys
-import warnings
 from collections.abc import Sequence
 from ipaddress import ip_address
 from typing import Any
@@ -118,16 +117,14 @@ def initialize(
     ends as well, on JAX 0.8.3 by a segmentation fault.
 
     On CPUs the processes then communicate through gloo, which listens at the address that this
-    machine's own name resolves to. Warns if that is a loopback address, which other machines cannot
-    reach, while the coordinator's address is not.
+    machine's own name resolves to. If that is a loopback address, processes on other machines fail
+    with "Connection refused"; a line such as `10.0.0.2 name` in /etc/hosts mends that.
 
     >>> initialize("10.0.0.1:9876", num_processes=4, process_id=0)  # doctest: +SKIP
     """
     address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
-    if address is not None:
-        _warn_of_loopback(address)
-        if _on_loopback(_host(address)):
-            options.setdefault("coordinator_bind_address", address)
+    if address and _on_loopback(address.rpartition(":")[0].strip("[]")):
+        options.setdefault("coordinator_bind_address", address)
     jax.distributed.initialize(
         coordinator_address,
         num_processes,
@@ -137,26 +134,6 @@ def initialize(
         **options,
     )
     sys.excepthook = _end_at_once
-
-
-def _warn_of_loopback(coordinator_address: str) -> None:
-    """Warn if gloo will listen on loopback, and the coordinator is on another machine."""
-    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
-    if platforms != "cpu":
-        return
-    name = socket.gethostname()
-    if _on_loopback(name) and not _on_loopback(_host(coordinator_address)):
-        warnings.warn(
-            f"initialize: this machine's name, {name!r}, resolves to a loopback address. gloo will "
-            "listen there, and processes on other machines will fail with 'Connection refused'. "
-            f"Let the name resolve to an address that they can reach, by a line such as "
-            f"'10.0.0.2 {name}' in /etc/hosts.",
-            stacklevel=3,
-        )
-
-
-def _host(address: str) -> str:
-    return address.rpartition(":")[0].strip("[]")
 
 
 def _on_loopback(host: str) -> bool:

@@ -5,6 +5,7 @@ entered. Shapes, and most dtypes, are checked while the function is traced.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -32,9 +33,9 @@ Scale = float | int | Float[Array, ""] | None  # None: 1/√head_dim
 Queries = Float[Array, "b l h d"]
 Keys = Float[Array, "b n h_kv d"]
 Values = Float[Array, "b n h_kv dv"]
-Mask = Bool[Array, "..."]  # broadcasts to (b, h, l, n)
-Bias = Float[Array, "..."]
-Lengths = Integer[Array, " b"] | Integer[Array, ""] | int | np.integer
+Mask = Bool[Array, "..."] | None  # broadcasts to (b, h, l, n)
+Bias = Float[Array, "..."] | None
+Lengths = Integer[Array, " b"] | Integer[Array, ""] | int | np.integer | None
 Output = Float[jax.Array, "b l h dv"]
 
 
@@ -188,10 +189,7 @@ def visible_keys(inputs: Inputs, position):
     if inputs.causal:  # there are as many queries as keys
         query = jnp.arange(inputs.k.shape[1], dtype=jnp.int32)[:, None]
         conditions.append((position[None] <= query)[None, None, None])
-    visible = None
-    for condition in conditions:
-        visible = condition if visible is None else visible & condition
-    return visible
+    return functools.reduce(jnp.logical_and, conditions) if conditions else None
 
 
 def unused_keys(visible):

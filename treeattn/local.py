@@ -40,9 +40,9 @@ def attend(
     k: Keys,
     v: Values,
     *,
-    mask: Mask | None = None,
-    bias: Bias | None = None,
-    kv_lengths: Lengths | None = None,
+    mask: Mask = None,
+    bias: Bias = None,
+    kv_lengths: Lengths = None,
     causal: bool = False,
     scale: Scale = None,
     implementation: Implementation = None,
@@ -96,9 +96,9 @@ def attention(
     k: Keys,
     v: Values,
     *,
-    mask: Mask | None = None,
-    bias: Bias | None = None,
-    kv_lengths: Lengths | None = None,
+    mask: Mask = None,
+    bias: Bias = None,
+    kv_lengths: Lengths = None,
     causal: bool = False,
     scale: Scale = None,
     implementation: Implementation = None,
@@ -229,10 +229,9 @@ def _attend_by_function(inputs: Inputs, kernel: Callable):
     options = {name: x for name, x in options.items() if x is not None}
     result = kernel(inputs.q, inputs.k, inputs.v, scale=inputs.total_scale, **options)
     name = getattr(kernel, "__name__", str(kernel))
-    pair = type(result) in (tuple, list) and len(result) == 2
     if isinstance(result, AttentionState):
         parts = result._asdict()
-    elif pair:
+    elif type(result) in (tuple, list) and len(result) == 2:
         parts = dict(zip(("out", "lse"), result, strict=True))
     elif type(result) in (tuple, list, type(None)) or isinstance(result, Array | np.generic):
         raise TypeError(
@@ -252,4 +251,4 @@ def _attend_by_function(inputs: Inputs, kernel: Callable):
         if x.shape != queries + values:
             raise ValueError(f"{of_kernel}: expected shape {queries + values}, got {x.shape}")
     arrays = [jnp.asarray(x).astype(dtype) for x in parts.values()]
-    return from_output(*arrays) if pair else AttentionState(*arrays)
+    return from_output(*arrays) if "out" in parts else AttentionState(*arrays)
