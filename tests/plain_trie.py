@@ -51,3 +51,19 @@ def plain_pack(beam, lengths=None, *, pad_token=0, size=None):
             encoding[b, m, : len(path)] = owner
         indices[b, :n] = np.flatnonzero(encoding[b] == np.arange(rows)[:, None])
     return packed, mask, offsets, unpack_map, encoding, indices
+
+
+# The document's worked example: Mars is a red / Mars is reddish when / Mars is dark red.
+MARS = np.array([[[0, 1, 2, 3], [0, 1, 4, 5], [0, 1, 6, 3]]])
+
+
+def picture(rows):
+    """A mask of words, in which a dot is False."""
+    return [[c != "." for c in row] for row in rows.split()]
+
+
+def every_beam(rows, width, letters):
+    """All beams of that shape over an alphabet of `letters`, as int8."""
+    size = rows * width
+    digits = np.arange(letters**size)[:, None] // letters ** np.arange(size) % letters
+    return digits.astype(np.int8).reshape(-1, rows, width)

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import dense_attention
-from plain_trie import plain_pack
+from plain_trie import MARS, every_beam, picture, plain_pack
 
 from treeattn import (
     PackedBeam,
-    attention,
     memory,
     pack,
     packed_token_indices,
@@ -44,18 +42,9 @@ def assert_packed(functions, beam, lengths=None, *, pad_token=77, size=None):
     return packed
 
 
-def picture(rows):
-    """A mask of words, in which a dot is False."""
-    return [[c != "." for c in row] for row in rows.split()]
-
-
 def nodes(packed):
     """True at the nodes of each batch row, False at pads."""
     return np.diagonal(packed.attention_mask, axis1=1, axis2=2)
-
-
-# The document's worked example: Mars is a red / Mars is reddish when / Mars is dark red.
-MARS = np.array([[[0, 1, 2, 3], [0, 1, 4, 5], [0, 1, 6, 3]]])
 
 
 def test_worked_example():
@@ -67,37 +56,6 @@ def test_worked_example():
     assert attention_mask.tolist() == [picture(rows)]
     assert prefix_encoding(MARS).tolist() == [[[0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 2, 2]]]
     assert packed_token_indices(MARS).tolist() == [[0, 1, 2, 3, 6, 7, 10, 11]]
-
-
-def test_published_values():
-    """The example in apple/ml-recurrent-drafter's tree_attention_test.py, nodes only.
-
-    Its own tensors go on: two tokens of batch row 1 stand in row 0's padding, and attend.
-    """
-    one = [[91, 92, 93, 95], [91, 92, 94, 96], [91, 92, 93, 97]]
-    two = [[93, 94, 95, 92], [93, 95, 96, 93], [93, 94, 97, 96]]
-    packed = pack([one, two], pad_token=-7)
-    assert packed.packed_beam.tolist() == [
-        [91, 92, 93, 95, 94, 96, 97, -7, -7],
-        [93, 94, 95, 92, 95, 96, 93, 97, 96],
-    ]
-    assert packed.unpack_map.tolist() == [
-        [[0, 1, 2, 3], [0, 1, 4, 5], [0, 1, 2, 6]],
-        [[0, 1, 2, 3], [0, 4, 5, 6], [0, 1, 7, 8]],
-    ]
-    begin = "T........ TT....... TTT...... TTTT..... "
-    ends = (
-        "TT..T.... TT..TT... TTT...T.. ......... .........",
-        "T...T.... T...TT... T...TTT.. TT.....T. TT.....TT",
-    )
-    assert packed.attention_mask.tolist() == [picture(begin + end) for end in ends]
-
-
-def every_beam(rows, width, letters):
-    """All beams of that shape over an alphabet of `letters`, as int8."""
-    size = rows * width
-    digits = np.arange(letters**size)[:, None] // letters ** np.arange(size) % letters
-    return digits.astype(np.int8).reshape(-1, rows, width)
 
 
 @pytest.mark.parametrize("rows,width", [(2, 3), (3, 3), (4, 2)])
@@ -178,89 +136,7 @@ def test_tokens_and_mask_say_everything():
             np.testing.assert_array_equal(mask[parent], seen)
 
 
-# ---------------------------------------------------------------- the document's unpackers
-
-
-def own_and_starts(beams):
-    """(a row's own tokens, where those of each row start in the packed beam (batch, M))."""
-    own = prefix_encoding(beams) == np.arange(beams.shape[1])[:, None]
-    added = own.sum(axis=2)
-    return own, added.cumsum(axis=1) - added
-
-
-def test_the_documents_unpackers():
-    """Its words: a candidate is a prefix from the packed beam's start on, and the rest, which
-    follows its own start. Its code: a segment's start is its owner's, whichever row that is, and
-    the offset counts the row's earlier places of the same start. The code is right, for all beams
-    of up to three candidates of up to three tokens, of two letters; the words are not.
-    """
-    wrong = []
-    for shape in itertools.product((1, 2, 3), repeat=2):
-        beams = every_beam(*shape, letters=2)
-        unpack_map = pack(beams).unpack_map
-        own, own_starts = own_and_starts(beams)
-        rest = own_starts[..., None] + own.cumsum(axis=2) - 1
-        two_segments = np.where(own, rest, np.arange(shape[1]))
-        wrong += beams[(two_segments != unpack_map).any(axis=(1, 2))].tolist()
-
-        encoding = prefix_encoding(beams).reshape(len(beams), -1)
-        starts = np.take_along_axis(own_starts, encoding, axis=1).reshape(beams.shape)
-        earlier = np.tri(shape[1], k=-1, dtype=bool)
-        offsets = ((starts[..., None] == starts[..., None, :]) & earlier).sum(axis=-1)
-        # Rows that add nothing share their start with the next one, but own no place.
-        np.testing.assert_array_equal(starts + offsets, unpack_map)
-    assert wrong[0] == [[1], [0], [0]]
-
-
-def test_the_documents_two_steps_for_its_example():
-    """The starts of the segments and the offsets within them, as it prints the two matrices."""
-    (own,), (starts,) = own_and_starts(MARS)
-    starts = starts[prefix_encoding(MARS)[0]]
-    assert starts.tolist() == [[0, 0, 0, 0], [0, 0, 4, 4], [0, 0, 6, 6]]
-    # The border, | in the document, stands before a row's first own token.
-    borders = own.argmax(axis=1)
-    assert borders.tolist() == [0, 2, 2]
-    offsets = np.where(own, np.arange(4) - borders[:, None], np.arange(4))
-    assert offsets.tolist() == [[0, 1, 2, 3], [0, 1, 0, 1], [0, 1, 0, 1]]
-    np.testing.assert_array_equal(starts + offsets, pack(MARS).unpack_map[0])
-
-
-def test_plain_indexing_mixes_up_the_batch():
-    """The document's `packed_beam[unpack_map] == beam`: right without a batch, and no error."""
-    beams = np.concatenate([MARS, MARS[:, ::-1] + 10])
-    packed = pack(beams)
-    for b in range(2):
-        np.testing.assert_array_equal(packed.packed_beam[b][packed.unpack_map[b]], beams[b])
-    literal = jax.eval_shape(lambda x, i: x[i], packed.packed_beam, packed.unpack_map)
-    assert literal.shape == (2, 3, 4, 8)  # rows of the batch, and 3, 4, … are taken for the last
-
-
-# ---------------------------------------------------------------- what packing saves
-
-
-def test_a_later_column_never_has_fewer_nodes():
-    """The first tokens are the most duplicated in every beam of candidates of one length, whoever
-    drafted it: a longer prefix has one node at least wherever a shorter one has."""
-    packed = pack(every_beam(3, 3, letters=2))
-    columns = packed.position_offsets[:, None] == np.arange(3)[:, None]
-    count = (columns & nodes(packed)[:, None]).sum(axis=2)
-    assert (np.diff(count) >= 0).all() and count.max() == 3
-
-
-def test_operations_are_saved_with_the_tokens():
-    """XLA's count for a layer: in proportion to the tokens, and of its scores some more."""
-
-    def flops(n):
-        def run(x, weights):
-            q, k, v = (x @ weights).reshape(3, 1, n, 4, 64)
-            return attention(q, k, v)
-
-        arrays = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((n, 256), (3, 256, 256)))
-        return jax.jit(run).lower(*arrays).cost_analysis()["flops"]
-
-    size = pack(MARS).packed_beam.size
-    assert (MARS.size, size) == (12, 8)
-    assert 12 / 8 <= flops(MARS.size) / flops(size) < 1.05 * 12 / 8
+# ---------------------------------------------------------------- programs and memory
 
 
 def test_packing_is_a_program_of_tensors():
@@ -289,18 +165,6 @@ def test_numpy_memory():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 6 * mask.nbytes
-
-
-def test_a_token_may_not_be_shared_with_another_prefix():
-    """One `red` for two: it sees "a" alone, or "dark" as well, and is wrong for some candidate."""
-    tokens, mask, *_ = (x[0] for x in pack(MARS))
-    x = np.random.default_rng(5).normal(size=(7, 16))[tokens][None, :, None]
-    reds = dense_attention(x, x, x, mask=mask)[0, [3, 7]]
-    for dark, right in (False, [True, False]), (True, [False, False]):
-        seen = mask.copy()
-        seen[3, 6] = dark
-        red = dense_attention(x, x, x, mask=seen)[0, 3]
-        assert [np.allclose(red, each) for each in reds] == right
 
 
 # ---------------------------------------------------------------- unpack, and edges

@@ -286,33 +286,6 @@ def test_merging_commutes_bit_for_bit(dtype, optimized):
     close(jax.jit(used_at_once)(a, b), swapped(a, b), rtol=0, atol=0)
 
 
-# ---------------------------------------------------------------- other forms of the merge
-
-
-def test_the_reduction_notes_formulas_along_a_tree():
-    """(m, z, y) by the note's equations, of four shards along two levels.
-
-    Its S in R^(L_u × L) is transposed: the sums over j, with V_j, need a row for each query.
-    """
-    rng = np.random.default_rng(7)
-    s = rng.normal(size=(4, 5, 3)) * 4  # 4 shards, L = 5 queries, L_u = 3 keys a shard
-    v = rng.normal(size=(4, 3, 2))
-    leaves = jax.vmap(states_of)(s, v)
-    level = [tuple(map(np.asarray, leaf)) for leaf in zip(*leaves, strict=True)]
-    while len(level) > 1:
-        pairs, level = zip(level[::2], level[1::2], strict=True), []
-        for (ma, za, ya), (mb, zb, yb) in pairs:
-            m = np.maximum(ma, mb)
-            wa, wb = np.exp(ma - m), np.exp(mb - m)
-            level.append((m, za * wa + zb * wb, ya * wa[:, None] + yb * wb[:, None]))
-    (root,) = level
-    close(tuple(jax.jit(reduce_tree)(leaves)), root, rtol=1e-14)
-    whole = np.exp(np.concatenate(s, axis=1))
-    close(root[2] / root[1][:, None], whole @ np.concatenate(v) / whole.sum(axis=1)[:, None])
-    with pytest.raises(TypeError, match="contracting dimensions"):
-        states_of(s[0].T, v[0])
-
-
 def test_scan_is_causal_attention():
     """One state for each query and key, scanned along the keys: its diagonal is causal."""
     rng = np.random.default_rng(8)
@@ -454,33 +427,6 @@ def test_theorem_1(n, p, steps):
     assert count_merges(reduce, scalar_states(n)) == (n - 1, steps)
     most = size - 1 + rounds_of(p)
     assert steps <= most and (steps == most or n % p)
-
-
-# ---------------------------------------------------------------- rounding
-
-
-def test_rounding_by_order_and_dtype():
-    """64 states in bfloat16: a tree and a scan stay within 3 ε; a chain does not do so well."""
-    rng = np.random.default_rng(0)
-    s, v = rng.standard_normal((64, 8, 64)), rng.standard_normal((64, 8, 64, 8))
-    weights = np.exp(s)
-    exact = np.cumsum((weights[..., None] * v).sum(1), 0) / np.cumsum(weights.sum(1), 0)[..., None]
-    m = s.max(1)
-    weights = np.exp(s - m[:, None])
-    states = AttentionState(m, weights.sum(1), (weights[..., None] * v).sum(1))
-    states = jax.tree.map(lambda x: jnp.asarray(x, "bfloat16"), states)
-
-    def error(reduce, wanted):
-        # Every operation rounds to its own dtype, and compiling 64 leaves stays quick.
-        options = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
-        out = jax.jit(lambda x: finalize(reduce(x))[0], compiler_options=options)(states)
-        miss = np.linalg.norm(np.float64(out) - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
-        return np.median(miss, axis=-1).max()
-
-    eps = float(jnp.finfo("bfloat16").eps)
-    tree = error(reduce_tree, exact[-1])
-    assert tree < 3 * eps and error(scan_states, exact) < 3 * eps
-    assert tree < error(reduce_chain, exact[-1])
 
 
 # ---------------------------------------------------------------- bad input, and Python's share
