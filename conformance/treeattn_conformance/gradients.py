@@ -59,7 +59,8 @@ class Slip(NamedTuple):
     heads: str = "sum"  # over the query heads of a key head: "sum", "first" or "last"
     tiled: bool = False  # whether query head i belongs to key head i % h_kv
     first: bool = False  # whether each round reads the keys of the first round
-    dq: str = "sum"  # over shards: "sum", "mean", "times" (of their number), "first" or "last"
+    part: str = "sum"  # of dq, over shards: "sum", "first" or "last"
+    dq: float = 1.0  # the factor of dq
     dkv: float = 1.0  # the factor of dk and dv
 
 
@@ -112,14 +113,12 @@ def backward(
         dv[:, at] = slip.dkv * np.einsum("blhn,blhd->bnhd", p, dout)
     ways = {
         "sum": np.sum,
-        "mean": np.mean,
-        "times": lambda x, axis: len(x) * x.sum(axis),
         "first": functools.partial(np.take, indices=0),
         "last": functools.partial(np.take, indices=-1),
     }
     grouped, axis = ((group, -1), 2) if slip.tiled else ((-1, group), 3)
     heads = (x.reshape(*x.shape[:2], *grouped, x.shape[-1]) for x in (dk, dv))
-    return ways[slip.dq](dq, axis=0), *(ways[slip.heads](x, axis=axis) for x in heads)
+    return slip.dq * ways[slip.part](dq, axis=0), *(ways[slip.heads](x, axis=axis) for x in heads)
 
 
 def slips() -> Iterator[tuple[str, Slip]]:
@@ -145,10 +144,11 @@ def slips() -> Iterator[tuple[str, Slip]]:
             yield "a shard's own lse", Slip(shards, own=("lse",), dlse=dlse)
             yield "a shard's own lse", Slip(shards, own=("lse", "out"), dlse=dlse)
         yield "keys of the first round", Slip(shards, first=True)
-        yield "gradients of one shard", Slip(shards, dq="last")
-        for dq in ("sum", "times", "first", "last"):
-            yield "p times", Slip(shards, dq=dq, dkv=shards)
-        for dq, dkv in (("mean", 1), ("sum", 1 / shards), ("mean", 1 / shards)):
+        yield "gradients of one shard", Slip(shards, part="last")
+        for part, dq in (("sum", 1), ("sum", shards), ("first", shards)):
+            yield "p times", Slip(shards, part=part, dq=dq, dkv=shards)
+        share = 1 / shards
+        for dq, dkv in ((share, 1), (1, share), (share, share)):
             yield "averaged over shards", Slip(shards, dq=dq, dkv=dkv)
 
 
