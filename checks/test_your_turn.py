@@ -543,7 +543,6 @@ ALGORITHMS_3 = [
     ("nothing was reduced", of_answers(lambda x: x)),
     ("the devices' answers were added", of_answers(lambda x: psum(x, "kv"))),
     ("the devices' answers were averaged", of_answers(lambda x: pmean(x, "kv"))),
-    ("the largest answer was taken", of_answers(lambda x: pmax(x, "kv"))),
     ("the devices' answers were weighted by m alone", weighted_by_m),
     ("n was added without weights, d was added without weights", algorithm_3(weigh="")),
     ("n was weighted and added, d was added without weights", algorithm_3(weigh="n")),
