@@ -113,7 +113,7 @@ test-all: $(STAMP) lint
 	$(BIN)/python $(PYTEST) $(MAIN) labs/*/tests
 
 mutants: $(STAMP)
-	$(BIN)/python tests/mutants.py
+	$(BIN)/python checks/mutants.py
 
 # No .venv. Coq prints the axioms that the proofs rest on.
 proofs:

@@ -87,7 +87,7 @@ def test_every_method_sends_what_its_formula_says(method):
 def test_rounds_of_any_number_of_devices():
     """A butterfly's bits are equal everywhere, in ⌈log₂ p⌉ rounds or one more; windows need no more
     than ⌈log₂ p⌉, send more states, and devices differ in their last bits."""
-    printed = run(sys.executable, REPOSITORY / "tests" / "rounds.py")
+    printed = run(sys.executable, REPOSITORY / "checks" / "rounds.py")
     rows = [map(int, line.split()) for line in printed.splitlines()]
     sent = {3: (4, 6), 5: (10, 15), 6: (12, 18), 7: (14, 21), 8: (24, 24), 12: (32, 48)}
     for p, rounds, states, outputs, rounds_of_windows, states_of_windows, differ in rows:

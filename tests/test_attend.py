@@ -24,7 +24,7 @@ from treeattn.products import BLOCK
 
 SHAPES = {
     # few queries: sums, in blocks that rows may not need
-    "streams": {"b": 3, "l": 1, "n": 640, "h": 4, "h_kv": 2, "d": 32, "dv": 16},
+    "lanes": {"b": 3, "l": 1, "n": 640, "h": 4, "h_kv": 2, "d": 32, "dv": 16},
     # many queries: matrix products, in two blocks
     "products": {"b": 2, "l": 5, "n": 1100, "h": 4, "h_kv": 2, "d": 8, "dv": 6},
     "few keys": {"b": 3, "l": 2, "n": 3, "h": 2, "h_kv": 1, "d": 5, "dv": 7},
@@ -100,7 +100,7 @@ def test_values_and_gradients(seed, name, stale, how):
     check_gradients(gradients, q, k, v, w, u, **options)
 
 
-EMPTY = {"no rows": SHAPES["streams"] | {"b": 0}, "no keys": SHAPES["few keys"] | {"n": 0}}
+EMPTY = {"no rows": SHAPES["lanes"] | {"b": 0}, "no keys": SHAPES["few keys"] | {"n": 0}}
 
 
 @pytest.mark.parametrize("how", FUNCTIONS)
@@ -117,7 +117,7 @@ def test_no_keys_no_nan(shape, how):
 
 
 @pytest.mark.parametrize("how", OURS)
-@pytest.mark.parametrize("name", ["streams", "products"])
+@pytest.mark.parametrize("name", ["lanes", "products"])
 def test_extreme_biases_and_scores(name, how):
     options = all_seen(SHAPES[name])
     q, k, v = draw(1, **SHAPES[name])
@@ -184,8 +184,8 @@ def test_dtypes(name, dtype, how):
 
 
 OTHER_KEYS = [
-    ("streams", "float32", "float8_e4m3fn"),
-    ("streams", "bfloat16", "float32"),
+    ("lanes", "float32", "float8_e4m3fn"),
+    ("lanes", "bfloat16", "float32"),
     ("products", "float32", "bfloat16"),
     ("few keys", "float16", "float8_e5m2"),
 ]
@@ -368,7 +368,7 @@ def test_numpys_float64_without_x64():
 
 @pytest.mark.parametrize("how", OURS)
 def test_vmap(how):
-    arrays, lengths = draw(6, **SHAPES["streams"]), np.array([3, 640, 0])
+    arrays, lengths = draw(6, **SHAPES["lanes"]), np.array([3, 640, 0])
 
     def one(q, k, v, n):
         options = {"kv_lengths": n[None], "implementation": how}

@@ -200,19 +200,15 @@ def test_traced_numbers_out_of_range_are_clipped():
     assert nodes(beyond).sum() == 5
 
 
+@pytest.mark.parametrize("module", [np, jnp])
 @pytest.mark.parametrize("shape", [(2, 0, 3), (2, 3, 0), (0, 3, 2), (2, 3, 2)])
-def test_a_tree_without_nodes(shape):
+def test_a_tree_without_nodes(shape, module):
     """No candidates, no positions, no batch; or empty candidates only."""
-    beam, lengths = np.ones(shape, np.int16), np.zeros(shape[:2], np.int32)
+    beam, lengths = module.ones(shape, "int16"), module.zeros(shape[:2], "int32")
     assert_packed(COMPILED, beam, lengths, size=shape[1] * shape[2])
     packed = assert_packed(FUNCTIONS, beam, lengths)
     assert unpack(*packed[::3]).shape == shape
     assert unpack(np.ones((2, 0, 4)), np.zeros((2, 3, 2), int)).shape == (2, 3, 2, 4)
-
-
-def test_a_tree_without_nodes_of_jax():
-    beam, lengths = jnp.ones((2, 3, 2), jnp.uint32), jnp.zeros((2, 3), jnp.int32)
-    assert assert_packed(FUNCTIONS, beam, lengths).packed_beam.shape == (2, 0)
 
 
 # ---------------------------------------------------------------- bad input

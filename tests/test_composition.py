@@ -170,7 +170,7 @@ def test_a_gradient_through_a_cache_on_a_mesh(name, take, kind):
             np.testing.assert_allclose(got, dense, atol=1e-11)
 
 
-@pytest.mark.parametrize("queries", [1, 3], ids=["streams", "products"])
+@pytest.mark.parametrize("queries", [1, 3], ids=["lanes", "products"])
 @pytest.mark.parametrize("spec", [P(None, "keys"), P(None, None, None, "keys")], ids=str)
 def test_a_cache_that_is_sharded(spec, queries):
     """Of a length and width for which one query's sums are written out."""

@@ -192,14 +192,6 @@ def test_a_narrower_cache_is_widened_a_block_at_a_time(optimized):
     assert temporary(32768) <= temporary(8192) + 1024
 
 
-@pytest.mark.parametrize("n", [1, 4, 9])
-def test_float32_as_called_by_default(n):
-    arrays = draw(l=1, n=n, dtype=np.float32)
-    out = tree_decode(*arrays, sharding=over(keys=4))
-    assert out.dtype == jnp.float32
-    check(out, *arrays, atol=1e-6)
-
-
 def test_a_traced_scale_is_compiled_once_and_has_a_gradient():
     q, k, v = draw(b=1, l=1, n=9)
 

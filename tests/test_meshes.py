@@ -314,7 +314,7 @@ def test_a_spec_is_enough_where_a_mesh_is_set(kind):
 
 @pytest.mark.parametrize("kind", ["cpu", "TPU v5e", "NVIDIA H100 80GB HBM3"])
 def test_a_program_is_written_for_the_devices_of_its_mesh(kind):
-    """Not for those of this process: the sums over streams are for a CPU alone."""
+    """Not for those of this process: the sums over lanes are for a CPU alone."""
     platform = {"c": "cpu", "T": "tpu", "N": "cuda"}[kind[0]]
     described = jax.sharding.Mesh(jax.devices()[:4], "k").abstract_mesh.abstract_device
     about = dataclasses.asdict(described) | {"device_kind": kind, "platform": platform}

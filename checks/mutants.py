@@ -1,8 +1,8 @@
 """Do the tests see a mistake? Sixty are planted, one at a time, and `make test`'s are asked.
 
 make mutants                       go on where the last call stopped; print how many are seen
-python tests/mutants.py all        ask about all of them anew
-python tests/mutants.py survivors  ask all tests about those that the likeliest tests do not see
+python checks/mutants.py all        ask about all of them anew
+python checks/mutants.py survivors  ask all tests about those that the likeliest tests do not see
 
 A mistake is a change of one line of a package, as a slip of the hand would make it, planted in a
 copy of the checkout. The table beside this file names the test that fails then, or says that the
