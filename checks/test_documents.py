@@ -1,4 +1,4 @@
-"""What the papers, the note and the packing document say of merging and packing, asked of the core.
+"""What the papers, the note and the packing document say of merging, packing and costs: is it true?
 
 tests/ asks whether the code is right; here its functions show whether a statement is.
 """
@@ -17,7 +17,11 @@ from treeattn import (
     AttentionState,
     attend,
     attention,
+    attention_from_energy,
+    causal_energy,
+    energy,
     finalize,
+    memory,
     pack,
     prefix_encoding,
     reduce_chain,
@@ -214,3 +218,31 @@ def test_rounding_by_order_and_dtype():
     tree = error(reduce_tree, exact[-1])
     assert tree < 3 * eps and error(scan_states, exact) < 3 * eps
     assert tree < error(reduce_chain, exact[-1])
+
+
+# ---------------------------------------------------------------- what the energy costs
+
+
+def flops(function, *shapes):
+    """Operations of the compiled program, for float32 arrays of these shapes; and the program."""
+    arrays = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+    program = jax.jit(function).lower(*arrays).compile()
+    return program.cost_analysis()["flops"], program
+
+
+def test_the_gradient_costs_a_constant_factor():
+    """In operations, of keys twice as wide as values; and in memory, a few numbers a key."""
+    n, d, dv = 1024, 64, 32
+    shapes = (dv,), (d,), (n, d), (n, dv)
+    both = jax.value_and_grad(energy)
+    (count, program), (of_energy, _) = flops(both, *shapes), flops(energy, *shapes)
+    assert flops(attention_from_energy, *shapes[1:])[0] < 1.02 * count
+    assert abs(count / of_energy - (d + 2 * dv) / (d + dv)) < 0.02
+    assert memory(program).temporary_bytes < 20 * n  # keys and values: 384 n
+
+
+def test_all_queries_cost_quadratically():
+    """2024 §1 and §3: four times the operations for twice the tokens; twice for one query."""
+    for f, times in ((causal_energy, 4), (lambda z, q, k, v: energy(z[0], q[0], k, v), 2)):
+        (small, _), (large, _) = (flops(f, *[(n, 64)] * 4) for n in (512, 1024))
+        assert large / small == pytest.approx(times, rel=0.02)
