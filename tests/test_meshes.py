@@ -312,6 +312,30 @@ def test_a_spec_is_enough_where_a_mesh_is_set(kind):
         f(*arrays)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["butterfly", "ring_attention"])
+def test_vmap_along_an_explicit_axis(name):
+    """Values and gradients; along the axis that is mapped nothing is sent."""
+    f, prefill = (DECODERS | PREFILLS)[name], name in PREFILLS
+    mesh = over(EXPLICIT, mapped=2, keys=2).mesh
+    drawn = [draw(seed, l=4 if prefill else 1, n=4, h_kv=4) for seed in range(2)]
+    specs = P("mapped"), *[P("mapped", None, "keys")] * 2
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
+    placed = jax.device_put([np.stack(pair) for pair in zip(*drawn, strict=True)], shardings)
+
+    def loss(q, k, v):
+        out = f(q, k, v, sharding=NamedSharding(mesh, P(None, "keys")))
+        return jnp.sin(out).sum(), out
+
+    compiled = jax.jit(jax.vmap(jax.grad(loss, (0, 1, 2), has_aux=True))).lower(*placed).compile()
+    gradients, out = jax.tree.map(np.asarray, compiled(*placed))
+    for i, arrays in enumerate(drawn):
+        check(out[i], *arrays, causal=prefill)
+        check_gradients([x[i] for x in gradients], *arrays, np.cos(out[i]), causal=prefill)
+    groups = [group for c in collectives(compiled) for group in c.groups]
+    assert groups and all(len({device // 2 for device in group}) == 1 for group in groups)
+
+
 @pytest.mark.parametrize("kind", ["cpu", "TPU v5e", "NVIDIA H100 80GB HBM3"])
 def test_a_program_is_written_for_the_devices_of_its_mesh(kind):
     """Not for those of this process: the sums over lanes are for a CPU alone."""

@@ -269,9 +269,12 @@ def on_devices(body, shards: KeyShards, inputs: Inputs, specs: Inputs, out_specs
 
     All axes of the mesh are manual, so XLA decides nothing: arrays are replicated along axes that
     their specs do not name. Inside `shard_map` or `jax.set_mesh`, the context's mesh is used, and
-    axes that are manual already stay manual. Raises ValueError if the context has another mesh.
+    axes that are manual already stay manual. Inside a `vmap` along a sharded Explicit axis, JAX
+    leaves out this axis, if it is left to name the axes. Raises ValueError if the context has
+    another mesh.
     """
     mesh = shards.mesh
+    manual = manual_axes()
     context = jax.sharding.get_abstract_mesh()
     if not context.empty and tuple(context.shape.items()) != tuple(mesh.shape.items()):
         expected, got = dict(context.shape), dict(mesh.shape)
@@ -285,7 +288,7 @@ def on_devices(body, shards: KeyShards, inputs: Inputs, specs: Inputs, out_specs
         mesh=mesh if context.empty else None,
         in_specs=(specs,),
         out_specs=out_specs,
-        axis_names=frozenset(mesh.axis_names) - manual_axes(),
+        axis_names=manual and frozenset(mesh.axis_names) - manual,
         check_vma=False,  # JAX cannot infer for most merges that results are replicated
     )
     return mapped(place(inputs, specs, shards))
