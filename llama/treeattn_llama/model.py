@@ -159,17 +159,11 @@ class Llama:
         mask, room for one token of each text is enough, because only some tokens of a tree are
         committed.
         """
-        x, new = self.hidden_states(tokens, cache, positions=positions, mask=mask)
-        return self.read_out(x), new
-
-    def hidden_states(
-        self, tokens: Tokens, cache: Cache, *, positions=None, mask=None
-    ) -> tuple[Hidden, NewEntries]:
-        """`extend` up to the last layer's output, from which `read_out` computes the logits."""
         tokens = calls.check_tokens(tokens, self.config.vocabulary, self.shards)
         calls.check_cache(cache, self)
         positions, mask = calls.check_new(tokens, cache, positions, mask)
-        return self.run_layers(tokens, positions, mask, cache)
+        x, new = self.run_layers(tokens, positions, mask, cache)
+        return self.read_out(x), new
 
     def commit(
         self,
@@ -215,7 +209,7 @@ class Llama:
     def run_layers(
         self, tokens, positions, mask=None, cache: Cache | None = None
     ) -> tuple[Hidden, NewEntries]:
-        """`hidden_states` without checks.
+        """`extend` up to the last layer's output, without checks.
 
         cache: None if it is empty, because the program without it is faster
         """
