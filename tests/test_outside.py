@@ -69,6 +69,23 @@ def test_attention_sends_no_more_than_jaxs_own(dtype, batch, causal, gradients, 
         assert 0 < sent <= most
 
 
+def test_a_loss_that_is_linear_in_the_output_sends_the_output_as_well(optimized):
+    """Of JAX's own, such a gradient needs three sums for each query; of a state, the output, too."""
+    q, k = array(1, 1, 8, 32), array(1, 4096, 4, 32)
+    keys = over(keys=DEVICES)
+    shardings = NamedSharding(keys.mesh, P()), keys, keys
+    sent = {}
+    for f in ta.attention, jax.nn.dot_product_attention:
+        gradients = jax.grad(lambda *x, f=f: jnp.sum(f(*x)), (0, 1, 2))
+        sent[f.__name__] = sent_bytes(gradients, (q, k, k), shardings)
+    output = 2 * (DEVICES - 1) * 8 * 32 * 4 // DEVICES
+    sums = 2 * (DEVICES - 1) * 8 * 4 // DEVICES  # of one number for each query and head
+    assert sent == {
+        "attention": 2 * output + 2 * sums,
+        "dot_product_attention": output + 3 * sums,
+    }
+
+
 # What says itself how its arrays lie, tests/test_meshes.py asks; these three are elementwise.
 OTHERS = "merge_across visit_shards tree_decode ring_decode ring_attention ulysses_attention "
 OTHERS += "shard_lengths striped_slot striped_position"

@@ -80,7 +80,9 @@ def attend(
     sees may reach other queries of the head. (2024 eq. 2–4, 2025 eq. 1–3.)
 
     On several devices, inside jit, implementation=None sends no more than
-    `jax.nn.dot_product_attention` and holds all scores; for sharded keys call `tree_decode`.
+    `jax.nn.dot_product_attention` and holds all scores; for sharded keys call `tree_decode`. Only
+    the gradient of a loss that is linear in the output sends more, because JAX takes it without
+    the output.
 
     Raises TypeError or ValueError that names the argument. Outside jit, the call waits until
     lengths are computed, to check them.

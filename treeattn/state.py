@@ -37,6 +37,9 @@ from treeattn.checks import (
 class AttentionState(NamedTuple):
     """Partial softmax sums over a set of keys, relative to a pivot.
 
+    Differentiate what `finalize` returns: a field alone has another gradient, because the pivot is
+    a constant of it.
+
     max:          (...,)     the pivot m; −∞ when the set is empty
     denominator:  (...,)     d = Σ_a exp(s_a − m)
     numerator:    (..., dv)  n = Σ_a exp(s_a − m) v_a
