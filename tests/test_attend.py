@@ -425,3 +425,11 @@ def test_a_warm_call_takes_few_steps_in_python(unchecked):
         came = [python_calls(function, *arrays, **options) for _, options in cases]
         # At most: a newer JAX makes an array of a number without coming back to us.
         assert all(n <= most for n, (most, _) in zip(came, cases, strict=True)), came
+
+
+def test_a_program_of_symbolic_sizes_is_exported():
+    b, n = jax.export.symbolic_shape("b, n")
+    q, k = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((b, 1, 4, 8), (b, n, 2, 8)))
+    exported = jax.export.export(jax.jit(attention))(q, k, k)
+    arrays = draw(b=3, l=1, n=7, d=8, dtype=np.float32)
+    np.testing.assert_allclose(exported.call(*arrays), dense_attention(*arrays), atol=1e-6)

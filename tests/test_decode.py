@@ -140,6 +140,21 @@ def test_no_keys_no_rows_and_no_heads(name):
         check(found, q, k, k)
 
 
+@pytest.mark.parametrize("name", DECODERS | PREFILLS)
+def test_a_symbolic_size_is_refused_by_its_axis(name):
+    """XLA:CPU crashes on a reshape of a symbolic batch inside of `shard_map`."""
+    (x,) = jax.export.symbolic_shape("x")
+    decode = jax.jit(functools.partial((DECODERS | PREFILLS)[name], sharding=over(keys=4)))
+    for axis, q, k in [
+        ("q: expected a batch", (x, 8, 4, 4), (x, 8, 4, 4)),
+        ("q: expected a length", (1, x, 4, 4), (1, 8, 4, 4)),
+        ("k: expected a length", (1, 8, 4, 4), (1, 8 * x, 4, 4)),
+    ]:
+        q, k = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (q, k))
+        with pytest.raises(ValueError, match=f"{axis} that is a number, got the symbolic"):
+            jax.export.export(decode)(q, k, k)
+
+
 @pytest.mark.parametrize("name", PREFILLS)
 def test_what_a_shard_is_filled_up_with_does_not_count(name, monkeypatch):
     """XLA:CPU has left NaN there in one call of four."""

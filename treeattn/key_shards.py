@@ -53,10 +53,17 @@ class KeyShards(NamedTuple):
 def key_shards_of(inputs: Inputs, sharding: Sharding, striped: bool = False) -> KeyShards:
     """The shards that the caller names, or else those of the keys.
 
-    Raises TypeError if `sharding` is not a NamedSharding; ValueError if k's sharding is unknown,
-    the spec is not P(batch, keys, heads), k or v has another sharding, or an enclosing `shard_map`
-    has split the keys' axes.
+    Raises TypeError if `sharding` is not a NamedSharding; ValueError if a size is symbolic, as
+    `jax.export` has them, k's sharding is unknown, the spec is not P(batch, keys, heads), k or v
+    has another sharding, or an enclosing `shard_map` has split the keys' axes.
     """
+    for name, x in (("q", inputs.q), ("k", inputs.k)):
+        for axis, size in zip(("batch", "length", "heads", "head_dim"), x.shape, strict=False):
+            if not isinstance(size, int):
+                raise ValueError(
+                    f"{name}: expected a {axis} that is a number, got the symbolic {size}: XLA "
+                    "fails on sharded programs of symbolic sizes; export one for each size"
+                )
     if sharding is None:
         sharding = _sharding_of(inputs.k)
     elif isinstance(sharding, P):

@@ -186,14 +186,17 @@ def xla_may_split(*arrays) -> bool:
 def attend_inputs(inputs: Inputs, implementation: Implementation):
     """`attend` for checked inputs, inside a trace: a state, or a user's state of another kind.
 
-    Here alone is decided what runs. None is flash on a CUDA device if there are many queries and
-    flash can compute the call; else "plain" where XLA may split the arrays, because there
-    "blockwise" would send every block of sharded keys to every device; else "blockwise".
+    Here alone is decided what runs. None is "plain" for symbolic sizes, as `jax.export` has them;
+    flash on a CUDA device if there are many queries and flash can compute the call; "plain" where
+    XLA may split the arrays, because there "blockwise" would send every block of sharded keys to
+    every device; else "blockwise".
     """
     if inputs.q.size == 0 or inputs.k.shape[1] == 0:  # most kernels fail on empty arrays
         return AttentionState.identity(inputs.q.shape[:3], inputs.v.shape[-1], inputs.dtype)
     if callable(implementation):
         return _attend_by_function(inputs, implementation)
+    if implementation is None and not isinstance(inputs.q.size * inputs.k.size, int):
+        implementation = "plain"  # the sizes of blocks are numbers, and a symbolic size is none
     if implementation is None and flash.is_best(inputs):
         # The platform is known only when the program is lowered.
         return jax.lax.platform_dependent(inputs, cuda=flash.flash_attend, default=attend_blockwise)
