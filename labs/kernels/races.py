@@ -33,7 +33,6 @@ ROOT = Path(__file__).parents[2]
 PLANS = Path(__file__).parent / "results" / "plans.json"
 DEVICES, KEYS, HEADS, DIM = 8, 1000, 4, 64
 LATE = 300
-ALLOWED = 1e-5  # the error of a right result
 CODE = inspect.getsource(remote_merge.butterfly)
 # name -> what stands in the code, and what a mistaken author wrote instead
 MISTAKES = {

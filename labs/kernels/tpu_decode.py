@@ -167,13 +167,10 @@ def _unpack(packed, dv: int) -> AttentionState:
 
 def _call(kernel, arrays, block: int | None, dv: int, merging: Merging | None):
     """The packed states (b, rows, width(dv)) that a kernel leaves on this device."""
-
-    def whole(shape):
-        return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
-
+    whole = pl.BlockSpec(memory_space=pltpu.VMEM)
     if block is None:
         (state,) = arrays
-        shape, grid, in_specs = state.shape, (1,), [whole(state.shape)]
+        shape, grid, in_specs = state.shape, (1,), [whole]
     else:
         _, q, k, v = arrays
         shape = q.shape[0], q.shape[1] * q.shape[2], width(dv)
@@ -190,24 +187,34 @@ def _call(kernel, arrays, block: int | None, dv: int, merging: Merging | None):
         scratch += [pltpu.VMEM((slots, *shape), jnp.float32)]
         scratch += [pltpu.SemaphoreType.DMA((slots,))] * 2
         scratch += [pltpu.SemaphoreType.REGULAR((merging.p.bit_length(),))]
-        extra = {"compiler_params": pltpu.CompilerParams(collective_id=0)}
+        # Kernels along different axes must not share a barrier semaphore: a device of one axis
+        # would be counted for the other.
+        number = jax.sharding.get_abstract_mesh().axis_names.index(merging.axis)
+        extra = {"compiler_params": pltpu.CompilerParams(collective_id=number)}
     call = pl.pallas_call(
         functools.partial(kernel, dv=dv, merging=merging),
         grid=grid,
         in_specs=in_specs,
-        out_specs=whole(shape),
+        out_specs=whole,
         out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
         scratch_shapes=scratch,
         interpret=False if _is_for_tpus() else simulated(merging),
         name="treeattn_tpu_decode",
         **extra,
     )
-    return call(*arrays)
+    with jax.enable_x64(False):  # Mosaic's indices have 32 bits
+        return call(*arrays)
 
 
 def simulated(merging: Merging | None):
-    copies = merging.copies if merging else "on_wait"
-    return pltpu.InterpretParams(detect_races=True, on_race="warn", dma_execution_mode=copies)
+    # A copy counts at a random place of the vector clocks. With Pallas's own size, some eight
+    # places, copies often share a place, and a race between them can be missed.
+    return pltpu.InterpretParams(
+        detect_races=True,
+        on_race="warn",
+        dma_execution_mode=merging.copies if merging else "on_wait",
+        vector_clock_size=1024,
+    )
 
 
 def _is_for_tpus() -> bool:
