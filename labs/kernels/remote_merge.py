@@ -6,16 +6,19 @@ A protocol is a function that all devices run, after which `mine` is the merge o
 
     mine      (b, rows, ·), the device's own state, as `pack` writes it
     inbox     (slots, b, rows, ·), where other devices write
-    sent      (slots,), counts what has left this device
-    arrived   (slots,), counts what has arrived in each slot of this device's inbox
+    sent      (slots,), counts the bytes that have left this device
+    arrived   (slots,), counts the bytes that have arrived in this device's inbox
     free      (rounds,), counts slots that the round's partner has read
     axis      of the mesh; a device's number along it is its name
     partners  the devices to which this device writes, and which write to it
     merge     of two packed states
 
 `mine` and `inbox` are in the core's own memory, VMEM. `sent`, `arrived` and `free` are arrays of
-semaphores. A semaphore is a counter: any device may add to it, its owner waits until it has a
-value, and subtracts that. Each device calls `enter` before it runs the protocol.
+semaphores. A semaphore is a counter: any device may add to it, its owner waits until it is at least
+a value, and subtracts that value. Each device calls `enter` before it runs the protocol.
+
+The barrier semaphore outlives the kernel, so it may count a partner's next call. It cannot here: a
+merge ends on no device before all devices have passed their barriers.
 """
 
 import jax.numpy as jnp
@@ -24,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-LANES = 128  # a TPU's registers are 8 by 128 numbers; messages are padded to them
+LANES = 128  # a TPU's registers are 8 by 128 numbers of 32 bits; messages are padded to them
 # Stands for −∞ as a pivot. It is finite, because −∞ − (−∞) is NaN, and LOW − LOW is 0.
 LOW = float(np.finfo(np.float32).min)
 

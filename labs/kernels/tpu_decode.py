@@ -32,7 +32,7 @@ from labs.kernels.remote_merge import (
 )
 from treeattn import AttentionState
 
-ROOM = 2 << 20  # bytes of a block of keys and values; two blocks are in VMEM at a time
+ROOM = 2 << 20  # bytes of a block of keys and values, unpadded; two blocks are in VMEM at a time
 MOST = 512  # keys of a block
 EXACT = lax.Precision.HIGHEST  # products of float32 as in float32
 
