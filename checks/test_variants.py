@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from pages import SITE, blocks, text
+
+import treeattn
 
 PAGE = SITE / "variants.md"
 P, B, N, H, G, D = 4, 2, 32, 4, 2, 8  # devices, rows, keys, heads, key heads, head_dim
@@ -266,3 +269,37 @@ def test_medusas_paths(page):
     assert offsets.tolist() == [len(path) for path in nodes]
     assert page["tree_of_paths"]([[0, 0, 0, 0]])[1].tolist() == [0, 1, 2, 3, 4]  # prefixes left out
     assert mask.tolist() == [[path[: len(other)] == other for other in nodes] for path in nodes]
+
+
+@pytest.mark.slow
+def test_a_float8_cache_over_two_axes_donated_and_scanned():
+    mesh = treeattn.kv_mesh(jax.devices()[:8], nodes=2)
+    cache = NamedSharding(mesh, PartitionSpec(None, ("node", "device")))
+    queries, keys, values = (
+        normal(21, 6, B, 1, H, D),
+        normal(22, 6, B, G, D),
+        normal(23, 6, B, G, D),
+    )
+    keys = 300 * keys  # some beyond 448
+    float8 = jnp.float8_e4m3fn
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def decode(k, v):
+        def step(kv, token):
+            i, q, *new = token
+            slot = treeattn.striped_slot(i, N, 8)
+            new = [jnp.clip(x, -448, 448).astype(float8) for x in new]
+            k, v = (x.at[:, slot].set(y) for x, y in zip(kv, new, strict=True))
+            options = {"striped": True, "kv_lengths": i + 1, "method": "hierarchical"}
+            return (k, v), treeattn.tree_decode(q, k, v, sharding=cache, scale=0.01, **options)
+
+        return jax.lax.scan(step, (k, v), (jnp.arange(6), queries, keys, values))
+
+    empty = [jax.device_put(jnp.zeros((B, N, G, D), float8), cache) for _ in "kv"]
+    (k, _), out = decode(*empty)
+    assert empty[0].is_deleted() and k.sharding == cache and k.dtype == float8
+    held = [jnp.clip(x, -448, 448).astype(float8).astype(jnp.float64) for x in (keys, values)]
+    for i in range(6):
+        k, v = (jnp.moveaxis(x[: i + 1], 0, 1) for x in held)
+        wanted = dense(queries[i] * 0.01 * D**0.5, k, v)
+        np.testing.assert_allclose(out[i], wanted, atol=1e-5)

@@ -70,7 +70,7 @@ def test_attention_sends_no_more_than_jaxs_own(dtype, batch, causal, gradients, 
 
 
 def test_a_loss_that_is_linear_in_the_output_sends_the_output_as_well(optimized):
-    """Of JAX's own, such a gradient needs three sums for each query; of a state, the output, too."""
+    """JAX's own gradient needs three sums for each query; that of a state also needs the output."""
     q, k = array(1, 1, 8, 32), array(1, 4096, 4, 32)
     keys = over(keys=DEVICES)
     shardings = NamedSharding(keys.mesh, P()), keys, keys
