@@ -7,8 +7,9 @@ taken from the package axe-playwright-python, without the playwright that the pa
 import importlib.util
 import sys
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
+
+from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).parent.parent / "checks"))
 from browser import Browser, chromium
@@ -30,7 +31,7 @@ VIEWS = {  # of the other pages, one
 }
 
 
-def violations(pages: Iterable[Path]) -> list[str] | None:
+def violations(pages: list[Path]) -> list[str] | None:
     """The serious faults of each page on a phone, and of some in the dark and on a wide screen.
 
     None without a browser or axe.
@@ -42,7 +43,7 @@ def violations(pages: Iterable[Path]) -> list[str] | None:
     found = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         browser = Browser(Path(profile), seconds=300)
-        for page in pages:
+        for page in tqdm(pages, "checking the pages in Chromium", unit="page"):
             for view in VIEWS.get(page.name, (PHONE,)):
                 browser.open(page.resolve().as_uri(), prefers_reduced_motion="reduce", **view)
                 browser.run(SET)

@@ -1,6 +1,11 @@
 """Sphinx, for the tree of sources that build.py lays out: nothing is run, nothing is fetched."""
 
+import contextlib
+
 from docstrings import as_restructured_text, skip_field
+
+with contextlib.redirect_stdout(None):  # it says that matplotlib is missing: for cards of its own
+    import sphinxext.opengraph  # noqa: F401
 
 project = "treeattn"
 copyright = "the treeattn authors"
