@@ -241,7 +241,7 @@ def _nodes(xp, common, lengths, width):
     earlier = candidate[None] < candidate[:, None]  # (M, M)
     shared_with_earlier = xp.where(earlier[None], common, 0)
     borrowed = xp.max(shared_with_earlier, axis=2, initial=0)  # (B, M)
-    end = xp.cumulative_sum(lengths - borrowed, axis=1, dtype=xp.int32)
+    end = (lengths - borrowed).cumsum(axis=1, dtype=xp.int32)
     start = end - lengths
 
     # Candidates are in order, so node i belongs to the candidate whose index is the number of
