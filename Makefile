@@ -128,7 +128,7 @@ test-latest: $(LATEST_STAMP)
 	$(LATEST)/python $(PYTEST) -m "not house"
 
 # The server's root is this folder, because notebooks link to pictures and pages outside of theirs.
-# Its configuration opens notebook 00, lets the pages run their scripts, and saves nothing by itself.
+# Its configuration opens notebook 00, and saves nothing by itself.
 # In a container everybody is root, and JupyterLab wants to be told so.
 lab: AS_ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
 lab: $(STAMP)
