@@ -9,9 +9,10 @@ import re
 from collections import Counter
 from functools import cache
 
-import ledger
 import pytest
 from pages import MAIN_ROAD, NOTEBOOKS, REPOSITORY, cells, text
+
+import ledger
 
 pytestmark = pytest.mark.house
 
@@ -205,7 +206,8 @@ ID = re.compile(
 PLACE = r"(?:eq\.|equation|§|Algorithm|Theorem|Figure|Table|[Aa]ppendix|App\.|section|Listing)"
 ARXIVS = re.compile(rf"(?<![\w./-])v[12](?:'s|,)?\s+{PLACE}|(?<![\w.])v[12]-[A-Z]+\d")
 PAPER_LINK = re.compile(r"(?:\[([^\]]+)\]\()?(https?://arxiv\.org/\w+/2408\.04093(?:v\d)?)")
-READ = ("*.md", "site/*.md", "site/*.py", "treeattn/*.py", "labs/*/*.py", "labs/*/*.md", "*/*.tsv")
+TABLES = "*/*.tsv", "notebooks/ledger/*.tsv"
+READ = ("*.md", "site/*.md", "site/*.py", "treeattn/*.py", "labs/*/*.py", "labs/*/*.md", *TABLES)
 
 
 def test_ids_are_rows_and_the_paper_is_linked_where_it_says_what_is_cited():
@@ -242,14 +244,16 @@ def collected(file: str) -> set[str]:
 
 @cache
 def sections(path) -> dict[str, str]:
-    """A notebook's headings below its title, and what the cells below each of them print."""
-    found, heading = {}, ""
+    """What the cells below each heading print, by the tag of the heading's cell or the heading."""
+    found, at = {}, ""
+    named = {heading: tag for tag, heading in ledger.headings(path).items()}
     for cell in cells(path):
         for heading in re.findall(r"(?m)^##+ (.+)$", cell.source * (cell.cell_type == "markdown")):
-            found[heading] = ""
+            at = named.get(heading, heading)
+            found[at] = ""
         outputs = cell.get("outputs", ())
         printed = [x.get("text") or x.get("data", {}).get("text/html", "") for x in outputs]
-        found[heading] = found.get(heading, "") + "".join(printed)
+        found[at] = found.get(at, "") + "".join(printed)
     return found
 
 
@@ -266,10 +270,10 @@ def is_held(row: dict[str, str], test: str) -> bool:
     if not file.endswith(".ipynb"):
         return name in collected(file)
     places_there = [place.partition(": ") for place in places(row["notebook"])]
-    here = [heading for name, _, heading in places_there if REPOSITORY / file == BY_NAME[name]]
+    here = [tag for name, _, tag in places_there if REPOSITORY / file == BY_NAME[name]]
     found = sections(REPOSITORY / file)
     named = re.search(rf"(?m)^{row['id']} .*: True$", "".join(found.values()))
-    return bool(named) or any(found.get(heading) for heading in here)
+    return bool(named) or any(found.get(tag) for tag in here)
 
 
 def test_every_test_exists():
@@ -284,17 +288,26 @@ def test_every_test_exists():
 
 
 def test_every_place_exists():
-    """As "01: 4. The moments": a notebook's number or name, and a heading as it stands there."""
+    """As "01: five-words": a notebook's number or name, and the tag of a heading's cell there."""
     wrong = []
     for row in ROWS:
         quotes = "test_ledger.py" in row["test"]  # nothing to explain but the words
         if not row["notebook"] and row["verdict"] not in WITHOUT_A_TEST and not quotes:
             wrong.append(f"{row['id']}: no place")
         for place in places(row["notebook"]):
-            name, _, heading = place.partition(": ")
-            if name not in BY_NAME or heading not in sections(BY_NAME[name]):
+            name, _, tag = place.partition(": ")
+            if name not in BY_NAME or tag not in ledger.headings(BY_NAME[name]):
                 wrong.append(f"{row['id']}: {place}")
-    assert not wrong, f"no such section: name another in notebooks/ledger.tsv for {wrong}"
+    assert not wrong, f"no heading's cell has the tag ledger:…, or name another, for {wrong}"
+
+
+def test_every_tag_is_named():
+    """By a row; and no other cell of the notebook has it."""
+    named = {place for row in ROWS for place in places(row["notebook"])}
+    for name, path in BY_NAME.items():
+        tags = [x for cell in cells(path) for x in cell.metadata.get("tags", ()) if "ledger:" in x]
+        assert sorted(tags) == sorted(f"ledger:{tag}" for tag in ledger.headings(path)), path
+        assert {f"{name}: {tag}" for tag in ledger.headings(path)} <= named, path
 
 
 def read_and_printed(path, without: str = "") -> str:
@@ -338,7 +351,7 @@ def test_what_is_proved_names_a_proof():
     assert [row["id"] for row in ROWS if bool(row["proof"]) != (row["verdict"] == "proved")] == []
     gone = [proof for proof in PROOFS if not proves(proof)]
     rows = {row["id"]: x for row in ROWS for x in places(row["proof"]) if x in gone}
-    assert not rows, f"no such proof: name another in notebooks/ledger.tsv for {rows}"
+    assert not rows, f"no such proof: name another in notebooks/ledger for {rows}"
 
 
 def test_a_deleted_proof_is_noticed():

@@ -57,11 +57,13 @@ def scorecard(rows: list[dict[str, str]]):
 
 
 def of_the_checkout():
-    """`scorecard` of the rows that notebooks/ledger.tsv has."""
-    path = Path(__file__).parent.parent / "notebooks" / "ledger.tsv"
-    header, *lines = path.read_text(encoding="utf-8").splitlines()
-    columns = header.split("\t")
-    return scorecard([dict(zip(columns, line.split("\t"), strict=True)) for line in lines])
+    """`scorecard` of the rows that notebooks/ledger has."""
+    rows = []
+    for path in sorted((Path(__file__).parent.parent / "notebooks" / "ledger").iterdir()):
+        header, *lines = path.read_text(encoding="utf-8").splitlines()
+        columns = header.split("\t")
+        rows += [dict(zip(columns, line.split("\t"), strict=True)) for line in lines]
+    return scorecard(rows)
 
 
 FIGURES = {"ledger_scorecard": of_the_checkout}

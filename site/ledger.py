@@ -1,6 +1,8 @@
 """The page of the ledger: its rows as tables, each linked to the section that explains it."""
 
+import json
 import re
+from functools import cache
 from html import escape
 from itertools import groupby
 from pathlib import Path
@@ -14,7 +16,7 @@ INTRODUCTION = """# The ledger, row by row
 
 What the sources state, in their own words, with a verdict, the section that explains it and the
 tests that hold it. [Notebook 10](notebooks/10_ledger.ipynb) says what the verdicts mean, counts
-them and runs some of the checks; the rows are a file, `notebooks/ledger.tsv`. A row's id is a link
+them and runs some of the checks; the rows are files, `notebooks/ledger`. A row's id is a link
 to it.
 
 ```{toctree}
@@ -25,10 +27,13 @@ notebooks/10_ledger
 """
 
 
-def read(name: str = "ledger.tsv") -> list[dict[str, str]]:
-    """A table of the folder notebooks, a dictionary for each row."""
-    header, *lines = (NOTEBOOKS / name).read_text(encoding="utf-8").splitlines()
-    return [dict(zip(header.split("\t"), line.split("\t"), strict=True)) for line in lines]
+def read(names: str = "ledger/*.tsv") -> list[dict[str, str]]:
+    """Tables of the folder notebooks, one after the other, a dictionary for each row."""
+    rows = []
+    for path in sorted(NOTEBOOKS.glob(names)):
+        header, *lines = path.read_text(encoding="utf-8").splitlines()
+        rows += [dict(zip(header.split("\t"), line.split("\t"), strict=True)) for line in lines]
+    return rows
 
 
 def escaped(text: str) -> str:
@@ -36,13 +41,26 @@ def escaped(text: str) -> str:
     return SPECIAL.sub(lambda found: found[0] if found[0][0] == "`" else f"\\{found[0]}", text)
 
 
+@cache
+def headings(path: Path) -> dict[str, str]:
+    """The headings of a notebook that rows name, by the tags of their cells without `ledger:`."""
+    found = {}
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        for tag in cell["metadata"].get("tags", ()):
+            if tag.startswith("ledger:"):
+                (heading,) = re.findall(r"(?m)^##+ (.+)$", "".join(cell["source"]))
+                found[tag.removeprefix("ledger:")] = heading
+    return found
+
+
 def link(place: str) -> str:
-    """ "01: 4. The moments" as a link to that section; off the main road a notebook's name stands
-    in place of a number."""
-    number, _, heading = place.partition(": ")
+    """ "01: five-words" as a link to the section whose heading is in the cell that is tagged
+    `ledger:five-words`; off the main road a notebook's name stands in place of a number."""
+    number, _, tag = place.partition(": ")
     beside = (f"notebooks/deeper/{number}.ipynb", f"labs/*/{number}.ipynb")
     patterns = (f"notebooks/{number}_*.ipynb", *beside)
     (path,) = [path for pattern in patterns for path in REPOSITORY.glob(pattern)]
+    heading = headings(path)[tag]
     slug = re.sub(r"[^-\w ]", "", heading).replace(" ", "-").lower()
     told = f"{number.replace('_', ' ')}, {escaped(heading)}"
     return f"[{told}]({path.relative_to(REPOSITORY)}#{slug})"
