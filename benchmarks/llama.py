@@ -2,14 +2,15 @@
 
     python benchmarks/llama.py            all parts; a few minutes
     python benchmarks/llama.py single     one device, in turn with the others, where they (torch and
-                                          transformers; llama-cpp-python) are installed
+                                          transformers; xllamacpp) are installed
     python benchmarks/llama.py steps      what verifying several candidates at once costs
     python benchmarks/llama.py shares     where the time of a prompt goes
 
 Everything is measured in one process, in turn, after a first run that compiles, and the fastest of
-the rounds counts. The time is the processor's, of all cores together, which other programs
-disturb less than the time of day. Set OMP_WAIT_POLICY=PASSIVE, because PyTorch's waiting threads
-count otherwise. `single` has prefill and decoding with the same float32 weights as transformers;
+the rounds counts. `single` gives the time of the clock and the processor's, of all cores together;
+the other parts give the processor's, which other programs disturb less. Set
+OMP_WAIT_POLICY=PASSIVE, because PyTorch's waiting threads count otherwise. `single` has prefill and
+decoding with the same float32 weights as transformers, with both of its attentions for a CPU;
 llama.cpp computes with the file's 4-bit weights and keeps its cache in float16. Caches of a given
 context are filled with random numbers, because a step's time does not depend on them. `steps` has
 the time of a step of 1 … 64 packed candidates, with positions and a tree mask, all of their logits
@@ -26,8 +27,10 @@ import json
 import os
 import platform
 import time
+import urllib.request
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,16 +44,22 @@ ROOM = 32  # tokens that a cache has room for besides its context
 MATRICES = ("qkv", "output", "gate_up", "down")  # of a layer
 
 
-def in_turn(candidates: dict, rounds: int) -> dict[str, float]:
-    """Seconds that each candidate takes, its result included: the fastest of rounds in which they
-    take turns, after one that compiles."""
-    fastest = dict.fromkeys(candidates, np.inf)
+class Seconds(NamedTuple):
+    clock: float
+    processor: float
+
+
+def in_turn(candidates: dict, rounds: int) -> dict[str, Seconds]:
+    """What each candidate takes, its result included: the fastest of rounds in which they take
+    turns, after one that compiles."""
+    fastest = dict.fromkeys(candidates, Seconds(np.inf, np.inf))
     for i in range(rounds + 1):
         for name, f in candidates.items():
-            began = time.process_time()
+            began = time.perf_counter(), time.process_time()
             jax.block_until_ready(f())
+            took = time.perf_counter() - began[0], time.process_time() - began[1]
             if i:
-                fastest[name] = min(fastest[name], time.process_time() - began)
+                fastest[name] = Seconds(*map(min, fastest[name], took))
     return fastest
 
 
@@ -84,7 +93,7 @@ def decoder(model: Llama, context: int, n: int):
 # transformers, with the same weights
 
 
-def transformers_model():
+def transformers_model(attention: str):
     """The packaged checkpoint as transformers' LlamaForCausalLM, in float32."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -103,6 +112,7 @@ def transformers_model():
             rms_norm_eps=c.norm_epsilon,
             tie_word_embeddings=c.tied,
             rope_parameters={"rope_type": "default", "rope_theta": c.rotary_base},
+            attn_implementation=attention,
         )
     ).eval()
     state = {name: torch.from_numpy(checkpoint.read(name).copy()) for name in checkpoint.shapes}
@@ -141,72 +151,77 @@ def transformers_runs(model, context: int, n: int):
     return prefill, decode
 
 
-def llama_cpp_runs(path: Path, prompt: list[int], contexts, n: int):
-    """(prefill of the prompt, {context: decoding of n tokens after it}), by llama.cpp's kernels
-    for the weights of that file. Prefill returns the last token's logits."""
-    import llama_cpp
+class LlamaCpp:
+    """llama.cpp's server in this process, with its kernels for the weights of that file."""
 
-    longest = max(contexts)
-    threads = os.cpu_count()
-    model = llama_cpp.Llama(
-        str(path),
-        n_ctx=longest + ROOM,
-        n_threads=threads,
-        n_threads_batch=threads,
-        verbose=False,
-    )
+    def __init__(self, path: Path, longest: int):
+        import xllamacpp
 
-    def forget(after: int):  # what comes after so many tokens
-        model.n_tokens = after
-        llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(model.ctx), 0, after, -1)
+        options = xllamacpp.CommonParams()
+        options.model.path = str(path)
+        options.n_ctx = longest + ROOM
+        options.n_parallel = 1
+        options.cpuparams.n_threads = options.cpuparams_batch.n_threads = os.cpu_count()
+        options.verbosity = -1
+        self.server = xllamacpp.Server(options)
 
-    def prefill():
-        forget(0)
-        model.eval(prompt)
-        logits = llama_cpp.llama_get_logits_ith(model.ctx, -1)
-        return np.ctypeslib.as_array(logits, (model.n_vocab(),)).copy()
-
-    model.eval([i % 1000 + 100 for i in range(longest)])
-
-    def decode(context):
-        forget(context)
-        for _ in range(n):
-            model.eval([1])
-
-    return prefill, {context: functools.partial(decode, context) for context in contexts}
+    def complete(self, prompt: list[int], n: int, cached: bool) -> dict:
+        """n tokens after the prompt, greedily; `cached`, after what the call before has computed,
+        so that n steps are left: one of the prompt's last token and n - 1."""
+        how = {"temperature": 0, "ignore_eos": True, "cache_prompt": cached}
+        body = {"prompt": prompt, "n_predict": n} | how
+        request = urllib.request.Request(
+            self.server.listening_address + "/completion",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as answer:
+            found = json.load(answer)
+        steps = found["timings"]["predicted_n"]
+        if steps != n:
+            raise RuntimeError(f"llama.cpp wrote {steps} tokens of {n}")
+        return found["timings"]
 
 
-def single(model: Llama, rounds: int = 3, n: int = 4) -> dict:
+def single(model: Llama, rounds: int = 5, n: int = 8) -> dict:
     """Tokens in a second of one device, of transformers and of llama.cpp."""
-    contexts = (8192, 2048, 64)
+    contexts = (64, 2048, 8000)  # llama.cpp ends at 8192
     find = importlib.util.find_spec
-    prompt = (np.arange(1024) % 1000 + 100).tolist()
-    first = {"treeattn": lambda: model.prefill([prompt], model.new_cache(1, 1024))[0]}
+
+    def prompt(n):
+        return (np.arange(n) % 1000 + 100).tolist()
+
+    first = {"treeattn": lambda: model.prefill([prompt(1024)], model.new_cache(1, 1024))[0]}
     runs = {context: {"treeattn": decoder(model, context, n)} for context in contexts}
     if find("transformers") and find("torch"):
-        other = transformers_model()
-        first["transformers"] = transformers_runs(other, 1024, n)[0]
+        for attention in ("sdpa", "eager"):
+            other, name = transformers_model(attention), f"transformers, {attention}"
+            first[name] = transformers_runs(other, 1024, n)[0]
+            for context in contexts:
+                runs[context][name] = transformers_runs(other, context, n)[1]
+    if find("xllamacpp"):
+        cpp = LlamaCpp(packaged_model(), max(contexts))
         for context in contexts:
-            runs[context]["transformers"] = transformers_runs(other, context, n)[1]
-    if find("llama_cpp"):
-        cpp, after = llama_cpp_runs(packaged_model(), prompt, contexts, n)
-        for context in contexts:
-            runs[context]["llama.cpp, 4 bit"] = after[context]
+            run = functools.partial(cpp.complete, prompt(context), n, cached=True)
+            runs[context]["llama.cpp, 4 bit"] = run
     result = {}
 
-    def report(name, speeds):
-        result[name] = speeds
-        print(name, {k: round(v, 1) for k, v in speeds.items()}, "tokens/s", flush=True)
+    def report(what, tokens, times):
+        result[what] = {
+            name: {kind: tokens / t for kind, t in seconds._asdict().items()}
+            for name, seconds in times.items()
+        }
+        print(what, result[what], "tokens/s", flush=True)
 
-    for context in contexts:  # falling: llama.cpp forgets what comes after
-        times = in_turn(runs[context], rounds)
-        report(f"decode at {context}", {k: n / t for k, t in times.items()})
-    if find("llama_cpp"):  # last: it overwrites the cache
-        first["llama.cpp, 4 bit"] = cpp
+    for context in contexts:
+        report(f"decode at {context}", n, in_turn(runs[context], rounds))
     ours = np.asarray(first["treeattn"]()).ravel()
     for name in first.keys() - {"treeattn"}:
         print(f"{name}: logits differ by at most {np.abs(ours - first[name]()).max():.1e}")
-    report("prefill 1024", {k: 1024 / t for k, t in in_turn(first, rounds).items()})
+    if find("xllamacpp"):
+        run = functools.partial(cpp.complete, prompt(1024), 1, cached=False)
+        first["llama.cpp, 4 bit"] = run
+    report("prefill 1024", 1024, in_turn(first, rounds))
     return result
 
 
@@ -228,6 +243,7 @@ def steps(model: Llama, context: int = 512, rounds: int = 10) -> dict[str, dict]
     of one."""
     runs = verifiers(model, full_cache(model, context), (1, 2, 4, 8, 16, 32, 64))
     times = in_turn(runs, rounds)
+    times = {n: seconds.processor for n, seconds in times.items()}
     result = {str(n): {"ms": 1000 * t, "ratio": t / times[1]} for n, t in times.items()}
     for n, row in result.items():
         print(n, {k: round(x, 2) for k, x in row.items()}, flush=True)
@@ -261,7 +277,7 @@ def shares(model: Llama, rounds: int = 5, n: int = 1024) -> dict[str, dict]:
     result = {}
     # The parts are short: of more rounds, some are not disturbed.
     times = in_turn(whole, rounds) | in_turn(parts, 8 * rounds)
-    for name, seconds in times.items():
+    for name, (_, seconds) in times.items():
         seconds *= 1 if name == "prompt" else c.layers
         rate = c.layers * work.get(name, products) / seconds
         result[name] = {"ms": 1e3 * seconds, "GFLOP/s": rate / 1e9}

@@ -37,8 +37,11 @@ def llama() -> str:
     """Tokens a second of one device, beside other programs."""
     found = measured("llama")
     names = list(next(iter(found["single"].values())))
-    lines = [[what, *(f"{row[x]:,.1f}" for x in names)] for what, row in found["single"].items()]
-    about = f"{found['machine']['single']}; tokens in a second of processor time."
+    lines = [
+        [what, *(f"{row[x]['clock']:,.1f} ({row[x]['processor']:,.1f})" for x in names)]
+        for what, row in found["single"].items()
+    ]
+    about = f"{found['machine']['single']}; tokens in a second, in brackets of processor time."
     return about + "\n\n" + table(["", *names], lines)
 
 
