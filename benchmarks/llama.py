@@ -10,13 +10,12 @@ Everything is measured in one process, in turn, after a first run that compiles,
 the rounds counts. `single` gives the time of the clock and the processor's, of all cores together;
 the other parts give the processor's, which other programs disturb less. Set
 OMP_WAIT_POLICY=PASSIVE, because PyTorch's waiting threads count otherwise. `single` has prefill and
-decoding with the same float32 weights as transformers, with both of its attentions for a CPU;
-llama.cpp computes with the file's 4-bit weights and keeps its cache in float16. Caches of a given
-context are filled with random numbers, because a step's time does not depend on them. `steps` has
-the time of a step of 1 … 64 packed candidates, with positions and a tree mask, all of their logits
-computed, and its ratio to a step of one. `shares` has the time of a prompt's matrix
-products and of its attention, each alone, and the rate of the products beside NumPy's. Writes
-results/llama.json.
+decoding with the same float32 weights as transformers; llama.cpp computes with the file's 4-bit
+weights and keeps its cache in float16. Caches of a given context are filled with random numbers,
+because a step's time does not depend on them. `steps` has the time of a step of 1 … 64 packed
+candidates, with positions and a tree mask, all of their logits computed, and its ratio to a step of
+one. `shares` has the time of a prompt's matrix products and of its attention, each alone, and the
+rate of the products beside NumPy's. Writes results/llama.json.
 """
 
 import argparse
@@ -93,8 +92,9 @@ def decoder(model: Llama, context: int, n: int):
 # transformers, with the same weights
 
 
-def transformers_model(attention: str):
-    """The packaged checkpoint as transformers' LlamaForCausalLM, in float32."""
+def transformers_model():
+    """The packaged checkpoint as transformers' LlamaForCausalLM, in float32, with the faster of its
+    attentions for a CPU, which is PyTorch's."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -112,7 +112,7 @@ def transformers_model(attention: str):
             rms_norm_eps=c.norm_epsilon,
             tie_word_embeddings=c.tied,
             rope_parameters={"rope_type": "default", "rope_theta": c.rotary_base},
-            attn_implementation=attention,
+            attn_implementation="sdpa",
         )
     ).eval()
     state = {name: torch.from_numpy(checkpoint.read(name).copy()) for name in checkpoint.shapes}
@@ -194,11 +194,10 @@ def single(model: Llama, rounds: int = 5, n: int = 8) -> dict:
     first = {"treeattn": lambda: model.prefill([prompt(1024)], model.new_cache(1, 1024))[0]}
     runs = {context: {"treeattn": decoder(model, context, n)} for context in contexts}
     if find("transformers") and find("torch"):
-        for attention in ("sdpa", "eager"):
-            other, name = transformers_model(attention), f"transformers, {attention}"
-            first[name] = transformers_runs(other, 1024, n)[0]
-            for context in contexts:
-                runs[context][name] = transformers_runs(other, context, n)[1]
+        other = transformers_model()
+        first["transformers"] = transformers_runs(other, 1024, n)[0]
+        for context in contexts:
+            runs[context]["transformers"] = transformers_runs(other, context, n)[1]
     if find("xllamacpp"):
         cpp = LlamaCpp(packaged_model(), max(contexts))
         for context in contexts:
