@@ -284,7 +284,7 @@ def test_every_test_exists():
         if not row["test"] and row["verdict"] not in WITHOUT_A_TEST and not others:
             wrong.append(f"{row['id']}: no test")
         wrong += [f"{row['id']}: {x}" for x in places(row["test"]) if not is_held(row, x)]
-    assert not wrong
+    assert not wrong, f"no such test, or no section of the row that prints anything, for {wrong}"
 
 
 def test_every_place_exists():

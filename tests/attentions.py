@@ -43,15 +43,18 @@ def _lengths(rng, b, l, n, h):
     return rng.integers(-2, n + 3, b).astype(np.int32)
 
 
-# Every option of an attention, drawn for b rows of l queries and n keys with h heads: what
-# composes is asked with all of them. A new parameter of `attend` needs its row here.
+# Every option of an attention that is an array or a number, drawn for b rows of l queries and n
+# keys with h heads: what attends and what decodes is asked with all of them, traced. A new
+# parameter of `attend` needs its row here, or in STATIC.
 OPTIONS = {
     "mask": _mask,
     "bias": _bias,
     "kv_lengths": _lengths,
     "scale": lambda rng, b, l, n, h: rng.choice([0.1, 0.5, 2.0]),
 }
-STATIC = {"causal", "implementation"}  # another program for each: those tests name them
+# Two values of each option that is another program: they give different results everywhere.
+STATIC = {"causal": (False, True)}
+FOR_PROMPTS = {"causal"}  # which what decodes does not have
 
 
 def over(kind=AxisType.Auto, first=0, **sizes) -> NamedSharding:

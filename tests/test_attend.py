@@ -11,14 +11,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attentions import IMPLEMENTATIONS, OPTIONS, STATIC, check, check_gradients, draw, results
+from attentions import (
+    DECODERS,
+    FOR_PROMPTS,
+    IMPLEMENTATIONS,
+    OPTIONS,
+    PREFILLS,
+    STATIC,
+    check,
+    check_gradients,
+    draw,
+    over,
+    results,
+)
 from calls import python_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 from oracles import dense_attention, dense_gradients, dense_weights
 
-from treeattn import AttentionState, attend, attention, blocks, finalize, memory, merge
+from treeattn import (
+    AttentionState,
+    attend,
+    attention,
+    blocks,
+    finalize,
+    memory,
+    merge,
+    ring_decode,
+    tree_decode,
+)
 from treeattn.blocks import CAUSAL_BLOCK
 from treeattn.products import BLOCK
 
@@ -64,8 +86,26 @@ def draw_options(rng, shape):
 
 def test_every_option_is_drawn():
     parameters = set(inspect.signature(attend).parameters) - {"q", "k", "v"}
-    missing = parameters ^ (set(OPTIONS) | STATIC)
+    missing = parameters ^ {*OPTIONS, *STATIC, "implementation"}
     assert not missing, f"tests/attentions.py: a row of OPTIONS, or of STATIC, for {missing}"
+    for f in (attention, tree_decode, ring_decode):
+        missing = parameters - FOR_PROMPTS - set(inspect.signature(f).parameters)
+        assert not missing, f"{f.__name__} has no {missing}, which attend has"
+
+
+@pytest.mark.parametrize("option", STATIC)
+def test_a_static_option_is_obeyed_everywhere(option):
+    arrays = draw(l=4, n=4)
+    ways = [
+        functools.partial(attention, implementation=x) for x in (None, *IMPLEMENTATIONS.values())
+    ]
+    sharded = PREFILLS if option in FOR_PROMPTS else DECODERS
+    ways += [functools.partial(f, sharding=over(keys=2)) for f in sharded.values()]
+    found = [[f(*arrays, **{option: x}) for x in STATIC[option]] for f in ways]
+    for first, second in found:
+        assert np.abs(first - second).max() > 1e-3
+        np.testing.assert_allclose(first, found[0][0], atol=1e-12)
+        np.testing.assert_allclose(second, found[0][1], atol=1e-12)
 
 
 def unseen(shape, options):

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from attentions import (
     DECODERS,
+    HEADS_SHARDED,
+    OPTIONS,
     PREFILLS,
     check,
     check_gradients,
@@ -35,7 +37,7 @@ def kernels_state(*arrays, **options):
     return from_output(*kernel(*arrays, **options))
 
 
-OPTIONS = {
+HOW = {
     "": {},
     "striped": {"striped": True},
     "striped, a kernel": {"striped": True, "implementation": kernel},
@@ -45,19 +47,16 @@ OPTIONS = {
 }
 # 5 keys: fewer than devices on some meshes; 37 divides by none of them.
 NODES, ALL_ROLES = {"keys_a": 4, "keys_b": 2}, {"heads": 2, "keys": 2, "rows": 2}
+EVERY = ({"keys": 5}, 37), ({"keys_a": 2, "keys_b": 3}, 5)
 CASES = [
-    ("allreduce", {"keys": 8}, 37, ""),
+    *((name, *where, "") for name in DECODERS for where in EVERY),
     ("allreduce", {"keys_a": 2, "keys_b": 3}, 5, "a kernel's state"),
     ("allreduce", {"keys": 4}, 24, "striped"),
     ("butterfly", {"keys": 1}, 37, ""),
     ("butterfly", NODES, 5, ""),
     ("butterfly", ALL_ROLES, 5, ""),
-    ("gather", {"keys": 3}, 37, ""),
-    ("hierarchical", {"keys_a": 2, "keys_b": 3}, 37, ""),
     ("hierarchical", ALL_ROLES, 5, "a kernel"),
-    ("all_to_all", {"keys": 6}, 5, ""),
     ("all_to_all", {"heads": 2, "keys": 3}, 5, ""),
-    ("ring", {"keys": 8}, 5, ""),
     ("ring", {"keys": 4}, 24, "striped, a kernel"),
     pytest.param("butterfly", {"keys": 7}, 37, "", marks=pytest.mark.slow),
     pytest.param("hierarchical", {"keys": 8}, 5, "", marks=pytest.mark.slow),
@@ -67,14 +66,14 @@ CASES = [
 @pytest.mark.parametrize(("name", "sizes", "n", "how"), CASES, ids=str)
 def test_values_and_gradients(name, sizes, n, how):
     decode = functools.partial(DECODERS[name], sharding=over(**sizes), return_lse=True)
-    decode = functools.partial(decode, **OPTIONS[how])
+    decode = functools.partial(decode, **HOW[how])
     p = sizes["keys"] if "striped" in how else 1
     key_in_slot = np.arange(n).reshape(-1, p).T.ravel()  # slot r·t + j holds key j·p + r
     slot_of_key = np.argsort(key_in_slot)
 
     def f(q, k, v, **options):
         found = decode(q, k, v, **options)
-        if name != "all_to_all":
+        if name not in HEADS_SHARDED:
             return found
         return tuple(own_heads(x, HEADS, sizes.get("heads", 1))[0] for x in found)
 
@@ -84,11 +83,7 @@ def test_values_and_gradients(name, sizes, n, how):
         rng = np.random.default_rng(seed)
         q, k, v = draw(seed, n=n, d=8, dv=6)
         q *= 3
-        options = {
-            "mask": rng.random((2, 1, 2, n)) < rng.choice([0.05, 0.5, 1.0]),
-            "bias": rng.normal(size=(1, HEADS, 1, n)),
-            "kv_lengths": rng.integers(0, n + 1, 2).astype(np.int32),
-        }
+        options = {option: drawn(rng, 2, 2, n, HEADS) for option, drawn in OPTIONS.items()}
         w, u = rng.normal(size=(2, 2, HEADS, 6)), rng.normal(size=(2, 2, HEADS))
         placed = options | {x: options[x][..., key_in_slot] for x in ("mask", "bias")}
         arrays = q, k[:, key_in_slot], v[:, key_in_slot]
@@ -113,7 +108,7 @@ PREFILL_CASES = [
 @pytest.mark.parametrize("name", PREFILLS)
 def test_prefill_values_and_gradients(name, sizes, l, how):
     causal = how != "full"
-    named = functools.partial(PREFILLS[name], sharding=over(**sizes), **OPTIONS[how])
+    named = functools.partial(PREFILLS[name], sharding=over(**sizes), **HOW[how])
     prefill = functools.partial(named, return_lse=True)
 
     @settings(max_examples=4)

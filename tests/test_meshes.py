@@ -61,6 +61,11 @@ def sends(name, sizes, *, b, l, h, d, item, shard):
     return rounds[name] * (2 if name == "allreduce" else 1), state * rounds[name]
 
 
+@pytest.mark.parametrize("name", DECODERS)
+def test_what_a_decoder_sends_has_a_formula(name):
+    assert sends(name, (2, 3), b=1, l=1, h=6, d=4, item=4, shard=[16, 16])[1] > 0
+
+
 SIZES = [(1,), (2,), (3,), (5,), (8,), (2, 2), (2, 3), (3, 2), (1, 4), (4, 2), (3, 3)]
 SIZES += [(2, 2, 2), (2, 1, 3), (2, 2, 1)]
 

@@ -139,7 +139,7 @@ def test_every_method_has_its_nan_where_a_merge_has(p, others):
     m, d, n = np.moveaxis(fields, -1, 0)
     states = ta.AttentionState(*(jnp.asarray(x) for x in (m, d, n[..., None])))
     expected = ta.finalize(ta.reduce_chain(states, axis=1))
-    mesh = ta.kv_mesh(jax.devices()[:p], nodes=1)
+    mesh = ta.kv_mesh(jax.devices()[:p], nodes=2 if p == 4 else 1)
     for method, way in METHODS.items():
 
         def body(states, method=method):
@@ -147,7 +147,8 @@ def test_every_method_has_its_nan_where_a_merge_has(p, others):
             return ta.finalize(ta.merge_across(own, ("node", "device"), method=method))
 
         result = P(None, ("node", "device")) if way.shards_heads else P()
-        specs = {"in_specs": P(None, "device"), "out_specs": result, "check_vma": False}
+        shards = P(None, ("node", "device"))
+        specs = {"in_specs": shards, "out_specs": result, "check_vma": False}
         found = jax.jit(jax.shard_map(body, mesh=mesh, **specs))(states)
         np.testing.assert_allclose(found[0], expected[0], rtol=1e-6, err_msg=method)
         np.testing.assert_array_equal(np.isnan(found[1]), np.isnan(expected[1]), method)
