@@ -139,10 +139,12 @@ def check_attention(
 ) -> Report:
     """Check kernel(q, k, v, **options) -> (out, lse), an attention of queries over keys.
 
-    A query without keys has out 0 and lse −∞. If the kernel returns out without lse, only out is
-    judged.
+    q (b, l, h, d), k (b, n, h_kv, d), v (b, n, h_kv, d_v): query head i reads key head
+    i // (h // h_kv). A query without keys has out 0 and lse −∞, or its sink as lse. If the kernel
+    returns out without lse, only out is judged.
 
-    A kernel is asked about the options that it has, one at a time, and then all at once:
+    A kernel is asked about the options that it has, one at a time, and then all at once: a query
+    sees the keys that all of them show it.
 
     scale: a number; 1/√d where it is left out
     mask (b, 1, l, n): True where a query may see a key
@@ -150,7 +152,7 @@ def check_attention(
     query_positions (l,), key_positions (n,): both or none; ascending, with gaps, up to some 66,000;
             a query sees the keys up to its position
     window: a query sees the keys that are less than `window` positions before its own, and itself;
-            without positions, the queries are the last of the text
+            without positions, the queries are the last l of the n keys, whatever kv_lengths says
     sinks (h,): the score of one more key, whose value is 0
 
     dtype, tolerance, only, expect: as in `check_merge`. A question is skipped if the kernel raises
@@ -221,7 +223,7 @@ def attention_questions(dtype: str = "float32") -> list[Question]:
         "large sinks": (qkv(h_kv=2), {"sinks": np.array([-1000.0, 0.0, 100.0, 1000.0])}),
         "causal chunk": (qkv(1, 24, 2, 2), positions(at[13:37], at[:40])),
         "hidden blocks": (qkv(4, 3, 2, 2, n=300), {"mask": holes(3, 300)}),
-        "a window": (qkv(1, 150, 1, 1, n=300), {"window": 70}),
+        "a window": (qkv(1, 150, 1, 1, n=513), {"window": 237}),
         "low scores": (qkv(), {"mask": mask}),
     }
     low, _ = asked["low scores"]  # all are near -61,440, and exact
@@ -236,7 +238,7 @@ def attention_questions(dtype: str = "float32") -> list[Question]:
         "scores that rise": (rising(), {}),
         "0 to 4,096 keys": (qkv(18, 1, 1, 1, n=4096), {"kv_lengths": lengths}),
         "a mask of 549 keys": (qkv(4, 133, 1, 1, n=549), {"mask": holes(133, 549)}),
-        "a causal prompt of 549": (qkv(1, 549, 1, 1, n=549), positions(long, long)),
+        "a causal prompt of 513": (qkv(1, 513, 1, 1, n=513), positions(long[:513], long[:513])),
         TOGETHER: (
             qkv(3, 65, 9, 3, n=549),
             {

@@ -185,7 +185,7 @@ def gradient_questions(dtype: str = "float32") -> list[Question]:
     of_size = {
         "640 keys, 128 queries": (qkv(1, 128, 1, 1, n=640, d=80, d_v=80), {}),
         "34 heads, 300 queries": (qkv(1, 300, 34, 2, n=10), {}),
-        "a causal prompt of 300": (qkv(1, 300, 1, 1, n=300), {"causal": True}),
+        "a causal prompt of 257": (qkv(1, 257, 1, 1, n=257), {"causal": True}),
         "0 to 512 keys": (qkv(9, 1, 9, 9, n=549), {"kv_lengths": np.arange(9) * 64}),
         "a mask of 300 keys": (qkv(4, 133, 1, 1, n=300), {"mask": holes(133, 300)}),
         "fewer causal queries than keys": (qkv(), {"causal": True}),
