@@ -138,12 +138,12 @@ def browser(lab, tmp_path_factory):
     yield browser
     browser.close()
     # JupyterLab asks before a notebook that was changed is left; nobody is there to answer. For a
-    # moment it shows the pictures that a notebook brings along by their own names. And it asks a
-    # kernel that restarts for its debugger.
+    # moment it shows the pictures that a notebook brings along by their own names. It asks a kernel
+    # that restarts for its debugger, and runs no script of a page before the reader trusts it.
     asked = f"asked the network for ((blob:)?{lab.about['url']}|attachment:)"
     expected = re.compile(f"{asked}|Blocked attempt to show a 'beforeunload'")
     others = [error for error in browser.errors if not expected.match(error)]
-    passing = " attachment:", "Could not restore the debugger state"
+    passing = " attachment:", "Could not restore the debugger state", "'allow-scripts'"
     assert [error for error in others if not any(x in error for x in passing)] == []
 
 
@@ -193,6 +193,13 @@ FOLLOW = """(async () => {
   link?.click();
   return link !== null;
 })()"""
+# What the button "Trust HTML" does.
+TRUST = """(async () => {
+  const viewer = jupyterapp.shell.currentWidget;
+  if (!viewer?.context?.path.endsWith(".html")) return false;
+  await jupyterapp.commands.execute("htmlviewer:trust-html");
+  return viewer.trusted;
+})()"""
 # How many elements the page has beyond those it was written with: its scripts have made them.
 MADE = """(() => {
   const page = document.querySelector("iframe")?.contentDocument;
@@ -203,7 +210,7 @@ MADE = """(() => {
 
 
 @pytest.mark.slow
-def test_a_page_that_a_notebook_links_to_runs_its_scripts(lab, browser):
+def test_a_page_that_a_notebook_links_to_runs_its_scripts_if_trusted(lab, browser):
     path, i, target = next(
         (path, i, target)
         for path in NOTEBOOKS
@@ -213,6 +220,7 @@ def test_a_page_that_a_notebook_links_to_runs_its_scripts(lab, browser):
     )
     open_notebook(lab, browser, path)
     browser.wait(FOLLOW % i)
+    browser.wait(TRUST)
     written = text(path.parent / target.partition("#")[0])
     assert browser.wait(MADE % json.dumps(written)) > 20
     links = "[...document.querySelector('iframe').contentDocument.links]"

@@ -25,14 +25,21 @@ LN2 = np.log(2)
 DEVICE = "cuda"
 
 
-def visible(q, k, *, mask=None, kv_lengths=None, query_positions=None, key_positions=None):
+def visible(
+    q, k, *, mask=None, kv_lengths=None, query_positions=None, key_positions=None, window=None
+):
     """(b, 1, l, n) bool: which keys a query sees, from any of the options."""
-    n = k.shape[1]
+    l, n = q.shape[1], k.shape[1]
     seen = np.ones((q.shape[0], 1, q.shape[1], n), bool) if mask is None else mask
     if kv_lengths is not None:
         seen = seen & (np.arange(n) < kv_lengths[:, None])[:, None, None]
     if query_positions is not None:
         seen = seen & (key_positions <= query_positions[:, None])
+    if window is not None:
+        queries = np.arange(n - l, n) if query_positions is None else query_positions
+        keys = np.arange(n) if key_positions is None else key_positions
+        before = queries[:, None] - keys
+        seen = seen & (before >= 0) & (before < window)
     return seen
 
 

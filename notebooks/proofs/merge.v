@@ -87,7 +87,7 @@ Definition any_tree_gives_the_same_state : Prop :=
 Definition any_tree_gives_attention : Prop :=
   forall t : tree, finalize (reduce t) = (attention (leaves t), lse (leaves t)).
 
-(* 04, "Mass and centre are necessary": if no further key c tells two shards apart by the attention
+(* 04, "Could a shard send less?": if no further key c tells two shards apart by the attention
    over shard and c, they have the same mass and the same moment. A value has a coordinate i. *)
 Definition contexts_see_mass_and_moment : Prop :=
   forall (i : coordinate) (k l : list key),
