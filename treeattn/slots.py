@@ -13,6 +13,8 @@ from treeattn.checks import Array, as_integers, bounded, integer, namespace
 def striped_slot(position: ArrayLike, kv_len: int, devices: int) -> Array:
     """The slot where a striped cache holds the key of the token at `position`, 0 … kv_len − 1.
 
+    devices: how many lie along the keys' axes, which on a mesh of more axes are not all
+
     Elementwise, for integers of any shape; int32. Raises ValueError for a position outside, or if
     the devices cannot share kv_len slots evenly; TypeError for positions that are not integers. A
     traced position outside has the slot kv_len, which is in no cache, so `x.at[:, slot].set`
