@@ -4,12 +4,12 @@ import json
 import re
 
 import jax
-import ledger
 import make_page
 import numpy as np
 import pytest
 from pages import MAIN_ROAD, SITE, codes, text
 
+import ledger
 from treeattn import attend, finalize
 
 pytestmark = pytest.mark.house

@@ -5,7 +5,6 @@ import re
 import shutil
 from xml.etree import ElementTree
 
-import ledger
 import mistune
 import pytest
 from browser import Browser, chromium
@@ -17,6 +16,7 @@ from links import Page, broken, fetched
 from llms import llms_text
 from pages import NOTEBOOKS, REPOSITORY, SITE, text
 
+import ledger
 import treeattn
 
 pytestmark = pytest.mark.house

@@ -19,11 +19,12 @@ import nbformat
 from accessibility import violations
 from faults import fault_links
 from found import first_page, write_for_finders
-from ledger import ledger_page
 from links import broken, fetched
 from llms import llms_text
 from publish import published
 from sphinx.cmd.build import build_main
+
+from ledger import ledger_page
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent
