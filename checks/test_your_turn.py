@@ -212,6 +212,17 @@ def flash(rescale="dn", finish=lambda n, d: n / d, start=-np.inf, new=1, old=1, 
     return loop
 
 
+def as_written(q, k, v, upside_down=True, handed_on=True):
+    """A loop that starts at −∞ without a guard."""
+    m, d, n = -np.inf, 0.0, np.zeros(2)
+    for key, value in zip(k, v, strict=True):
+        larger = max(m, key @ q)
+        old, new = np.exp(larger - m if upside_down else m - larger), np.exp(key @ q - larger)
+        d, n = d * old + new, n * old + new * value
+        m = larger if handed_on else m
+    return n / d
+
+
 def never_ends(q, k, v):
     i = 0
     while i < len(k):
@@ -299,6 +310,9 @@ LOOPS = [
     ("d was divided by n", flash(finish=lambda n, d: d / n)),
     ("large scores overflow", lambda q, k, v: np.exp(k @ q) @ v / np.exp(k @ q).sum()),
     ("the old sums were rescaled upside down", flash(old=-1)),
+    ("NaN: m begins at −∞", as_written),
+    ("only one key counts", partial(as_written, upside_down=False, handed_on=False)),
+    ("only one key counts", lambda q, k, v: v[np.argmax(k @ q)]),
     ("the new key has weight 1", flash(new=0)),
     ("the new key's weight is upside down", flash(new=-1)),
     ("the first key is left out", flash(first=1)),
@@ -918,7 +932,6 @@ def test_of_the_wrong_answers_most_have_a_name():
     ("number", "wrong", "shown"),
     [
         ("00", MERGES[0][1], "yours: mass 25, at (1.76, 1.44)"),
-        ("00", unguarded, "yours: mass nan, nowhere"),
         ("03", LOOPS[4][1], "right: mass 16, at (1.25, 2.25)"),
         ("04", REDUCTIONS[0][1], "yours: mass 8, at (1.5, 1.5)"),
         ("05", ALGORITHMS_3[1][1], "at (12, 18), outside the picture"),

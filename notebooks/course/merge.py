@@ -144,12 +144,10 @@ def check_merge(mine):
             raise Mistake("m is one number for all queries: each query has its own")
         name = first_wrong(made2, whole2)
         if name == "m":
-            raise Mistake(
-                "m is not the larger of the two for each query",
-                picture(made2, whole2, (a2, b2), 2.0),
-            )
+            raise Mistake("m is not the larger of the two for each query")
         raise Mistake(
-            f"{name} mixes the queries: give its weights an axis, [:, None]",
+            f"{name} mixes the queries: give its weights an axis, [:, None]. Drawn is the second "
+            "query, whose masses are the squares",
             picture(made2, whole2, (a2, b2), 2.0),
         )
     high, low = 100.0, -200.0
@@ -179,5 +177,6 @@ def check_merge(mine):
             raise Mistake("m of two shards without keys must stay −∞: return m, not finite(m)")
         if wanted is none and not np.isnan(made[1:][wrong == "n"]).any():
             name = "{} of two shards without keys is not 0"
-        raise Mistake(name.format(wrong), picture(made, wanted, (x, y), 2.0, up))
+        drawn = None if wanted is none else picture(made, wanted, (x, y), 2.0, up)
+        raise Mistake(name.format(wrong), drawn)
     return drawn
