@@ -780,11 +780,12 @@ def ruled(chance=ratio, replaced_by=rest):
     return lambda p, q: (chance(p, q), replaced_by(p, q))
 
 
-def in_floats(xp):
+def in_floats(xp, guard=1):
     def rule(p, q):
         p, q = xp.array(p, float), xp.array(q, float)
         lacks = xp.maximum(p - q, 0)
-        return xp.minimum(1, p / q), lacks / lacks.sum()
+        total = xp.where(lacks.sum() == 0, guard, lacks.sum())
+        return xp.minimum(1, p / q), lacks / total
 
     return rule
 
@@ -865,6 +866,8 @@ RULES = [
         "right for p = (2/5, 7/20, 3/20, 1/10), wrong for p = (1/2, 1/2), q = (1, 0)",
         ruled(replaced_by=lambda p, q: p if 0 in q else rest(p, q)),
     ),
+    ("what replaces a rejected token is NaN: where p = q", in_floats(np, guard=0)),
+    ("what replaces a rejected token is NaN: where p = q", in_floats(jnp, guard=0)),
 ]
 RIGHT_RULES = [solutions.rule, in_floats(np), in_floats(jnp), by_dicts, by_minimum]
 

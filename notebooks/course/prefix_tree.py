@@ -40,7 +40,7 @@ def mask_name(mask, nodes) -> str:
         "transposed mask: row i says what node i sees": right.T,
         "a node sees itself, too": right & ~itself,
         "inverted mask: True means that a node sees another, not that it is blocked": ~right,
-        "a node sees its parent only: it sees all its ancestors": sees(
+        "a node sees its parent only: let it see all its ancestors": sees(
             nodes, lambda i, j: j in (i, i[:-1])
         ),
         "a node sees its descendants, too: they come after it": right | right.T,

@@ -127,10 +127,7 @@ def explained(p, q, chance, replaced_by) -> str:
 def outcome(q, chance, replaced_by) -> list:
     """The distribution of the token that is drawn from q, then accepted or replaced."""
     rejected = sum(b * (1 - a) for a, b in zip(chance, q, strict=True))
-    if rejected and None in replaced_by:
-        raise Mistake("what replaces a rejected token is not a number")
-    again = replaced_by if rejected else [F(0)] * len(q)
-    return [b * a + rejected * c for a, b, c in zip(chance, q, again, strict=True)]
+    return [b * a + rejected * c for a, b, c in zip(chance, q, replaced_by, strict=True)]
 
 
 @styled
@@ -159,12 +156,15 @@ def check_rule(mine):
         chance = [F(1) if b == 0 else a for a, b in zip(chance, q, strict=True)]  # never asked
         if None in chance:
             raise Mistake("a chance is not a number")
+        if None in replaced_by:
+            where = ": where p = q, return any distribution" if p == q else ""
+            raise Mistake(f"what replaces a rejected token is NaN{where}")
         drawn = partial(picture, p=p, q=q)
         if max(chance) > 1:
             raise Mistake("a chance is above 1")
         if min(chance) < 0:
             raise Mistake("a chance is below 0")
-        if None not in replaced_by and any(a < 1 for a in chance):
+        if any(a < 1 for a in chance):
             if min(replaced_by) < 0:
                 raise Mistake("what replaces a rejected token has a negative probability")
             if sum(replaced_by) != 1 == sum(chance):
