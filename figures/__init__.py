@@ -7,8 +7,6 @@ notebooks do: no wheel has them.
 
 import importlib.util
 
-missing = [
-    name for name in ("matplotlib", "PIL", "scipy", "tqdm") if not importlib.util.find_spec(name)
-]
+missing = [name for name in ("matplotlib", "PIL", "tqdm") if not importlib.util.find_spec(name)]
 if missing:
     raise ImportError(f"figures needs {', '.join(missing)}: pip install -r requirements.txt")
