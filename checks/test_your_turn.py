@@ -109,6 +109,12 @@ def in_numpy(a, b):
     return [m, da * wa + db * wb, (na.T * wa + nb.T * wb).T]
 
 
+def by_if(a, b):
+    if (a[0] == -jnp.inf).all() and (b[0] == -jnp.inf).all():
+        return a
+    return merging()(a, b)
+
+
 def by_cases(a, b):
     bigger = a[0] > b[0]
     w = jnp.exp(-jnp.abs(jnp.where(a[0] == b[0], 0, a[0] - b[0])))
@@ -191,8 +197,10 @@ MERGES = [
         "d of two shards without keys is not 0",
         merging(finish=lambda m, d, n: (m, jnp.where(m == -jnp.inf, 1, d), n)),
     ),
+    ("right, but not inside jax.jit", in_numpy),
+    ("right, but not inside jax.jit", by_if),
 ]
-RIGHT_MERGES = [solutions.merge, merging(), by_lse, by_energies, in_numpy, by_cases, stacked]
+RIGHT_MERGES = [solutions.merge, merging(), by_lse, by_energies, by_cases, stacked]
 
 
 # ------------------------------------------------------------- 03: a loop over keys, for (m, d, n)
@@ -935,7 +943,7 @@ def test_of_the_wrong_answers_most_have_a_name():
     ("number", "wrong", "shown"),
     [
         ("00", MERGES[0][1], "yours: mass 25, at (1.76, 1.44)"),
-        ("03", LOOPS[4][1], "right: mass 16, at (1.25, 2.25)"),
+        ("03", LOOPS[4][1], "right: at (1.25, 2.25)"),
         ("04", REDUCTIONS[0][1], "yours: mass 8, at (1.5, 1.5)"),
         ("05", ALGORITHMS_3[1][1], "at (12, 18), outside the picture"),
         ("07", TREES[11][1], "12 cells too many, 0 missing"),

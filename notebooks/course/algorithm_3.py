@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import treeattn
-from course.plane import PLACES, SCORES, located, plane
+from course.plane import PLACES, SCORES, plane
 from course.verdict import FEW_DIGITS, Mistake, call, verdict
 
 GIVEN = "q (2, 1, 8, 64), k and v (2, 125, 4, 64), so attend's m and d (2, 1, 8), n (2, 1, 8, 64)"
@@ -100,8 +100,7 @@ def picture(program):
         place = np.asarray(found, np.float64).reshape(2)
     except (Mistake, ValueError):
         return None
-    right = located(16, 16 * np.array([1.25, 2.25]))
-    return partial(plane, right=right, yours=located(16, 16 * place))
+    return partial(plane, right=(None, np.array([1.25, 2.25])), yours=(None, place))
 
 
 @verdict
@@ -121,16 +120,17 @@ def check_algorithm_3(mine):
         raise Mistake(next(close, other), drawn)
     for device, shard in enumerate(found.addressable_shards):
         if not jnp.allclose(shard.data, exact, atol=1e-5):
-            raise Mistake(f"right on device 0, wrong on device {device}: all need it", drawn)
+            raise Mistake(f"right on device 0, wrong on device {device}: all need it")
     one_head = run(compiled, q.at[:, :, 0].multiply(1000), k, v)[:, :, 1:]
     if not jnp.allclose(one_head, exact[:, :, 1:], atol=1e-5):
-        raise Mistake("one maximum for all heads: each head has its own largest m", drawn)
+        raise Mistake("one maximum for all heads: each head has its own largest m")
     one_text = run(compiled, q.at[0].multiply(1000), k, v)[1]
     if not jnp.allclose(one_text, exact[1], atol=1e-5):
-        raise Mistake("one maximum for all texts: each text has its own largest m", drawn)
+        raise Mistake("one maximum for all texts: each text has its own largest m")
     if not jnp.isfinite(run(compiled, 1000 * q, k, v)).all():
-        sentence = "large scores overflow: before exp, subtract from m the largest m of all devices"
-        raise Mistake(sentence, drawn)
+        raise Mistake(
+            "large scores overflow: before exp, subtract from m the largest m of all devices"
+        )
     if sum(c.total_bytes for c in treeattn.collectives(compiled)) >= k.nbytes / 8:
-        raise Mistake("right, but keys or values travel: send the state alone", drawn)
+        raise Mistake("right, but keys or values travel: send the state alone")
     return drawn

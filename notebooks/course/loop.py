@@ -71,7 +71,7 @@ def check_loop(mine):
     found, answers = asked(mine, q, k, v), known(k @ q, v)
     right = answers.pop("right")
     words = asked(mine, np.ones(1), SCORES[:, None].astype(float), PLACES.astype(float))
-    drawn = partial(plane, right=(16, np.array([1.25, 2.25])), yours=(16, words))
+    drawn = partial(plane, right=(None, np.array([1.25, 2.25])), yours=(None, words))
     shown = None if np.allclose(words, [1.25, 2.25]) else drawn  # two equal crosses say nothing
     if np.isnan(found).all():
         raise Mistake(

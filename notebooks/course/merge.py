@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -179,4 +180,11 @@ def check_merge(mine):
             name = "{} of two shards without keys is not 0"
         drawn = None if wanted is none else picture(made, wanted, (x, y), 2.0, up)
         raise Mistake(name.format(wrong), drawn)
+    try:
+        jax.eval_shape(mine, a2, none)
+    except jax.errors.JAXTypeError:
+        raise Mistake(
+            "right, but not inside jax.jit, where the page needs it: write jnp for np, and "
+            "jnp.where for if"
+        ) from None
     return drawn

@@ -24,7 +24,7 @@ def draw_plane(ax, masses, *, merges=(), right, yours) -> str:
     """Draw on `ax`, and say it in words.
 
     masses: of the five words; merges: pairs of places that the reader's function joined; right and
-    yours: (mass, place), or None where there is no result to show.
+    yours: (mass, place), mass None if none was asked for, or None where there is no result to show.
     """
     ax.fill(*convex_hull(PLACES.astype(float)).T, color=PALE, zorder=0)
     ax.scatter(*PLACES.T, s=450 * np.array(masses) / sum(masses), color=ORANGE, lw=0, zorder=2)
@@ -48,7 +48,7 @@ def mark(ax, name, mass, place, *, marker, color) -> str:
     """One cross, moved to the frame if it lies outside, with its name in the legend."""
     finite = np.isfinite(place).all()
     where = f"at ({place[0]:.4g}, {place[1]:.4g})" if finite else "nowhere: NaN or ∞"
-    label = f"{name}: mass {mass:.4g}, {where}"
+    label = f"{name}: {where}" if mass is None else f"{name}: mass {mass:.4g}, {where}"
     size = 13 if name == "right" else 9
     shown = np.clip(place, LOW, HIGH) if finite else np.full(2, np.nan)
     outside = finite and not np.allclose(shown, place)
