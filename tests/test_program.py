@@ -305,6 +305,18 @@ def test_memory(optimized):
     assert held.output_bytes == X.nbytes
     assert held.temporary_bytes >= 2 * CACHE.nbytes // 8
     assert held.held_bytes == held.argument_bytes + held.temporary_bytes
+    assert held.alias_bytes == 0
+
+
+def test_a_donated_array_is_aliased():
+    """Bytes of a device's shard. An output of another shape cannot take the argument's place."""
+    put = jax.device_put(CACHE, jax.NamedSharding(kv_mesh(jax.devices()[:8]), SHARDED))
+    in_place, narrower = (
+        memory(jax.jit(f, donate_argnums=0).lower(put).compile())
+        for f in (lambda x: x.at[:, 0].set(1), lambda x: x[:, :8])
+    )
+    assert in_place.alias_bytes == in_place.output_bytes == CACHE.nbytes // 8
+    assert narrower.alias_bytes == 0
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64", "int8", "bool", "float8_e4m3fn"])

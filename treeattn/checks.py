@@ -103,7 +103,8 @@ def check_keys(**arrays: Array) -> None:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(
                 f"{name}: expected a floating-point array, got dtype {x.dtype}: integers need "
-                "their scales: attend to a block at a time, times its scales, and merge"
+                "their scales: attend to a block at a time, times its scales, and merge, as in "
+                "site/variants.md, A quantised cache"
             )
     check_one_dtype(**arrays)
 
@@ -167,7 +168,10 @@ def check_scale(scale, d: int, dtype) -> Array | float:
     scale = as_array("scale", scale)
     real = any(jnp.issubdtype(scale.dtype, kind) for kind in (jnp.floating, jnp.integer))
     if scale.shape != () or not real:
-        raise ValueError(f"scale: expected a real number, got {scale.dtype} of shape {scale.shape}")
+        raise ValueError(
+            f"scale: expected a real number, got {scale.dtype} of shape {scale.shape}: multiply q "
+            "by the scales of its heads or texts (site/variants.md, A quantised cache)"
+        )
     if isinstance(scale, jax.core.Tracer):
         return scale
     if not abs(float(scale)) <= float(jnp.finfo(dtype).max):  # true for a NaN, too

@@ -82,11 +82,16 @@ class Collective(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Bytes that a compiled function holds on each device."""
+    """Bytes that a compiled function holds on each device.
+
+    alias_bytes: of output_bytes, those written in the place of a donated argument. A donated cache
+                 that is not copied has all of its bytes here
+    """
 
     argument_bytes: int
     temporary_bytes: int
     output_bytes: int
+    alias_bytes: int
 
     @property
     def held_bytes(self) -> int:
@@ -134,7 +139,10 @@ def memory(compiled: Any) -> Memory:
     """
     stats = _call("compiled", compiled, "memory_analysis")
     return Memory(
-        stats.argument_size_in_bytes, stats.temp_size_in_bytes, stats.output_size_in_bytes
+        stats.argument_size_in_bytes,
+        stats.temp_size_in_bytes,
+        stats.output_size_in_bytes,
+        stats.alias_size_in_bytes,
     )
 
 
