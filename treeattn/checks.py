@@ -41,8 +41,8 @@ def integer(name: str, x, least: int, most: int | None = None) -> int:
     if most is not None:
         expected = f"an integer from {least} to {most}"
     try:
-        number = None if isinstance(x, bool) else operator.index(x)
-    except TypeError:  # NumPy's and JAX's booleans and traced values raise it, too
+        number = None if isinstance(x, bool | np.bool_) else operator.index(x)
+    except TypeError:  # JAX's booleans and traced values raise it, too
         number = None
     if number is None:
         raise TypeError(f"{name}: expected {expected}, got {x!r:.40}")

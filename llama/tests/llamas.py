@@ -38,11 +38,12 @@ class Folder:
             return self.write(self.fields | {"rope_parameters": rotary | {name: value}})
         return self.write(self.fields | {name: value})
 
-    def tensors(self, change, file: str = "model.safetensors") -> Path:
-        """With the tensors changed, of a checkpoint that has one file, and written to `file`."""
-        tensors = safetensors.numpy.load_file(self.path / "model.safetensors")
+    def tensors(self, change) -> Path:
+        """With the tensors changed, of a checkpoint that has one file."""
+        file = self.path / "model.safetensors"
+        tensors = safetensors.numpy.load_file(file)
         change(tensors)
-        safetensors.numpy.save_file(tensors, self.path / file)
+        safetensors.numpy.save_file(tensors, file)
         return self.path
 
 

@@ -321,6 +321,40 @@ STRANGERS = {
         BEGIN,
         questions=[("ends", x, None) for x in "acdef"],
     ),
+    "a directory whose config.json names the end": Stranger(
+        "pairs",
+        LLAMA_3,
+        WRITES,
+        files={"config.json": {"eos_token_id": "<|eot_id|>"}},
+        questions=[("ends", x, None) for x in "ad"],
+        formats=("directory",),
+    ),
+    "a generation_config.json beside it without an end": Stranger(
+        "pairs",
+        LLAMA_3,
+        WRITES,
+        files={
+            "config.json": {"eos_token_id": "<|eot_id|>"},
+            "generation_config.json": {"bos_token_id": "<|begin_of_text|>"},
+        },
+        questions=[("ends", x, None) for x in "ad"],
+        formats=("directory",),
+    ),
+    "tokens by the names that a template knows": Stranger(
+        "pairs",
+        LLAMA_3,
+        files={
+            "tokenizer_config.json": {
+                "extra_special_tokens": {
+                    "eot_token": "<|eot_id|>",
+                    "begin": "<|start_header_id|>",
+                }
+            }
+        },
+        template="{{ begin }}{{ messages[0].content }}{{ eot_token }}",
+        questions=[("chat", USER, None), ("ids", "a<|eot_id|>b", None)],
+        formats=("directory",),
+    ),
     "ends by fields": Stranger(
         "pairs",
         {f"<|{x}|>": CONTROL for x in "1234567"},

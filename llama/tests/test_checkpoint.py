@@ -127,15 +127,6 @@ def test_mixed_dtypes_decode(tmp_path):
     decodes(Folder(tmp_path).tensors(mix), None, jnp.bfloat16)
 
 
-def test_the_file_that_is_named_is_read(tmp_path):
-    folder = Folder(tmp_path).tensors(
-        lambda tensors: tensors.update({"model.norm.weight": tensors["model.norm.weight"] + 1}),
-        "other.safetensors",
-    )
-    first, other = (Llama.load(folder / f"{n}.safetensors") for n in ("model", "other"))
-    np.testing.assert_array_equal(other.weights.norm, first.weights.norm + 1)
-
-
 # Memory
 
 MEASURE = """

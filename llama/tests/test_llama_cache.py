@@ -116,16 +116,18 @@ def test_float64(dense, unchecked):
         jax.config.update("jax_enable_x64", True)
 
 
-def test_one_mask_for_all_texts(model):
-    """Known or traced, also where devices share the texts out."""
+def test_a_mask_for_each_text(model, unchecked):
+    """Known or traced, also where devices share the texts out; one for all is refused."""
     model = model.on(batch_mesh(2, 1))
     cache = model.new_cache(2, 16)
 
     def logits(mask):
         return model.extend(TEXT[:6].reshape(2, 3), cache, mask=mask)[0]
 
+    with pytest.raises(ValueError, match=r"mask: expected booleans \(2, 3, 3\), got"):
+        logits(np.tri(3, dtype=bool)[None])
     for run in (logits, jax.jit(logits)):
-        check(run(np.tri(3, dtype=bool)[None]), logits(None))
+        check(run(np.broadcast_to(np.tri(3, dtype=bool), (2, 3, 3))), logits(None))
 
 
 def test_many_steps_over_devices(model):  # whose logits are not waited for: all run at once

@@ -148,7 +148,7 @@ class Parrot:
         self.tokenizer, self.ids = tokenizer, ids
         self.config = types.SimpleNamespace(vocabulary=256, context=256)
 
-    def empty_cache(self, batch, capacity):
+    def new_cache(self, batch, capacity):
         return 0
 
     def prefill(self, prompts, cache):

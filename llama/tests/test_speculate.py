@@ -176,7 +176,7 @@ class Growing:
 def test_a_call_costs_what_was_drafted(model, budget, monkeypatch):
     """And a text has one cache: no second one is made in the middle of it."""
     sizes, caches = [], []  # (tokens, real ones) of each call after the prompt
-    extend, empty_cache = Llama.extend, Llama.empty_cache
+    extend, new_cache = Llama.extend, Llama.new_cache
 
     def counted_extend(self, tokens, cache, *, positions, mask):
         sizes.append((tokens.shape[1], int(np.diagonal(mask[0]).sum())))
@@ -184,11 +184,11 @@ def test_a_call_costs_what_was_drafted(model, budget, monkeypatch):
 
     def counted_cache(self, *args):
         caches.append(args)
-        return empty_cache(self, *args)
+        return new_cache(self, *args)
 
     fewer = HOW | {"max_new_tokens": 8}  # the last draft has room in the cache
     monkeypatch.setattr(Llama, "extend", counted_extend)
-    monkeypatch.setattr(Llama, "empty_cache", counted_cache)
+    monkeypatch.setattr(Llama, "new_cache", counted_cache)
     made = generate(model, PROMPT, draft=Growing(), budget=budget, **fewer)
     assert len(sizes) == made.steps and caches == [(1, CAPACITY)]
     for drafted, (size, nodes) in enumerate(sizes):
@@ -369,7 +369,7 @@ model = Llama.load(sys.argv[1])
 with warnings.catch_warnings(record=True) as found:
     warnings.simplefilter("always")
     model.new_cache(1, 300)
-    stream(model, [[1]], max_new_tokens=2, capacity=300)
+    list(stream(model, [[1]], max_new_tokens=2, capacity=300))
     generate(model, [[1]], max_new_tokens=2, capacity=300)
 print([(w.filename, w.lineno) for w in found])
 """

@@ -90,11 +90,12 @@ def test_a_prompt_and_its_text_are_the_text(form, tmp_path):
     model = loaded("Llama 2's kind", form, tmp_path)
     whole = "Once upon a time"
     for prompt in ("Once", "Once upon"):
-        assert prompt + generate(model, prompt).text == whole
+        assert prompt + generate(model, prompt, max_new_tokens=MOST).text == whole
         ids = model.tokenizer.encode(prompt)
-        pieces_ = pieces(model.tokenizer, ids, stream(model, [ids]))
+        pieces_ = pieces(model.tokenizer, ids, stream(model, [ids], max_new_tokens=MOST))
         assert prompt + "".join(pieces_) == whole
-        assert generate(model, [ids, ids]).text == [whole[len(prompt) :]] * 2
+        both = generate(model, [ids, ids], max_new_tokens=MOST)
+        assert both.text == [whole[len(prompt) :]] * 2
     assert model.tokenizer.decode(model.tokenizer.encode("Once"), after=[1]) == "Once"
 
 

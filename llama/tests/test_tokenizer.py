@@ -211,7 +211,7 @@ TEXT_TOKENS = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
 # The tokens around a text; tokenizer_config.json, config.json, generation_config.json; and the
 # tokenizer's start, stop, chat_template and names.
 FOLDERS = [
-    ("<s> $A", {"chat_template": "x"}, {"eos_token_id": [257, 3]}, {}, (256, {257, 3}, "x", {})),
+    ("<s> $A", {"chat_template": "x"}, {"eos_token_id": [257, 3]}, None, (256, {257, 3}, "x", {})),
     (
         "$A </s>",
         TEXT_TOKENS | {"chat_template": NAMED},
@@ -219,7 +219,8 @@ FOLDERS = [
         {},
         (None, set(), "z", {"bos_token": "<s>", "eos_token": "</s>"}),
     ),
-    ("<s> $A </s>", {"chat_template": NAMED[:1]}, IDS, {}, (256, {257}, None, {})),
+    ("<s> $A </s>", {"chat_template": NAMED[:1]}, IDS, None, (256, {257}, None, {})),
+    ("$A", {}, IDS, {"bos_token_id": 256}, (None, set(), None, {})),
     (
         "$A",
         {"add_bos_token": True},
@@ -242,7 +243,8 @@ def test_tokenizer_of_a_directory(tmp_path, single, about, config, generation, w
     backend.enable_padding(pad_id=3, length=12)
     backend.save(str(tmp_path / "tokenizer.json"))
     for name, fields in (("tokenizer_", about), ("", config), ("generation_", generation)):
-        (tmp_path / f"{name}config.json").write_text(json.dumps(fields))
+        if fields is not None:
+            (tmp_path / f"{name}config.json").write_text(json.dumps(fields))
     if want is None:
         with pytest.raises(ValueError, match=r"tokenizer.json: .*one token .* got \[256, 257\]"):
             from_directory(tmp_path)

@@ -18,6 +18,9 @@ EXAMPLES = """examples:
   python -m treeattn_llama "What is the capital of France?" --devices 8 --attention butterfly
   python -m treeattn_llama "Repeat this text: ..." --draft lookup
   python -m treeattn_llama "Once upon a time" --plain --temperature 0.8 --seed 1
+
+A model's chat template and tokenizer may take any time and memory: for a stranger's model, limit
+the process (ulimit -t, ulimit -v).
 """
 
 # Each flag: its type, default, and value, and its help.
@@ -82,9 +85,9 @@ def run(args: argparse.Namespace) -> None:
     report = f"{devices}; prompt: {len(ids)} tokens, {done[0][0]:.1f} s"
     if calls.steps > 1:  # the first step compiles, so it is not counted
         (first, before), (last, after) = done[1], done[-1]
-        report += f"; then {(after - before) / (last - first):.1f} tokens/s"
-    if args.draft and calls.steps:
-        report += f", {(done[-1][1] - done[0][1]) / calls.steps:.2f} tokens a step"
+        new = after - before
+        report += f"; then {new / (last - first):.1f} tokens/s"
+        report += f", {new / (calls.steps - 1):.2f} tokens a step"
     print(report, file=sys.stderr)
 
 

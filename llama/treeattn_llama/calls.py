@@ -113,11 +113,11 @@ def check_new(tokens: Array, cache: Cache, positions, mask) -> tuple[Array, Arra
         check_room(cache, l)
         return positions, None
     mask = as_array("mask", mask)
-    if mask.shape not in ((b, l, l), (1, l, l)) or mask.dtype != bool:
+    if mask.shape != (b, l, l) or mask.dtype != bool:
         raise ValueError(f"mask: expected booleans {(b, l, l)}, got {mask.dtype} {mask.shape}")
     # A token that does not see itself is padding.
     check_room(cache, mask.diagonal(axis1=1, axis2=2).any(axis=1))
-    return positions, jnp.broadcast_to(mask, (b, l, l))
+    return positions, mask
 
 
 def check_commit(cache: Cache, new: NewEntries, counts, select) -> tuple[Array, Array | None]:

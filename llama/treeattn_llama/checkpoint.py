@@ -40,19 +40,19 @@ class Checkpoint:
                 f"{config.layers} layers are more than the checkpoint's {len(self.shapes)} tensors"
             )
         expected = config.tensors()
+        if self.rotary_factors is not None:
+            expected["rope_freqs.weight"] = (config.head_dim // 2,)
         if missing := expected.keys() - self.shapes.keys():
             raise ValueError(
                 f"missing from the checkpoint: {list_names(missing)}. Names are expected as "
                 "transformers gives them to a LlamaForCausalLM: not as Meta does, nor without "
                 "'model.', as a base model has them"
             )
-        known = expected | {"lm_head.weight": None}  # if tied, `load_weights` compares it
-        if self.rotary_factors is not None:
-            expected["rope_freqs.weight"] = (config.head_dim // 2,)
         for name, shape in expected.items():
             if (found := self.shapes[name]) != shape:
                 raise ValueError(f"{name} has shape {found}; its configuration asks for {shape}")
-        unknown = self.shapes.keys() - known.keys() - expected.keys()
+        # If the head is tied, `load_weights` compares it.
+        unknown = self.shapes.keys() - expected.keys() - {"lm_head.weight"}
         unknown = {name for name in unknown if not name.endswith("rotary_emb.inv_freq")}
         if unknown:
             raise ValueError(f"not part of a Llama with this configuration: {list_names(unknown)}")

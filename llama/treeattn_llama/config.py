@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from treeattn.checks import integer
-from treeattn_llama.arguments import boolean, number
+from treeattn_llama.arguments import boolean, list_names, number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Config:
     kv_heads: int
     head_dim: int
     mlp_width: int
-    context: int  # the longest text that it was trained on; a larger cache gives a warning
-    norm_epsilon: float
-    rotary_base: float
+    context: int = 2048  # the longest text that it was trained on; a larger cache gives a warning
+    norm_epsilon: float = 1e-6
+    rotary_base: float = 10000.0
     rotary_scaling: "RotaryScaling | None" = None
     tied: bool = False  # the output matrix is the embedding
     attention_bias: bool = False
@@ -97,15 +97,7 @@ NAMES = {
     "rotary_base": ("rope_theta", "rope.freq_base"),
 }
 
-# The value of a field that a file lacks, from the fields before it.
-DEFAULTS = {
-    "kv_heads": lambda known: known["heads"],
-    "head_dim": lambda known: max(known["width"] // known["heads"], 1),
-    "context": lambda known: 2048,
-    "norm_epsilon": lambda known: 1e-6,
-    "rotary_base": lambda known: 10000.0,
-    **dict.fromkeys(("tied", "attention_bias", "mlp_bias"), lambda known: False),
-}
+REQUIRED = {"vocabulary", "width", "layers", "heads", "mlp_width"}
 
 
 def read_config(names: dict[str, str], get: Callable, **given) -> Config:
@@ -118,14 +110,12 @@ def read_config(names: dict[str, str], get: Callable, **given) -> Config:
     Raises ValueError or TypeError, with the file's name of the field.
     """
     for field, name in names.items():
-        if field in given:
-            continue
-        found = get(name)
-        if found is None and field in DEFAULTS:
-            found = DEFAULTS[field](given)
-        if found is None:
-            raise ValueError(f"lacks {name}")
-        given[field] = CHECKS[Config.__annotations__[field]](name, found)
+        if field not in given and (found := get(name)) is not None:
+            given[field] = CHECKS[Config.__annotations__[field]](name, found)
+    if missing := REQUIRED - given.keys():
+        raise ValueError(f"lacks {list_names({names[field] for field in missing})}")
+    given.setdefault("kv_heads", given["heads"])
+    given.setdefault("head_dim", max(given["width"] // given["heads"], 1))
     return Config(**given)
 
 
@@ -142,7 +132,7 @@ class RotaryScaling:
 
     def __post_init__(self):
         given = {name: x for name, x in vars(self).items() if x is not None}
-        if len(given) not in SCALINGS.values():
+        if len(given) not in (1, 4):
             raise ValueError(f"rope scaling: expected factor, or all four fields, got {given}")
         for name, x in given.items():
             object.__setattr__(self, name, number(name, x, 0))
@@ -171,15 +161,11 @@ def rotary_scaling(fields: dict) -> RotaryScaling | None:
     Raises ValueError or TypeError for an unknown kind, and for a field that is missing or not a
     number above 0.
     """
-    kinds = (fields.get("rope_type"), fields.get("type"), "default")
-    kind = next(kind for kind in kinds if kind is not None)
+    kind = fields.get("rope_type", fields.get("type", "default"))
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise ValueError(f"rope scaling: expected one of {tuple(SCALINGS)}, got {kind!r:.40}")
-    found = []
-    for field in dataclasses.fields(RotaryScaling)[: SCALINGS[kind]]:
-        if field.name not in fields:
-            raise ValueError(f"rope scaling of type {kind!r} lacks {field.name}")
-        found.append(number(field.name, fields[field.name], 0))
+    names = [field.name for field in dataclasses.fields(RotaryScaling)[: SCALINGS[kind]]]
+    found = [number(f"rope scaling: {name}", fields.get(name), 0) for name in names]
     return RotaryScaling(*found) if found else None
 
 

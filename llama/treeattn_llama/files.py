@@ -27,8 +27,7 @@ def packaged_model() -> Path:
 
 
 def open_checkpoint(path: str | Path | None = None) -> Checkpoint:
-    """The checkpoint at `path`: a GGUF file, a Hugging Face directory, one *.safetensors file of
-    such a directory, or the packaged model (None).
+    """The checkpoint at `path`: a GGUF file, a Hugging Face directory, or (None) the packaged one.
 
     Raises FileNotFoundError if the path does not exist, and ValueError, with the path, if it is not
     a Llama or is damaged.
@@ -41,10 +40,9 @@ def open_checkpoint(path: str | Path | None = None) -> Checkpoint:
             f"path: no file or directory {path}. Models are not downloaded by their names on the "
             "Hugging Face hub; `hf download NAME --local-dir DIRECTORY` gets a directory to load"
         )
-    hugging_face = path.is_dir() or path.suffix == ".safetensors"
     with named(path):
         if pipes := [file for file in (path, *path.glob("*")) if file.is_fifo()]:
             raise ValueError(f"expected files, got a pipe, {pipes[0].name}")
-        checkpoint = open_hugging_face(path) if hugging_face else open_gguf(path)
+        checkpoint = open_hugging_face(path) if path.is_dir() else open_gguf(path)
         checkpoint.check()
     return checkpoint

@@ -24,13 +24,13 @@ EXPECTED = {
     "llama.attention.causal": True,
     "llama.rope.scaling.attn_factor": 1,
 }
+HINTS = {"split.count": ": merge the files first (llama-gguf-split --merge)"}
 # Of fields that begin so, those that are not read are refused, because they may change numbers.
 OTHERS = ("llama.rope.", "llama.attention.")
 # But these are read elsewhere (`_scaling`), or are of a scaling that is refused.
 IGNORED = {
     "llama.rope.scaling.type",
     "llama.rope.scaling.factor",
-    "llama.rope.scale_linear",
     "llama.rope.scaling.original_context_length",
     "llama.rope.scaling.finetuned",
 }
@@ -53,7 +53,7 @@ class _Reader(gguf.GGUFReader):
 
 def open_gguf(path: Path) -> Checkpoint:
     """The checkpoint of a GGUF file."""
-    with named(path, "not a GGUF file, or a damaged one"):
+    with named(path, "not a directory and not a GGUF file, or a damaged one"):
         reader = _Reader(path)
         fields = {name: functools.cache(field.contents) for name, field in reader.fields.items()}
         stored = {tensor.name: tensor for tensor in reader.tensors}
@@ -70,8 +70,12 @@ def open_gguf(path: Path) -> Checkpoint:
     shapes = {name: tuple(map(int, t.shape[::-1])) for name, t in tensors.items()}
 
     def read(name: str) -> np.ndarray:
-        with named(f"{path}: {tensors[name].name}"):
-            x = _numbers(tensors[name]).reshape(shapes[name])
+        tensor = tensors[name]
+        dtype = DTYPES.get(tensor.tensor_type.name)
+        with named(f"{path}: {tensor.name}"):
+            data = tensor.data
+            x = data.view(dtype) if dtype else gguf.dequantize(data, tensor.tensor_type)
+        x = x.reshape(shapes[name])
         for part, heads in (("q_proj", config.heads), ("k_proj", config.kv_heads)):
             if part in name:
                 # GGUF has a head's rows as rotary pairs (0, 1), (2, 3), …; they become two halves.
@@ -80,13 +84,6 @@ def open_gguf(path: Path) -> Checkpoint:
 
     factors = read("rope_freqs.weight") if "rope_freqs.weight" in shapes else None
     return Checkpoint(path, config, from_gguf(fields, path), shapes, read, factors)
-
-
-def _numbers(tensor: gguf.ReaderTensor) -> np.ndarray:
-    """A tensor's entries, in the dtype of the file, or in float32 if it is quantized."""
-    if dtype := DTYPES.get(tensor.tensor_type.name):
-        return tensor.data.view(dtype)
-    return gguf.dequantize(tensor.data, tensor.tensor_type)
 
 
 def gguf_config(fields: dict, tensors: dict) -> Config:
@@ -119,9 +116,7 @@ def gguf_config(fields: dict, tensors: dict) -> Config:
     }
     for name, value in expected.items():
         if (found := get(name)) not in (None, value):
-            merge = ": merge the files first (llama-gguf-split --merge)"
-            hint = merge if name == "split.count" else ""
-            raise ValueError(f"{name}: expected {value}, got {found!r:.40}{hint}")
+            raise ValueError(f"{name}: expected {value}, got {found!r:.40}{HINTS.get(name, '')}")
     known = expected.keys() | IGNORED | set(names.values())
     unknown = {name for name in fields.keys() - known if name.startswith(OTHERS)}
     if unknown:
@@ -132,16 +127,13 @@ def gguf_config(fields: dict, tensors: dict) -> Config:
 def _scaling(get) -> RotaryScaling | None:
     """The rotary scaling in the metadata.
 
-    As in llama.cpp, a factor without a type is linear, and older files have it by another name.
-    Llama 3's factors are not here: GGUF files have them as a tensor, `rope_freqs`.
+    As in llama.cpp, a factor without a type is linear. Llama 3's factors are not here: GGUF files
+    have them as a tensor, `rope_freqs`.
     """
-    name, older = "llama.rope.scaling.factor", "llama.rope.scale_linear"
-    if get(name) is None and get(older) is not None:
-        name = older
-    default = "none" if get(name) is None else "linear"
-    kind = default if (found := get("llama.rope.scaling.type")) is None else found
-    if kind == "none":
+    name = "llama.rope.scaling.factor"
+    kind = get("llama.rope.scaling.type")
+    if kind == "none" or (kind is None and get(name) is None):
         return None
-    if kind != "linear":
+    if kind not in ("linear", None):
         raise ValueError(f"llama.rope.scaling.type: expected 'none' or 'linear', got {kind!r:.40}")
     return RotaryScaling(number(name, get(name), 0))

@@ -73,18 +73,15 @@ class Metadata:
         name = f"tokenizer.ggml.{name}"
         return self.fields[name]() if name in self.fields else default
 
-    def all(self, name: str, kind, tokens: list[str] | None = None) -> list:
+    def all(self, name: str, kind, tokens: list[str] | None = None, default=None) -> list:
         """The field as a list of values of that kind; one for each of the tokens, if given."""
-        found = self.get(name)
+        found = self.get(name, default)
         if not isinstance(found, list) or not all(isinstance(x, kind) for x in found):
             raise TypeError(f"tokenizer.ggml.{name}: expected a list, got {found!r:.40}")
         if tokens is not None and len(found) != len(tokens):
             lengths = f"{len(tokens)} tokens, got {len(found)}"
             raise ValueError(f"tokenizer.ggml.{name}: expected one for each of {lengths}")
         return found
-
-    def flag(self, name: str, default: bool) -> bool:
-        return boolean(f"tokenizer.ggml.{name}", self.get(name, default))
 
     def id(self, name: str, tokens: list[str]) -> int | None:
         """The number of the token that begins or ends a text, or is unknown; None if there is none.
@@ -108,23 +105,20 @@ def _from_metadata(about: Metadata) -> Tokenizer | None:
         raise ValueError(f"expected model 'gpt2' or 'llama', got {kind!r:.40}")
     backend = makers[kind](about)
     tokens = about.all("tokens", str)
-    types = [1] * len(tokens)
-    if "tokenizer.ggml.token_type" in about.fields:
-        types = about.all("token_type", int, tokens)
+    types = about.all("token_type", int, tokens, default=[1] * len(tokens))
     types = [CONTROL if t in CONTROLS else x for t, x in zip(tokens, types, strict=True)]
-
-    def of_type(*wanted):
-        found = (token for token, type_ in zip(tokens, types, strict=True) if type_ in wanted)
-        return [tokenizers.AddedToken(token, normalized=False) for token in found]
-
-    backend.add_special_tokens(of_type(UNKNOWN, CONTROL))  # `decode` leaves these out
-    backend.add_tokens(of_type(USER_DEFINED))
+    added = [  # `decode` leaves special tokens out
+        tokenizers.AddedToken(token, normalized=False, special=type_ != USER_DEFINED)
+        for token, type_ in zip(tokens, types, strict=True)
+        if type_ in (UNKNOWN, CONTROL, USER_DEFINED)
+    ]
+    backend.add_tokens(added)
     bos = about.id("bos", tokens)
     ends = {name: about.id(name, tokens) for name in ENDING_IDS}
     stop = {i for i, token in enumerate(tokens) if token in ENDS} | {*ends.values()} - {None}
     # llama.cpp's defaults
     adds_bos = kind == "llama" or about.get("pre") in LLAMA_3_NAMES
-    start = bos if about.flag("add_bos_token", adds_bos) else None
+    start = bos if boolean("add_bos_token", about.get("add_bos_token", adds_bos)) else None
     known = {"bos_token": bos, "eos_token": ends["eos"]}
     names = {name: tokens[i] for name, i in known.items() if i is not None}
     template = about.fields.get("tokenizer.chat_template")
@@ -164,7 +158,7 @@ def _sentence_pieces(about: Metadata) -> tokenizers.Tokenizer:
     unknown = None if unknown is None else tokens[unknown]
     pairs = models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     backend = tokenizers.Tokenizer(pairs)
-    prefix = "▁" if about.flag("add_space_prefix", True) else ""
+    prefix = "▁" if boolean("add_space_prefix", about.get("add_space_prefix", True)) else ""
     spaces = [normalizers.Prepend(prefix), normalizers.Replace(" ", "▁")]
     backend.normalizer = normalizers.Sequence(spaces)
     backend.decoder = decoders.Decoder.custom(Pieces(" " if prefix else ""))

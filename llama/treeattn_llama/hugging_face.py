@@ -12,17 +12,27 @@ from treeattn_llama.config import NAMES, Config, read_config, rotary_scaling
 
 DTYPES = ("F64", "F32", "F16", "BF16")
 CONFIG_NAMES = {field: name for field, (name, _) in NAMES.items()}
-CONFIG_NAMES |= {"tied": "tie_word_embeddings"}
-CONFIG_NAMES |= {"attention_bias": "attention_bias", "mlp_bias": "mlp_bias"}
+CONFIG_NAMES |= {
+    "tied": "tie_word_embeddings",
+    "attention_bias": "attention_bias",
+    "mlp_bias": "mlp_bias",
+}
+
+# Fields that change nothing if they have one of these values (None: or are missing). With another
+# the directory is refused.
+EXPECTED = {
+    "model_type": ("llama",),
+    "hidden_act": ("silu", "swish", None),
+    "is_causal": (True, None),
+    "partial_rotary_factor": (1, None),
+}
 
 
 def open_hugging_face(path: Path) -> Checkpoint:
-    """The checkpoint of a directory with config.json and one or many *.safetensors files, or that
-    of one such file, with the other files of its directory."""
-    folder = path if path.is_dir() else path.parent
-    files = _shards(path) if path.is_dir() else [path]
-    fields = tokenizer.read_json(folder / "config.json")
-    with named(folder, "config.json"):
+    """The checkpoint of a directory with config.json and one or many *.safetensors files."""
+    files = _shards(path)
+    fields = tokenizer.read_json(path / "config.json")
+    with named(path, "config.json"):
         config = hugging_face_config(fields)
     where = {}
     shapes = {}
@@ -42,7 +52,7 @@ def open_hugging_face(path: Path) -> Checkpoint:
         with _safetensors(where[name]) as shard:
             return shard.get_tensor(name)
 
-    return Checkpoint(path, config, tokenizer.from_directory(folder), shapes, read)
+    return Checkpoint(path, config, tokenizer.from_directory(path), shapes, read)
 
 
 def _shards(path: Path) -> list[Path]:
@@ -76,32 +86,25 @@ def _safetensors(file: Path):
 def hugging_face_config(fields: dict) -> Config:
     """The `Config` in a config.json. Raises ValueError or TypeError, with the field's name, if it
     is not a Llama's."""
-    if fields.get("model_type") != "llama":
-        raise ValueError(f"expected a model of type 'llama', got {fields.get('model_type')!r:.40}")
-    if fields.get("hidden_act", "silu") not in ("silu", "swish", None):
-        raise ValueError(f"expected hidden_act 'silu', got {fields['hidden_act']!r:.40}")
-    if fields.get("is_causal") is False:
-        raise ValueError("is_causal: expected true, got false: a Llama sees no later tokens")
-    # Newer files have all rotary fields in rope_parameters. If a file has both, both are checked.
+    # Newer files have all rotary fields in rope_parameters. If a file has both, the scalings of
+    # both are checked, and other fields are those of rope_parameters.
     places = [_rotary(fields, name) for name in ("rope_scaling", "rope_parameters")]
-    bases = [
-        place["rope_theta"] for place in (fields, *places) if place.get("rope_theta") is not None
-    ]
-    scalings = [rotary_scaling(place) for place in places if place]
-    if len(set(scalings)) > 1:
+    fields = {**fields, **places[0], **places[1]}
+    for name, values in EXPECTED.items():
+        if (found := fields.get(name)) not in values:
+            raise ValueError(f"{name}: expected {values[0]!r}, got {found!r:.40}")
+    scalings = {rotary_scaling(place) for place in places if place}
+    if len(scalings) > 1:
         raise ValueError(f"rope_scaling and rope_parameters differ: {scalings}")
-    rotary = {"rope_theta": bases[-1] if bases else None}
-    scaling = scalings[-1] if scalings else None
-    return read_config(CONFIG_NAMES, {**fields, **rotary}.get, rotary_scaling=scaling)
+    scaling = scalings.pop() if scalings else None
+    return read_config(CONFIG_NAMES, fields.get, rotary_scaling=scaling)
 
 
 def _rotary(fields: dict, name: str) -> dict:
+    """The fields in this place, but null ones."""
     found = {} if fields.get(name) is None else fields[name]
     if not isinstance(found, dict):
         raise TypeError(f"{name}: rope scaling: expected an object, got {found!r:.40}")
     if any(isinstance(x, dict) for x in found.values()):
         raise ValueError(f"{name}: expected one for all layers, got one for each of {list(found)}")
-    if found.get("partial_rotary_factor") not in (None, 1):
-        part = found["partial_rotary_factor"]
-        raise ValueError(f"{name}: partial_rotary_factor: expected 1, got {part!r:.40}")
-    return found
+    return {field: x for field, x in found.items() if x is not None}

@@ -85,17 +85,14 @@ class Llama:
 
     def logits(self, token_ids: Tokens) -> Logits:
         """One full causal pass without a cache, in float32, or float64 if the weights are."""
-        x, rotation = self._start(token_ids)
-        for w in self.weights.layers:
-            x, _ = layers.extend_layer(x, w, rotation, static=self.static)
-        return self.read_out(x)
+        return self.read_out(self.run_layers(*self._tokens_and_positions(token_ids))[0])
 
     def layers_qkv(self, token_ids: Tokens) -> Iterator[tuple[Queries, Keys, Keys]]:
         """The queries, keys and values of each layer in a full causal pass, after the rotary
         embedding."""
-        x, rotation = self._start(token_ids)
+        x, rotation = self.embed(*self._tokens_and_positions(token_ids))
         for w in self.weights.layers:
-            yield layers.queries_keys_values(x, w, rotation, self.static.config)
+            yield layers.queries_keys_values(x, w, rotation, self.config)
             x, _ = layers.extend_layer(x, w, rotation, static=self.static)
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
@@ -106,10 +103,6 @@ class Llama:
         """
         capacity = calls.check_capacity(capacity, self.config.context)
         calls.check_batch("batch", self.shards, integer("batch", batch, 1))
-        return self.empty_cache(batch, capacity)
-
-    def empty_cache(self, batch: int, capacity: int) -> Cache:
-        """`new_cache` without checks and warnings."""
         c = self.config
         shards = self.shards
         shape = batch, shards.devices * -(-capacity // shards.devices), c.kv_heads, c.head_dim
@@ -146,7 +139,7 @@ class Llama:
         cache: Cache,
         *,
         positions: Tokens | None = None,
-        mask: Bool[Array, "#b l l"] | None = None,
+        mask: Bool[Array, "b l l"] | None = None,
     ) -> tuple[Logits, NewEntries]:
         """Run tokens after the cached ones, without writing them: (logits, their keys and values,
         for `commit`).
@@ -228,14 +221,12 @@ class Llama:
 
     @functools.cached_property
     def static(self) -> layers.Static:
-        """The static argument of the layers' programs, the same for models of any depth."""
-        config = dataclasses.replace(self.config, layers=1)
-        return layers.Static(config, self.shards, self.attention)
+        """The static argument of the layers' programs."""
+        return layers.Static(self.config, self.shards, self.attention)
 
-    def _start(self, token_ids) -> tuple[Hidden, layers.Rotation]:
+    def _tokens_and_positions(self, token_ids) -> tuple[Tokens, Tokens]:
         tokens = calls.check_tokens(token_ids, self.config.vocabulary, self.shards)
-        positions = jnp.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-        return self.embed(tokens, positions)
+        return tokens, jnp.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
 
     def embed(self, tokens, positions) -> tuple[Hidden, layers.Rotation]:
         """The first layer's input, and the rotation of the tokens."""

@@ -56,7 +56,7 @@ def in_chunks(model, prompts, lengths: np.ndarray, cache: Cache, empty: bool) ->
     """`CHUNK` tokens of every prompt at a time, which attend to the cache as those of a step do."""
     longest = int(lengths.max())
     tokens = pad_prompts(prompts, CHUNK)
-    logits = None
+    logits = 0.0
     for start in range(0, longest, CHUNK):
         # The last piece is padded to a power of two: few lengths, because each compiles.
         size = min(CHUNK, max(FEWEST, 1 << (longest - start - 1).bit_length()))
@@ -66,6 +66,5 @@ def in_chunks(model, prompts, lengths: np.ndarray, cache: Cache, empty: bool) ->
         x, new = model.run_layers(piece, positions, cache=None if empty else cache)
         cache = model.commit(cache, new, counts=counts)
         empty = False
-        found = model.read_out(x, counts - 1)
-        logits = found if logits is None else jnp.where(counts[:, None] > 0, found, logits)
+        logits = jnp.where(counts[:, None] > 0, model.read_out(x, counts - 1), logits)
     return logits, cache

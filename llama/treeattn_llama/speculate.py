@@ -257,7 +257,7 @@ class Writer(Iterator[list[list[int]]]):
     def _read(self) -> State:
         """Read the texts, and choose the token after each."""
         texts = self.state.texts
-        cache = self.model.empty_cache(len(texts), self.capacity)
+        cache = self.model.new_cache(len(texts), self.capacity)
         # A text that is over may be longer than the cache. Its last token is not read.
         logits, cache = self.model.prefill([text[: self.capacity] for text in texts], cache)
         index = self._lengths() - self.begin

@@ -69,8 +69,9 @@ def stream(
     calls.check_batch("prompts", model.shards, len(prompts))
     most = integer("max_new_tokens", max_new_tokens, 1, np.iinfo(np.int32).max)
     needed = max(map(len, prompts)) + most - 1
-    context = model.config.context
-    capacity = _rounded(needed, context) if capacity is None else integer("capacity", capacity, 1)
+    if capacity is None:
+        capacity = _rounded(needed, model.config.context)
+    capacity = integer("capacity", capacity, 1)
     if needed > capacity:
         raise ValueError(
             f"capacity: the longest prompt and max_new_tokens need {needed}, got {capacity}"
@@ -80,7 +81,7 @@ def stream(
         prompts,
         ending_of(model, most, stop),
         Sampling(temperature, top_k, top_p, key, seed),
-        calls.check_capacity(capacity, context),
+        capacity,
         make_draft(draft),
         integer("budget", budget, 1),
     )
@@ -231,7 +232,7 @@ class Ending(NamedTuple):
 
 def ending_of(model: Llama, most: int, stop: Stop | None) -> Ending:
     """The `Ending` for the caller's max_new_tokens and stop."""
-    several = isinstance(stop, list | tuple | set | frozenset) or np.ndim(stop) > 0
+    several = isinstance(stop, list | tuple) or np.ndim(stop) > 0
     given = [] if stop is None else list(stop) if several else [stop]
     strings = [x for x in given if isinstance(x, str)]
     if "" in strings:

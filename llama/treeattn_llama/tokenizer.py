@@ -134,6 +134,9 @@ def from_directory(path: Path) -> Tokenizer | None:
             if name.endswith("_token") and isinstance(x, str | dict)
         }
         more = about.get("extra_special_tokens") or about.get("additional_special_tokens") or []
+        if isinstance(more, dict):  # tokens by the names that a template knows
+            names |= {name: content(x) for name, x in more.items()}
+            more = []
         listed = about.get("added_tokens_decoder", {}).values()
         beside = {*names.values(), *older, *map(content, [*listed, *more])}
         added = {token.content for token in backend.get_added_tokens_decoder().values()}
@@ -142,14 +145,13 @@ def from_directory(path: Path) -> Tokenizer | None:
                 f"not among the added tokens of tokenizer.json: {list_names(missing)}; save the "
                 "tokenizer anew with transformers, which adds them"
             )
-        stop = []
-        for name in ("generation_config.json", "config.json"):
-            found = fields(name).get("eos_token_id")
-            if found is not None:
-                found = found if isinstance(found, list) else [found]
-                with named(path / name):
-                    stop = [integer("eos_token_id", i, 0) for i in found]
-                break
+        # As in transformers, config.json does not count beside a generation_config.json.
+        file = path / "generation_config.json"
+        file = file if file.exists() else path / "config.json"
+        ends = fields(file.name).get("eos_token_id")
+        ends = ends if isinstance(ends, list) else [ends]
+        with named(file):
+            stop = [integer("eos_token_id", i, 0) for i in ends if i is not None]
         template = about.get("chat_template")
         if isinstance(template, list):  # several, by name
             template = {t["name"]: t["template"] for t in template}.get("default")

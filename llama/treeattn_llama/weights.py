@@ -114,8 +114,7 @@ def load_weights(
 def move_weights(weights: Weights, put: Callable[[np.ndarray], jax.Array]) -> Weights:
     """The same weights, each moved by `put`; a tied head stays the embedding."""
     tied = weights.head is weights.embedding
-    distinct = weights._replace(head=None) if tied else weights
-    moved = jax.tree.map(lambda x: put(np.asarray(x)), distinct)
+    moved = jax.tree.map(lambda x: put(np.asarray(x)), weights)
     return moved._replace(head=moved.embedding) if tied else moved
 
 
