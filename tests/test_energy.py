@@ -238,7 +238,6 @@ CAUSAL = GOOD | {"zeta": np.ones((5, 3)), "q": np.ones((5, 4))}
         (energy, GOOD, "q", np.ones((1, 4)), ValueError),
         (energy, GOOD, "q", np.ones(4, complex), TypeError),
         (energy, GOOD, "q", [1.0] * 4, TypeError),
-        (energy, GOOD, "k", np.ones((5, 3)), ValueError),
         (energy, GOOD, "k", np.ones(4), ValueError),
         (energy, GOOD, "v", np.ones((4, 3)), ValueError),
         (energy, GOOD, "mask", np.ones(4, bool), ValueError),
@@ -260,11 +259,9 @@ def test_bad_input_is_named(unchecked, function, good, name, bad, error):
         function(**{**good, name: bad})
 
 
-def test_two_dtypes_and_a_query_of_no_numbers(unchecked):
+def test_two_dtypes_are_refused(unchecked):
     with pytest.raises(TypeError, match="one dtype"):
         energy(**GOOD | {"q": np.ones(4, "float32")})
-    with pytest.raises(ValueError, match=r"^q: expected a head_dim d of at least 1"):
-        energy(**GOOD | {"q": np.ones(0), "k": np.ones((5, 0))})
 
 
 def test_a_list_is_a_mask(unchecked):

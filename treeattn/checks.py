@@ -17,9 +17,9 @@ Array = jax.Array | np.ndarray
 Numbers = Sequence[Any] | float  # (nested) lists of numbers, or a number: `as_array` takes them
 
 
-def namespace(*arrays: Array):
-    """The module to compute with: jax.numpy if any of the arrays is JAX's, else numpy."""
-    return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
+def namespace(x: Array):
+    """The module to compute with: jax.numpy for JAX's arrays, else numpy."""
+    return jnp if isinstance(x, jax.Array) else np
 
 
 def accumulation_dtype(*arrays: Array) -> np.dtype[Any]:
@@ -54,13 +54,10 @@ def integer(name: str, x, least: int, most: int | None = None) -> int:
 def as_array(name: str, x) -> Array:
     """`x`, made an array if it is a number or a (nested) list of numbers.
 
-    Raises TypeError for ragged lists, text and other libraries' tensors.
+    Raises TypeError for ragged lists, text and objects that NumPy makes no array of numbers of.
     """
     if isinstance(x, Array):
         return x
-    if hasattr(x, "__dlpack__"):
-        kind = f"{type(x).__module__.split('.')[0]}.{type(x).__name__}"
-        raise TypeError(f"{name}: expected a JAX or NumPy array, got {kind}: use jnp.from_dlpack")
     try:
         array = np.asarray(x)
     except ValueError:
@@ -85,28 +82,18 @@ def check_one_dtype(**arrays: Array) -> None:
         raise TypeError(f"expected one dtype, got {dtypes}")
 
 
-def check_floating(**arrays: Array) -> None:
-    """Raise TypeError for the first array that is not float16, bfloat16, float32 or float64."""
+def check_floating(least_bits: int = 16, **arrays: Array) -> None:
+    """Raise TypeError for the first array that is not floating-point, of so many bits or more."""
     for name, x in arrays.items():
         if not isinstance(x, Array | np.generic):
-            as_array(name, x)  # another library's tensor gets its own error
             raise TypeError(f"{name}: expected an array, got {type(x).__name__}")
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{name}: expected a floating-point array, got dtype {x.dtype}")
-        if jnp.dtype(x.dtype).itemsize < 2:
-            raise TypeError(f"{name}: expected 16 bits or more, got dtype {x.dtype}: use .astype")
-
-
-def check_keys(**arrays: Array) -> None:
-    """Raise TypeError unless keys and values have one floating-point dtype, of 8 bits or more."""
-    for name, x in arrays.items():
-        if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(
-                f"{name}: expected a floating-point array, got dtype {x.dtype}: integers need "
-                "their scales: attend to a block at a time, times its scales, and merge, as in "
-                "site/variants.md, A quantised cache"
+                f"{name}: expected a floating-point array, got dtype {x.dtype}: the integers of a "
+                "cache need their scales, as in site/variants.md, A quantised cache"
             )
-    check_one_dtype(**arrays)
+        if jnp.finfo(x.dtype).bits < least_bits:
+            raise TypeError(f"{name}: expected {least_bits} bits or more, got {x.dtype}")
 
 
 def bounded(name: str, x: Array, least: int, most, expected: str) -> Array:
@@ -139,22 +126,27 @@ def check_same_dtype(**arrays: Array) -> None:
     check_one_dtype(**arrays)
 
 
+def check_shape(shape: tuple[int, ...], **arrays: Array) -> None:
+    """Raise ValueError for the first array of another shape."""
+    for name, x in arrays.items():
+        if x.shape != shape:
+            raise ValueError(f"{name}: expected shape {shape}, as the others have, got {x.shape}")
+
+
+def check_mask(mask: Array) -> None:
+    """Raise TypeError unless the mask holds booleans."""
+    if mask.dtype != jnp.bool_:
+        raise TypeError(
+            f"mask: expected booleans, got dtype {mask.dtype}: use .astype(bool), or pass what is "
+            "added to the scores as bias="
+        )
+
+
 def check_rank(rank: int, layout: str, **arrays: Array) -> None:
     """Raise ValueError for the first array without `rank` axes."""
     for name, x in arrays.items():
         if x.ndim != rank:
             raise ValueError(f"{name}: expected {rank} axes {layout}, got shape {x.shape}")
-
-
-def check_hashable(name: str, function) -> None:
-    """Raise TypeError for a function that `jax.jit` cannot recognize by its hash."""
-    try:
-        hash(function)
-    except TypeError:
-        raise TypeError(
-            f"{name}: expected a function that can be hashed, got {type(function).__name__}: "
-            "if it is a dataclass, use @dataclass(frozen=True)"
-        ) from None
 
 
 def check_scale(scale, d: int, dtype) -> Array | float:

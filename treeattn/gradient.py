@@ -29,9 +29,11 @@ from treeattn.checks import (
     accumulation_dtype,
     as_array,
     check_floating,
+    check_mask,
     check_rank,
     check_same_dtype,
     check_scale,
+    check_shape,
     integer,
 )
 from treeattn.inputs import Scale
@@ -196,20 +198,17 @@ def _check_inputs(q, k, v, mask=None, *, causal: bool = False, **sources) -> Arr
     """
     check_same_dtype(q=q, k=k, v=v)
     check_floating(**sources)
-    check_rank(2 if causal else 1, "(n, d)" if causal else "(d,)", q=q)
     check_rank(2, "(n, d)", k=k)
     check_rank(2, "(n, dv)", v=v)
-    n, d, dv = len(k), q.shape[-1], v.shape[1]
-    if d == 0:
-        raise ValueError(f"q: expected a head_dim d of at least 1, got shape {q.shape}")
-    if mask is not None:
-        mask = as_array("mask", mask)
-        if mask.dtype != jnp.bool_:
-            raise TypeError(f"mask: expected booleans, got dtype {mask.dtype}")
+    n, d = k.shape
+    dv = v.shape[1]
     queries = (n,) if causal else ()
-    expected = [("k", k, (n, d)), ("v", v, (n, dv)), ("q", q, (*queries, d)), ("mask", mask, (n,))]
-    expected += [(name, x, (*queries, dv)) for name, x in sources.items()]
-    for name, x, shape in expected:
-        if x is not None and x.shape != shape:
-            raise ValueError(f"{name}: expected shape {shape}, as the others, got {x.shape}")
+    check_shape((*queries, d), q=q)
+    check_shape((n, dv), v=v)
+    check_shape((*queries, dv), **sources)
+    if mask is None:
+        return None
+    mask = as_array("mask", mask)
+    check_mask(mask)
+    check_shape((n,), mask=mask)
     return mask

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 
 from treeattn import flash
 from treeattn.blocks import attend_blockwise
-from treeattn.checks import Array, check_floating, check_hashable
+from treeattn.checks import Array
 from treeattn.inputs import (
     Bias,
     Inputs,
@@ -29,7 +29,7 @@ from treeattn.inputs import (
     gather_inputs,
 )
 from treeattn.plain import attend_plain
-from treeattn.state import AttentionState, finalize, from_output
+from treeattn.state import AttentionState, check_state, finalize, from_output
 
 # A name of IMPLEMENTATIONS, a user's function, or None for the fastest that can run.
 Implementation = str | Callable[..., object] | None
@@ -89,7 +89,7 @@ def attend(
     """
     may_split = xla_may_split(q, k, v)
     inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal, may_split)
-    _check_placed(inputs, implementation)
+    check_implementation(implementation)
     return _attend(inputs, implementation, False)
 
 
@@ -116,7 +116,7 @@ def attention(
     """
     may_split = xla_may_split(q, k, v)
     inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal, may_split)
-    _check_placed(inputs, implementation)
+    check_implementation(implementation)
     return _attend(inputs, implementation, True)
 
 
@@ -133,34 +133,13 @@ def output_of(state: AttentionState, inputs: Inputs):
     return out.astype(inputs.q.dtype), lse
 
 
-def check_implementation(implementation: Implementation, q) -> None:
-    """Raise ValueError unless it is a name or a function, and can run on q's device.
-
-    Raise TypeError for a function that cannot be hashed, because `jax.jit` recognizes it by its
-    hash.
-    """
+def check_implementation(implementation: Implementation) -> None:
+    """Raise ValueError unless it is a name or a function."""
     names = (None, *IMPLEMENTATIONS)
-    if callable(implementation):
-        check_hashable("implementation", implementation)
-    elif not isinstance(implementation, str | None) or implementation not in names:
+    named = isinstance(implementation, str | None) and implementation in names
+    if not named and not callable(implementation):
         raise ValueError(
             f"implementation: expected one of {names}, or a function, got {implementation!r}"
-        )
-    if implementation == "flash":
-        flash.check_device(q)
-
-
-def _check_placed(inputs: Inputs, implementation: Implementation) -> None:
-    """Raise what `check_implementation` raises; ValueError for keys sharded along Explicit axes.
-
-    A function of the user's may take such keys.
-    """
-    check_implementation(implementation, inputs.q)
-    spec = jax.typeof(inputs.k).sharding.spec
-    if len(spec) > 1 and spec[1] is not None and not callable(implementation):
-        raise ValueError(
-            f"k: its keys are sharded along {spec[1]!r}, got {spec}; call tree_decode or "
-            "ring_attention, or jax.reshard k"
         )
 
 
@@ -177,10 +156,8 @@ def xla_may_split(*arrays) -> bool:
         return False
     if jax.device_count() == 1:
         return False
-    traced = [isinstance(x, jax.core.Tracer) for x in arrays]
-    if any(traced):
-        return True
-    return any([isinstance(x, jax.Array) and len(x.devices()) > 1 for x in arrays])
+    traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
+    return traced or any(isinstance(x, jax.Array) and len(x.devices()) > 1 for x in arrays)
 
 
 def attend_inputs(inputs: Inputs, implementation: Implementation):
@@ -210,7 +187,7 @@ def attend_inputs(inputs: Inputs, implementation: Implementation):
 IMPLEMENTATIONS = {
     "plain": attend_plain,  # holds all scores, and XLA can split it over devices
     "blockwise": attend_blockwise,  # the same in bounded memory, and faster
-    "flash": flash.flash_attend,  # flash-attn-jax's CUDA kernel: 16 bits, no mask, no bias
+    "flash": flash.flash_attend,  # flash-attn-jax's CUDA kernel: 16 bits, no mask, bias or lengths
 }
 
 
@@ -220,10 +197,9 @@ def _attend_by_function(inputs: Inputs, kernel: Callable):
     (out, lse) and an AttentionState are checked, and become a state in the accumulation dtype. A
     state of the kernel's own kind is returned as it is, unchecked.
 
-    Raises TypeError for None, one array, and a tuple or list of other than two entries, and if lse
-    or a field of the state has a narrower dtype than the accumulation's. Raises ValueError if
-    shapes do not fit. These errors name `implementation`. If the kernel has no parameter for an
-    option, Python raises its own TypeError.
+    Raises TypeError for None, one array, and a tuple or list of other than two entries, and for a
+    state of a narrower dtype than the accumulation's. Raises ValueError if shapes do not fit. If
+    the kernel has no parameter for an option, Python raises its own TypeError.
     """
     options = {
         "mask": inputs.mask,
@@ -234,26 +210,21 @@ def _attend_by_function(inputs: Inputs, kernel: Callable):
     options = {name: x for name, x in options.items() if x is not None}
     result = kernel(inputs.q, inputs.k, inputs.v, scale=inputs.total_scale, **options)
     name = getattr(kernel, "__name__", str(kernel))
-    if isinstance(result, AttentionState):
-        parts = result._asdict()
-    elif type(result) in (tuple, list) and len(result) == 2:
-        parts = dict(zip(("out", "lse"), result, strict=True))
-    elif type(result) in (tuple, list, type(None)) or isinstance(result, Array | np.generic):
+    if type(result) in (tuple, list) and len(result) == 2:
+        result = from_output(*result)
+    if type(result) in (tuple, list, type(None)) or isinstance(result, Array | np.generic):
         raise TypeError(
             f"implementation: expected {name} to return (out, lse), an AttentionState or a state "
             f"of its own, got {type(result).__name__}"
         )
-    else:
+    if not isinstance(result, AttentionState):
         return result
-    queries, dtype = inputs.q.shape[:3], inputs.dtype
-    for part, x in parts.items():
-        of_kernel = f"implementation: {name}'s {part}"
-        check_floating(**{of_kernel: x})
-        # `out` may be narrower, because kernels round it once, at the end. Other parts may not.
-        if part != "out" and jnp.promote_types(x.dtype, dtype) != x.dtype:
-            raise TypeError(f"{of_kernel}: expected {dtype} or wider, got {x.dtype}")
-        values = inputs.v.shape[-1:] if part in ("out", "numerator") else ()
-        if x.shape != queries + values:
-            raise ValueError(f"{of_kernel}: expected shape {queries + values}, got {x.shape}")
-    arrays = [jnp.asarray(x).astype(dtype) for x in parts.values()]
-    return from_output(*arrays) if "out" in parts else AttentionState(*arrays)
+    check_state(**{f"implementation: {name}'s state": result})
+    shape, dtype = (*inputs.q.shape[:3], inputs.v.shape[-1]), inputs.dtype
+    if result.numerator.shape != shape:
+        got = result.numerator.shape
+        raise ValueError(f"implementation: expected {name}'s values of shape {shape}, got {got}")
+    if jnp.promote_types(result.max.dtype, dtype) != result.max.dtype:
+        got = result.max.dtype
+        raise TypeError(f"implementation: expected {name}'s sums in {dtype} or wider, got {got}")
+    return jax.tree.map(lambda x: x.astype(dtype), result)

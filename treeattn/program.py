@@ -120,10 +120,10 @@ def collectives(program: Any) -> list[Collective]:
     all-reduce 64
     """
     if isinstance(program, jax.stages.Lowered):
-        text = program.as_text(dialect="hlo")
-    else:
-        text = program if isinstance(program, str) else _call("program", program, "as_text")
-    computations, entry = parse(text)
+        program = program.as_text(dialect="hlo")
+    elif not isinstance(program, str):
+        program = _call("program", program, "as_text")
+    computations, entry = parse(program)
     return _walk(entry, computations)
 
 

@@ -60,8 +60,6 @@ class AttentionState(NamedTuple):
         if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize < 2:
             expected = "a floating-point dtype of 16 bits or more"  # float8_e4m3fn has no −∞
             raise TypeError(f"dtype: expected {expected}, got {dtype}")
-        if not isinstance(shape, tuple):
-            raise TypeError(f"shape: expected a tuple, the shape of the queries, got {shape!r}")
         return AttentionState(
             jnp.full(shape, -jnp.inf, dtype),
             jnp.zeros(shape, dtype),
