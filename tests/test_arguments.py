@@ -61,7 +61,7 @@ SLOTS = {"kv_len": (10,), "devices": POSITIVE}
 EIGHT = {"kv_len": 8, "devices": 4}
 # Of states, beams, energies and programs their own tests ask more.
 CALLS = [
-    *takes(kv_mesh, {}, devices=([], [1], "kv"), nodes=(*POSITIVE[:3], 0, -1, 7), heads=(0, 1.5)),
+    *takes(kv_mesh, {}, devices=([],), nodes=(*POSITIVE[:3], 0, -1, 7), heads=(0, 1.5)),
     *takes(simulate_devices, {}, n=POSITIVE),
     *takes(reduce_tree, {"states": STATES}, arity=(*POSITIVE, 1), axis=(*NO_INTEGER, 1)),
     *takes(reduce_chain, {"states": STATES}, axis=(*NO_INTEGER, -2)),
@@ -126,7 +126,7 @@ ATTENTIONS = [
     ({"causal": True}, ValueError, r"q: .*queries as keys, 5, got 3; .* mask=jnp.tri\(3, 5, 2, d"),
     *[
         ({"implementation": x}, ValueError, "implementation: expected one of .*, or a function")
-        for x in ("pallas", 3, np.ones(3))
+        for x in ("pallas", 3)
     ],
     *[({"sharding": x}, TypeError, "sharding: expected a NamedSharding") for x in NOT_OVER],
     ({"sharding": None}, ValueError, "sharding: k's sharding is unknown"),

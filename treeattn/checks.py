@@ -75,13 +75,6 @@ def as_integers(name: str, x) -> Array:
     return array
 
 
-def check_one_dtype(**arrays: Array) -> None:
-    """Raise TypeError unless all arrays have the same dtype."""
-    if len({jnp.dtype(x.dtype) for x in arrays.values()}) > 1:
-        dtypes = ", ".join(f"{name} {x.dtype}" for name, x in arrays.items())
-        raise TypeError(f"expected one dtype, got {dtypes}")
-
-
 def check_floating(least_bits: int = 16, **arrays: Array) -> None:
     """Raise TypeError for the first array that is not floating-point, of so many bits or more."""
     for name, x in arrays.items():
@@ -120,10 +113,12 @@ def bounded(name: str, x: Array, least: int, most, expected: str) -> Array:
     return x.astype(np.int32)
 
 
-def check_same_dtype(**arrays: Array) -> None:
+def check_same_dtype(least_bits: int = 16, **arrays: Array) -> None:
     """Raise TypeError unless all arrays have the same floating-point dtype."""
-    check_floating(**arrays)
-    check_one_dtype(**arrays)
+    check_floating(least_bits, **arrays)
+    if len({jnp.dtype(x.dtype) for x in arrays.values()}) > 1:
+        dtypes = ", ".join(f"{name} {x.dtype}" for name, x in arrays.items())
+        raise TypeError(f"expected one dtype, got {dtypes}")
 
 
 def check_shape(shape: tuple[int, ...], **arrays: Array) -> None:

@@ -5,20 +5,17 @@ Add ζ·v_a to each score, with a vector ζ, the source:
     F(ζ) = log Σ_a exp(q·k_a + ζ·v_a)                               (2024 eq. 15, 2025 eq. 6, 24)
 
 Up to the constant F(0), the lse, this is the cumulant generating function of the values under the
-attention weights. Its gradient at
-ζ = 0 is attention, and its Hessian there is the covariance of the values. `scale` multiplies q·k,
-as everywhere in this package; the papers leave it out.
+attention weights. Its gradient at ζ = 0 is attention, and its Hessian there is the covariance of
+the values. `scale` multiplies q·k, as everywhere in this package; the papers leave it out.
 
-All functions take one query head: q (d,), k (n, d), v (n, dv), and mask (n,), an array or a list,
-True where the query may see the key. q, k and v share a floating-point dtype. Sums are in float32,
-or in float64 if an input is. If no key is visible, F is −∞, and its derivatives of every order, in
-every argument, are zeros. `jax.vmap` maps the functions over queries, heads and batches.
+All functions take one query head: q (d,), k (n, d), v (n, dv), and mask (n,), True where the query
+may see the key. q, k and v share a floating-point dtype. Sums are in float32, or in float64 if an
+input is. If no key is visible, F is −∞, and its derivatives of every order, in every argument, are
+zeros. `jax.vmap` maps the functions over queries, heads and batches.
 
 They raise TypeError for a wrong dtype, and ValueError for shapes that do not fit and for a scale
 that is not finite (not checked under jit), naming the argument.
 """
-
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +24,6 @@ from jaxtyping import Bool, Float
 from treeattn.checks import (
     Array,
     accumulation_dtype,
-    as_array,
     check_floating,
     check_mask,
     check_rank,
@@ -43,7 +39,7 @@ Source = Float[Array, " dv"]
 Query = Float[Array, " d"]
 Keys = Float[Array, "n d"]
 Values = Float[Array, "n dv"]
-Mask = Bool[Array, " n"] | Sequence[bool] | None
+Mask = Bool[Array, " n"] | None
 Scalar = Float[jax.Array, ""]
 
 
@@ -62,7 +58,7 @@ def energy(
     >>> print(energy(jnp.zeros(1), jnp.ones(4), k, v).round(4))  # log 2
     0.6931
     """
-    mask = _check_inputs(q, k, v, mask, zeta=zeta)
+    _check_inputs(q, k, v, mask, zeta=zeta)
     if mask is None:
         return log_sum_exp(_scores(zeta, q, k, v, scale))
     k, v = (jnp.where(mask[:, None], x, 0) for x in (k, v))
@@ -120,7 +116,7 @@ def cumulant(
     [[1.]]
     """
     order = integer("order", order, 0)
-    mask = _check_inputs(q, k, v, mask)
+    _check_inputs(q, k, v, mask)
 
     def derivative(zeta):
         return energy(zeta, q, k, v, mask=mask, scale=scale)
@@ -190,8 +186,8 @@ def _scores(zeta, q, k, v, scale):
     return s + dot(zeta, v)
 
 
-def _check_inputs(q, k, v, mask=None, *, causal: bool = False, **sources) -> Array | None:
-    """The mask as an array. Raises TypeError or ValueError if the arguments do not fit.
+def _check_inputs(q, k, v, mask=None, *, causal: bool = False, **sources) -> None:
+    """Raise TypeError or ValueError if the arguments do not fit.
 
     sources: arrays with an entry for each coordinate of the values, by name
     causal:  whether there is a query, and a source, for each key
@@ -206,9 +202,6 @@ def _check_inputs(q, k, v, mask=None, *, causal: bool = False, **sources) -> Arr
     check_shape((*queries, d), q=q)
     check_shape((n, dv), v=v)
     check_shape((*queries, dv), **sources)
-    if mask is None:
-        return None
-    mask = as_array("mask", mask)
-    check_mask(mask)
-    check_shape((n,), mask=mask)
-    return mask
+    if mask is not None:
+        check_mask(mask)
+        check_shape((n,), mask=mask)

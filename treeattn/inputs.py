@@ -21,8 +21,8 @@ from treeattn.checks import (
     bounded,
     check_floating,
     check_mask,
-    check_one_dtype,
     check_rank,
+    check_same_dtype,
     check_scale,
     check_shape,
     namespace,
@@ -116,8 +116,7 @@ def check_inputs(inputs: Inputs) -> None:
     """Raise the TypeError or ValueError that `attend` documents, naming the argument."""
     q, k, v = inputs.q, inputs.k, inputs.v
     check_floating(q=q)
-    check_floating(8, k=k, v=v)
-    check_one_dtype(k=k, v=v)
+    check_same_dtype(8, k=k, v=v)
     b, l, h, d = q.shape
     n, h_kv = k.shape[1:3]
     check_shape((b, n, h_kv, d), k=k)

@@ -66,7 +66,9 @@ def key_shards_of(inputs: Inputs, sharding: Sharding, striped: bool = False) -> 
     if sharding is None:
         sharding = _sharding_of(inputs.k)
     elif isinstance(sharding, P):
-        sharding = _in_the_contexts_mesh(sharding, inputs.k)
+        traced = isinstance(inputs.k, jax.core.Tracer)
+        mesh = jax.sharding.get_abstract_mesh() if traced else jax.sharding.get_mesh()
+        sharding = NamedSharding(mesh, sharding)
     elif not isinstance(sharding, NamedSharding):
         kind = type(sharding).__name__
         raise TypeError(f"sharding: expected a NamedSharding, a PartitionSpec or None, got {kind}")
@@ -94,18 +96,6 @@ def _sharding_of(k) -> NamedSharding:
             "sharding=NamedSharding(mesh, P(None, 'kv'))"
         )
     return sharding
-
-
-def _in_the_contexts_mesh(spec: P, k) -> NamedSharding:
-    """The sharding by a spec, over the mesh that `jax.set_mesh` has set."""
-    traced = isinstance(k, jax.core.Tracer)
-    mesh = jax.sharding.get_abstract_mesh() if traced else jax.sharding.get_mesh()
-    if mesh.empty:
-        raise ValueError(
-            f"sharding: expected a mesh set by jax.set_mesh for {spec}, got none; pass "
-            "NamedSharding(mesh, spec)"
-        )
-    return NamedSharding(mesh, spec)
 
 
 @functools.lru_cache(maxsize=256)

@@ -75,9 +75,10 @@ def attend(
                 cannot share the keys evenly. Define it once, because every new lambda is compiled.
 
     The state is in float32, or float64 if q, k and v are. Scores and sums beyond the dtype's range
-    count as its largest number. A query that sees no key has the state (−∞, 0, 0) and zero
-    gradients. Keys that no query of their text and head sees may be NaN or ∞; a NaN that one query
-    sees may reach other queries of the head. (2024 eq. 2–4, 2025 eq. 1–3.)
+    count as its largest number; a score of which some terms overflow to +∞ and others to −∞ is NaN.
+    A query that sees no key has the state (−∞, 0, 0) and zero gradients. Keys that no query of
+    their text and head sees may be NaN or ∞; a NaN that one query sees may reach other queries of
+    the head. (2024 eq. 2–4, 2025 eq. 1–3.)
 
     On several devices, inside jit, implementation=None sends no more than
     `jax.nn.dot_product_attention` and holds all scores; for sharded keys call `tree_decode`. Only
@@ -135,9 +136,10 @@ def output_of(state: AttentionState, inputs: Inputs):
 
 def check_implementation(implementation: Implementation) -> None:
     """Raise ValueError unless it is a name or a function."""
-    names = (None, *IMPLEMENTATIONS)
-    named = isinstance(implementation, str | None) and implementation in names
-    if not named and not callable(implementation):
+    if implementation is None or callable(implementation):
+        return
+    if implementation not in IMPLEMENTATIONS:
+        names = tuple(IMPLEMENTATIONS)
         raise ValueError(
             f"implementation: expected one of {names}, or a function, got {implementation!r}"
         )

@@ -127,7 +127,7 @@ def on_mesh(algorithm, inputs, sharding, striped, implementation, return_lse, sh
     """
     check_implementation(implementation)
     shards = key_shards_of(inputs, sharding, striped)
-    options = shards, algorithm, implementation, bool(return_lse), shard_queries
+    options = shards, algorithm, implementation, return_lse, shard_queries
     results = _program(onto_mesh(inputs, shards), *options)
     return results if return_lse else results[0]
 
