@@ -298,7 +298,8 @@ def test_the_budget():
     for name, code in MODULES.items():
         found[circle_of(name)] = found.get(circle_of(name), 0) + tokens(code)
     assert set(found) == set(BUDGET), f"BUDGET has a line for each circle; their tokens: {found}"
-    assert {name: n for name, n in found.items() if n > BUDGET[name]} == {}
+    over = {name: f"{n:,} of {BUDGET[name]:,}" for name, n in found.items() if n > BUDGET[name]}
+    assert not over, f"tokens of code over BUDGET, checks/test_imports.py: {over}: a keeper decides"
 
 
 def test_a_file_is_what_a_reader_can_hold():

@@ -148,7 +148,7 @@ def pack(beam: Beam, lengths: Lengths = None, *, pad_token: int = 0) -> PackedBe
     if isinstance(packed.packed_beam, jax.core.Tracer):
         return packed
     tokens, mask, offsets, unpack_map = packed
-    size = int(np.diagonal(mask, axis1=1, axis2=2).sum(axis=1).max(initial=0))
+    size = np.diagonal(mask, axis1=1, axis2=2).sum(axis=1).max(initial=0)
     return PackedBeam(tokens[:, :size], mask[:, :size, :size], offsets[:, :size], unpack_map)
 
 

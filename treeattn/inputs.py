@@ -103,7 +103,7 @@ def gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal=False, may_spli
         kv_lengths = bounded("kv_lengths", kv_lengths, 0, n, f"0 to kv_len = {n} keys")
     scale = check_scale(scale, q.shape[-1], accumulation_dtype(q, k))
     scales = (scale, 1.0) if isinstance(scale, jax.Array) else (None, float(scale))
-    return Inputs(q, k, v, mask, bias, kv_lengths, *scales, bool(causal), may_split)
+    return Inputs(q, k, v, mask, bias, kv_lengths, *scales, causal, may_split)
 
 
 def _with_four_axes(name: str, x) -> Array:

@@ -73,7 +73,7 @@ def key_shards_of(inputs: Inputs, sharding: Sharding, striped: bool = False) -> 
         kind = type(sharding).__name__
         raise TypeError(f"sharding: expected a NamedSharding, a PartitionSpec or None, got {kind}")
     manual = manual_axes()
-    shards = _key_shards(sharding, bool(striped), manual)
+    shards = _key_shards(sharding, striped, manual)
     if manual:  # arrays here are local to a device along these axes
         sharding = NamedSharding(shards.mesh, shards.spec(shards.keys))
     _check_sharded_as("k", inputs.k, sharding)
