@@ -223,10 +223,10 @@ TWO = over(keys=2)
 OTHER_AXES = NamedSharding(over(x=2, keys=1).mesh, P(None, ("keys", "x")))
 LIES = [  # how k lies, how the call says that it lies, the error; under jit its type says it
     *[
-        (NamedSharding(TWO.mesh, spec), TWO, f"expected k sharded as {TWO.spec}, got {spec}")
+        (NamedSharding(TWO.mesh, spec), TWO, f"spec={spec}, memory")
         for spec in (P(None, None, "keys"), P("keys"), P(None, None, None, "keys"))
     ],
-    (TWO, over(first=2, keys=2), "on devices [2, 3], got "),
+    (TWO, over(first=2, keys=2), "where both read alike, the devices"),
     (over(EXPLICIT, keys=2), OTHER_AXES, "sharding: expected k sharded as"),
 ]
 
