@@ -76,14 +76,14 @@ def row(name: str, mesh: Mesh, program) -> dict:
         sent = len(copies[name].partners(0, p)) * HEADS * width(DIM) * 4
     else:
         sent = sum(x.sent_bytes for x in found)
-    cycles = [int(x) for x in re.findall(r'"estimated_cycles":"(\d+)"', text)]
+    cycles = re.findall(r'"estimated_cycles":"(\d+)"', text)
     return {
         "program": name,
-        "kernels": len(re.findall(r'custom_call_target="tpu_custom_call"', text)),
+        "kernels": text.count('custom_call_target="tpu_custom_call"'),
         "collectives": sum(x.count for x in found),
         "sent": sent,
         "held": memory(program).temporary_bytes,
-        "cycles outside kernels": sum(cycles),
+        "cycles outside kernels": sum(map(int, cycles)),
     }
 
 

@@ -12,19 +12,21 @@ def time_lines(lanes, events, arrows, pair, ordered, *, without=None) -> Figure:
     events:  name -> (lane, time); a lane's events happen one after the other
     arrows:  (event, later event) across lanes
     pair:    two events, green if `ordered(events, arrows, *pair)`, or red
-    without: an arrow that a second panel leaves out
+    without: an arrow that a second panel leaves out, with the wait at its end
     """
-    panels = [("as written: " if without else "", arrows)]
-    if without is not None:
-        panels.append(("without the line: ", [x for x in arrows if x != without]))
-    size = {"width": 4.6 * len(panels) if without else 7.0, "height": 0.75 * len(lanes) + 0.7}
-    figure, axes = new_figure(**size, ncols=len(panels), squeeze=False)
+    columns = 2 if without else 1
+    size = {"width": 4.6 * columns if without else 7.0, "height": 0.75 * len(lanes) + 0.7}
+    figure, axes = new_figure(**size, ncols=columns, squeeze=False)
     said = []
-    for ax, (title, drawn) in zip(axes[0], panels, strict=True):
-        safe = ordered(events, drawn, *pair)
+    for ax, left_out in zip(axes[0], (None, without), strict=False):
+        shown, drawn, title = events, arrows, "as written: " if without else ""
+        if left_out:
+            shown = {name: at for name, at in events.items() if name != left_out[1]}
+            drawn, title = [x for x in arrows if x != left_out], "without the line: "
+        safe = ordered(shown, drawn, *pair)
         verdict = "ordered" if safe else "a race"
         ax.set_title(f"{title}{verdict}", color=GREEN if safe else RED)
-        _panel(ax, lanes, events, drawn, pair, GREEN if safe else RED)
+        _panel(ax, lanes, shown, drawn, pair, GREEN if safe else RED)
         listed = "; ".join(f"{a} before {b}" for a, b in drawn)
         said.append(f"{title}{listed}. The accesses {pair[0]} and {pair[1]} are {verdict}.")
     return figure.describe(
@@ -47,7 +49,8 @@ def _panel(ax, lanes, events, arrows, pair, colour: str) -> None:
     for name, (time, y) in at.items():
         shade, marker = (colour, "s") if name in pair else (INK, "o")
         ax.plot(time, y, marker, color=shade, ms=7)
-        above = y + 0.17 if y == len(lanes) - 1 else y - 0.33  # where no arrow is
-        ax.text(time, above, name, ha="center", color=shade, fontsize=8)
+        # An arrow that comes from above, or goes there, would cross a name above the event.
+        under = any(at[a][1] + at[b][1] > 2 * y for a, b in arrows if name in (a, b))
+        ax.text(time, y - 0.33 if under else y + 0.17, name, ha="center", color=shade, fontsize=8)
     ax.set(xlim=(-2.2, last + 0.9), ylim=(-0.6, len(lanes) - 0.5))
     ax.axis("off")

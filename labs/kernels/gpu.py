@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import treeattn_conformance
+from labs.kernels.cases import draw, right
 from labs.kernels.split_k import split_k_attend
 from treeattn import attend, attention, finalize, kv_mesh, tree_decode
 
@@ -36,19 +36,6 @@ SMALL = {"decode": (2, 1, 4, 2, 72, 64, 64)}
 # flash-attn-jax rounds its outputs to the inputs' dtype
 ALLOWED = {"float32": 1e-5, "bfloat16": 1e-4, "float16": 2e-5}
 ROUNDED = {"bfloat16": 1e-2, "float16": 2e-3}
-
-
-def right(q, k, v, **options):
-    """(out, lse) in float64, by the conformance suite."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    return treeattn_conformance.attend(q, k, v, scale=q.shape[3] ** -0.5, **options)
-
-
-def draw(shape, dtype, seed: int = 0) -> list:
-    b, l, h, h_kv, n, d, dv = shape
-    rng = np.random.default_rng(seed)
-    shapes = (b, l, h, d), (b, n, h_kv, d), (b, n, h_kv, dv)
-    return [jnp.asarray(rng.normal(size=s), dtype) for s in shapes]
 
 
 def difference(found, expected) -> float:

@@ -47,6 +47,7 @@ def pack(m, d, n):
 
 def merge(a, b, *, dv: int):
     """`treeattn.merge` of two packed states. Without keys, the pivot is LOW, and n and d are 0."""
+    a, b = (jnp.clip(state, LOW, -LOW) for state in (a, b))  # ∞, a sum too large, times 0 is NaN
     m = jnp.maximum(a[..., dv : dv + 1], b[..., dv : dv + 1])
     x, y = (jnp.exp(state[..., dv : dv + 1] - m) for state in (a, b))
     column = lax.broadcasted_iota(jnp.int32, a.shape, a.ndim - 1)

@@ -144,6 +144,8 @@ def _merging(axes, protocol: Protocol, slots: int | None, copies: str) -> Mergin
 def _attend(q, k, v, scale, lengths, merging: Merging | None) -> AttentionState:
     if (reason := missing()) is not None:
         raise ValueError(reason)
+    if jnp.float64 in (q.dtype, k.dtype):
+        raise TypeError("q, k: the kernels for TPUs compute in float32, got float64")
     (b, l, h, d), (n, h_kv, dv) = q.shape, v.shape[1:]
     grouped = (q.astype(jnp.float32) * scale).reshape(b, l, h_kv, h // h_kv, d)
     grouped = jnp.moveaxis(grouped, 2, 1).reshape(b, h_kv, -1, d)
@@ -270,7 +272,8 @@ def _attend_kernel(lengths, q, k, v, out, mine, *memory, dv: int, merging: Mergi
             p = jnp.where(is_key(rows, block, axis=1), jnp.exp(s - m), 0)
             # Memory past the length may be NaN, and 0 · NaN is NaN.
             values = jnp.where(is_key(block, dv, axis=0), values, 0)
-            n = jnp.dot(p, values, precision=EXACT)
+            # Of sums that are too large, some may be ∞ and others −∞, and their sum would be NaN.
+            n = jnp.dot(p / MOST, values, precision=EXACT) * MOST
             states.append((m, jnp.sum(p, axis=1, keepdims=True), n))
         of_block = pack(*(jnp.concatenate(x, axis=0) for x in zip(*states, strict=True)))
         mine[text] = merge(mine[text], of_block, dv=dv)

@@ -10,7 +10,7 @@ from jax.interpreters import mlir
 from oracles import dense_attention, dense_weights
 
 from labs.kernels import split_k, tiles
-from labs.kernels.gpu import draw
+from labs.kernels.cases import draw
 
 ERROR = {"float32": 2e-6, "bfloat16": 3e-5}
 B, L, H, H_KV, N, D, DV = SHAPE = 2, 3, 4, 2, 600, 32, 24

@@ -9,19 +9,20 @@ import pytest
 from oracles import dense_attention, dense_weights
 
 from labs.kernels import gpu
+from labs.kernels.cases import draw, right
 from treeattn import attend
 
 
 def test_its_right_answers_are_those_of_the_tests():
-    q, k, v = gpu.draw((2, 3, 6, 2, 40, 8, 5), "float32")
+    q, k, v = draw((2, 3, 6, 2, 40, 8, 5), "float32")
     options = {"kv_lengths": np.array([7, 0])}
-    out, lse = gpu.right(q, k, v, **options)
+    out, lse = right(q, k, v, **options)
     np.testing.assert_allclose(out, dense_attention(q, k, v, **options), atol=1e-12)
     np.testing.assert_allclose(lse, dense_weights(q, k, **options)[1], atol=1e-12)
 
 
 def test_a_wrong_kernel_is_called_wrong(monkeypatch):
-    arrays = gpu.draw(gpu.SMALL["decode"], "bfloat16")
+    arrays = draw(gpu.SMALL["decode"], "bfloat16")
 
     def without_the_first_key(q, k, v, *, scale):
         return attend(q, k[:, 1:], v[:, 1:], scale=scale)

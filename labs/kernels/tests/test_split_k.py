@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracles import dense_attention, dense_weights
 
-from labs.kernels.gpu import draw
+from labs.kernels.cases import draw
 from labs.kernels.split_k import split_k_attend
 from treeattn import attend, finalize, kv_mesh, ring_decode, tree_decode
 from treeattn_conformance import check_attention

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracles import dense_attention, dense_weights
 
 from labs.kernels import described_tpus, races
 from labs.kernels.__main__ import plan_line
-from labs.kernels.gpu import draw
+from labs.kernels.cases import draw
 from labs.kernels.tpu_decode import (
     BUTTERFLY,
     ONE_SHOT,
@@ -102,6 +103,9 @@ def test_states_without_keys_and_nan():
     low = [jnp.full_like(x, 1e19) for x in nan]  # scores of −∞ in float32, and all are equal
     out = tree_decode(-low[0], *low[1:], sharding=sharding, **options)
     np.testing.assert_allclose(out, 1e19, rtol=1e-6)
+    q, k, v = draw((1, 1, 4, 2, 40, 64, 64), "float32")  # sums of values are ∞ and −∞ in float32
+    out = tree_decode(q, k, 3e38 * jnp.sign(v), sharding=sharding, **options)
+    assert np.all(np.isfinite(out))
 
 
 @is_new
@@ -127,6 +131,42 @@ def test_kernels_along_different_axes_have_different_barriers():
         np.testing.assert_allclose(f(q, k, v), dense_attention(q, k, v), atol=2e-6)
         assert not races_found()
     assert numbers == {"0", "1"}
+
+
+@is_new
+def test_float64_is_refused():
+    """With JAX's 64 bits, float32 is taken, and float64 is not rounded without a word."""
+    shape = 1, 1, 2, 1, 24, 64, 64
+    with jax.enable_x64(True):
+        check(2, shape, "float32", [20], **one_kernel())
+        with pytest.raises(TypeError, match=r"^q, k: .* compute in float32, got float64"):
+            check(2, shape, "float64", **one_kernel())
+
+
+@is_new
+def test_a_loop_of_steps_with_donated_caches():
+    """Under `jax.jit` and `lax.scan`, each step writes a key, and decodes."""
+    queries, k, v = draw((1, 3, 4, 2, 40, 64, 64), "float32")
+    sharding = NamedSharding(kv_mesh(jax.devices()[:4]), P(None, "kv"))
+    options = one_kernel(slots=1)
+
+    def step(caches, new):
+        i, query, *rows = new
+        at = 0, i, 0, 0
+        caches = [lax.dynamic_update_slice(x, y, at) for x, y in zip(caches, rows, strict=True)]
+        return caches, tree_decode(
+            query, *caches, sharding=sharding, kv_lengths=i[None] + 1, **options
+        )
+
+    places = jnp.arange(30, 33)
+    rows = [jnp.swapaxes(x, 0, 1)[:, None] for x in (queries, k[:, 30:33], v[:, 30:33])]
+    caches = [jax.device_put(x.at[:, 30:].set(jnp.nan), sharding) for x in (k, v)]
+    decode = jax.jit(lambda *x: lax.scan(step, list(x[:2]), x[2:]), donate_argnums=(0, 1))
+    _, out = decode(*caches, places, *rows)
+    assert not races_found() and caches[0].is_deleted()
+    for step_out, query, i in zip(out, rows[0], places, strict=True):
+        expected = dense_attention(query, k[:, : i + 1], v[:, : i + 1])
+        np.testing.assert_allclose(step_out, expected, atol=2e-6)
 
 
 @is_new
