@@ -139,9 +139,9 @@ def check_implementation(implementation: Implementation) -> None:
     if implementation is None or callable(implementation):
         return
     if implementation not in IMPLEMENTATIONS:
-        names = tuple(IMPLEMENTATIONS)
         raise ValueError(
-            f"implementation: expected one of {names}, or a function, got {implementation!r}"
+            f"implementation: expected one of {tuple(IMPLEMENTATIONS)}, or a function, "
+            f"got {implementation!r}"
         )
 
 
