@@ -73,28 +73,45 @@ def pytorch_calls(q, k, v, dtype: str) -> dict:
     """(layout of the keys, way) -> a call of PyTorch's.
 
     SDPA: `scaled_dot_product_attention`, the queries of a key head as rows of one head
-    flex: `flex_attention`, compiled; without a C++ compiler it is left out
+    flex: `flex_attention`, compiled
+    sums: no attention function, but `by_sums`, compiled
 
-    Two matrix products and a softmax on the same rows were slower in every case.
+    Without a C++ compiler, those that are compiled are left out. Other ways that were tried are on
+    benchmarks/README.md.
     """
     q, k, v = (torch.from_numpy(x).to(getattr(torch, dtype)).transpose(1, 2) for x in (q, k, v))
     heads, kv_heads = q.shape[1], k.shape[1]
     rows = q.reshape(1, kv_heads, heads // kv_heads, -1)
-    torch.compiler.reset()  # of one shape after the other it would compile a general one
-    flex = torch.compile(flex_attention)
+    torch.compiler.reset()
+    flex = torch.compile(flex_attention, dynamic=False)
 
     ways = {
         "SDPA": functools.partial(torch.nn.functional.scaled_dot_product_attention, rows),
         "flex": functools.partial(flex, q, enable_gqa=kv_heads != heads),
+        "sums": functools.partial(torch.compile(by_sums, dynamic=False), rows),
     }
     if shutil.which("c++") is None:
-        del ways["flex"]
+        ways = {"SDPA": ways["SDPA"]}
     keys = {LAYOUTS[0]: (k, v), LAYOUTS[1]: (k.contiguous(), v.contiguous())}
     return {
         (layout, way): functools.partial(f, *kv)
         for way, f in ways.items()
         for layout, kv in keys.items()
     }
+
+
+def by_sums(rows, k, v):
+    """Attention in 64 parts of the keys, to be compiled: all rows of a key head in one loop.
+
+    rows (1, kv_heads, rows, d), keys and values (1, kv_heads, n, d) -> (kv_heads, rows, d)
+    """
+    k, v = (x[0].unflatten(1, (64, -1)).float() for x in (k, v))
+    results = []
+    for q in rows[0].float().unbind(1):
+        s = (q[:, None, None] * k).sum(-1) * q.shape[-1] ** -0.5
+        p = torch.exp(s - s.amax((1, 2), keepdim=True))
+        results.append((p[..., None] * v).sum(2).sum(1) / p.sum((1, 2))[:, None])
+    return torch.stack(results, 1)
 
 
 def time_in_turn(calls: dict, rounds: int) -> dict[tuple, tuple[float, float]]:

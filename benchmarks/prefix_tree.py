@@ -1,16 +1,13 @@
 """Packing 64 beams of 32×16 with the mask: jitted `treeattn.pack` against a trie in plain Python.
 
 python benchmarks/prefix_tree.py            about 10 seconds
-python benchmarks/prefix_tree.py --rounds 40
 """
 
-import argparse
 import datetime
 import os
 import platform
 import statistics
 import time
-from importlib.metadata import version
 
 import jax
 import numpy as np
@@ -20,6 +17,7 @@ import treeattn
 BATCH = 64
 ROWS = 32
 WIDTH = 16
+ROUNDS = 20
 
 
 def plain_pack(beam: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -83,24 +81,14 @@ def seconds(run, *args) -> float:
 def machine() -> str:
     return (
         f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, "
-        f"{platform.system()}, Python {platform.python_version()}, jax {jax.__version__} on "
-        f"{jax.devices()[0].platform}, numpy {np.__version__}, treeattn {version('treeattn')}"
+        f"Python {platform.python_version()}, jax {jax.__version__}, numpy {np.__version__}"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=20, help="timings of each, taken in turn")
-    args = parser.parse_args()
-    compare_packing(args.rounds)
-
-
-def compare_packing(rounds: int) -> None:
-    print(f"{rounds} rounds of 4 kinds of beams; about {rounds * 0.4:.0f} s")
     print(machine())
-    print(f"{BATCH} beams of {ROWS}×{WIDTH}; ms, the best and the median of {rounds} rounds\n")
-    print("                        plain trie      numpy pack     jitted pack    trie / jitted")
-    print("shared  nodes (most)   best  median    best  median    best  median    best  median")
+    print(f"{BATCH} beams of {ROWS}×{WIDTH}; median ms of {ROUNDS} rounds\n")
+    print("shared  nodes  plain trie  numpy pack  jitted pack  trie / jitted")
     pack = jax.jit(treeattn.pack)
     rng = np.random.default_rng(0)
     for shared in (0.0, 0.3, 0.6, 0.9):
@@ -114,18 +102,11 @@ def compare_packing(rounds: int) -> None:
             np.testing.assert_array_equal(a, np.asarray(b)[cut])
         times = [
             (seconds(plain_pack, beam), seconds(treeattn.pack, beam), seconds(pack, on_device))
-            for _ in range(rounds)
+            for _ in range(ROUNDS)
         ]
-        columns = list(zip(*times, strict=True))
-        best = [1000 * min(column) for column in columns]
-        median = [1000 * statistics.median(column) for column in columns]
-        ratios = best[0] / best[2], statistics.median(t[0] / t[2] for t in times)
-        nodes = np.mean(np.asarray(jitted.attention_mask).diagonal(axis1=1, axis2=2).sum(axis=1))
-        pairs = "".join(f"{x:9.1f}{y:7.1f}" for x, y in zip(best, median, strict=True))
-        print(f"{shared:5.0%} {nodes:6.0f} ({size:3}) {pairs} {ratios[0]:7.1f}×{ratios[1]:6.1f}×")
-    memory = pack.lower(on_device).compile().memory_analysis()
-    mask = BATCH * (ROWS * WIDTH) ** 2
-    print(f"\ntemporary memory {memory.temp_size_in_bytes / mask:.3f} of the mask's {mask:,} bytes")
+        trie, numpy, compiled = (1000 * statistics.median(x) for x in zip(*times, strict=True))
+        row = f"{shared:5.0%} {size:6} {trie:13.1f} {numpy:11.1f} {compiled:12.1f}"
+        print(f"{row} {trie / compiled:13.1f}×")
 
 
 if __name__ == "__main__":
