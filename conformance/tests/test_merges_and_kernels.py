@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from public_bugs import GUARD, UNREAD, added_lse, changed
+from public_bugs import GUARD, UNREAD, changed
 from right_ones import kernel, kernel_by_blocks, merge_at_once
-from test_planted import MERGES
 
 import treeattn_conformance
 from treeattn_conformance import CURES, bfloat16, check_attention, check_merge, merge
@@ -207,6 +206,10 @@ WRONG_MERGES = [
     ("lse + block_lse", lambda parts: (merge(parts)[0], sum(lse for _, lse in parts))),
     ("rounded to 16 bits", in_turn(carry_out=bfloat16)),
     ("rounded to 16 bits", in_turn(carry_out=half)),
+    (
+        "−∞ is a number that scores reach",
+        changed(merge_at_once, ("lse.max(axis=0)", "lse.max(axis=0, initial=-1e4)")),
+    ),
     ("NaN lost", lambda parts: (np.nan_to_num(merge(parts)[0]), merge(parts)[1])),
 ]
 
@@ -289,16 +292,6 @@ def local_bounds(q, k, v, *, query_positions=None, key_positions=None, **options
     return merge(parts)
 
 
-def split(merge_parts):
-    """A kernel over blocks of 8 keys, whose parts are merged in this way."""
-
-    def run(q, k, v):
-        blocks = [slice(i, i + 8) for i in range(0, k.shape[1], 8)]
-        return merge_parts([reference(q, k[:, x], v[:, x]) for x in blocks])
-
-    return run
-
-
 def two_by_two(x):
     return x[:, :, np.r_[0 : x.shape[2] : 2, 1 : x.shape[2] : 2]]
 
@@ -310,9 +303,6 @@ def forgetful(size, *changes):
 
 OLD_D, OLD_N = ("d * old", "d"), ("n * old[..., None]", "n")
 WRONG_KERNELS = [
-    ("lse + block_lse", split(added_lse)),
-    ("outs not weighted", split(MERGES["outs averaged"][0])),
-    ("weights of other shards", split(MERGES["weights of two shards exchanged"][0])),
     ("heads regrouped", as_kernel(lambda answer: tuple(map(two_by_two, answer)))),
     ("heads regrouped", as_kernel(lambda answer: (np.roll(answer[0], 1, 2), answer[1]))),
     ("no keys as lse 0", lse_as(lambda lse: np.where(np.isneginf(lse), 0, lse))),
@@ -336,6 +326,14 @@ WRONG_KERNELS = [
     ("lse in bfloat16", lse_as(bfloat16)),
     ("lse in float16", lse_as(half)),
     ("rounded to 16 bits", as_kernel(lambda answer: (bfloat16(answer[0]), answer[1]))),
+    (
+        "keys lost beside hidden ones",
+        lambda *x, mask=None: reference(*x, mask=None if mask is None else mask & mask[..., :1]),
+    ),
+    (
+        "another first key of the window",
+        lambda *x, window=None: reference(*x, window=window and window - 1),
+    ),
     ("sinks once a shard", shards_with_sinks),
     ("sinks ignored", as_kernel(sinks=None)),
     ("local positions", local_bounds),

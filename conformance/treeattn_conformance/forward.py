@@ -201,6 +201,8 @@ def attention_questions(dtype: str = "float32") -> list[Question]:
     mask = rng.random((2, 1, 3, 40)) < 0.5
     hidden = mask.copy()
     hidden[1, 0, 2] = False
+    one_row = mask.copy()
+    one_row[0] = True
     at = np.arange(80)
     asked = {
         "plain": (qkv(), {}),
@@ -224,11 +226,15 @@ def attention_questions(dtype: str = "float32") -> list[Question]:
         "causal chunk": (qkv(1, 24, 2, 2), positions(at[13:37], at[:40])),
         "hidden blocks": (qkv(4, 3, 2, 2, n=300), {"mask": holes(3, 300)}),
         "a window": (qkv(1, 150, 1, 1, n=513), {"window": 237}),
-        "low scores": (qkv(), {"mask": mask}),
+        "low scores": (qkv(), {"mask": one_row}),
     }
-    low, _ = asked["low scores"]  # all are near -61,440, and exact
+    low, _ = asked["low scores"]  # seen ones near -61,440, hidden ones near -28,672, and exact
     low["q"], low["k"] = np.rint(low["q"]), np.rint(low["k"])
     low["q"][..., 0], low["k"][..., 0] = -15_360, 16
+    low["q"][..., 1:4] = 256 * np.eye(3)[:, None]
+    low["k"][..., 1:4] = 512 * ~one_row.transpose(0, 3, 1, 2)
+    of_blocks, _ = asked["hidden blocks"]
+    of_blocks["q"][:, :, 1, 0], of_blocks["k"][..., 0] = -250, 16  # one head's are near -1000
     long = np.arange(513) + 32_500  # beyond int16; twice as many are beyond uint16
     of_size = {
         "512 keys, 128 queries": (qkv(1, 128, 1, 1, n=512, d=240, d_v=240), {}),
@@ -259,6 +265,7 @@ def attention_questions(dtype: str = "float32") -> list[Question]:
         "large scores": 6000.0,
         "rows far apart": 1000.0,
         "low scores": 61_500.0,
+        "hidden blocks": 1000.0,
         "scores that rise": 560.0,
     }
     return questions_of(asked, of_size, attend, largest)

@@ -138,18 +138,19 @@ def slips() -> Iterator[tuple[str, Slip]]:
     for blind in (positions, ("kv_lengths",), ("mask",), (*positions, "kv_lengths", "mask")):
         yield "hidden keys in the backward", Slip(blind=blind)
     yield "stale NaN", Slip(reads=True)
-    for shards in range(2, 9):
+    for p in range(2, 9):
         for dlse in (0, 1):
-            yield "lse without a gradient", Slip(shards, own=("out",), dlse=dlse)
-            yield "a shard's own lse", Slip(shards, own=("lse",), dlse=dlse)
-            yield "a shard's own lse", Slip(shards, own=("lse", "out"), dlse=dlse)
-        yield "keys of the first round", Slip(shards, first=True)
-        yield "gradients of one shard", Slip(shards, part="last")
-        for part, dq in (("sum", 1), ("sum", shards), ("first", shards)):
-            yield "p times", Slip(shards, part=part, dq=dq, dkv=shards)
-        share = 1 / shards
+            yield "lse without a gradient", Slip(p, own=("out",), dlse=dlse)
+            yield "a shard's own lse", Slip(p, own=("lse",), dlse=dlse)
+            yield "a shard's own lse", Slip(p, own=("lse", "out"), dlse=dlse)
+        yield "keys of the first round", Slip(p, first=True)
+        for part in ("first", "last"):
+            yield "gradients of one shard", Slip(p, part=part)
+        for part, dq, dkv in (("sum", 1, p), ("sum", p, 1), ("sum", p, p), ("first", p, p)):
+            yield "p times", Slip(p, part=part, dq=dq, dkv=dkv)
+        share = 1 / p
         for dq, dkv in ((share, 1), (1, share), (share, share)):
-            yield "averaged over shards", Slip(shards, dq=dq, dkv=dkv)
+            yield "averaged over shards", Slip(p, dq=dq, dkv=dkv)
 
 
 def gradient_questions(dtype: str = "float32") -> list[Question]:
@@ -167,6 +168,8 @@ def gradient_questions(dtype: str = "float32") -> list[Question]:
     for name in "kv":
         stale[name][1, 7:] = np.nan
     dlse = rounded(rng.normal(size=(2, 5, 4)), dtype)
+    prompt = qkv(1, 257, 1, 1, n=257)
+    prompt["k"] = prompt["q"]  # so a query's own key weighs most
     asked = {
         "as many queries as keys": (qkv(l=16), {}),
         "one query, d = 256": (qkv(b=3, l=1, d=256, d_v=256), {}),
@@ -185,10 +188,11 @@ def gradient_questions(dtype: str = "float32") -> list[Question]:
     of_size = {
         "640 keys, 128 queries": (qkv(1, 128, 1, 1, n=640, d=80, d_v=80), {}),
         "34 heads, 300 queries": (qkv(1, 300, 34, 2, n=10), {}),
-        "a causal prompt of 257": (qkv(1, 257, 1, 1, n=257), {"causal": True}),
+        "a causal prompt of 257": (prompt, {"causal": True}),
         "0 to 512 keys": (qkv(9, 1, 9, 9, n=549), {"kv_lengths": np.arange(9) * 64}),
         "a mask of 300 keys": (qkv(4, 133, 1, 1, n=300), {"mask": holes(133, 300)}),
         "fewer causal queries than keys": (qkv(), {"causal": True}),
+        "a window of 140": (qkv(1, 150, 1, 1, n=300), {"window": 140}),
         TOGETHER: (
             qkv(3, 150, 2, 1, n=150),
             {
@@ -197,6 +201,7 @@ def gradient_questions(dtype: str = "float32") -> list[Question]:
                 "causal": True,
                 "kv_lengths": np.array([140, 3, 0]),
                 "mask": rng.random((3, 1, 150, 150)) < 0.9,
+                "window": 100,
             },
         ),
     }
@@ -217,6 +222,7 @@ def check_gradients(
     causal: if True, query i sees key j for j ≤ i, also where there are more keys than queries
             (some libraries take the queries for the last of the text then)
     mask (b, 1, l, n): True where a query may see a key
+    window: as in `check_attention`; with `causal`, the position of query i is i
     kv_lengths (b,): row i has kv_lengths[i] keys; the memory behind them may hold NaN, and its
             gradients are 0. So is the dq of a row without keys
 

@@ -16,14 +16,12 @@ from .judge import Asked, Mistake
 from .merge_mistakes import SUM_CURES, Wrongs
 from .pairs import Family, PairMistake
 from .reference import attend, merged, scores, softmax
-from .signs import SIGN_CURES, SIGNS
+from .signs import SIGN_CURES, SIGNS, Sign
 
 KERNEL_CURES = (
     SIGN_CURES
     | SUM_CURES
     | {
-        "lse of other scores": "lse is of the scores that softmax saw: scaled once, in one base",
-        "a cap on scores": "c · tanh(s / c) is another attention: turn the cap off",
         "scale": "scores are q·k · scale, with 1/√d where no scale is given",
         "heads tiled": "query head i reads key head i // (h // h_kv): repeat each, do not tile all",
         "first head for all": "query head i reads key head i // (h // h_kv)",
@@ -37,7 +35,10 @@ KERNEL_CURES = (
         "mask inverted": "True is where a query may see a key",
         "one row's mask for all": "each row of the batch and each query has a mask of its own",
         "hidden scores are 0": "a score of 0 is the weight of a key: hidden ones are −∞",
-        "a hidden block ends the loop": "skip a block that is hidden: later blocks may be seen",
+        "keys lost beside hidden ones": "skip a block only for the queries, rows and tiles that "
+        "it is hidden from, and go on behind it, with keys, values and mask",
+        "another first key of the window": "a query sees the keys less than `window` positions "
+        "before its own, and no others",
         "masked after the softmax": "mask the scores: what is hidden counts in no denominator",
         "positions ignored": "a query sees the keys up to its own position only",
         "a query does not see itself": "position of key ≤ position of query, not <",
@@ -55,6 +56,12 @@ POSITIONS = ("query_positions", "key_positions")
 def kernel_mistakes() -> Iterator[Mistake]:
     """Known mistakes, one for each form."""
     yield from (*SIGNS, Regrouped("heads regrouped", attend))
+    for name, option, ways, others in (
+        ("keys lost beside hidden ones", "mask", (1, -1), {}),
+        ("keys lost beside hidden ones", "window", (1,), {}),
+        ("another first key of the window", "window", (-1,), {"window": 10**6}),
+    ):
+        yield Sign(name, functools.partial(reach, option=option, ways=ways, **others))
     for name, wrong in itertools.chain(of_heads(), of_keys(), of_masks(), of_sums()):
         yield Mistake(name, wrong)
     for name, wrong in itertools.chain(of_lse(), of_sinks()):
@@ -66,7 +73,6 @@ def kernel_mistakes() -> Iterator[Mistake]:
         lambda given, d, c: c,
     ):
         yield Family("scale", functools.partial(scaled, rule), 1e-4, 1e4)
-    yield Family("a cap on scores", capped, 0.5, 5000.0)
     yield Family("sinks once a shard", shared_sinks, 1.5, 5000.0)
     yield from merges.epsilons(of_shards)
 
@@ -111,12 +117,8 @@ def of_sums() -> Wrongs:
         yield name, of_shards(wrong, apart=apart)
     for name, wrong in merges.wrong_sums():
         yield name, of_shards(wrong)
-    of_blocks = [*merges.of_weights(), *merges.added_logs()]
-    for block in (4, 8, 16, 32):
-        for name, wrong in of_blocks:
-            yield name, of_shards(wrong, block, apart=True)
-        for wrong, maxima in itertools.product(merges.STALE, (False, True)):
-            yield "stale pivot", of_shards(wrong, block, apart=True, maxima=maxima)
+    for block, wrong, maxima in itertools.product((4, 8, 16, 32), merges.STALE, (False, True)):
+        yield "stale pivot", of_shards(wrong, block, apart=True, maxima=maxima)
 
 
 # Other scores
@@ -130,22 +132,17 @@ def scaled(rule: Callable, number: float) -> Callable:
     return wrong
 
 
-def capped(number: float) -> Callable:
-    return of_scores(lambda s: np.where(np.isneginf(s), s, number * np.tanh(s / number)))
-
-
 def of_heads() -> Wrongs:
     def tiled(q, k, v, **options):
         groups = q.shape[2] // k.shape[2]
         return attend(q, *(np.concatenate([x] * groups, axis=2) for x in (k, v)), **options)
 
-    def first(q, k, v, *, of_queries, **options):
-        q = np.repeat(q[:, :, :1], q.shape[2], axis=2) if of_queries else q
+    def first(q, k, v, **options):
+        q = np.repeat(q[:, :, :1], q.shape[2], axis=2)
         return attend(q, k[:, :, :1], v[:, :, :1], **options)
 
     yield "heads tiled", tiled
-    for of_queries in (False, True):
-        yield "first head for all", functools.partial(first, of_queries=of_queries)
+    yield "first head for all", first
 
 
 class Regrouped(Mistake):
@@ -166,12 +163,27 @@ class Regrouped(Mistake):
         return right[:, :, order] if len(set(order)) == len(order) else right
 
 
-def of_lse() -> Wrongs:
-    def scaled_lse(q, k, v, **options):
-        out, lse = attend(q, k, v, **options)
-        return out, lse * options.get("scale", q.shape[-1] ** -0.5)
+def reach(question, out, lse, *, option, ways, **others):
+    """Where the keys that count are others than those seen: so many from one end, found by lse.
 
-    yield "lse of other scores", scaled_lse
+    A mask hides keys from all heads alike, so a mistake of one head is another mistake.
+    """
+    off = ~np.isclose(lse, question.right[1])
+    shows = off & False
+    if option not in question.options or (off != off[..., :1]).any():
+        return shows, shows
+    q, k, v = question.arguments.values()
+    s = scores(q, k, **question.options | others)
+    least = lse + 1e-5 + 1e-7 * question.largest
+    for way in ways:
+        sums = np.logaddexp.accumulate(s[..., ::way], axis=-1)[..., ::way]
+        x, y = softmax(np.where(sums <= least[..., None], s, -np.inf), v)
+        shows |= np.isclose(out, x, atol=1e-4).all(axis=-1) & np.isclose(lse, y, atol=1e-4)
+    shows &= np.isfinite(lse) if others else np.isneginf(s).any(axis=-1)
+    return shows, shows
+
+
+def of_lse() -> Wrongs:
     for name, wrong in (*merges.wrong_logs(), *merges.of_turned_lse()):
         yield name, of_shards(wrong)
 
@@ -211,25 +223,13 @@ def some_keys(kept: Callable, or_all: bool = True) -> Callable:
     return wrong
 
 
-def of_scores(change: Callable) -> Callable:
-    """A kernel that changes the scores (b, l, h, n) of queries that see any key. What is hidden may
-    be NaN, and is not read."""
-
-    def wrong(q, k, v, *, sinks=None, **options):
-        s = scores(q, k, **options)
-        none = np.isneginf(s).all(axis=-1, keepdims=True)
-        return softmax(np.where(none, s, change(s)), np.nan_to_num(v), sinks)
-
-    return wrong
-
-
 def lengths(rule: Callable) -> Callable:
     return with_("kv_lengths", lambda x: np.maximum(rule(x), 0))
 
 
 def of_keys() -> Wrongs:
     # A block of one key is never partial: two forms are right then, and explain no wrong number.
-    for b in (32, 20, 16, 10, 8, 4, 2, 1):
+    for b in (32, 20, 16, 8, 4, 2, 1):
         for kept in (
             lambda n, b=b: slice(0, max(n - b, 0)),
             lambda n, b=b: slice(0, max(-(-n // b) - 1, 0) * b),
@@ -243,7 +243,6 @@ def of_keys() -> Wrongs:
         yield "keys beyond the length", lengths(lambda x, b=b: -(-x // b) * b)
         yield "keys beyond the length", lengths(lambda x, b=b: (x // b + 1) * b)
     yield "keys left out", lengths(lambda x: x - 1)
-    yield "counted twice", of_scores(lambda s: s + np.log(2))
     for of_all in (lambda x: x[0], lambda x: x[-1], np.max, np.min):
         yield "one row's length for all", lengths(lambda x, f=of_all: np.full(len(x), f(x)))
     yield "lengths ignored", without("kv_lengths")
@@ -259,35 +258,25 @@ def of_masks() -> Wrongs:
             with_("mask", lambda x, f=one: np.broadcast_to(f(x), x.shape)),
         )
 
-    def zeros(q, k, v, *, sinks=None, scale=None, **hiding):
-        """Hidden keys have a score of 0 in place of −∞."""
-        s = scores(q, k, scale=scale)
-        return softmax(np.where(np.isneginf(scores(q, k, **hiding)), 0, s), v, sinks)
+    def replaced(q, k, v, *, rule, guarded, sinks=None, scale=None, **hiding):
+        """Hidden keys have other scores than −∞; `guarded`: of queries that see some key."""
+        s = np.nan_to_num(scores(q, k, scale=scale))
+        hidden = np.isneginf(scores(q, k, **hiding))
+        none = guarded & hidden.all(axis=-1, keepdims=True)
+        s = np.where(hidden, np.where(none, -np.inf, rule(s.astype(np.float32))), s)
+        return softmax(s, np.nan_to_num(v), sinks)
 
     def after_the_softmax(q, k, v, **options):
         _, lse = without("mask", "kv_lengths", *POSITIONS)(q, k, v, **options)
         seen, lse_of_seen = attend(q, k, v, **options)
         return seen * np.exp(lse_of_seen - lse)[..., None], lse
 
-    def ended(s, *, block, tile):
-        """A tile of queries sees no key from the first block on that is hidden from all of it."""
-        for i in range(0, s.shape[1], tile):
-            rows = s[:, i : i + tile]
-            for j in range(0, s.shape[3], block):
-                hidden = np.isneginf(rows[..., j : j + block]).all(axis=(1, 2, 3))
-                rows[hidden, ..., j:] = -np.inf
-        return s
-
+    rules = [("hidden scores are 0", np.zeros_like)]
     for low in merges.LOW:
-        for change in (
-            lambda s, low=low: np.where(np.isneginf(s), low, s),  # hidden scores
-            lambda s, low=low: np.where(s < low - 700, -np.inf, s),  # the first maximum
-        ):
-            yield "−∞ is a number that scores reach", of_scores(change)
-    for block, tile in itertools.product((8, 16, 32, 64, 128), (1, 4096)):
-        change = functools.partial(ended, block=block, tile=tile)
-        yield "a hidden block ends the loop", of_scores(change)
-    yield "hidden scores are 0", zeros
+        for rule in (lambda s, x=low: np.full_like(s, x), lambda s, x=low: s + x):
+            rules.append(("−∞ is a number that scores reach", rule))
+    for (name, rule), guarded in itertools.product(rules, (True, False)):
+        yield name, functools.partial(replaced, rule=rule, guarded=guarded)
     yield "masked after the softmax", after_the_softmax
 
     def bounded(q, k, v, *, bound, query_positions=None, key_positions=None, **options):

@@ -4,8 +4,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-PLAIN = {"∞": "inf", "−": "-", "·": "*", "√": "sqrt ", "Σ": "sum ", "≤": "<=", "…": "..."}
-
 
 class Result(NamedTuple):
     case: str
@@ -82,12 +80,6 @@ def first_line(error: Exception) -> str:
 
 
 def printable(text: str) -> str:
-    """The text, in ASCII signs if the terminal cannot print the others."""
+    """The text, in which signs that the terminal cannot print are escaped."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    try:
-        text.encode(encoding)
-        return text
-    except UnicodeEncodeError:
-        pass
-    plain = text.translate(str.maketrans(PLAIN))
-    return plain.encode(encoding, "backslashreplace").decode(encoding)
+    return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -46,6 +46,13 @@ def uniform_mean(question, out, lse):
     return without_keys(question) & np.any(alike, axis=0), False
 
 
+def lost_low(question, out, lse):
+    """Nothing where there are keys whose lse is low, and no overflow where it is high."""
+    total = question.right[1]
+    low = (total < -100) & ~without_keys(question) & np.isfinite(out).all()
+    return low & (out == 0).all(axis=-1), low & np.isneginf(lse)
+
+
 def stale(question, out, lse):
     """NaN in a row of the batch whose keys or values hold NaN where no query may look."""
     arrays = [x for name, x in question.arguments.items() if name in ("k", "v")]
@@ -104,6 +111,10 @@ OF_NUMBERS: dict[str, tuple[str, Callable]] = {
     "mean(V) for no keys": (
         "a softmax over nothing was uniform: write 0, and lse −∞",
         uniform_mean,
+    ),
+    "−∞ is a number that scores reach": (
+        "scores and lse may be below -10,000: no keys, and a first maximum, are −∞",
+        lost_low,
     ),
     "stale NaN": (
         "0 · NaN is NaN: select values with where, do not multiply them by 0",
