@@ -72,7 +72,8 @@ def test_expected_answers_are_those_of_autodiff():
 def test_a_window_hides_as_a_mask_does():
     (question,) = (x for x in gradient_questions("float64") if x.name == "a window of 140")
     before = np.arange(150, 300)[:, None] - np.arange(300)
-    found = of_jax(dense)(*question.arguments.values(), mask=((before >= 0) & (before < 140))[None, None])
+    mask = ((before >= 0) & (before < 140))[None, None]
+    found = of_jax(dense)(*question.arguments.values(), mask=mask)
     for x, y in zip(question.right, found, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-10)
 
