@@ -259,12 +259,13 @@ def of_masks() -> Wrongs:
         )
 
     def replaced(q, k, v, *, rule, guarded, sinks=None, scale=None, **hiding):
-        """Hidden keys have other scores than −∞; `guarded`: of queries that see some key."""
+        """Hidden keys have other scores than −∞; `guarded`: just for queries that see some key, and
+        without a look at NaN."""
         s = np.nan_to_num(scores(q, k, scale=scale))
         hidden = np.isneginf(scores(q, k, **hiding))
         none = guarded & hidden.all(axis=-1, keepdims=True)
-        s = np.where(hidden, np.where(none, -np.inf, rule(s.astype(np.float32))), s)
-        return softmax(s, np.nan_to_num(v), sinks)
+        s = np.where(hidden, np.where(none, -np.inf, rule(s)), s)
+        return softmax(s, np.nan_to_num(v) if guarded else v, sinks)
 
     def after_the_softmax(q, k, v, **options):
         _, lse = without("mask", "kv_lengths", *POSITIONS)(q, k, v, **options)
