@@ -139,3 +139,30 @@ def test_exceptions_end_as_before_when_initialize_fails():
     with pytest.raises(RuntimeError, match="before any JAX calls"):
         treeattn.initialize("localhost:1", 2, 0)
     assert sys.excepthook is before
+
+
+# What a name resolves to is asked of the system; most of these names are addresses.
+@pytest.mark.parametrize(
+    ("address", "given", "bound"),
+    [
+        ("127.0.0.1:1234", {}, "127.0.0.1:1234"),
+        ("localhost:1234", {}, "localhost:1234"),
+        ("[::1]:1234", {}, "[::1]:1234"),
+        ("192.0.2.1:1234", {}, None),
+        ("[2001:db8::1]:1234", {}, None),
+        ("no such name:1234", {}, None),
+        (None, {}, None),
+        ("localhost:1234", {"coordinator_bind_address": "[::]:1234"}, "[::]:1234"),
+    ],
+)
+def test_a_coordinator_on_loopback_listens_there_alone(address, given, bound, monkeypatch):
+    """Whether the address is an argument, or the environment's, which JAX reads."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    passed = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **options: passed.append(options))
+    monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
+    treeattn.initialize(address, 2, 0, **given)
+    if address is not None:
+        monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", address)
+    treeattn.initialize(None, 2, 0, **given)
+    assert [options.get("coordinator_bind_address") for options in passed] == [bound] * 2

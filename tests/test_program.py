@@ -334,19 +334,28 @@ class Wrapper:
         self.as_text, self.memory_analysis = compiled.as_text, compiled.memory_analysis
 
 
+class Compiled:
+    """As Equinox's: JAX's is its attribute."""
+
+    compiled = None
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_whatever_has_the_methods_is_read():
     compiled = lowered(three_allreduces).compile()
     wrapped = Wrapper(compiled)
     assert collectives(wrapped) == collectives(compiled) != []
     assert memory(wrapped) == memory(compiled)
+    wrapped.memory_analysis = lambda: None  # of platforms that do not tell
+    with pytest.raises(TypeError, match="compiled: expected"):
+        memory(wrapped)
 
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("function", "program", "error", "words"),
     [
-        (collectives, test_memory, AttributeError, "'function' .* 'as_text'"),
+        (collectives, test_memory, TypeError, "program: expected .* got function"),
         (collectives, "not a program", ValueError, "ENTRY"),
         (
             collectives,
@@ -354,7 +363,9 @@ def test_whatever_has_the_methods_is_read():
             ValueError,
             "expected an instruction, got 'nonsense'",
         ),
-        (memory, jax.jit(jnp.sin).lower(1.0), AttributeError, "'Lowered' .* 'memory_analysis'"),
+        (collectives, Compiled(), TypeError, r"as_text\(\).*got Compiled.*\.compiled"),
+        (memory, Compiled(), TypeError, r"memory_analysis\(\).*got Compiled.*\.compiled"),
+        (memory, jax.jit(jnp.sin).lower(1.0), TypeError, "compiled: expected .* got Lowered"),
     ],
 )
 def test_bad_input(function, program, error, words):

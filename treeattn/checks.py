@@ -54,10 +54,13 @@ def integer(name: str, x, least: int, most: int | None = None) -> int:
 def as_array(name: str, x) -> Array:
     """`x`, made an array if it is a number or a (nested) list of numbers.
 
-    Raises TypeError for ragged lists, text and objects that NumPy makes no array of numbers of.
+    Raises TypeError for ragged lists, text and other libraries' tensors.
     """
     if isinstance(x, Array):
         return x
+    if hasattr(x, "__dlpack__"):
+        kind = f"{type(x).__module__.split('.')[0]}.{type(x).__name__}"
+        raise TypeError(f"{name}: expected a JAX or NumPy array, got {kind}: use jnp.from_dlpack")
     try:
         array = np.asarray(x)
     except ValueError:

@@ -1,8 +1,10 @@
 """Meshes to shard a cache over, devices simulated on a CPU, and clusters of many processes."""
 
 import os
+import socket
 import sys
 from collections.abc import Sequence
+from ipaddress import ip_address
 from typing import Any
 
 import jax
@@ -99,8 +101,8 @@ def initialize(
 
     Nothing here is authenticated or encrypted: whoever reaches the coordinator's port can join, and
     whoever reaches gloo's can send. Use a network that strangers cannot reach. JAX lets process 0
-    listen on all of its machine's interfaces. If all processes run on one machine, pass
-    `coordinator_bind_address`, the address on loopback, and it listens there alone.
+    listen on all of its machine's interfaces; if the coordinator's address is on loopback, this
+    function lets it listen there alone. `coordinator_bind_address` names another address.
 
     From then on an uncaught exception ends the process at once, without the orderly shutdown
     that would wait for the other processes. They notice within the heartbeat's time, or at the
@@ -117,6 +119,9 @@ def initialize(
 
     >>> initialize("10.0.0.1:9876", num_processes=4, process_id=0)  # doctest: +SKIP
     """
+    address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    if address and _on_loopback(address.rpartition(":")[0].strip("[]")):
+        options.setdefault("coordinator_bind_address", address)
     jax.distributed.initialize(
         coordinator_address,
         num_processes,
@@ -126,6 +131,14 @@ def initialize(
         **options,
     )
     sys.excepthook = _end_at_once
+
+
+def _on_loopback(host: str) -> bool:
+    try:
+        first = socket.getaddrinfo(host, None)[0]
+    except OSError:  # the name does not resolve
+        return False
+    return ip_address(first[4][0]).is_loopback
 
 
 def _end_at_once(kind, error, trace) -> None:

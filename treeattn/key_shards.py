@@ -201,12 +201,17 @@ def deal(inputs: Inputs, shards: KeyShards) -> tuple[Inputs, Inputs]:
     10 keys (b, 10, …) over 4 devices become (b, 12, …), 3 on each device, with lengths of 10.
     Causal attention needs no lengths, because the padded keys come after every query. Queries and
     lengths are replicated along the keys' axes. Lengths count the keys of all shards. Raises
-    ValueError if the devices cannot share the stripes evenly; `shard_map` raises it for texts and
-    heads.
+    ValueError if the devices cannot share the texts, heads or stripes evenly.
     """
-    b, n = inputs.k.shape[:2]
-    if shards.striped and n % shards.devices:
-        raise ValueError(f"sharding: {shards.devices} devices cannot share {n} slots evenly")
+    b, n, h_kv, _ = inputs.k.shape
+    striped = shards.keys if shards.striped else ()
+    wholes = ("texts", b, shards.batch), ("key heads", h_kv, shards.heads), ("slots", n, striped)
+    for what, size, axes in wholes:
+        devices = math.prod(shards.mesh.shape[name] for name in axes)
+        if size % devices:
+            raise ValueError(
+                f"sharding: the {devices} devices along {axes} cannot share {size} {what} evenly"
+            )
     padded = shards.whole(n)
     lengths = inputs.lengths
     if lengths is None and padded != n and not inputs.causal:

@@ -107,9 +107,9 @@ def collectives(program: Any) -> list[Collective]:
              whose `as_text()` gives HLO; or HLO text. For an object of Equinox pass its `.lowered`
              or `.compiled`, which are JAX's
 
-    Of a conditional's branches only the one with the most bytes counts. Raises ValueError for a
-    collective in a loop without a trip count: only XLA notes trip counts, when it compiles a loop
-    that runs a fixed number of times.
+    Of a conditional's branches only the one with the most bytes counts. Raises TypeError for any
+    other program, and ValueError for a collective in a loop without a trip count: only XLA notes
+    trip counts, when it compiles a loop that runs a fixed number of times.
 
     >>> mesh = jax.sharding.Mesh(jax.devices()[:2], "kv")
     >>> spec = jax.sharding.PartitionSpec("kv")
@@ -120,10 +120,10 @@ def collectives(program: Any) -> list[Collective]:
     all-reduce 64
     """
     if isinstance(program, jax.stages.Lowered):
-        program = program.as_text(dialect="hlo")
-    elif not isinstance(program, str):
-        program = program.as_text()
-    computations, entry = parse(program)
+        text = program.as_text(dialect="hlo")
+    else:
+        text = program if isinstance(program, str) else _call("program", program, "as_text")
+    computations, entry = parse(text)
     return _walk(entry, computations)
 
 
@@ -137,13 +137,25 @@ def memory(compiled: Any) -> Memory:
     >>> print(held.argument_bytes, held.output_bytes)
     64 8
     """
-    stats = compiled.memory_analysis()
+    stats = _call("compiled", compiled, "memory_analysis")
     return Memory(
         stats.argument_size_in_bytes,
         stats.temp_size_in_bytes,
         stats.output_size_in_bytes,
         stats.alias_size_in_bytes,
     )
+
+
+def _call(name: str, program: Any, method: str) -> Any:
+    """`program.method()`. Raises TypeError if there is none, or if it gives None."""
+    analysis = getattr(program, method, lambda: None)()
+    if analysis is None:
+        raise TypeError(
+            f"{name}: expected jax.jit(f).lower(...).compile(), or an object whose {method}() "
+            f"returns what JAX's does, got {type(program).__name__}; for an object of Equinox pass "
+            "its .lowered or .compiled"
+        )
+    return analysis
 
 
 def collectives_table(collectives: Iterable[Collective]) -> str:
