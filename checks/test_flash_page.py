@@ -1,41 +1,18 @@
 """The code of the page about flash-attn-jax: it lowers for CUDA, and with stand-ins it is right."""
 
-from itertools import pairwise
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from pages import SITE, blocks
-from test_flash import draw, mha
+from test_flash import draw, mha, varlen
 
-from treeattn_conformance import attend as plain
 from treeattn_conformance import check_attention
-
-
-def varlen(*arrays, max_seqlen_q, max_seqlen_k, softmax_scale, **_):
-    """Segment i has the queries from starts_q[i] on and the keys from starts_k[i] on.
-
-    Its lse is (h, max_seqlen_q), with ∞ for no keys.
-    """
-    q, k, v, starts_q, starts_k = map(np.asarray, arrays)
-    outs, lses = [], []
-    for (i, j), (m, n) in zip(pairwise(starts_q), pairwise(starts_k), strict=True):
-        keys = (np.append(x[m:n], x[:1], axis=0)[None] for x in (k, v))  # and one that is not seen
-        out, lse = plain(q[None, i:j], *keys, kv_lengths=[n - m], scale=softmax_scale)
-        outs.append(out[0])
-        lse = np.where(np.isinf(lse[0]), np.inf, lse[0])
-        lses.append(np.pad(lse, ((0, max_seqlen_q - (j - i)), (0, 0))).T)
-    return jnp.asarray(np.concatenate(outs), q.dtype), jnp.asarray(lses, jnp.float32)
 
 
 @pytest.fixture
 def page(request, monkeypatch):
     """The names that the page's code defines; what it changes is changed back."""
-    request.getfixturevalue("flash")
-    from flash_attn_jax import flash_fwd, varlen_fwd
-
-    for module in (flash_fwd, varlen_fwd):
+    for module in request.getfixturevalue("flash").load():
         monkeypatch.setattr(module, "get_sm_count", module.get_sm_count)
     names = {}
     for block in blocks(SITE / "flash_attn_jax.md"):

@@ -61,7 +61,7 @@ SLOTS = {"kv_len": (10,), "devices": POSITIVE}
 EIGHT = {"kv_len": 8, "devices": 4}
 # Of states, beams, energies and programs their own tests ask more.
 CALLS = [
-    *takes(kv_mesh, {}, devices=([],), nodes=(*POSITIVE[:3], 0, -1, 7), heads=(0, 1.5)),
+    *takes(kv_mesh, {}, devices=([], [1], "kv"), nodes=(*POSITIVE[:3], 0, -1, 7), heads=(0, 1.5)),
     *takes(simulate_devices, {}, n=POSITIVE),
     *takes(reduce_tree, {"states": STATES}, arity=(*POSITIVE, 1), axis=(*NO_INTEGER, 1)),
     *takes(reduce_chain, {"states": STATES}, axis=(*NO_INTEGER, -2)),
@@ -91,6 +91,13 @@ class _Tensor:
         raise AssertionError("not to be read without being asked")
 
 
+class _Unhashable:
+    __hash__ = None
+
+    def __call__(self, *arrays, **options):
+        raise AssertionError("never called")
+
+
 # What no attention takes: (arguments, the error).
 SMALL = {name: jnp.asarray(x, jnp.float8_e4m3fn) for name, x in (("q", Q), ("k", K), ("v", K))}
 NOT_OVER = ["kv", over(keys=2).mesh]
@@ -108,9 +115,9 @@ ATTENTIONS = [
     ({"k": K.astype(np.int8), "v": K.astype(np.int8)}, TypeError, "k: .*int8: .* scales.*variants"),
     ({"q": Q[0]}, ValueError, r"q: expected 4 axes.*\(3, 4, 8\)"),
     ({"k": K[0, 0, 0], "kv_lengths": 1}, ValueError, "k"),
-    ({"k": K[:1], "v": K[:1]}, ValueError, r"k: expected shape \(2, 5.*got \(1, 5, 2, 8\)"),
-    ({"k": K[..., :7]}, ValueError, r"k: expected shape \(2, 5, 2, 8\), .*got \(2, 5, 2, 7\)"),
-    ({"v": K[:, :4]}, ValueError, r"v: expected shape \(2, 5, .*got \(2, 4, 2, 8\)"),
+    ({"k": K[:1], "v": K[:1]}, ValueError, r"k: expected.*batch 2.*\(1, 5, 2, 8\)"),
+    ({"k": K[..., :7]}, ValueError, r"k: expected.*head_dim 8"),
+    ({"v": K[:, :4]}, ValueError, r"v: expected k's.*\(2, 4, 2, 8\)"),
     ({"q": Q[:, :, :3]}, ValueError, r"q: expected.* multiple of k's 2, got \(.*, 3, "),
     ({"q": Q[..., :0], "k": K[..., :0]}, ValueError, "q: expected a head_dim"),
     ({"mask": np.ones((2, 1, 3, 5), np.float32)}, TypeError, r"mask: .*float32: use .astype\(bool"),
@@ -133,20 +140,26 @@ ATTENTIONS = [
     ({"scale": np.ones(2)}, ValueError, r"scale: .*\(2,\): multiply q .*variants"),
     *[({"scale": x}, TypeError, "scale: ") for x in ("1", object())],
     ({"causal": True}, ValueError, r"q: .*queries as keys, 5, got 3; .* mask=jnp.tri\(3, 5, 2, d"),
+    ({"implementation": "flash"}, ValueError, "implementation: 'flash' needs a CUDA device, got"),
     *[
         ({"implementation": x}, ValueError, "implementation: expected one of .*, or a function")
-        for x in ("pallas", 3)
+        for x in ("pallas", 3, np.ones(3))
     ],
+    ({"implementation": _Unhashable()}, TypeError, "implementation: .* that can be hashed"),
     *[({"sharding": x}, TypeError, "sharding: expected a NamedSharding") for x in NOT_OVER],
     ({"sharding": None}, ValueError, "sharding: k's sharding is unknown"),
     *[
         ({"sharding": NamedSharding(over(keys=2).mesh, spec)}, ValueError, f"sharding: {message}")
-        for spec, message in ((P(*[None] * 3, "keys"), r"expected P\(batch, keys, heads\)"),)
+        for spec, message in (
+            (P(*[None] * 3, "keys"), r"expected P\(batch, keys, heads\)"),
+            (P(P.UNCONSTRAINED, "keys"), "expected names of axes or None"),
+        )
     ],
     ({"sharding": over(rows=3)}, ValueError, "sharding: the 3 devices .* cannot share 2 texts"),
     ({"sharding": over(heads=3)}, ValueError, "sharding: .* cannot share 2 key heads"),
     ({"striped": True}, ValueError, "sharding: .* cannot share 5 slots"),
     *[({"method": x}, ValueError, "method: expected one of") for x in ("ring", 3, None)],
+    ({"method": _Unhashable()}, TypeError, "method: expected a function that can be hashed"),
 ]
 
 

@@ -119,6 +119,8 @@ def test_compiled_packs_the_same(rows):
         assert_packed(COMPILED, beam, lengths, size=rows * 3)
     packed = assert_packed(FUNCTIONS, jnp.asarray(beam), lengths)
     assert all(isinstance(x, jax.Array) for x in packed)
+    closed = jax.jit(lambda lengths: pack(beam, lengths))(lengths)  # the beam is a constant
+    np.testing.assert_array_equal(closed.unpack_map, packed.unpack_map)
 
 
 def test_tokens_and_mask_say_everything():
@@ -269,15 +271,17 @@ def test_lists_are_arrays():
 
 @pytest.mark.usefixtures("unchecked")
 def test_no_id_of_64_bits_becomes_another():
-    """JAX without 64 bits would keep the lower half of each: NumPy's beams stay NumPy's."""
-    beam = np.array([[[2**32 + 5, 1], [5, 1]]])
+    """JAX without 64 bits would keep the lower half of each, and merge two different tokens."""
+    beam, lengths = np.array([[[2**32 + 5, 1], [5, 1]]]), [[2, 2]]
+    assert pack(beam, np.array(lengths)).packed_beam.shape == (1, 4)
     with jax.enable_x64(False):
-        lengths = jnp.array([[2, 2]])
+        of_jax = jnp.array(lengths)
         for function in FUNCTIONS:
-            jax.tree.map(np.testing.assert_array_equal, function(beam, lengths), function(beam))
-            with pytest.raises(jax.errors.TracerArrayConversionError):
-                jax.jit(lambda n, function=function: function(beam, n))(lengths)
-        packed = pack(beam, lengths)
-        assert packed.packed_beam.tolist() == [[2**32 + 5, 1, 5, 1]]
-        unpacked = unpack(packed.packed_beam, jnp.asarray(packed.unpack_map))
-        np.testing.assert_array_equal(unpacked, beam)
+            with pytest.raises(ValueError, match=r"^beam: .*int32 holds, got 1 to 4294967301"):
+                function(beam, of_jax)
+            with pytest.raises(ValueError, match=r"^beam: "):
+                jax.jit(lambda n, function=function: function(beam, n))(of_jax)
+        packed = pack(beam % 2**32, of_jax)
+        np.testing.assert_array_equal(packed.packed_beam, [[5, 1]])  # small ones are taken
+        with pytest.raises(ValueError, match=r"^packed: "):
+            unpack(beam[0], jnp.zeros((2, 1, 1), jnp.int32))

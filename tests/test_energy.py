@@ -238,10 +238,11 @@ CAUSAL = GOOD | {"zeta": np.ones((5, 3)), "q": np.ones((5, 4))}
         (energy, GOOD, "q", np.ones((1, 4)), ValueError),
         (energy, GOOD, "q", np.ones(4, complex), TypeError),
         (energy, GOOD, "q", [1.0] * 4, TypeError),
+        (energy, GOOD, "k", np.ones((5, 3)), ValueError),
         (energy, GOOD, "k", np.ones(4), ValueError),
         (energy, GOOD, "v", np.ones((4, 3)), ValueError),
         (energy, GOOD, "mask", np.ones(4, bool), ValueError),
-        (energy, GOOD, "mask", np.ones(5, int), TypeError),
+        (energy, GOOD, "mask", [1] * 5, TypeError),
         (energy, GOOD, "scale", jnp.array(np.inf), ValueError),
         (energy, GOOD, "scale", "1", TypeError),
         (cumulant, NO_SOURCE, "order", 1.0, TypeError),
@@ -259,6 +260,13 @@ def test_bad_input_is_named(unchecked, function, good, name, bad, error):
         function(**{**good, name: bad})
 
 
-def test_two_dtypes_are_refused(unchecked):
+def test_two_dtypes_and_a_query_of_no_numbers(unchecked):
     with pytest.raises(TypeError, match="one dtype"):
         energy(**GOOD | {"q": np.ones(4, "float32")})
+    with pytest.raises(ValueError, match=r"^q: expected a head_dim d of at least 1"):
+        energy(**GOOD | {"q": np.ones(0), "k": np.ones((5, 0))})
+
+
+def test_a_list_is_a_mask(unchecked):
+    mask = [True, False, True, False, False]
+    close(energy(**GOOD, mask=mask), dense(**GOOD, mask=np.array(mask))[0])

@@ -5,6 +5,7 @@ A stand-in has the kernel's signature, axes and lse; the program for CUDA is low
 
 import functools
 import types
+from itertools import pairwise
 
 import attentions
 import jax
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import treeattn.flash as flash
 from treeattn import attend, finalize
 from treeattn.inputs import gather_inputs
+from treeattn_conformance import attend as plain
 
 
 def draw(dtype="float16", l=3, n=40, d=16):
@@ -30,19 +32,48 @@ def mha(q, k, v, *, window_size_left, window_size_right, softmax_scale, is_causa
     return out, lse.swapaxes(1, 2)
 
 
+def varlen(*arrays, max_seqlen_q, max_seqlen_k, softmax_scale, **_):
+    """Segment i has the queries from starts_q[i] on and the keys from starts_k[i] on.
+
+    Its lse is (h, max_seqlen_q), with ∞ for no keys.
+    """
+    q, k, v, starts_q, starts_k = map(np.asarray, arrays)
+    outs, lses = [], []
+    for (i, j), (m, n) in zip(pairwise(starts_q), pairwise(starts_k), strict=True):
+        keys = (np.append(x[m:n], x[:1], axis=0)[None] for x in (k, v))  # and one that is not seen
+        out, lse = plain(q[None, i:j], *keys, kv_lengths=[n - m], scale=softmax_scale)
+        outs.append(out[0])
+        lse = np.where(np.isinf(lse[0]), np.inf, lse[0])
+        lses.append(np.pad(lse, ((0, max_seqlen_q - (j - i)), (0, 0))).T)
+    return jnp.asarray(np.concatenate(outs), q.dtype), jnp.asarray(lses, jnp.float32)
+
+
 @pytest.fixture
 def stand_in(monkeypatch):
-    monkeypatch.setattr(flash, "load", lambda: types.SimpleNamespace(flash_mha_fwd=mha))
+    forward = types.SimpleNamespace(flash_mha_fwd=mha)
+    rows = types.SimpleNamespace(flash_mha_varlen_fwd=varlen)
+    monkeypatch.setattr(flash, "load", lambda: (forward, rows))
 
 
-def run(q, k, v, scale=None):
-    return finalize(flash.flash_attend(gather_inputs(q, k, v, None, None, None, scale)))
+def run(q, k, v, kv_lengths=None, scale=None):
+    return finalize(flash.flash_attend(gather_inputs(q, k, v, None, None, kv_lengths, scale)))
 
 
-@pytest.mark.parametrize("scale", [None, 0.5, jnp.float32(0.5)], ids=type)
-def test_the_states_are_those_of_dense_attention(stand_in, scale):
+OPTIONS = [
+    {},
+    {"kv_lengths": [40, 0], "scale": 0.5},
+    {"kv_lengths": [7, 33]},
+    {"scale": jnp.float32(0.5)},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_states_are_those_of_dense_attention(stand_in, options):
     arrays = draw()
-    check(run(*arrays, scale), *arrays, atol=2e-3, scale=scale)
+    out, lse = run(*arrays, **options)
+    check(out, *arrays, atol=2e-3, **options)
+    empty = np.array(options.get("kv_lengths", [1, 1])) == 0
+    assert np.array_equal(np.isinf(lse).all(axis=(1, 2)), empty)
 
 
 def test_the_gradient_is_that_of_the_plain_form(stand_in):
@@ -57,7 +88,10 @@ REFUSED = {
     "q: the flash kernel takes a head_dim up to 256": (draw(d=264), {}),
     "mask: the flash kernel takes none": (draw(), {"mask": np.ones((1, 1, 1, 40), bool)}),
     "bias: the flash kernel takes none": (draw(), {"bias": np.zeros((1, 1, 1, 40), np.float32)}),
-    "kv_lengths: the flash kernel takes none": (draw(), {"kv_lengths": np.array([1, 2])}),
+    "kv_lengths: the flash kernel takes none": (
+        draw(l=40),
+        {"kv_lengths": np.array([1, 2]), "causal": True},
+    ),
 }
 
 
@@ -72,9 +106,10 @@ def test_what_the_kernel_does_not_take_is_refused(message):
         jax.jit(lambda *x: attend(*x, implementation="flash")).lower(q, k, v[..., :8])
 
 
-def test_a_program_for_cuda_calls_the_kernel(request):
+@pytest.mark.parametrize("lengths", [None, np.array([40, 3])])
+def test_a_program_for_cuda_calls_the_kernel(request, lengths):
     request.getfixturevalue("flash")
-    program = jax.jit(lambda *x: attend(*x, implementation="flash"))
+    program = jax.jit(lambda *x: attend(*x, kv_lengths=lengths, implementation="flash"))
     text = program.trace(*draw()).lower(lowering_platforms=("cuda",)).as_text()
     assert "custom_call @flash_mha" in text and "dot_general" not in text
 

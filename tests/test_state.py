@@ -548,6 +548,7 @@ def identity(*arguments):
             r"out: expected a floating-point",
         ),
         ({}, identity((3,), 2, jnp.float8_e4m3fn), TypeError, "dtype: .*16 bits or more"),
+        ({}, identity(3, 2), TypeError, "shape: expected a tuple, .* got 3"),
     ],
 )
 def test_bad_input(unchecked, change, call, error, words):

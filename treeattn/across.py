@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from treeattn.checks import check_hashable
 from treeattn.state import AttentionState, check_state, merge, reduce_tree, rescale, where
 
 Axes = tuple[str, ...]  # of a mesh, by name
@@ -70,8 +71,8 @@ def merge_across(
     With "all_to_all" `out_specs` must shard the heads along the axes.
 
     Raises ValueError if the method is unknown or an axis is named twice. For a named method, raises
-    TypeError or ValueError if `state` is not an AttentionState whose fields fit each other. What a
-    function returns is checked by `finalize`.
+    TypeError or ValueError if `state` is not an AttentionState whose fields fit each other. For a
+    function, raises TypeError if it cannot be hashed or does not return an AttentionState.
 
     >>> from jax.sharding import PartitionSpec as P
     >>> from treeattn import attend, finalize, kv_mesh
@@ -89,7 +90,11 @@ def merge_across(
     if len(set(axes)) < len(axes):
         raise ValueError(f"axis_name: expected each axis once, got {axes}")
     if callable(method):
-        return method(state, axes)
+        merged = method(state, axes)
+        if not isinstance(merged, AttentionState):
+            kind = type(merged).__name__
+            raise TypeError(f"method: expected it to return an AttentionState, got {kind}")
+        return merged
     check_state(state=state)
     if not axes:
         return state
@@ -117,8 +122,10 @@ def _replicated(state: AttentionState, axes: Axes) -> AttentionState:
 
 
 def check_method(method: Method) -> None:
-    """Raise ValueError unless it is a function or one of `METHODS`."""
-    if not callable(method) and method not in METHODS:
+    """Raise ValueError unless it is a function or one of `METHODS`, TypeError if it has no hash."""
+    if callable(method):
+        check_hashable("method", method)
+    elif method not in METHODS:
         raise ValueError(f"method: expected one of {tuple(METHODS)}, or a function, got {method!r}")
 
 
@@ -201,6 +208,8 @@ def _hierarchical(state: AttentionState, axes: Axes) -> AttentionState:
         share = _gather(share, axis)
 
     def complete(x):
+        if h == 0:  # all_gather refuses an axis of size 0
+            return x
         padded = lax.all_gather(x, axes[-1], axis=heads, tiled=True)
         return lax.slice_in_dim(padded, 0, h, axis=heads)
 

@@ -16,8 +16,8 @@ The nodes are numbered candidate by candidate, then by position: first all token
 candidate 0, then the tokens of candidate 1 that candidate 0 lacks, and so on. All results
 follow from one table, `_common_prefix`: how many leading tokens two candidates share.
 
-If the beam is a NumPy array or a nested list, each function returns NumPy arrays. If it is a JAX
-array, traced arrays included, it returns JAX arrays.
+Given NumPy arrays or nested lists, each function returns NumPy arrays. Given JAX arrays, traced
+arrays included, it returns JAX arrays.
 """
 
 from functools import partial
@@ -35,7 +35,6 @@ from treeattn.checks import (
     as_integers,
     bounded,
     check_rank,
-    check_shape,
     integer,
     namespace,
 )
@@ -133,8 +132,8 @@ def pack(beam: Beam, lengths: Lengths = None, *, pad_token: int = 0) -> PackedBe
 
     Raises TypeError if beam or lengths are not integers, or are ragged. Raises ValueError if
     their shapes do not fit, if a length is negative or beyond C (inside jit, lengths are
-    clipped instead), or if pad_token does not fit the beam's dtype. For traced lengths the beam
-    must be JAX's, too.
+    clipped instead), or if pad_token does not fit the beam's dtype. Also raises ValueError if
+    `beam` is NumPy's, `lengths` is JAX's, and a token id is too large for JAX's integers.
 
     >>> print(pack([[[7, 8], [7, 0]]], lengths=[[2, 1]]).packed_beam)
     [[7 8]]
@@ -147,9 +146,8 @@ def pack(beam: Beam, lengths: Lengths = None, *, pad_token: int = 0) -> PackedBe
     packed = _pack_jit(beam, lengths, pad_token)
     if isinstance(packed.packed_beam, jax.core.Tracer):
         return packed
-    tokens, mask, offsets, unpack_map = packed
-    size = np.diagonal(mask, axis1=1, axis2=2).sum(axis=1).max(initial=0)
-    return PackedBeam(tokens[:, :size], mask[:, :size, :size], offsets[:, :size], unpack_map)
+    nodes = np.diagonal(packed.attention_mask, axis1=1, axis2=2).sum(axis=1)
+    return _first_nodes(packed, int(nodes.max(initial=0)))
 
 
 def unpack(
@@ -163,7 +161,8 @@ def unpack(
                 there are no nodes.
 
     Raises TypeError or ValueError if unpack_map is not an integer array of that shape, with
-    entries from 0 to L − 1 (inside jit, entries are clipped instead).
+    entries from 0 to L − 1 (inside jit, entries are clipped instead). Raises ValueError if `packed`
+    is NumPy's, `unpack_map` is JAX's, and an integer in `packed` is too large for JAX's integers.
 
     >>> packed = pack([[[7, 8], [7, 9]]])
     >>> print(unpack(packed.packed_beam, packed.unpack_map)[0])
@@ -178,13 +177,13 @@ def unpack(
             f"packed: expected axes (batch, L, ...) with batch = {unpack_map.shape[0]} as in "
             f"unpack_map, got shape {packed.shape}"
         )
-    xp = namespace(packed)
+    xp = namespace(packed, unpack_map)
     last = max(packed.shape[1] - 1, 0)
     unpack_map = bounded("unpack_map", unpack_map, 0, last, f"node numbers from 0 to {last}")
     if packed.shape[1] == 0:
         return xp.zeros((*unpack_map.shape, *packed.shape[2:]), packed.dtype)
     text = xp.arange(len(unpack_map))[:, None, None]
-    return packed[text, xp.asarray(unpack_map)]
+    return _to_namespace("packed", packed, xp)[text, xp.asarray(unpack_map)]
 
 
 def _common_prefix(xp, beam, lengths):
@@ -302,6 +301,28 @@ def _look_up(table, candidate):
 _pack_jit = jax.jit(partial(_pack, jnp), static_argnames="pad_token")
 
 
+@partial(jax.jit, static_argnames="size")
+def _first_nodes(packed: PackedBeam, size: int) -> PackedBeam:
+    """The first `size` of L nodes, if the nodes beyond are pads."""
+    tokens, mask, offsets, unpack_map = packed
+    return PackedBeam(tokens[:, :size], mask[:, :size, :size], offsets[:, :size], unpack_map)
+
+
+def _to_namespace(name, x, xp):
+    """`x` as an array of numpy or jax.numpy (xp). Raises ValueError if integers would change.
+
+    Without jax_enable_x64, JAX silently keeps only the lower 32 bits of an integer.
+    """
+    array = xp.asarray(x)
+    of_integers = array.dtype != x.dtype and jnp.issubdtype(x.dtype, jnp.integer)
+    if of_integers and (x.astype(array.dtype) != x).any():
+        raise ValueError(
+            f"{name}: expected integers that {array.dtype} holds, got {x.min()} to {x.max()}: "
+            "pass NumPy's arrays only, or set jax_enable_x64"
+        )
+    return array
+
+
 def _checked(beam, lengths) -> tuple[Any, Array, Array]:
     """(numpy or jax.numpy, beam, lengths in int32). Raises as `pack` does."""
     beam = as_integers("beam", beam)
@@ -309,7 +330,8 @@ def _checked(beam, lengths) -> tuple[Any, Array, Array]:
     shape = beam.shape[:2]
     width = beam.shape[2]
     lengths = np.full(shape, width) if lengths is None else as_integers("lengths", lengths)
-    check_shape(shape, lengths=lengths)
+    if lengths.shape != shape:
+        raise ValueError(f"lengths: expected shape (batch, M) = {shape}, got {lengths.shape}")
+    xp = namespace(beam, lengths)
     lengths = bounded("lengths", lengths, 0, width, f"0 to C = {width} tokens")
-    xp = namespace(beam)
-    return xp, beam, xp.asarray(lengths)
+    return xp, _to_namespace("beam", beam, xp), xp.asarray(lengths)

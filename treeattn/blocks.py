@@ -120,7 +120,8 @@ def _attend_texts(inputs: Inputs, first_text) -> AttentionState:
     size = block_size(inputs)
     few = products.few_queries(q, n)
     may_split = inputs.may_split
-    lanes = products.lane_queries(q) if few else None
+    shrunk, root = products.shrink(q, may_split)
+    lanes = products.lane_queries(shrunk) if few else None
 
     def read(x, first, count):
         return products.read_block(x, first, count, text=first_text, texts=len(q), dtype=q.dtype)
@@ -131,8 +132,8 @@ def _attend_texts(inputs: Inputs, first_text) -> AttentionState:
         if few:
             s = products.lane_scores(lanes, keys, may_split)
         else:
-            s = products.matrix_scores(q, keys)
-        s = _mask_and_clip(s, visible, bias)
+            s = products.matrix_scores(shrunk, keys)
+        s = _mask_and_clip(s * root * root, visible, bias)
         m = products.row_max(lax.stop_gradient(s), may_split)
         p = jnp.exp(s - finite(m)[..., None])
         unused = None if visible is None else unused_keys(visible)
@@ -204,6 +205,7 @@ def _sums(inputs: Inputs, m):
     n = inputs.k.shape[1]
     size = block_size(inputs)
     m = lax.stop_gradient(finite(m))[..., None]
+    shrunk, root = products.shrink(q, inputs.may_split)
     # The loop scans over one array of stacked blocks, so their gradient is one array, too. The
     # gradient of slices would be a sum of arrays of the cache's size.
     blocks = {"k": _split_blocks(inputs.k, 1, size), "v": _split_blocks(inputs.v, 1, size)}
@@ -216,7 +218,8 @@ def _sums(inputs: Inputs, m):
         unused = None if visible is None else unused_keys(visible)
         keys = _zero_unused(block["k"].astype(q.dtype), unused)
         values = _zero_unused(block["v"].astype(q.dtype), unused)
-        s = _mask_and_clip(products.matrix_scores(q, keys), visible, added)
+        s = products.matrix_scores(shrunk, keys)
+        s = _mask_and_clip(s * root * root, visible, added)
         return products.matrix_sums(jnp.exp(s - m), values)
 
     def add_block(sums, start, block):

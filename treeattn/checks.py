@@ -17,9 +17,9 @@ Array = jax.Array | np.ndarray
 Numbers = Sequence[Any] | float  # (nested) lists of numbers, or a number: `as_array` takes them
 
 
-def namespace(x: Array):
-    """The module to compute with: jax.numpy for JAX's arrays, else numpy."""
-    return jnp if isinstance(x, jax.Array) else np
+def namespace(*arrays: Array):
+    """The module to compute with: jax.numpy if any of the arrays is JAX's, else numpy."""
+    return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
 
 
 def accumulation_dtype(*arrays: Array) -> np.dtype[Any]:
@@ -78,18 +78,35 @@ def as_integers(name: str, x) -> Array:
     return array
 
 
-def check_floating(least_bits: int = 16, **arrays: Array) -> None:
-    """Raise TypeError for the first array that is not floating-point, of so many bits or more."""
+def check_one_dtype(**arrays: Array) -> None:
+    """Raise TypeError unless all arrays have the same dtype."""
+    if len({jnp.dtype(x.dtype) for x in arrays.values()}) > 1:
+        dtypes = ", ".join(f"{name} {x.dtype}" for name, x in arrays.items())
+        raise TypeError(f"expected one dtype, got {dtypes}")
+
+
+def check_floating(**arrays: Array) -> None:
+    """Raise TypeError for the first array that is not float16, bfloat16, float32 or float64."""
     for name, x in arrays.items():
         if not isinstance(x, Array | np.generic):
+            as_array(name, x)  # another library's tensor gets its own error
             raise TypeError(f"{name}: expected an array, got {type(x).__name__}")
         if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name}: expected a floating-point array, got dtype {x.dtype}")
+        if jnp.dtype(x.dtype).itemsize < 2:
+            raise TypeError(f"{name}: expected 16 bits or more, got dtype {x.dtype}: use .astype")
+
+
+def check_keys(**arrays: Array) -> None:
+    """Raise TypeError unless keys and values have one floating-point dtype, of 8 bits or more."""
+    for name, x in arrays.items():
+        if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(
-                f"{name}: expected a floating-point array, got dtype {x.dtype}: the integers of a "
-                "cache need their scales, as in site/variants.md, A quantised cache"
+                f"{name}: expected a floating-point array, got dtype {x.dtype}: integers need "
+                "their scales: attend to a block at a time, times its scales, and merge, as in "
+                "site/variants.md, A quantised cache"
             )
-        if jnp.finfo(x.dtype).bits < least_bits:
-            raise TypeError(f"{name}: expected {least_bits} bits or more, got {x.dtype}")
+    check_one_dtype(**arrays)
 
 
 def bounded(name: str, x: Array, least: int, most, expected: str) -> Array:
@@ -116,28 +133,10 @@ def bounded(name: str, x: Array, least: int, most, expected: str) -> Array:
     return x.astype(np.int32)
 
 
-def check_same_dtype(least_bits: int = 16, **arrays: Array) -> None:
+def check_same_dtype(**arrays: Array) -> None:
     """Raise TypeError unless all arrays have the same floating-point dtype."""
-    check_floating(least_bits, **arrays)
-    if len({jnp.dtype(x.dtype) for x in arrays.values()}) > 1:
-        dtypes = ", ".join(f"{name} {x.dtype}" for name, x in arrays.items())
-        raise TypeError(f"expected one dtype, got {dtypes}")
-
-
-def check_shape(shape: tuple[int, ...], **arrays: Array) -> None:
-    """Raise ValueError for the first array of another shape."""
-    for name, x in arrays.items():
-        if x.shape != shape:
-            raise ValueError(f"{name}: expected shape {shape}, as the others have, got {x.shape}")
-
-
-def check_mask(mask: Array) -> None:
-    """Raise TypeError unless the mask holds booleans."""
-    if mask.dtype != jnp.bool_:
-        raise TypeError(
-            f"mask: expected booleans, got dtype {mask.dtype}: use .astype(bool), or pass what is "
-            "added to the scores as bias="
-        )
+    check_floating(**arrays)
+    check_one_dtype(**arrays)
 
 
 def check_rank(rank: int, layout: str, **arrays: Array) -> None:
@@ -145,6 +144,17 @@ def check_rank(rank: int, layout: str, **arrays: Array) -> None:
     for name, x in arrays.items():
         if x.ndim != rank:
             raise ValueError(f"{name}: expected {rank} axes {layout}, got shape {x.shape}")
+
+
+def check_hashable(name: str, function) -> None:
+    """Raise TypeError for a function that `jax.jit` cannot recognize by its hash."""
+    try:
+        hash(function)
+    except TypeError:
+        raise TypeError(
+            f"{name}: expected a function that can be hashed, got {type(function).__name__}: "
+            "if it is a dataclass, use @dataclass(frozen=True)"
+        ) from None
 
 
 def check_scale(scale, d: int, dtype) -> Array | float:

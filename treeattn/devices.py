@@ -58,8 +58,8 @@ def kv_mesh(
              sharded.
     batch:   the size of an axis "batch" before all others, along which the texts are sharded.
 
-    Raises TypeError if a size is not an integer, and ValueError if there are no devices, or if they
-    do not fill the axes.
+    Raises TypeError if `devices` holds anything but devices, or a size is not an integer, and
+    ValueError if there are no devices, or if they do not fill the axes.
 
     >>> print(dict(kv_mesh(jax.devices()[:8], nodes=2).shape))
     {'node': 2, 'device': 4}
@@ -67,6 +67,9 @@ def kv_mesh(
     flat = np.asarray(jax.devices() if devices is None else devices, dtype=object).ravel()
     if flat.size == 0:
         raise ValueError("devices: expected at least one device, got none")
+    for device in flat:
+        if not isinstance(device, jax.Device):
+            raise TypeError(f"devices: expected jax.devices() or some of them, got {device!r}")
     given = {"batch": batch, "heads": heads, "nodes": nodes}
     sizes = {name: integer(name, n, 1) for name, n in given.items() if n is not None}
     rest = flat.size

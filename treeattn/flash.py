@@ -1,8 +1,8 @@
 """flash-attn-jax's CUDA kernel (FlashAttention-2) behind the interface of `attend`.
 
-The kernel returns (out, lse), which is a state (`from_output`). It takes no mask, no bias and no
-lengths. The derivative is that of blocks.py, because the kernel's own ignores the gradient of lse,
-which a merge needs.
+The kernel returns (out, lse), which is a state (`from_output`). It takes no mask and no bias. With
+lengths, the kernel's variable-length form is used instead. The derivative is that of blocks.py,
+because the kernel's own ignores the gradient of lse, which a merge needs.
 
 This file was never run on a GPU; the tests lower the kernel for CUDA.
 """
@@ -26,7 +26,7 @@ LONG_TEXT = 128  # more queries than this use the kernel by default; a guess, ne
 
 @functools.cache
 def load():
-    """flash-attn-jax's module flash_fwd.
+    """The modules (flash_fwd, varlen_fwd) of flash-attn-jax.
 
     Raises ImportError, with what to install, if it or the CUDA runtime is missing.
     """
@@ -36,13 +36,24 @@ def load():
         for folder in (spec and spec.submodule_search_locations) or ():
             for path in Path(folder).glob("lib/libcudart.so.12*"):
                 ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-        from flash_attn_jax import flash_fwd  # type: ignore[import-untyped]
+        from flash_attn_jax import flash_fwd, varlen_fwd  # type: ignore[import-untyped]
     except (ImportError, OSError) as error:
         raise ImportError(
             f"flash-attn-jax cannot be imported ({error}): pip install 'treeattn[flash]', on "
             "Linux x86-64 with Python 3.11 to 3.13"
         ) from error
-    return flash_fwd
+    return flash_fwd, varlen_fwd
+
+
+def check_device(q) -> None:
+    """Raise ValueError if `q` is on a device that is not CUDA's; a traced q is on none yet."""
+    if isinstance(q, jax.core.Tracer):
+        return
+    device, *_ = jnp.asarray(q).devices()
+    if device.platform not in ("gpu", "cuda"):
+        raise ValueError(
+            f"implementation: 'flash' needs a CUDA device, got a {device.platform} device"
+        )
 
 
 def why_not(inputs: Inputs) -> str | None:
@@ -58,10 +69,11 @@ def why_not(inputs: Inputs) -> str | None:
         )
     if q.shape[-1] > MAX_HEAD_DIM:
         return f"q: the flash kernel takes a head_dim up to {MAX_HEAD_DIM}, got {q.shape[-1]}"
-    options = {"mask": inputs.mask, "bias": inputs.bias, "kv_lengths": inputs.lengths}
-    for name, x in options.items():
+    for name, x in (("mask", inputs.mask), ("bias", inputs.bias)):
         if x is not None:
             return f"{name}: the flash kernel takes none; use implementation='blockwise'"
+    if inputs.causal and inputs.lengths is not None:
+        return "kv_lengths: the flash kernel takes none with causal=True"
     return None
 
 
@@ -79,18 +91,40 @@ def flash_attend(inputs: Inputs) -> AttentionState:
     The kernel's scale is compiled into the program. `inputs.traced_scale` cannot be. It multiplies
     the queries, and the products are rounded to the queries' dtype.
     """
-    q = inputs.q
+    q, k, v = inputs.q, inputs.k, inputs.v
     q = q if inputs.traced_scale is None else (q * inputs.traced_scale).astype(q.dtype)
-    out, lse = load().flash_mha_fwd(
-        q,
-        inputs.k,
-        inputs.v,
-        softmax_scale=inputs.scale,
-        is_causal=inputs.causal,
-        window_size_left=-1,  # no window
-        window_size_right=-1,
-    )
+    options = {"softmax_scale": inputs.scale, "is_causal": inputs.causal}
+    if inputs.lengths is not None:
+        return from_output(*_variable_lengths(q, k, v, inputs.lengths, options))
+    flash_fwd, _ = load()
+    everything = {"window_size_left": -1, "window_size_right": -1}
+    out, lse = flash_fwd.flash_mha_fwd(q, k, v, **everything, **options)
     return from_output(out, lse.transpose(0, 2, 1))  # lse comes as (b, h, l)
+
+
+def _variable_lengths(q, k, v, lengths, options):
+    """(out, lse) of texts of different lengths, as one packed sequence.
+
+    Each text is two segments: its keys with its queries, and its padding without queries. The
+    cumulative queries are 0, l, l, 2l, 2l, …, the cumulative keys 0, len₀, n, n + len₁, 2n, …
+    """
+    b, l = q.shape[:2]
+    n = k.shape[1]
+    text = jnp.arange(b, dtype=jnp.int32)
+    end = jnp.array([b], jnp.int32)
+    starts_q = jnp.stack([text * l, (text + 1) * l], axis=1).ravel()
+    starts_k = jnp.stack([text * n, text * n + lengths], axis=1).ravel()
+    _, varlen_fwd = load()
+    out, lse = varlen_fwd.flash_mha_varlen_fwd(
+        *(x.reshape(-1, *x.shape[2:]) for x in (q, k, v)),
+        jnp.concatenate([starts_q, end * l]),
+        jnp.concatenate([starts_k, end * n]),
+        max_seqlen_q=l,
+        max_seqlen_k=n,
+        **options,
+    )
+    lse = lse[::2, :, :l]  # (2b, h, l): every other segment has the queries
+    return out.reshape(q.shape), lse.transpose(0, 2, 1)
 
 
 def _backward(inputs: Inputs, cotangent):

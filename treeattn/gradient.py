@@ -5,17 +5,20 @@ Add ζ·v_a to each score, with a vector ζ, the source:
     F(ζ) = log Σ_a exp(q·k_a + ζ·v_a)                               (2024 eq. 15, 2025 eq. 6, 24)
 
 Up to the constant F(0), the lse, this is the cumulant generating function of the values under the
-attention weights. Its gradient at ζ = 0 is attention, and its Hessian there is the covariance of
-the values. `scale` multiplies q·k, as everywhere in this package; the papers leave it out.
+attention weights. Its gradient at
+ζ = 0 is attention, and its Hessian there is the covariance of the values. `scale` multiplies q·k,
+as everywhere in this package; the papers leave it out.
 
-All functions take one query head: q (d,), k (n, d), v (n, dv), and mask (n,), True where the query
-may see the key. q, k and v share a floating-point dtype. Sums are in float32, or in float64 if an
-input is. If no key is visible, F is −∞, and its derivatives of every order, in every argument, are
-zeros. `jax.vmap` maps the functions over queries, heads and batches.
+All functions take one query head: q (d,), k (n, d), v (n, dv), and mask (n,), an array or a list,
+True where the query may see the key. q, k and v share a floating-point dtype. Sums are in float32,
+or in float64 if an input is. If no key is visible, F is −∞, and its derivatives of every order, in
+every argument, are zeros. `jax.vmap` maps the functions over queries, heads and batches.
 
 They raise TypeError for a wrong dtype, and ValueError for shapes that do not fit and for a scale
 that is not finite (not checked under jit), naming the argument.
 """
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +27,11 @@ from jaxtyping import Bool, Float
 from treeattn.checks import (
     Array,
     accumulation_dtype,
+    as_array,
     check_floating,
-    check_mask,
     check_rank,
     check_same_dtype,
     check_scale,
-    check_shape,
     integer,
 )
 from treeattn.inputs import Scale
@@ -39,7 +41,7 @@ Source = Float[Array, " dv"]
 Query = Float[Array, " d"]
 Keys = Float[Array, "n d"]
 Values = Float[Array, "n dv"]
-Mask = Bool[Array, " n"] | None
+Mask = Bool[Array, " n"] | Sequence[bool] | None
 Scalar = Float[jax.Array, ""]
 
 
@@ -58,7 +60,7 @@ def energy(
     >>> print(energy(jnp.zeros(1), jnp.ones(4), k, v).round(4))  # log 2
     0.6931
     """
-    _check_inputs(q, k, v, mask, zeta=zeta)
+    mask = _check_inputs(q, k, v, mask, zeta=zeta)
     if mask is None:
         return log_sum_exp(_scores(zeta, q, k, v, scale))
     k, v = (jnp.where(mask[:, None], x, 0) for x in (k, v))
@@ -116,7 +118,7 @@ def cumulant(
     [[1.]]
     """
     order = integer("order", order, 0)
-    _check_inputs(q, k, v, mask)
+    mask = _check_inputs(q, k, v, mask)
 
     def derivative(zeta):
         return energy(zeta, q, k, v, mask=mask, scale=scale)
@@ -186,22 +188,28 @@ def _scores(zeta, q, k, v, scale):
     return s + dot(zeta, v)
 
 
-def _check_inputs(q, k, v, mask=None, *, causal: bool = False, **sources) -> None:
-    """Raise TypeError or ValueError if the arguments do not fit.
+def _check_inputs(q, k, v, mask=None, *, causal: bool = False, **sources) -> Array | None:
+    """The mask as an array. Raises TypeError or ValueError if the arguments do not fit.
 
     sources: arrays with an entry for each coordinate of the values, by name
     causal:  whether there is a query, and a source, for each key
     """
     check_same_dtype(q=q, k=k, v=v)
     check_floating(**sources)
+    check_rank(2 if causal else 1, "(n, d)" if causal else "(d,)", q=q)
     check_rank(2, "(n, d)", k=k)
     check_rank(2, "(n, dv)", v=v)
-    n, d = k.shape
-    dv = v.shape[1]
-    queries = (n,) if causal else ()
-    check_shape((*queries, d), q=q)
-    check_shape((n, dv), v=v)
-    check_shape((*queries, dv), **sources)
+    n, d, dv = len(k), q.shape[-1], v.shape[1]
+    if d == 0:
+        raise ValueError(f"q: expected a head_dim d of at least 1, got shape {q.shape}")
     if mask is not None:
-        check_mask(mask)
-        check_shape((n,), mask=mask)
+        mask = as_array("mask", mask)
+        if mask.dtype != jnp.bool_:
+            raise TypeError(f"mask: expected booleans, got dtype {mask.dtype}")
+    queries = (n,) if causal else ()
+    expected = [("k", k, (n, d)), ("v", v, (n, dv)), ("q", q, (*queries, d)), ("mask", mask, (n,))]
+    expected += [(name, x, (*queries, dv)) for name, x in sources.items()]
+    for name, x, shape in expected:
+        if x is not None and x.shape != shape:
+            raise ValueError(f"{name}: expected shape {shape}, as the others, got {x.shape}")
+    return mask

@@ -20,11 +20,9 @@ from treeattn.checks import (
     as_integers,
     bounded,
     check_floating,
-    check_mask,
+    check_keys,
     check_rank,
-    check_same_dtype,
     check_scale,
-    check_shape,
     namespace,
 )
 
@@ -90,20 +88,20 @@ def gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal=False, may_spli
     `check_inputs` checks shapes and dtypes while the function is traced.
     """
     q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
-    check_rank(4, "(batch, length, heads, head_dim)", q=q, k=k, v=v)
-    if q.shape[-1] == 0:
-        raise ValueError(f"q: expected a head_dim of at least 1, got shape {q.shape}")
     mask = None if mask is None else _with_four_axes("mask", mask)
     bias = None if bias is None else _with_four_axes("bias", bias)
     if kv_lengths is not None:
         kv_lengths = as_integers("kv_lengths", kv_lengths)
-        if kv_lengths.ndim == 0:
+        if kv_lengths.ndim == 0 and q.ndim:
             kv_lengths = namespace(kv_lengths).broadcast_to(kv_lengths, q.shape[:1])
-        n = k.shape[1]
+        n = k.shape[1] if k.ndim > 1 else 0
         kv_lengths = bounded("kv_lengths", kv_lengths, 0, n, f"0 to kv_len = {n} keys")
-    scale = check_scale(scale, q.shape[-1], accumulation_dtype(q, k))
+    if scale is None:
+        scale = q.shape[-1] ** -0.5 if q.ndim and q.shape[-1] else 1.0
+    else:
+        scale = check_scale(scale, 0, accumulation_dtype(q, k))
     scales = (scale, 1.0) if isinstance(scale, jax.Array) else (None, float(scale))
-    return Inputs(q, k, v, mask, bias, kv_lengths, *scales, causal, may_split)
+    return Inputs(q, k, v, mask, bias, kv_lengths, *scales, bool(causal), may_split)
 
 
 def _with_four_axes(name: str, x) -> Array:
@@ -116,23 +114,36 @@ def check_inputs(inputs: Inputs) -> None:
     """Raise the TypeError or ValueError that `attend` documents, naming the argument."""
     q, k, v = inputs.q, inputs.k, inputs.v
     check_floating(q=q)
-    check_same_dtype(8, k=k, v=v)
+    check_keys(k=k, v=v)
+    check_rank(4, "(batch, length, heads, head_dim)", q=q, k=k, v=v)
     b, l, h, d = q.shape
     n, h_kv = k.shape[1:3]
-    check_shape((b, n, h_kv, d), k=k)
-    check_shape((b, n, h_kv, v.shape[3]), v=v)
+    if d == 0:
+        raise ValueError(f"q: expected a head_dim of at least 1, got shape {q.shape}")
+    if (k.shape[0], k.shape[3]) != (b, d):
+        raise ValueError(
+            f"k: expected (batch, kv_len, kv_heads, head_dim) with batch {b} and "
+            f"head_dim {d} as in q {q.shape}, got {k.shape}"
+        )
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"v: expected k's batch, kv_len and kv_heads, {k.shape[:3]}, got {v.shape}"
+        )
     if h_kv == 0 or h % h_kv:
         raise ValueError(
             f"q: expected (batch, q_len, heads, head_dim), its heads a multiple of k's {h_kv}, "
             f"got {q.shape}"
         )
     if inputs.causal and l != n:
-        raise ValueError(
-            f"q: causal attention expects as many queries as keys, {n}, got {l}; for the last "
-            f"queries pass mask=jnp.tri({l}, {n}, {n - l}, dtype=bool)"
+        text = f"q: causal attention expects as many queries as keys, {n}, got {l}"
+        if l < n:
+            text += f"; for the last {l} tokens pass mask=jnp.tri({l}, {n}, {n - l}, dtype=bool)"
+        raise ValueError(text)
+    if inputs.mask is not None and inputs.mask.dtype != jnp.bool_:
+        raise TypeError(
+            f"mask: expected booleans, got dtype {inputs.mask.dtype}: use .astype(bool), or "
+            "pass what is added to the scores as bias="
         )
-    if inputs.mask is not None:
-        check_mask(inputs.mask)
     if inputs.bias is not None:
         check_floating(bias=inputs.bias)
     target = b, h, l, n
@@ -145,8 +156,9 @@ def check_inputs(inputs: Inputs) -> None:
             raise ValueError(
                 f"{name}: expected a shape that broadcasts to {layout} = {target}, got {x.shape}"
             )
-    if inputs.lengths is not None:
-        check_shape((b,), kv_lengths=inputs.lengths)
+    if inputs.lengths is not None and inputs.lengths.shape != (b,):
+        shape = inputs.lengths.shape
+        raise ValueError(f"kv_lengths: expected shape ({b},), one for each text, got {shape}")
 
 
 def pad_axis(x: Array, axis: int, size: int) -> Array:

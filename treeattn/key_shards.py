@@ -58,22 +58,21 @@ def key_shards_of(inputs: Inputs, sharding: Sharding, striped: bool = False) -> 
     has another sharding, or an enclosing `shard_map` has split the keys' axes.
     """
     for name, x in (("q", inputs.q), ("k", inputs.k)):
-        if not all(isinstance(size, int) for size in x.shape):
-            raise ValueError(
-                f"{name}: expected sizes that are numbers, got {x.shape}: XLA fails on sharded "
-                "programs of symbolic sizes; export one for each size"
-            )
+        for axis, size in zip(("batch", "length", "heads", "head_dim"), x.shape, strict=False):
+            if not isinstance(size, int):
+                raise ValueError(
+                    f"{name}: expected a {axis} that is a number, got the symbolic {size}: XLA "
+                    "fails on sharded programs of symbolic sizes; export one for each size"
+                )
     if sharding is None:
         sharding = _sharding_of(inputs.k)
     elif isinstance(sharding, P):
-        traced = isinstance(inputs.k, jax.core.Tracer)
-        mesh = jax.sharding.get_abstract_mesh() if traced else jax.sharding.get_mesh()
-        sharding = NamedSharding(mesh, sharding)
+        sharding = _in_the_contexts_mesh(sharding, inputs.k)
     elif not isinstance(sharding, NamedSharding):
         kind = type(sharding).__name__
         raise TypeError(f"sharding: expected a NamedSharding, a PartitionSpec or None, got {kind}")
     manual = manual_axes()
-    shards = _key_shards(sharding, striped, manual)
+    shards = _key_shards(sharding, bool(striped), manual)
     if manual:  # arrays here are local to a device along these axes
         sharding = NamedSharding(shards.mesh, shards.spec(shards.keys))
     _check_sharded_as("k", inputs.k, sharding)
@@ -98,9 +97,23 @@ def _sharding_of(k) -> NamedSharding:
     return sharding
 
 
+def _in_the_contexts_mesh(spec: P, k) -> NamedSharding:
+    """The sharding by a spec, over the mesh that `jax.set_mesh` has set."""
+    traced = isinstance(k, jax.core.Tracer)
+    mesh = jax.sharding.get_abstract_mesh() if traced else jax.sharding.get_mesh()
+    if mesh.empty:
+        raise ValueError(
+            f"sharding: expected a mesh set by jax.set_mesh for {spec}, got none; pass "
+            "NamedSharding(mesh, spec)"
+        )
+    return NamedSharding(mesh, spec)
+
+
 @functools.lru_cache(maxsize=256)
 def _key_shards(sharding: NamedSharding, striped: bool, manual: frozenset[str]) -> KeyShards:
     """The shards of a NamedSharding, without axes that an enclosing `shard_map` has split."""
+    if P.UNCONSTRAINED in sharding.spec:
+        raise ValueError(f"sharding: expected names of axes or None, got {sharding.spec}")
     entries = _entries(sharding.spec)
     if len(entries) > 3:
         raise ValueError(f"sharding: expected P(batch, keys, heads), got {sharding.spec}")
@@ -136,9 +149,12 @@ def _check_sharded_as(name: str, x, wanted: NamedSharding) -> None:
     else:
         return
     if not matches:
+        texts = [str(getattr(s, "spec", s)) for s in (found, wanted)]
+        if texts[0] == texts[1]:  # other devices, another order of them, or another memory
+            texts = [f"{s} on devices {s.mesh.device_ids.tolist()}" for s in (found, wanted)]
         raise ValueError(
-            f"sharding: expected {name} sharded as {wanted}, got {found} (where both read alike, "
-            "the devices or their order differ); pass its own sharding, or jax.device_put it first"
+            f"sharding: expected {name} sharded as {texts[1]}, got {texts[0]}; pass its own "
+            "sharding, or jax.device_put it first"
         )
 
 

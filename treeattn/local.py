@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 
 from treeattn import flash
 from treeattn.blocks import attend_blockwise
-from treeattn.checks import Array
+from treeattn.checks import Array, check_floating, check_hashable
 from treeattn.inputs import (
     Bias,
     Inputs,
@@ -29,7 +29,7 @@ from treeattn.inputs import (
     gather_inputs,
 )
 from treeattn.plain import attend_plain
-from treeattn.state import AttentionState, check_state, finalize, from_output
+from treeattn.state import AttentionState, finalize, from_output
 
 # A name of IMPLEMENTATIONS, a user's function, or None for the fastest that can run.
 Implementation = str | Callable[..., object] | None
@@ -75,10 +75,9 @@ def attend(
                 cannot share the keys evenly. Define it once, because every new lambda is compiled.
 
     The state is in float32, or float64 if q, k and v are. Scores and sums beyond the dtype's range
-    count as its largest number; a score of which some terms overflow to +∞ and others to −∞ is NaN.
-    A query that sees no key has the state (−∞, 0, 0) and zero gradients. Keys that no query of
-    their text and head sees may be NaN or ∞; a NaN that one query sees may reach other queries of
-    the head. (2024 eq. 2–4, 2025 eq. 1–3.)
+    count as its largest number. A query that sees no key has the state (−∞, 0, 0) and zero
+    gradients. Keys that no query of their text and head sees may be NaN or ∞; a NaN that one query
+    sees may reach other queries of the head. (2024 eq. 2–4, 2025 eq. 1–3.)
 
     On several devices, inside jit, implementation=None sends no more than
     `jax.nn.dot_product_attention` and holds all scores; for sharded keys call `tree_decode`. Only
@@ -90,7 +89,7 @@ def attend(
     """
     may_split = xla_may_split(q, k, v)
     inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal, may_split)
-    check_implementation(implementation)
+    _check_placed(inputs, implementation)
     return _attend(inputs, implementation, False)
 
 
@@ -117,7 +116,7 @@ def attention(
     """
     may_split = xla_may_split(q, k, v)
     inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal, may_split)
-    check_implementation(implementation)
+    _check_placed(inputs, implementation)
     return _attend(inputs, implementation, True)
 
 
@@ -134,14 +133,34 @@ def output_of(state: AttentionState, inputs: Inputs):
     return out.astype(inputs.q.dtype), lse
 
 
-def check_implementation(implementation: Implementation) -> None:
-    """Raise ValueError unless it is a name or a function."""
-    if implementation is None or callable(implementation):
-        return
-    if implementation not in IMPLEMENTATIONS:
+def check_implementation(implementation: Implementation, q) -> None:
+    """Raise ValueError unless it is a name or a function, and can run on q's device.
+
+    Raise TypeError for a function that cannot be hashed, because `jax.jit` recognizes it by its
+    hash.
+    """
+    names = (None, *IMPLEMENTATIONS)
+    if callable(implementation):
+        check_hashable("implementation", implementation)
+    elif not isinstance(implementation, str | None) or implementation not in names:
         raise ValueError(
-            f"implementation: expected one of {tuple(IMPLEMENTATIONS)}, or a function, "
-            f"got {implementation!r}"
+            f"implementation: expected one of {names}, or a function, got {implementation!r}"
+        )
+    if implementation == "flash":
+        flash.check_device(q)
+
+
+def _check_placed(inputs: Inputs, implementation: Implementation) -> None:
+    """Raise what `check_implementation` raises; ValueError for keys sharded along Explicit axes.
+
+    A function of the user's may take such keys.
+    """
+    check_implementation(implementation, inputs.q)
+    spec = jax.typeof(inputs.k).sharding.spec
+    if len(spec) > 1 and spec[1] is not None and not callable(implementation):
+        raise ValueError(
+            f"k: its keys are sharded along {spec[1]!r}, got {spec}; call tree_decode or "
+            "ring_attention, or jax.reshard k"
         )
 
 
@@ -158,8 +177,10 @@ def xla_may_split(*arrays) -> bool:
         return False
     if jax.device_count() == 1:
         return False
-    traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
-    return traced or any(isinstance(x, jax.Array) and len(x.devices()) > 1 for x in arrays)
+    traced = [isinstance(x, jax.core.Tracer) for x in arrays]
+    if any(traced):
+        return True
+    return any([isinstance(x, jax.Array) and len(x.devices()) > 1 for x in arrays])
 
 
 def attend_inputs(inputs: Inputs, implementation: Implementation):
@@ -189,7 +210,7 @@ def attend_inputs(inputs: Inputs, implementation: Implementation):
 IMPLEMENTATIONS = {
     "plain": attend_plain,  # holds all scores, and XLA can split it over devices
     "blockwise": attend_blockwise,  # the same in bounded memory, and faster
-    "flash": flash.flash_attend,  # flash-attn-jax's CUDA kernel: 16 bits, no mask, bias or lengths
+    "flash": flash.flash_attend,  # flash-attn-jax's CUDA kernel: 16 bits, no mask, no bias
 }
 
 
@@ -199,9 +220,10 @@ def _attend_by_function(inputs: Inputs, kernel: Callable):
     (out, lse) and an AttentionState are checked, and become a state in the accumulation dtype. A
     state of the kernel's own kind is returned as it is, unchecked.
 
-    Raises TypeError for None, one array, and a tuple or list of other than two entries, and for a
-    state of a narrower dtype than the accumulation's. Raises ValueError if shapes do not fit. If
-    the kernel has no parameter for an option, Python raises its own TypeError.
+    Raises TypeError for None, one array, and a tuple or list of other than two entries, and if lse
+    or a field of the state has a narrower dtype than the accumulation's. Raises ValueError if
+    shapes do not fit. These errors name `implementation`. If the kernel has no parameter for an
+    option, Python raises its own TypeError.
     """
     options = {
         "mask": inputs.mask,
@@ -212,21 +234,26 @@ def _attend_by_function(inputs: Inputs, kernel: Callable):
     options = {name: x for name, x in options.items() if x is not None}
     result = kernel(inputs.q, inputs.k, inputs.v, scale=inputs.total_scale, **options)
     name = getattr(kernel, "__name__", str(kernel))
-    if type(result) in (tuple, list) and len(result) == 2:
-        result = from_output(*result)
-    if type(result) in (tuple, list, type(None)) or isinstance(result, Array | np.generic):
+    if isinstance(result, AttentionState):
+        parts = result._asdict()
+    elif type(result) in (tuple, list) and len(result) == 2:
+        parts = dict(zip(("out", "lse"), result, strict=True))
+    elif type(result) in (tuple, list, type(None)) or isinstance(result, Array | np.generic):
         raise TypeError(
             f"implementation: expected {name} to return (out, lse), an AttentionState or a state "
             f"of its own, got {type(result).__name__}"
         )
-    if not isinstance(result, AttentionState):
+    else:
         return result
-    check_state(**{f"implementation: {name}'s state": result})
-    shape, dtype = (*inputs.q.shape[:3], inputs.v.shape[-1]), inputs.dtype
-    if result.numerator.shape != shape:
-        got = result.numerator.shape
-        raise ValueError(f"implementation: expected {name}'s values of shape {shape}, got {got}")
-    if jnp.promote_types(result.max.dtype, dtype) != result.max.dtype:
-        got = result.max.dtype
-        raise TypeError(f"implementation: expected {name}'s sums in {dtype} or wider, got {got}")
-    return jax.tree.map(lambda x: x.astype(dtype), result)
+    queries, dtype = inputs.q.shape[:3], inputs.dtype
+    for part, x in parts.items():
+        of_kernel = f"implementation: {name}'s {part}"
+        check_floating(**{of_kernel: x})
+        # `out` may be narrower, because kernels round it once, at the end. Other parts may not.
+        if part != "out" and jnp.promote_types(x.dtype, dtype) != x.dtype:
+            raise TypeError(f"{of_kernel}: expected {dtype} or wider, got {x.dtype}")
+        values = inputs.v.shape[-1:] if part in ("out", "numerator") else ()
+        if x.shape != queries + values:
+            raise ValueError(f"{of_kernel}: expected shape {queries + values}, got {x.shape}")
+    arrays = [jnp.asarray(x).astype(dtype) for x in parts.values()]
+    return from_output(*arrays) if "out" in parts else AttentionState(*arrays)

@@ -125,9 +125,9 @@ def on_mesh(algorithm, inputs, sharding, striped, implementation, return_lse, sh
     The implementation and the keys' sharding are checked here, because inside a trace they cannot
     be.
     """
-    check_implementation(implementation)
+    check_implementation(implementation, inputs.q)
     shards = key_shards_of(inputs, sharding, striped)
-    options = shards, algorithm, implementation, return_lse, shard_queries
+    options = shards, algorithm, implementation, bool(return_lse), shard_queries
     results = _program(onto_mesh(inputs, shards), *options)
     return results if return_lse else results[0]
 

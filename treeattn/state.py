@@ -30,7 +30,6 @@ from treeattn.checks import (
     as_array,
     check_floating,
     check_same_dtype,
-    check_shape,
     integer,
 )
 
@@ -61,6 +60,8 @@ class AttentionState(NamedTuple):
         if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize < 2:
             expected = "a floating-point dtype of 16 bits or more"  # float8_e4m3fn has no −∞
             raise TypeError(f"dtype: expected {expected}, got {dtype}")
+        if not isinstance(shape, tuple):
+            raise TypeError(f"shape: expected a tuple, the shape of the queries, got {shape!r}")
         return AttentionState(
             jnp.full(shape, -jnp.inf, dtype),
             jnp.zeros(shape, dtype),
@@ -114,7 +115,10 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
 @functools.partial(jax.jit, inline=True)
 def _merge(a: AttentionState, b: AttentionState) -> AttentionState:
     check_state(a=a, b=b)
-    check_shape(a.numerator.shape, b=b.numerator)
+    if a.numerator.shape != b.numerator.shape:
+        raise ValueError(
+            f"b: expected a's numerator shape {a.numerator.shape}, got {b.numerator.shape}"
+        )
     if a.max.dtype != b.max.dtype:
         dtype = accumulation_dtype(a.max, b.max)  # float32 for float16 and bfloat16
         a, b = (jax.tree.map(lambda x: x.astype(dtype), state) for state in (a, b))
@@ -198,7 +202,10 @@ def _from_output(out, lse) -> AttentionState:
     check_floating(out=out, lse=lse)
     if jnp.finfo(lse.dtype).bits < 32:
         raise TypeError(f"lse: expected float32 or float64, got {lse.dtype}")
-    check_shape(out.shape[:-1], lse=lse)
+    if out.shape[:-1] != lse.shape or out.ndim == 0:
+        raise ValueError(
+            f"lse: expected out's shape without its last axis, {out.shape[:-1]}, got {lse.shape}"
+        )
     dtype = accumulation_dtype(out, lse)
     out = out.astype(dtype)
     is_nan = (lse == jnp.inf) & jnp.any(jnp.isnan(out), axis=-1)
