@@ -91,21 +91,33 @@ def test_every_option_is_drawn():
     for f in (attention, tree_decode, ring_decode):
         missing = parameters - FOR_PROMPTS - set(inspect.signature(f).parameters)
         assert not missing, f"{f.__name__} has no {missing}, which attend has"
+    for name, f in PREFILLS.items():
+        missing = parameters - {"mask", "bias", "kv_lengths"} - set(inspect.signature(f).parameters)
+        assert not missing, f"{name} has no {missing}, which attend has"
 
 
 @pytest.mark.parametrize("option", STATIC)
 def test_a_static_option_is_obeyed_everywhere(option):
-    arrays = draw(l=4, n=4)
-    ways = [
-        functools.partial(attention, implementation=x) for x in (None, *IMPLEMENTATIONS.values())
-    ]
-    sharded = PREFILLS if option in FOR_PROMPTS else DECODERS
-    ways += [functools.partial(f, sharding=over(keys=2)) for f in sharded.values()]
-    found = [[f(*arrays, **{option: x}) for x in STATIC[option]] for f in ways]
-    for first, second in found:
-        assert np.abs(first - second).max() > 1e-3
-        np.testing.assert_allclose(first, found[0][0], atol=1e-12)
-        np.testing.assert_allclose(second, found[0][1], atol=1e-12)
+    """Beside a bias, over two axes, and in the gradients."""
+    rng, arrays = np.random.default_rng(0), draw(b=1, l=4, n=4, h=4, h_kv=4, d=4)
+    weights, bias = rng.normal(size=arrays[0].shape), {"bias": rng.normal(size=(1, 4, 4, 4))}
+    ways = {
+        x: (functools.partial(attention, implementation=y), bias)
+        for x, y in IMPLEMENTATIONS.items()
+    }
+    sharded, others = (PREFILLS, {}) if option in FOR_PROMPTS else (DECODERS, bias)
+    sharding = over(keys_a=2, keys_b=2)
+    ways |= {x: (functools.partial(f, sharding=sharding), others) for x, f in sharded.items()}
+    for name, (f, others) in ways.items():
+        outs = []
+        for value in STATIC[option]:
+            options = others | {option: value}
+            with_it = functools.partial(f, **{option: value})
+            out, gradients = results(with_it, *arrays, weights, 0.0, others)
+            check(out, *arrays, **options)
+            check_gradients(gradients, *arrays, weights, np.zeros(out.shape[:3]), **options)
+            outs.append(out)
+        assert np.abs(outs[0] - outs[1]).max() > 1e-3, name
 
 
 def unseen(shape, options):

@@ -30,3 +30,10 @@ def test_every_public_name_has_a_screen_of_words_and_an_example_that_runs(name, 
     assert found.examples, f"{name}: no example"
     failed, _ = doctest.DocTestRunner(optionflags=FLAGS).run(found)
     assert not failed, capsys.readouterr().out
+
+
+def test_the_docstring_of_merge_across_has_every_method():
+    missing = [
+        name for name in treeattn.METHODS if f'"{name}":' not in treeattn.merge_across.__doc__
+    ]
+    assert not missing, f"treeattn/across.py, the docstring of merge_across: a row for {missing}"
