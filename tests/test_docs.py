@@ -33,7 +33,6 @@ def test_every_public_name_has_a_screen_of_words_and_an_example_that_runs(name, 
 
 
 def test_the_docstring_of_merge_across_has_every_method():
-    missing = [
-        name for name in treeattn.METHODS if f'"{name}":' not in treeattn.merge_across.__doc__
-    ]
+    text = treeattn.merge_across.__doc__
+    missing = [name for name in treeattn.METHODS if f'"{name}":' not in text]
     assert not missing, f"treeattn/across.py, the docstring of merge_across: a row for {missing}"
