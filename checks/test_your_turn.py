@@ -238,7 +238,7 @@ def never_ends(q, k, v):
 
 
 def compiled_and_slow(q, k, v):
-    return jax.lax.while_loop(lambda x: x < 200_000_000, lambda x: x + 1, 0) * v[0]
+    return jax.lax.while_loop(lambda x: x < 1_000_000_000, lambda x: x + 1, 0) * v[0]
 
 
 def one_by_one(step):
