@@ -203,7 +203,7 @@ TRUST = """(async () => {
 # How many elements the page has beyond those it was written with: its scripts have made them.
 MADE = """(() => {
   const page = document.querySelector("iframe")?.contentDocument;
-  if (page?.readyState !== "complete" || !page.body.children.length) return 0;
+  if (page?.readyState !== "complete" || !page.body?.children.length) return 0;
   const count = (part) => part.querySelectorAll("body *").length;
   return count(page) - count(new DOMParser().parseFromString(%s, "text/html"));
 })()"""
