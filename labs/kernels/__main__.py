@@ -53,7 +53,6 @@ def chips(names) -> Iterator[dict]:
 def store(file: str, **results) -> None:
     about = {"date": str(datetime.date.today())}
     about |= {package: version(package) for package in ("jax", "libtpu")}
-    RESULTS.mkdir(exist_ok=True)
     text = json.dumps({"about": about, **results}, indent=1, ensure_ascii=False)
     (RESULTS / file).write_text(text + "\n", encoding="utf-8")
 

@@ -34,7 +34,10 @@ platform_name: "CUDA" device_description_str: "NVIDIA H100 80GB HBM3"
 dnn_version_info { major: 9 minor: 1 patch: 1 }
 """
 SHARED = {(8, 0): 166912, (8, 9): 101376, (10, 0): 232448, (12, 0): 101376}  # bytes for a block
-MISSING = "JAX's plugin for CUDA is not installed:" + __doc__.split("\n")[2].partition("#")[0]
+MISSING = (
+    "JAX's plugin for CUDA is not installed: pip install jax-cuda13-plugin jax-cuda13-pjrt "
+    "nvidia-cuda-nvcc, of JAX's version"
+)
 
 
 def h100s(n: int, target: str = H100) -> list[jax.Device]:

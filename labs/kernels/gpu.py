@@ -56,7 +56,7 @@ def checked(what: str, name: str, arrays, **options) -> dict:
     try:
         found = finalize(f(*arrays, **options))
     except (ImportError, NotImplementedError, ValueError) as error:
-        return row | {"not run": " ".join(str(error).split())[:160]}
+        return row | {"not run": f"{error!r:.160}"}
     error = max(map(difference, found, right(*arrays, **options)))
     allowed = (ALLOWED | (ROUNDED if name == "flash" else {}))[dtype]
     return row | {"error": f"{error:.1e}", "ok": error <= allowed}
@@ -96,7 +96,7 @@ def times(smoke: bool) -> Iterator[dict]:
             try:
                 f(q, k, v).block_until_ready()  # compiles
             except Exception as error:  # of one kernel; the others go on
-                yield row | {"not run": " ".join(str(error).split())[:160]}
+                yield row | {"not run": f"{error!r:.160}"}
                 continue
             calls, began = 2 if smoke else 50, time.perf_counter()
             for _ in range(calls):
@@ -107,7 +107,7 @@ def times(smoke: bool) -> Iterator[dict]:
             yield row | {"µs": f"{1e6 * seconds:.1f}", "GB/s": f"{speed:.0f}"}
 
 
-def main() -> int:
+def main() -> bool:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
@@ -132,7 +132,7 @@ def main() -> int:
                 tell("- " + ", ".join(f"{name}: {x}" for name, x in row.items()))
                 wrong += row.get("ok") is False
         tell(f"\n{wrong} results are wrong.")
-    return int(wrong > 0)
+    return wrong > 0
 
 
 if __name__ == "__main__":

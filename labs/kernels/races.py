@@ -140,7 +140,7 @@ def ask(code: str, copies: str = "on_wait", slow: bool = False) -> dict:
             if schedule is not None and _bare(code) == _bare(planted(name)):
                 return rows[schedule]
         raise RuntimeError("this code's answer is not stored; after `make tpu` it is run")
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "llama", ROOT / "conformance")))
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "conformance")))
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     command = [python, "-m", "labs.kernels.races", copies, str(int(slow))]
     done = subprocess.run(

@@ -46,8 +46,8 @@ def split_k_attend(q, k, v, *, scale, mask=None, bias=None, kv_lengths=None) -> 
     """The state of the queries after their keys, for `implementation=` of the core's functions.
 
     q, k, v are float16, bfloat16 or float32, with head_dims up to 256. The other arguments are as
-    in `treeattn.attend`. The fields (b, l, h) and (b, l, h, dv) are float32. Raises ValueError,
-    with the argument's name, if the kernel cannot take an argument.
+    in `treeattn.attend`, and a mask or bias has four axes. The fields (b, l, h) and (b, l, h, dv)
+    are float32. Raises ValueError, with the argument's name, if the kernel cannot take an argument.
     """
     if (reason := obstacle(q, v)) is not None:
         raise ValueError(reason)
@@ -76,7 +76,7 @@ def _call(q, k, v, scale, options, *, interpret: bool) -> tuple:
     b, l, h, _ = q.shape
     h_kv, dv = v.shape[2:]
     tiling = tile_of(q, v)
-    mask, bias = (_of_rank_four(options[name]) for name in ("mask", "bias"))
+    mask, bias = options["mask"], options["bias"]
     if bias is not None and bias.dtype == jnp.float64:  # too large for shared memory
         bias = bias.astype(jnp.float32)
     lengths = options["kv_lengths"]
@@ -111,14 +111,6 @@ def _call(q, k, v, scale, options, *, interpret: bool) -> tuple:
         name="treeattn_split_k",
     )
     return merge_splits(call(q, k, v, *by_row), interpret)
-
-
-def _of_rank_four(x):
-    """A mask or bias, which broadcasts to (b, h, l, n), with four axes; None for None."""
-    if x is None:
-        return None
-    x = jnp.asarray(x)
-    return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
 def _row_spec(x):

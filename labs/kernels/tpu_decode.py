@@ -5,7 +5,8 @@
     merge_on_tpus       a `method`: the merge of all devices' states
 
 Pallas compiles the kernels for TPUs. Elsewhere its interpreter simulates a TPU core for each of
-JAX's devices, and looks for races. Both need JAX 0.12 or newer. The kernels have no gradient.
+JAX's devices, and looks for races. Both need JAX 0.12 or newer. The kernels take no masks and no
+biases, and have no gradient. Errors name the argument.
 """
 
 import functools
@@ -34,6 +35,7 @@ from treeattn import AttentionState
 
 ROOM = 2 << 20  # bytes of a block of keys and values, unpadded; two blocks are in VMEM at a time
 MOST = 512  # keys of a block
+MAX_HEAD_DIM = 256
 EXACT = lax.Precision.HIGHEST  # products of float32 as in float32
 
 
@@ -89,13 +91,13 @@ def one_kernel(
     if the mesh or this JAX does not fit.
     """
 
-    def attend_and_merge(q, k, v, *, scale, kv_lengths=None):
+    def attend_and_merge(q, k, v, *, scale, kv_lengths=None, **others):
         merging = _merging((axis,), protocol, slots, copies)
-        return Merged(_attend(q, k, v, scale, kv_lengths, merging), axis)
+        return Merged(_attend(q, k, v, scale, kv_lengths, merging, others), axis)
 
     def already_merged(found, axes):
-        if not isinstance(found, Merged):  # no queries, or no keys
-            return found
+        if not isinstance(found, Merged):  # by another implementation, or without keys
+            return merge_on_tpus(found, axes, protocol=protocol)
         if axes != (found.axis,):
             raise ValueError(f"sharding: expected keys along {found.axis!r} only, got {axes}")
         return found.state
@@ -103,21 +105,24 @@ def one_kernel(
     return {"implementation": attend_and_merge, "method": already_merged}
 
 
-def attend_on_tpu(q, k, v, *, scale, kv_lengths=None) -> AttentionState:
+def attend_on_tpu(q, k, v, *, scale, kv_lengths=None, **others) -> AttentionState:
     """The state of the queries, for `implementation=` of the core's functions.
 
     q (b, l, h, d), k (b, n, h_kv, d), v (b, n, h_kv, dv), kv_lengths (b,). Keys and values past the
     lengths may hold any numbers.
+
+    Raises ValueError for other options, such as a mask, and for a dtype or head_dim that the kernel
+    does not take. In a gradient it raises NotImplementedError.
     """
-    return _attend(q, k, v, scale, kv_lengths, None)
+    return _attend(q, k, v, scale, kv_lengths, None, others)
 
 
-def merge_on_tpus(state, axes, *, protocol=BUTTERFLY, slots=None) -> AttentionState:
+def merge_on_tpus(state, axes, *, protocol=BUTTERFLY) -> AttentionState:
     """The merge of all devices' states along one axis, for `method=` of the core's functions."""
     m, d, n = state
     if m.dtype != jnp.float32:
         raise TypeError(f"state: the kernels for TPUs merge float32, got {m.dtype}")
-    merging = _merging(axes, protocol, slots, "on_wait")
+    merging = _merging(axes, protocol, None, "on_wait")
     if merging is None or m.size == 0:
         return state
     dv = n.shape[-1]
@@ -128,8 +133,6 @@ def merge_on_tpus(state, axes, *, protocol=BUTTERFLY, slots=None) -> AttentionSt
 
 def _merging(axes, protocol: Protocol, slots: int | None, copies: str) -> Merging | None:
     """None for a single device. Raises ValueError if the devices cannot merge so."""
-    if (reason := missing()) is not None:
-        raise ValueError(reason)
     if len(axes) != 1:
         raise ValueError(f"sharding: the kernels for TPUs merge along one axis, got {axes}")
     try:
@@ -141,11 +144,17 @@ def _merging(axes, protocol: Protocol, slots: int | None, copies: str) -> Mergin
     return Merging(protocol, axes[0], p, slots or protocol.slots(p), copies) if p > 1 else None
 
 
-def _attend(q, k, v, scale, lengths, merging: Merging | None) -> AttentionState:
-    if (reason := missing()) is not None:
-        raise ValueError(reason)
-    if jnp.float64 in (q.dtype, k.dtype):
-        raise TypeError("q, k: the kernels for TPUs compute in float32, got float64")
+def _attend(q, k, v, scale, lengths, merging: Merging | None, others) -> AttentionState:
+    for name in others:
+        raise ValueError(
+            f"{name}: the kernels for TPUs take no {name}; use implementation='blockwise'"
+        )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype not in (jnp.bfloat16, jnp.float32) or x.shape[-1] > MAX_HEAD_DIM:
+            raise ValueError(
+                f"{name}: the kernels for TPUs take bfloat16 and float32 with a head_dim up to "
+                f"{MAX_HEAD_DIM}, got {x.dtype} {x.shape}; use implementation='blockwise'"
+            )
     (b, l, h, d), (n, h_kv, dv) = q.shape, v.shape[1:]
     grouped = (q.astype(jnp.float32) * scale).reshape(b, l, h_kv, h // h_kv, d)
     grouped = jnp.moveaxis(grouped, 2, 1).reshape(b, h_kv, -1, d)
@@ -169,6 +178,8 @@ def _unpack(packed, dv: int) -> AttentionState:
 
 def _call(kernel, arrays, block: int | None, dv: int, merging: Merging | None):
     """The packed states (b, rows, width(dv)) that a kernel leaves on this device."""
+    if (reason := missing()) is not None:
+        raise ValueError(reason)
     whole = pl.BlockSpec(memory_space=pltpu.VMEM)
     if block is None:
         (state,) = arrays
@@ -205,7 +216,20 @@ def _call(kernel, arrays, block: int | None, dv: int, merging: Merging | None):
         **extra,
     )
     with jax.enable_x64(False):  # Mosaic's indices have 32 bits
-        return call(*arrays)
+        return call(*_forward_only(arrays))
+
+
+@jax.custom_jvp
+def _forward_only(arrays):
+    return arrays
+
+
+@_forward_only.defjvp
+def _no_gradient(*_):
+    raise NotImplementedError(
+        "implementation, method: the kernels for TPUs have no gradient; leave both out, or use "
+        "implementation='blockwise' and method='allreduce'"
+    )
 
 
 def simulated(merging: Merging | None):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from llamas import SMALL, byte_tokenizer
 
-from treeattn_llama import LookupDraft, __main__, chat, generate, stream
+from treeattn_llama import LookupDraft, __main__, calls, chat, generate, stream
 from treeattn_llama.sampling import Sampling, nucleus, settled
 from treeattn_llama.text_shards import TextShards
 
@@ -51,7 +51,7 @@ def test_sampling_has_the_distribution_it_says():
         ({"temperature": 1.0, "top_p": 0.7}, np.array([0, 2, 0, 1]) / 3),
         ({"temperature": 1.0, "top_k": 3}, P * (P > 0.1) / 0.9),
         ({"temperature": 0.5, "top_k": 3, "top_p": 0.6}, [0, 1, 0, 0]),  # squares
-        ({"temperature": 1e-45, "top_k": 100}, [0, 1, 0, 0]),
+        ({"temperature": 1e-37, "top_k": 100}, [0, 1, 0, 0]),
     ):
         given = options.get("temperature"), options.get("top_k"), options.get("top_p")
         left = jax.nn.softmax(settled(jnp.log(P), *given))
@@ -75,6 +75,7 @@ def test_options_are_any_numbers(model, unchecked):
     for key in (jax.random.key(5), jax.random.PRNGKey(5)):
         assert tokens(**half, key=key) == drawn
     assert tokens(temperature=1.0, top_p=1e-40, seed=5) == tokens() != tokens(stop=tokens()[2])
+    assert tokens(temperature=1e-45, seed=5) == tokens()
     assert len(tokens(temperature=10**12, seed=np.int8(5))) == 8
     assert tokens(temperature=1.0, seed=5) != tokens(temperature=1.0, seed=6)
 
@@ -314,7 +315,26 @@ sys.exit(program.main())
     assert running.returncode == 1
 
 
-def test_errors_have_the_names_of_flags():
-    for argument, flag in (("max_new_tokens", "tokens"), ("top_p", "top-p"), ("n", "devices")):
-        assert __main__.with_flags(f"{argument}: expected 1") == f"--{flag}: expected 1"
-    assert __main__.with_flags("no such thing: top_p: 3") == "no such thing: top_p: 3"
+def test_errors_have_the_names_of_flags(capsys):
+    for message, said in (
+        ("max_new_tokens: expected 1", "--tokens: expected 1"),
+        ("top_p: expected 1", "--top-p: expected 1"),
+        ("n: expected 1", "--devices: expected 1"),
+        ("no such thing: top_p: 3", "no such thing: top_p: 3"),
+    ):
+        __main__.tell(ValueError(message))
+        assert capsys.readouterr().err == f"python -m treeattn_llama: {said}\n"
+
+
+def test_a_warning_is_a_sentence(command, monkeypatch, unchecked):
+    """It names the flag, and not the place in Python's own code that runs the command."""
+    tokenizer = byte_tokenizer(stop=frozenset({0}))
+    parrot = Parrot(tokenizer, tokenizer.encode("one!"))
+    parrot.new_cache = lambda batch, capacity: calls.check_capacity(capacity, 256) and 0
+    monkeypatch.setattr(__main__.Llama, "load", lambda *_, **options: parrot)
+    status, said, told = command("Hi", "--plain", "--tokens", "300")
+    assert status == 0 and said == "one!\n"
+    assert told.splitlines()[0] == (
+        "python -m treeattn_llama: --tokens: the model was trained on texts of up to 256 tokens, "
+        "and the cache has room for 301"
+    )

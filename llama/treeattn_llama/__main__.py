@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 import time
+import warnings
 
 import jax
 
@@ -36,10 +37,11 @@ FLAGS = {
     "seed": (int, 0, "N", "the same seed draws the same text (default: 0)"),
 }
 SAMPLING = ("temperature", "top_k", "top_p", "seed")
-# The flags that have another name than the argument in the package's errors.
+# The flags that have another name than the argument in the package's errors and warnings.
 ARGUMENTS = {
     "n": "devices",
     "path": "model",
+    "capacity": "tokens",
     "max_new_tokens": "tokens",
     "top_k": "top-k",
     "top_p": "top-p",
@@ -91,11 +93,12 @@ def run(args: argparse.Namespace) -> None:
     print(report, file=sys.stderr)
 
 
-def with_flags(message: str) -> str:
-    """An error's message, with the flag's name if it begins with an argument's name."""
-    name, _, rest = message.partition(":")
+def tell(message, *_) -> None:
+    """Print an error or a warning in a line, with a flag's name instead of an argument's name."""
+    name, _, rest = str(message).partition(":")
     flag = ARGUMENTS.get(name, name)
-    return f"--{flag}:{rest}" if flag in FLAGS else message
+    said = f"--{flag}:{rest}" if flag in FLAGS else message
+    print(f"python -m treeattn_llama: {said}", file=sys.stderr)
 
 
 def main() -> int:
@@ -104,6 +107,7 @@ def main() -> int:
     sys.stdout.reconfigure(errors="replace")  # the terminal may lack letters of the answer
     for file in (sys.stdout, sys.stderr):  # what is printed may be a stranger's
         file.write = lambda text, write=file.write: write(text.translate(CONTROLS))
+    warnings.showwarning = tell  # without the place in Python's own code
     try:
         try:
             run(arguments())
@@ -113,7 +117,7 @@ def main() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush
         return 1
     except (TypeError, ValueError, OSError, RuntimeError) as error:
-        print(f"python -m treeattn_llama: {with_flags(str(error))}", file=sys.stderr)
+        tell(error)
         return 1
     return 0
 

@@ -163,6 +163,9 @@ def check_capacity(capacity, context: int) -> int:
         level, frame = 1, sys._getframe()
         while frame.f_globals.get("__package__") == __package__:
             level, frame = level + 1, frame.f_back
-        trained = f"the model was trained on texts of up to {context} tokens"
-        warnings.warn(f"capacity: {trained}, got {capacity}", stacklevel=level)
+        warnings.warn(
+            f"capacity: the model was trained on texts of up to {context} tokens, and the cache "
+            f"has room for {capacity}",
+            stacklevel=level,
+        )
     return capacity

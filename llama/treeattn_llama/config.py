@@ -162,7 +162,7 @@ def rotary_scaling(fields: dict) -> RotaryScaling | None:
     number above 0.
     """
     kind = fields.get("rope_type", fields.get("type", "default"))
-    if not isinstance(kind, str) or kind not in SCALINGS:
+    if kind not in tuple(SCALINGS):
         raise ValueError(f"rope scaling: expected one of {tuple(SCALINGS)}, got {kind!r:.40}")
     names = [field.name for field in dataclasses.fields(RotaryScaling)[: SCALINGS[kind]]]
     found = [number(f"rope scaling: {name}", fields.get(name), 0) for name in names]

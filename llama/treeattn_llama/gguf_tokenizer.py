@@ -101,7 +101,7 @@ def _from_metadata(about: Metadata) -> Tokenizer | None:
     if kind is None:
         return None
     makers = {"gpt2": _byte_pairs, "llama": _sentence_pieces}
-    if not isinstance(kind, str) or kind not in makers:
+    if kind not in tuple(makers):
         raise ValueError(f"expected model 'gpt2' or 'llama', got {kind!r:.40}")
     backend = makers[kind](about)
     tokens = about.all("tokens", str)
@@ -128,7 +128,7 @@ def _from_metadata(about: Metadata) -> Tokenizer | None:
 def _byte_pairs(about: Metadata) -> tokenizers.Tokenizer:
     """Byte-level pairs, merged in the order of the file's list: GPT-2's, Llama 3's."""
     pre = about.get("pre", "default")
-    if not isinstance(pre, str) or pre not in CUTS:
+    if pre not in tuple(CUTS):
         raise ValueError(f"pre-tokenizer: expected one of {tuple(CUTS)}, got {pre!r:.40}")
     ids = {token: i for i, token in enumerate(about.all("tokens", str))}
     merges = [tuple(pair.split(" ")) for pair in about.all("merges", str)]

@@ -59,7 +59,7 @@ class Sampling:
     ) -> Int[np.ndarray, "b l"]:
         """The token after each position, by the model's logits there: new token number index[b, i]
         of text b, counted from 0."""
-        if self.temperature == 0:
+        if self.temperature < 1e-37:  # a CPU takes numbers near it for 0
             return np.asarray(logits).argmax(axis=-1).astype(np.int32)  # without a copy on a CPU
         drawn = np.zeros(index.shape, np.int32)
         for b, i in np.ndindex(index.shape):
@@ -83,9 +83,8 @@ def settled(
     logits: Float[Array, " n"], temperature, top_k: int | None = None, top_p=None
 ) -> Float[Array, " n"]:
     """logits / temperature, with −∞ for the tokens that top_k and top_p leave out."""
-    least = jnp.finfo(logits.dtype).tiny  # a CPU takes a smaller temperature for 0
     # The largest is subtracted first, so others may overflow to −∞, but none to ∞.
-    logits = (logits - jnp.max(logits)) / jnp.maximum(temperature, least)
+    logits = (logits - jnp.max(logits)) / temperature
     if top_k is not None and top_k < logits.shape[-1]:
         values, tokens = jax.lax.top_k(logits, top_k)  # the first of equal ones
         logits = jnp.full_like(logits, -jnp.inf).at[tokens].set(values)

@@ -24,7 +24,7 @@ from labs.kernels.tpu_decode import (
     missing,
     one_kernel,
 )
-from treeattn import kv_mesh, tree_decode
+from treeattn import attend, kv_mesh, tree_decode
 
 ALLOWED = 1e-5  # the error of a right result
 LAB = races.PLANS.parents[1]
@@ -139,8 +139,51 @@ def test_float64_is_refused():
     shape = 1, 1, 2, 1, 24, 64, 64
     with jax.enable_x64(True):
         check(2, shape, "float32", [20], **one_kernel())
-        with pytest.raises(TypeError, match=r"^q, k: .* compute in float32, got float64"):
+        with pytest.raises(ValueError, match=r"^q: .* take bfloat16 and float32.*, got float64"):
             check(2, shape, "float64", **one_kernel())
+
+
+@is_new
+@pytest.mark.parametrize("options", [one_kernel(), {"implementation": attend_on_tpu}])
+def test_what_the_kernels_lack_is_named(options):
+    """Masks, biases, other dtypes and wide heads. The error says what takes them."""
+    sharding = NamedSharding(kv_mesh(jax.devices()[:2]), P(None, "kv"))
+    decode = functools.partial(tree_decode, sharding=sharding)
+    q, k, v = draw((1, 1, 2, 1, 24, 64, 64), "float32")
+    given = {"mask": np.ones(24, bool), "bias": np.zeros(24, np.float32)}
+    for name, x in given.items():
+        with pytest.raises(ValueError, match=f"^{name}: .* no {name}; use implementation='block"):
+            decode(q, k, v, **{name: x}, **options)
+        instead = options | {"implementation": "blockwise"}
+        out = decode(q, k, v, **{name: x}, **instead)
+        np.testing.assert_allclose(out, dense_attention(q, k, v), atol=2e-6)
+    with pytest.raises(ValueError, match=r"^causal: the kernels for TPUs take no causal"):
+        attend(q, q, q, causal=True, implementation=attend_on_tpu)
+    half = [x.astype(jnp.float16) for x in (k, v)]
+    with pytest.raises(ValueError, match=r"^k: .* got float16 \(1, .*, 1, 64\)"):
+        decode(q, *half, **options)
+    wide = draw((1, 1, 2, 1, 24, 64, 320), "float32")
+    with pytest.raises(ValueError, match=r"^v: .* head_dim up to 256, got float32 .* 320\)"):
+        decode(*wide, **options)
+
+
+@is_new
+@pytest.mark.parametrize(
+    "options",
+    [one_kernel(), {"implementation": attend_on_tpu}, {"method": merge_on_tpus}],
+    ids=["one kernel", "implementation", "method"],
+)
+def test_a_gradient_is_refused(options):
+    """Also under `jax.jit`, and in both modes."""
+    sharding = NamedSharding(kv_mesh(jax.devices()[:2]), P(None, "kv"))
+    q, k, v = draw((1, 1, 2, 1, 24, 64, 64), "float32")
+
+    def loss(q):
+        return tree_decode(q, k, v, sharding=sharding, **options).sum()
+
+    for derivative in (jax.grad(loss), jax.jit(jax.grad(loss)), lambda q: jax.jvp(loss, [q], [q])):
+        with pytest.raises(NotImplementedError, match=r"^implementation, method: .* no gradient"):
+            derivative(q)
 
 
 @is_new
