@@ -35,7 +35,6 @@ from treeattn import AttentionState
 
 ROOM = 2 << 20  # bytes of a block of keys and values, unpadded; two blocks are in VMEM at a time
 MOST = 512  # keys of a block
-MAX_HEAD_DIM = 256
 EXACT = lax.Precision.HIGHEST  # products of float32 as in float32
 
 
@@ -149,18 +148,23 @@ def _attend(q, k, v, scale, lengths, merging: Merging | None, others) -> Attenti
         raise ValueError(
             f"{name}: the kernels for TPUs take no {name}; use implementation='blockwise'"
         )
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype not in (jnp.bfloat16, jnp.float32) or x.shape[-1] > MAX_HEAD_DIM:
+    for name, x in (("q", q), ("k", k)):  # v is of k's dtype
+        if x.dtype in (jnp.float16, jnp.float64):
             raise ValueError(
-                f"{name}: the kernels for TPUs take bfloat16 and float32 with a head_dim up to "
-                f"{MAX_HEAD_DIM}, got {x.dtype} {x.shape}; use implementation='blockwise'"
+                f"{name}: the kernels for TPUs take bfloat16 and float32, got {x.dtype}; use "
+                "implementation='blockwise'"
             )
     (b, l, h, d), (n, h_kv, dv) = q.shape, v.shape[1:]
     grouped = (q.astype(jnp.float32) * scale).reshape(b, l, h_kv, h // h_kv, d)
     grouped = jnp.moveaxis(grouped, 2, 1).reshape(b, h_kv, -1, d)
     lengths = jnp.full(b, n, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
-    fits = ROOM // (h_kv * (d + dv) * k.dtype.itemsize) // LANES * LANES
-    block = min(n, MOST, max(fits, LANES))
+    key_bytes = h_kv * (d + dv) * k.dtype.itemsize
+    block = min(n, MOST, max(ROOM // key_bytes // LANES * LANES, LANES))
+    if block * key_bytes > 2 * ROOM:  # more was not compiled
+        raise ValueError(
+            f"k, v: {block} keys of {h_kv} heads with head_dims {d} and {dv} take more than "
+            f"{2 * ROOM} bytes; use implementation='blockwise'"
+        )
     state = _unpack(_call(_attend_kernel, [lengths, grouped, k, v], block, dv, merging), dv)
 
     def by_query(x):  # (b, h_kv · l · group, …) to (b, l, h, …)
