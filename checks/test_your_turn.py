@@ -2,8 +2,10 @@
 right ones pass however they are written; the solutions that notebooks print are the package's."""
 
 import ast
+import html
 import itertools
 import random
+import re
 import textwrap
 from collections import Counter
 from fractions import Fraction as F
@@ -21,6 +23,7 @@ import course
 import course.verdict
 import treeattn
 from course import solutions
+from course.prefix_tree import paths_of
 
 # What a check says of a mistake that it sees, and has no name for.
 UNNAMED = (
@@ -566,13 +569,13 @@ ALGORITHMS_3 = [
     ("the devices' answers were added", of_answers(lambda x: psum(x, "kv"))),
     ("the devices' answers were averaged", of_answers(lambda x: pmean(x, "kv"))),
     ("the devices' answers were weighted by m alone", weighted_by_m),
-    ("n was added without weights, d was added without weights", algorithm_3(weigh="")),
-    ("n was weighted and added, d was added without weights", algorithm_3(weigh="n")),
-    ("n was added without weights, d was weighted and added", algorithm_3(weigh="d")),
-    ("n was weighted and added, d was weighted, but not added", algorithm_3(add="n")),
-    ("n was weighted and added, d was neither", algorithm_3(weigh="n", add="n")),
+    ("n and d were added without weights", algorithm_3(weigh="")),
+    ("n was weighted and added, but d was added without weights", algorithm_3(weigh="n")),
+    ("n was added without weights, but d was weighted and added", algorithm_3(weigh="d")),
+    ("n was weighted and added, but d was weighted and not added", algorithm_3(add="n")),
+    ("n was weighted and added, but d was neither", algorithm_3(weigh="n", add="n")),
     (
-        "n was weighted upside down by exp(max - m)",
+        "n and d were weighted upside down by exp(max - m)",
         algorithm_3(weight=lambda m, largest: jnp.exp(largest - m)),
     ),
     ("large scores overflow", algorithm_3(weight=lambda m, _: jnp.exp(m))),
@@ -609,148 +612,144 @@ RIGHT_ALGORITHMS_3 = [
 ]
 
 
-# ------------------------------------------------------------------------------ 07: a prefix tree
+# ------------------------------------------------- 07: a tree's positions and mask, from parents
 
 
-def tree(**changes):
-    """The solution, with one of its results put through a function."""
+def tree(positions=lambda x: x, mask=lambda x: x):
+    """The solution, with its results put through functions."""
 
-    def attempt(rows):
-        names = "nodes", "tokens", "offsets", "mask"
-        results = dict(zip(names, solutions.prefix_tree(rows), strict=True))
-        return tuple(changes.get(name, lambda x: x)(x) for name, x in results.items())
+    def attempt(parents):
+        found = solutions.from_parents(parents)
+        return positions(found[0]), mask(found[1])
 
     return attempt
 
 
 def mask_by(sees):
-    """The solution, whose mask a function of two prefixes gives."""
+    """The solution, whose mask a function of two paths gives."""
 
-    def attempt(rows):
-        nodes, *others, _ = solutions.prefix_tree(rows)
-        return nodes, *others, np.array([[sees(a, b) for b in nodes] for a in nodes])
+    def attempt(parents):
+        paths = paths_of(parents)
+        mask = np.array([[sees(a, b) for b in paths] for a in paths])
+        return solutions.from_parents(parents)[0], mask
 
     return attempt
 
 
-def by_column(rows):
-    nodes = {}
-    for row in rows:
-        for c, token in enumerate(row):
-            nodes.setdefault((c, token), len(nodes))
-    tokens = [token for _, token in nodes]
-    return nodes, tokens, np.arange(len(nodes)), np.tri(len(nodes)) == 1
+def row_by_row(step):
+    """The solution, whose mask grows by `step(mask, node, parent)`."""
+
+    def attempt(parents):
+        mask = np.eye(len(parents), dtype=bool)
+        for node, parent in enumerate(parents):
+            step(mask, node, parent)
+        return solutions.from_parents(parents)[0], mask
+
+    return attempt
 
 
-def by_text(rows):
-    """Prefixes are told apart by their texts."""
-    texts = {}
-    for row in rows:
-        for c in range(len(row)):
-            texts.setdefault("".join(map(str, row[: c + 1])), row[: c + 1])
-    nodes = {prefix: i for i, prefix in enumerate(texts.values())}
-    mask = np.array([[i[: len(j)] == j for j in nodes] for i in nodes])
-    return nodes, [x[-1] for x in nodes], np.array([len(x) - 1 for x in nodes]), mask
+def with_the_parents_row(mask, node, parent):
+    mask[node] |= mask[parent]
 
 
-def joined(a, b):
-    return " ".join(map(str, a)).startswith(" ".join(map(str, b)))
+def with_the_parent(mask, node, parent):
+    mask[node, parent] = True
 
 
-def breadth_first(rows):
-    depth = range(1, len(rows[0]) + 1)
-    nodes = list(dict.fromkeys(row[:c] for c in depth for row in rows))
-    mask = [[a[: len(b)] == b for b in nodes] for a in nodes]
-    return (
-        {x: i for i, x in enumerate(nodes)},
-        tuple(x[-1] for x in nodes),
-        [len(x) - 1 for x in nodes],
-        mask,
-    )
+def from_the_parent_on(mask, node, parent):
+    if parent > 0:
+        mask[node] |= mask[parent]
 
 
-def by_parents(rows):
-    nodes, parents = {}, []
-    for row in rows:
-        for c in range(len(row)):
-            if row[: c + 1] not in nodes:
-                parents.append(nodes.get(row[:c], -1))
-                nodes[row[: c + 1]] = len(nodes)
-    mask = np.asarray(treeattn.ancestor_mask(np.array(parents)))
-    return nodes, [x[-1] for x in nodes], np.asarray(treeattn.depths(np.array(parents))), mask
+def climbing(goes_on):
+    """From each node up, as long as `goes_on(node)`."""
+
+    def attempt(parents):
+        n = len(parents)
+        positions, mask = np.full(n, -1), np.zeros((n, n), bool)
+        for i in range(n):
+            node = i
+            while goes_on(node):
+                mask[i, node] = True
+                positions[i] += 1
+                node = parents[node]
+        return positions, mask
+
+    return attempt
 
 
-def reordered(rows):
-    """The dictionary's order is another than its numbers'."""
-    nodes, *others = solutions.prefix_tree(rows)
-    return dict(reversed(nodes.items())), *others
+def parents_changed(parents):
+    parents[parents < 0] = 0
+    return parents, np.eye(len(parents), dtype=bool)
 
 
-def whole_candidates(rows):
-    _, *others = solutions.prefix_tree(rows)
-    return {row: i for i, row in enumerate(dict.fromkeys(rows))}, *others
+def by_recursion(parents):
+    def depth(i):
+        return 0 if parents[i] < 0 else 1 + depth(parents[i])
+
+    def over(i, j):
+        return i == j or (parents[i] >= 0 and over(parents[i], j))
+
+    nodes = range(len(parents))
+    return [depth(i) for i in nodes], [[over(i, j) for j in nodes] for i in nodes]
+
+
+def by_powers(parents):
+    step = np.eye(len(parents), dtype=int)
+    step[np.flatnonzero(parents >= 0), parents[parents >= 0]] = 1
+    mask = np.linalg.matrix_power(step, len(parents)) > 0
+    return mask.sum(1) - 1, mask
+
+
+def doubled(parents):
+    return treeattn.depths(parents), treeattn.ancestor_mask(parents)
 
 
 TREES = [
-    ("one node for two prefixes", by_column),
-    ("one node for two prefixes", by_text),
-    ("nodes numbers each prefix once", tree(nodes=lambda x: x | {("Venus",): len(x)})),
-    ("nodes are numbered from 0", tree(nodes=lambda x: {a: i + 1 for a, i in x.items()})),
-    ("nodes is a list: return a dict", tree(nodes=list)),
-    ("nodes is turned round", tree(nodes=lambda x: {i: a for a, i in x.items()})),
-    (
-        "a key of nodes is a prefix, as a tuple",
-        tree(nodes=lambda x: {" ".join(map(str, a)): i for a, i in x.items()}),
-    ),
-    ("a node's token is the last one", tree(tokens=lambda x: x[::-1])),
-    ("a position is a place in the candidate", tree(offsets=lambda x: np.arange(len(x)))),
-    ("positions count from 0", tree(offsets=lambda x: x + 1)),
-    ("there are 1 positions for 8 nodes", tree(offsets=lambda x: x[:1])),
     ("causal mask", tree(mask=lambda x: np.tri(len(x)) == 1)),
-    ("return nodes, tokens, offsets, mask", lambda rows: ({}, [])),
-    ("it returned None", lambda rows: None),
+    ("positions count from 0", tree(lambda x: x + 1)),
+    ("a position is a place in the candidate", tree(lambda x: np.arange(len(x)))),
+    ("a position is a depth, not the parent", lambda x: (x, tree()(x)[1])),
+    ("descendants were counted", lambda x: (tree()(x)[1].sum(0) - 1, tree()(x)[1])),
+    ("a node's position is the number of its ancestors", tree(lambda x: -x)),
+    ("there are 1 positions for 8 nodes", tree(lambda x: x[:1])),
+    ("return positions, mask", lambda parents: ({}, [], [])),
+    ("return positions, mask, in this order", lambda parents: tree()(parents)[::-1]),
+    ("it returned None", lambda parents: None),
     ("the mask is (8,), expected (8, 8)", tree(mask=np.diag)),
     ("a mask holds True and False", tree(mask=lambda x: np.where(x, 0, -np.inf))),
     ("transposed mask", tree(mask=np.transpose)),
     ("a node sees itself, too", tree(mask=lambda x: x & ~np.eye(len(x), dtype=bool))),
     ("inverted mask", tree(mask=np.logical_not)),
     ("a node sees its parent only", mask_by(lambda a, b: b in (a, a[:-1]))),
+    ("a node sees its parent and grandparent only", mask_by(lambda a, b: b in (a, a[:-1], a[:-2]))),
     ("a node sees its descendants, too", tree(mask=lambda x: x | x.T)),
     ("a node sees itself only", tree(mask=lambda x: np.eye(len(x), dtype=bool))),
     ("everything is seen", tree(mask=np.ones_like)),
-    ("sets of tokens are compared", mask_by(lambda a, b: set(b) <= set(a))),
-    ("joined texts are compared", mask_by(joined)),
-    ("another mask", tree(mask=lambda x: x & (np.arange(len(x)) != 1))),
-    (
-        "a node for every token",
-        lambda rows: tree()([tuple(f"{m}{x}" for x in row) for m, row in enumerate(rows)]),
-    ),
-    (
-        "it changes what it was given",
-        lambda rows: solutions.prefix_tree([rows.pop() for _ in rows[:]]),
-    ),
-    ("only whole candidates are nodes", whole_candidates),
-    ("the empty prefix is no node", tree(nodes=lambda x: {a[:-1]: i for a, i in x.items()})),
-    (
-        "return nodes, tokens, offsets, mask, in this order",
-        lambda rows: tuple(solutions.prefix_tree(rows)[i] for i in (0, 1, 3, 2)),
-    ),
-    (
-        "a node sees an equal token of another branch",
-        mask_by(lambda a, b: len(b) <= len(a) and a[len(b) - 1] == b[-1]),
-    ),
+    ("a node sees all nodes that are less deep", mask_by(lambda a, b: len(b) <= len(a))),
+    ("a node sees all nodes above", mask_by(lambda a, b: len(b) < len(a) or a == b)),
+    ("a node sees its siblings, too", mask_by(lambda a, b: a[:-1] == b[:-1] or a[: len(b)] == b)),
     (
         "a node sees the siblings of its ancestors",
         mask_by(lambda a, b: len(b) <= len(a) and a[: len(b) - 1] == b[:-1]),
     ),
+    ("another mask", tree(mask=lambda x: x & (np.arange(len(x)) != 1))),
+    ("a root sees another node", row_by_row(with_the_parents_row)),
+    ("a root sees another node", row_by_row(with_the_parent)),
+    ("node 0 is left out", row_by_row(from_the_parent_on)),
+    ("node 0 is left out", climbing(lambda node: node > 0)),
+    ("no answer within", climbing(lambda node: node is not None)),
+    ("it changes what it was given", parents_changed),
+    ("It stops with IndexError", lambda parents: parents[len(parents)]),
 ]
 RIGHT_TREES = [
-    solutions.prefix_tree,
-    breadth_first,
-    by_parents,
-    reordered,
-    tree(mask=lambda x: x.astype(int)),
-    tree(tokens=np.array, offsets=jnp.asarray, mask=jnp.asarray),
+    solutions.from_parents,
+    by_recursion,
+    by_powers,
+    doubled,
+    climbing(lambda node: node >= 0),
+    tree(list, lambda x: x.astype(int)),
+    tree(jnp.asarray, jnp.asarray),
 ]
 
 
@@ -946,14 +945,16 @@ def test_of_the_wrong_answers_most_have_a_name():
         ("03", LOOPS[4][1], "right: at (1.25, 2.25)"),
         ("04", REDUCTIONS[0][1], "yours: mass 8, at (1.5, 1.5)"),
         ("05", ALGORITHMS_3[1][1], "at (12, 18), outside the picture"),
-        ("07", TREES[11][1], "12 cells too many, 0 missing"),
+        ("07", TREES[0][1], "12 cells too many, 0 missing"),
         ("09", RULES[1][1], "model, p (2/5, 7/20, 3/20, 1/10)"),
     ],
 )
 def test_a_mistake_is_drawn(number, wrong, shown):
-    data, about = ASKED[number][0](wrong)._repr_mimebundle_()
-    assert set(data) == {"image/png", "text/plain"}
-    assert shown in about["image/png"]["alt"]
+    data = ASKED[number][0](wrong)._repr_mimebundle_()
+    assert set(data) == {"text/html", "text/plain"}
+    picture = r'<img src="data:image/png;base64,[^"]+" alt="([^"]+)">'
+    alt = re.fullmatch(picture, data["text/html"])[1]
+    assert shown in html.unescape(alt)
 
 
 def test_a_mask_is_drawn_in_letters_too():

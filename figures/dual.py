@@ -4,7 +4,7 @@ import numpy as np
 
 from figures.canvas import styled
 from figures.sentence import VALUES, WEIGHTS, WORDS
-from figures.style import BLUE, GREY, INK, PALE, RED, Figure, new_figure
+from figures.style import BLUE, GREY, INK, NOTE, PALE, RED, Figure, new_figure
 
 CHAIN, TREE = ((((0, 1), 2), 3), 4), (((0, 1), (2, 3)), 4)
 DEVICES = ((0, 1), 2, (3, 4))
@@ -35,8 +35,8 @@ def _sum(ax, tree, rates: bool) -> Place:
         value = VALUES[tree]
         score = f"log {WEIGHTS[tree]}" + f"\n({value[0]}, {value[1]}) ε" * rates
         ax.text(tree, -1, score, ha="center", va="center", fontsize=7.5, color=INK)
-        ax.text(tree, -1.7, WORDS[tree], ha="center", va="center", fontsize=8.5, color=GREY)
-        ax.text(tree + 0.1, -0.6, "exp", fontsize=7.5, color=GREY)
+        ax.text(tree, -1.7, WORDS[tree], ha="center", va="center", fontsize=8.5, color=NOTE)
+        ax.text(tree + 0.1, -0.6, "exp", fontsize=7.5, color=NOTE)
         ax.annotate("", (tree, -0.3), (tree, -0.72), arrowprops={"arrowstyle": "->", "color": GREY})
         return _box(ax, (tree, 0, [tree]), rates)
     left, right = (_sum(ax, branch, rates) for branch in tree)
@@ -47,7 +47,7 @@ def _sum(ax, tree, rates: bool) -> Place:
 def _logarithm(ax, root: Place, rates: bool) -> None:
     x, y, _ = root
     ax.annotate("", (x, y + 0.8), (x, y + 0.3), arrowprops={"arrowstyle": "->", "color": GREY})
-    ax.text(x + 0.1, y + 0.5, "log", fontsize=7.5, color=GREY)
+    ax.text(x + 0.1, y + 0.5, "log", fontsize=7.5, color=NOTE)
     result = "log 16" + "\n(1.25, 2.25) ε" * rates
     ax.text(x, y + 1.05, result, ha="center", va="center", color=RED, fontsize=7.5)
 

@@ -20,15 +20,21 @@ def folded(summary: str = "Open this when you have a guess") -> Iterator[None]:
         yield
     shown = f"<pre>{html.escape(captured.stdout.rstrip())}</pre>" if captured.stdout else ""
     for output in captured.outputs:
-        shown += _picture(output) or f"<pre>{html.escape(output.data['text/plain'])}</pre>"
+        shown += as_html(output.data, output.metadata) or (
+            f"<pre>{html.escape(output.data['text/plain'])}</pre>"
+        )
     display(HTML(f"<details><summary>{summary}</summary>{shown}</details>"))
 
 
-def _picture(output) -> str:
-    image = output.data.get("image/png")
+def as_html(data: dict, metadata: dict | None) -> str:
+    """The picture of an output, if it has one, with its alternative text.
+
+    JupyterLab leaves out the text of a picture that is an output itself.
+    """
+    image = data.get("image/png")
     if image is None:
         return ""
     if isinstance(image, bytes):
         image = base64.b64encode(image).decode()
-    alt = html.escape((output.metadata or {}).get("image/png", {}).get("alt", ""), quote=True)
+    alt = html.escape((metadata or {}).get("image/png", {}).get("alt", ""), quote=True)
     return f'<img src="data:image/png;base64,{image}" alt="{alt}">'

@@ -4,7 +4,7 @@ import numpy as np
 
 from figures.canvas import styled
 from figures.sentence import VALUES, WEIGHTS, WORDS, convex_hull
-from figures.style import BLUE, GREY, INK, ORANGE, PALE, RED, Figure, new_figure
+from figures.style import BLUE, GREY, INK, NOTE, ORANGE, PALE, RED, Figure, new_figure
 
 # ---------------------------------------------------------------- in the plane of values
 
@@ -87,7 +87,7 @@ def draw_lever(ax, masses, pivot: float, title: str, note: str, wrong: bool) -> 
     color = RED if wrong else BLUE
     ax.plot(pivot, 0.16, "v", color=color, ms=10, zorder=4)
     ax.text(pivot, 0.42, f"{pivot:.3g}", ha="center", fontsize=10, color=color)
-    ax.text(4, -1.75, note, ha="center", va="center", fontsize=9, color=GREY)
+    ax.text(4, -1.75, note, ha="center", va="center", fontsize=9, color=NOTE)
     ax.set_title(title, fontsize=10)
     ax.set(xlim=(-1.2, 9.2), ylim=(-2.0, 0.95))
     ax.axis("off")
@@ -112,7 +112,7 @@ def levers() -> Figure:
         draw_lever(ax, *arguments)
     last = axes.flat[-1]
     last.scatter(6.2, -0.75, s=560, fc="white", ec=GREY, ls=(0, (3, 2)), zorder=2)
-    last.text(6.2, -0.75, "NaN?", ha="center", va="center", fontsize=8, color=GREY, zorder=3)
+    last.text(6.2, -0.75, "NaN?", ha="center", va="center", fontsize=8, color=NOTE, zorder=3)
     return figure.describe(
         """Six levers, each a beam with masses under it and a pivot above. Right: masses 3 at 0 and
         5 at 8 balance at 5. Base 2 as base e: masses 4.88 and 10.2, balanced at 5.41, 15.1 keys.

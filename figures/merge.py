@@ -10,7 +10,7 @@ import numpy as np
 from figures import sentence
 from figures.canvas import styled, write_gif
 from figures.sentence import WEIGHTS, WORDS
-from figures.style import BLUE, GREY, INK, ORANGE, PALE, Figure, new_figure
+from figures.style import BLUE, GREY, INK, NOTE, ORANGE, PALE, Figure, new_figure
 from treeattn import AttentionState, finalize, merge
 
 # ---------------------------------------------------------------- the five words
@@ -49,7 +49,7 @@ def merge_words() -> Figure:
     out = f"attention = ({n[0]}, {n[1]}) / {d} = ({n[0] / d:.2f}, {n[1] / d:.2f})"
     ax.text(2.45, 2, out, va="center", color=INK)
     for height, name in enumerate(("words", "shards", "all")):
-        ax.text(-1.05, height, name, va="center", ha="center", color=GREY)
+        ax.text(-1.05, height, name, va="center", ha="center", color=NOTE)
     ax.set(xlim=(-1.4, 4.7), ylim=(-0.6, 2.4))
     ax.axis("off")
     ax.set_title("What the states stand for: the sum of the weights, and of the weighted values")
@@ -102,7 +102,7 @@ def _draw_box(ax, place, label: str, fontsize: float, *, empty: bool, newest: bo
         fc="white" if empty else "#D8ECF8" if newest else "#F6F6F6",
         ec=BLUE if newest else GREY,
     )
-    color = GREY if empty else INK
+    color = NOTE if empty else INK
     style = dict(ha="center", va="center", ma="left", bbox=box, fontsize=fontsize, zorder=3)
     ax.text(*place, label, color=color, **style)
 
@@ -116,7 +116,7 @@ def _draw_edge(ax, child, parent, fontsize: float, weight: float | None) -> None
         middle = np.mean([child, parent], axis=0)
         box = dict(fc="white", ec="none", pad=0.8)
         style = dict(ha="center", va="center", fontsize=fontsize - 1, bbox=box)
-        ax.text(*middle, f"×{weight:.4g}", color=ORANGE if wins else GREY, **style)
+        ax.text(*middle, f"×{weight:.4g}", color=ORANGE if wins else NOTE, **style)
 
 
 def _draw_tree(ax, step: int, fontsize: float = 8.5) -> None:

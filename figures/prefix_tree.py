@@ -16,7 +16,7 @@ from figures.boxes import (
     words_of,
 )
 from figures.canvas import styled
-from figures.style import BLUE, GREY, INK, ORANGE, PALE, RED, new_figure
+from figures.style import BLUE, INK, NOTE, ORANGE, PALE, RED, new_figure
 from treeattn import pack, prefix_encoding
 
 
@@ -97,7 +97,7 @@ def beam_as_tree(rows=MARS) -> Figure:
     for m, row in enumerate(rows):
         for c, word in enumerate(row):
             draw_cell(left, c, m, word)
-        left.text(-0.65, m, str(m), ha="right", va="center", color=GREY, fontsize=9)
+        left.text(-0.65, m, str(m), ha="right", va="center", color=NOTE, fontsize=9)
     bare(left, (-1.0, len(rows[0]) - 0.5), (-0.6, len(rows) - 0.4))
     headline(left, f"The beam: {beam[0].size} tokens")
     draw_tree(right, parents, labels, colors, width=0.86)
@@ -168,7 +168,7 @@ def encoding_borders(rows=MARS) -> Figure:
             axes.text(c + 0.43, m - 0.2, owner, ha="right", va="center", color=INK, fontsize=8)
         border = np.flatnonzero(np.append(encoding[m] == m, True))[0] - 0.5
         axes.plot([border] * 2, [m - 0.45, m + 0.45], color=INK, lw=3, solid_capstyle="butt")
-        axes.text(-0.65, m, f"row {m}", ha="right", va="center", color=GREY, fontsize=9)
+        axes.text(-0.65, m, f"row {m}", ha="right", va="center", color=NOTE, fontsize=9)
     bare(axes, (-1.3, len(rows[0]) - 0.45), (-0.6, len(rows) - 0.4))
     headline(axes, "Left of the bar: an earlier row has this prefix")
     return figure.describe(

@@ -7,7 +7,7 @@ from matplotlib.colors import to_rgba
 
 from figures.canvas import styled
 from figures.sentence import VALUES, WEIGHTS, WORDS
-from figures.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, Figure, new_figure
+from figures.style import BLUE, GREEN, GREY, INK, NOTE, ORANGE, PALE, RED, Figure, new_figure
 
 SHARDS = ((0, 1), (2,), (3, 4))  # words of each device
 COLORS = (BLUE, ORANGE, GREEN)
@@ -70,7 +70,7 @@ def draw_rulers(panels: Sequence) -> None:
         ax.axhline(0, color=INK, lw=1)
         for height in (1, 2):
             ax.axhline(height, color=PALE, lw=1, zorder=0)
-            ax.text(-0.72, height, str(height), color=GREY, fontsize=8, va="bottom")
+            ax.text(-0.72, height, str(height), color=NOTE, fontsize=8, va="bottom")
 
 
 @styled

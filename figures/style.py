@@ -18,6 +18,7 @@ SKY = "#41D4F6"
 INK = "#222222"
 GREY = "#909090"
 PALE = "#E6E6E6"
+NOTE = "#555555"  # of small letters, because GREY, the lines' colour, is hard to read
 
 RC = {
     "font.size": 10,

@@ -12,6 +12,7 @@ from figures.style import (
     GREEN,
     GREY,
     INK,
+    NOTE,
     PALE,
     RED,
     SKY,
@@ -136,7 +137,7 @@ def butterfly(sizes: Sequence[int] = (8, 6)) -> Figure:
                 holds[b] = before[a] if what == "hand back" else holds[b] + before[a]
             for i in range(p):
                 ax.plot([i, i], [step + 0.14, step + 0.86], color=PALE, lw=1, zorder=0)
-            ax.text(p - 0.35, step + 0.5, what, va="center", color=GREY, fontsize=9)
+            ax.text(p - 0.35, step + 0.5, what, va="center", color=NOTE, fontsize=9)
             _row(ax, step, before, p)
         _row(ax, len(rounds), holds, p)
         ax.set(xlim=(-0.6, p + 1.1), ylim=(len(rounds) + 0.4, -0.4), xlabel="device")

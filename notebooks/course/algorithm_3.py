@@ -56,7 +56,7 @@ def explanations() -> dict:
         "weighted and added": lambda x: (x * weight).sum(0),
         "added without weights": lambda x: x.sum(0),
         "weighted upside down by exp(max - m)": lambda x: (x / weight).sum(0),
-        "weighted, but not added": lambda x: (x * weight)[0],
+        "weighted and not added": lambda x: (x * weight)[0],
         "neither weighted nor added": lambda x: x[0],
         "weighted and averaged, not added": lambda x: (x * weight).mean(0),
         "weighted twice": lambda x: (x * weight**2).sum(0),
@@ -82,7 +82,8 @@ def explanations() -> dict:
         "n was not divided by d": (n * weight).sum(0),
         "n was neither weighted nor divided": n.sum(0),
         largest: (n * of_heads).sum(0) / (d * of_heads).sum(0),
-        **{f"n was {x}, d was {y}": made[x](n) / made[y](d) for x in made for y in made},
+        **{f"n and d were {x}": made[x](n) / made[x](d) for x in made},
+        **{f"n was {x}, but d was {y}": made[x](n) / made[y](d) for x in made for y in made},
     }
 
 

@@ -10,7 +10,7 @@ from figures.canvas import styled
 from figures.sentence import WEIGHTS
 from figures.style import BLUE, GREY, INK, Figure, new_figure
 
-GIVEN = "a list of states, and op, which joins two of them"
+GIVEN = "a list of {} states, and op, which joins two of them"
 
 
 def watched(op, states):
@@ -36,7 +36,7 @@ def on_the_plane(mine) -> dict:
         return mass, a[1] + b[0] / mass * (b[1] - a[1])
 
     states = list(zip(WEIGHTS, PLACES.astype(float), strict=True))
-    mass, place = call(mine, states, watched(lever, states), given=GIVEN)
+    mass, place = call(mine, states, watched(lever, states), given=GIVEN.format(5))
     return {"merges": merges, "yours": located(mass, mass * np.asarray(place))}
 
 
@@ -49,7 +49,9 @@ def picture(sentence: str, letters: str, rounds: dict, merges, yours) -> Figure:
         left.text(*at, letter, ha="center", va="center", fontsize=10)
     for number, joined in sorted(rounds.items()):
         for word, a, b in joined:
-            at = np.mean([letters.index(letter) for letter in word]), number
+            # Over the middle of its letters, unless another letter stands there.
+            columns = [letters.index(letter) for letter in word]
+            at = np.mean(columns) if word in letters else columns[0], number
             for part in (a, b):
                 ends = np.array([place.get(part, at), at])
                 left.plot(*ends.T, color=GREY, lw=1, zorder=1)
@@ -78,7 +80,7 @@ def check_reduction(mine):
             return joined, depth
 
         states = [(letter, 0) for letter in letters]
-        found = call(mine, list(states), watched(op, states), given=f"{GIVEN}; {n} states")
+        found = call(mine, list(states), watched(op, states), given=GIVEN.format(n))
         if not isinstance(found, tuple) or [*map(type, found)] != [str, int]:
             if n > 1 and not rounds:
                 raise Mistake("op was never called")

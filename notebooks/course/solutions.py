@@ -49,13 +49,12 @@ def algorithm_3(q, k, v):  # 05
     return n / d[..., None]
 
 
-def prefix_tree(rows):  # 07
-    prefixes = dict.fromkeys(row[: c + 1] for row in rows for c in range(len(row)))
-    nodes = {prefix: number for number, prefix in enumerate(prefixes)}
-    tokens = [prefix[-1] for prefix in nodes]
-    offsets = np.array([len(prefix) - 1 for prefix in nodes])
-    mask = np.array([[i[: len(j)] == j for j in nodes] for i in nodes])
-    return nodes, tokens, offsets, mask
+def from_parents(parents):  # 07
+    mask = np.eye(len(parents), dtype=bool)  # each node sees itself
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            mask[node] |= mask[parent]  # which is complete, because parents come first
+    return mask.sum(axis=1) - 1, mask
 
 
 def rule(p, q):  # 09

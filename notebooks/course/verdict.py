@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from figures.folded import as_html
 from figures.style import Figure
 
 FEW_DIGITS = "right to a few digits only: float32 has seven"
@@ -32,11 +33,11 @@ class Verdict:
 
     __str__ = __repr__
 
-    def _repr_mimebundle_(self, **_) -> tuple[dict, dict]:
-        shown, about = {}, {}
+    def _repr_mimebundle_(self, **_) -> dict[str, str]:
+        shown = {"text/plain": self.sentence}
         if self.draw:
-            shown, about = self.draw(self.sentence)._repr_mimebundle_()
-        return shown | {"text/plain": self.sentence}, about
+            shown["text/html"] = as_html(*self.draw(self.sentence)._repr_mimebundle_())
+        return shown
 
 
 class Mistake(Exception):
