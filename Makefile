@@ -55,7 +55,7 @@ GPU_JAX := 0.11.2
 ANSWERS := .venv-llama-answers
 TPU := .venv-tpu/bin
 TPU_STAMP := .venv-tpu/.complete
-TPU_JAX := jax==0.12.0.1 libtpu==0.0.52  # Pallas's search for races is not public
+TPU_JAX := jax==0.12.0.1 libtpu==0.0.52  # what Pallas logs about a race may change
 SITE := .venv-site/bin
 SITE_STAMP := .venv-site/.complete
 MODEL := --no-deps --require-hashes -r model.lock

@@ -35,7 +35,8 @@ def plans() -> Iterator[tuple[str, list[dict]]]:
 
 def plan_line(rows: list[dict]) -> str:
     def words(field, width):
-        return " ".join(("no", "yes")[x[field]].rjust(width) for x in rows)
+        found = ("stop" if x["stopped"] else ("no", "yes")[x[field]] for x in rows)
+        return " ".join(word.rjust(width) for word in found)
 
     errors = " ".join(f"{x['error']:7.0e}" for x in rows)
     return f"{errors}  {words('race', 4)}  {words('counters', 8)}"

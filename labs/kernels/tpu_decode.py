@@ -5,8 +5,8 @@
     merge_on_tpus       a `method`: the merge of all devices' states
 
 Pallas compiles the kernels for TPUs. Elsewhere its interpreter simulates a TPU core for each of
-JAX's devices, and looks for races. Both need JAX 0.12 or newer. The kernels take no masks and no
-biases, and have no gradient. Errors name the argument.
+JAX's devices, and raises JaxRuntimeError at a race. Both need JAX 0.12 or newer. The kernels take
+no masks and no biases, and have no gradient. Errors name the argument.
 """
 
 import functools
@@ -36,6 +36,9 @@ from treeattn import AttentionState
 ROOM = 2 << 20  # bytes of a block of keys and values, unpadded; two blocks are in VMEM at a time
 MOST = 512  # keys of a block
 EXACT = lax.Precision.HIGHEST  # products of float32 as in float32
+# A copy counts at a random place of the vector clocks. With Pallas's own size, some eight places,
+# copies often share a place, and a race between them can be missed.
+SIMULATED = pltpu.InterpretParams(detect_races=True, vector_clock_size=1024)
 
 
 class Protocol(NamedTuple):
@@ -51,13 +54,12 @@ ONE_SHOT = Protocol(one_shot, other_devices, lambda p: p)
 
 
 class Merging(NamedTuple):
-    """A protocol along an axis of p devices, and how the interpreter simulates its copies."""
+    """A protocol along an axis of p devices."""
 
     protocol: Protocol
     axis: str
     p: int
     slots: int
-    copies: str
 
     def partners(self) -> list:
         return self.protocol.partners(lax.axis_index(self.axis), self.p)
@@ -77,21 +79,18 @@ def missing() -> str | None:
     return f"the kernels for TPUs need JAX 0.12 or newer, and this is {jax.__version__}"
 
 
-def one_kernel(
-    axis: str = "kv", *, protocol=BUTTERFLY, slots=None, copies="on_wait"
-) -> dict[str, Any]:
+def one_kernel(axis: str = "kv", *, protocol=BUTTERFLY, slots=None) -> dict[str, Any]:
     """Options for `tree_decode`, with which one kernel reads the cache and merges along `axis`.
 
     protocol: BUTTERFLY, for a power of two of devices, or ONE_SHOT, for any number
     slots:    of a butterfly's inbox, which reuses them if there are fewer than rounds
-    copies:   when the interpreter runs a copy: "on_wait" as late, or "eager" as early as possible
 
     JAX compiles the functions of each call anew, so call this once. The functions raise ValueError
     if the mesh or this JAX does not fit.
     """
 
     def attend_and_merge(q, k, v, *, scale, kv_lengths=None, **others):
-        merging = _merging((axis,), protocol, slots, copies)
+        merging = _merging((axis,), protocol, slots)
         return Merged(_attend(q, k, v, scale, kv_lengths, merging, others), axis)
 
     def already_merged(found, axes):
@@ -121,7 +120,7 @@ def merge_on_tpus(state, axes, *, protocol=BUTTERFLY) -> AttentionState:
     m, d, n = state
     if m.dtype != jnp.float32:
         raise TypeError(f"state: the kernels for TPUs merge float32, got {m.dtype}")
-    merging = _merging(axes, protocol, None, "on_wait")
+    merging = _merging(axes, protocol, None)
     if merging is None or m.size == 0:
         return state
     dv = n.shape[-1]
@@ -130,7 +129,7 @@ def merge_on_tpus(state, axes, *, protocol=BUTTERFLY) -> AttentionState:
     return jax.tree.map(lambda x, like: x.reshape(like.shape), merged, state)
 
 
-def _merging(axes, protocol: Protocol, slots: int | None, copies: str) -> Merging | None:
+def _merging(axes, protocol: Protocol, slots: int | None) -> Merging | None:
     """None for a single device. Raises ValueError if the devices cannot merge so."""
     if len(axes) != 1:
         raise ValueError(f"sharding: the kernels for TPUs merge along one axis, got {axes}")
@@ -140,7 +139,7 @@ def _merging(axes, protocol: Protocol, slots: int | None, copies: str) -> Mergin
         raise ValueError(f"axis: expected an axis of the mesh, got {axes[0]!r}") from None
     if protocol.partners is swap_partners and p & (p - 1):
         raise ValueError(f"protocol: BUTTERFLY needs 2, 4, 8, … devices, got {p}; try ONE_SHOT")
-    return Merging(protocol, axes[0], p, slots or protocol.slots(p), copies) if p > 1 else None
+    return Merging(protocol, axes[0], p, slots or protocol.slots(p)) if p > 1 else None
 
 
 def _attend(q, k, v, scale, lengths, merging: Merging | None, others) -> AttentionState:
@@ -204,8 +203,8 @@ def _call(kernel, arrays, block: int | None, dv: int, merging: Merging | None):
         scratch += [pltpu.VMEM((slots, *shape), jnp.float32)]
         scratch += [pltpu.SemaphoreType.DMA((slots,))] * 2
         scratch += [pltpu.SemaphoreType.REGULAR((merging.p.bit_length(),))]
-        # Kernels along different axes must not share a barrier semaphore: a device of one axis
-        # would be counted for the other.
+        # Kernels along different axes of a mesh must not share a barrier semaphore: a device of one
+        # axis would be counted for the other. Two meshes in one program may share one by mistake.
         number = jax.sharding.get_abstract_mesh().axis_names.index(merging.axis)
         extra = {"compiler_params": pltpu.CompilerParams(collective_id=number)}
     call = pl.pallas_call(
@@ -215,7 +214,7 @@ def _call(kernel, arrays, block: int | None, dv: int, merging: Merging | None):
         out_specs=whole,
         out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
         scratch_shapes=scratch,
-        interpret=False if _is_for_tpus() else simulated(merging),
+        interpret=False if _is_for_tpus() else SIMULATED,
         name="treeattn_tpu_decode",
         **extra,
     )
@@ -233,17 +232,6 @@ def _no_gradient(*_):
     raise NotImplementedError(
         "implementation, method: the kernels for TPUs have no gradient; leave both out, or use "
         "implementation='blockwise' and method='allreduce'"
-    )
-
-
-def simulated(merging: Merging | None):
-    # A copy counts at a random place of the vector clocks. With Pallas's own size, some eight
-    # places, copies often share a place, and a race between them can be missed.
-    return pltpu.InterpretParams(
-        detect_races=True,
-        on_race="warn",
-        dma_execution_mode=merging.copies if merging else "on_wait",
-        vector_clock_size=1024,
     )
 
 
