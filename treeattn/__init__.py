@@ -89,8 +89,3 @@ __all__ = [
     "unpack",
     "visit_shards",
 ]
-
-
-def __dir__() -> list[str]:
-    """The public names, for completion, without the submodules."""
-    return [*__all__, "__version__"]

@@ -35,6 +35,7 @@ from treeattn.checks import (
     as_integers,
     bounded,
     check_rank,
+    check_shape,
     integer,
     namespace,
 )
@@ -330,8 +331,7 @@ def _checked(beam, lengths) -> tuple[Any, Array, Array]:
     shape = beam.shape[:2]
     width = beam.shape[2]
     lengths = np.full(shape, width) if lengths is None else as_integers("lengths", lengths)
-    if lengths.shape != shape:
-        raise ValueError(f"lengths: expected shape (batch, M) = {shape}, got {lengths.shape}")
+    check_shape(shape, lengths=lengths)
     xp = namespace(beam, lengths)
     lengths = bounded("lengths", lengths, 0, width, f"0 to C = {width} tokens")
     return xp, _to_namespace("beam", beam, xp), xp.asarray(lengths)

@@ -15,7 +15,6 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from treeattn import products
 from treeattn.inputs import (
@@ -120,8 +119,7 @@ def _attend_texts(inputs: Inputs, first_text) -> AttentionState:
     size = block_size(inputs)
     few = products.few_queries(q, n)
     may_split = inputs.may_split
-    shrunk, root = products.shrink(q, may_split)
-    lanes = products.lane_queries(shrunk) if few else None
+    lanes = products.lane_queries(q) if few else None
 
     def read(x, first, count):
         return products.read_block(x, first, count, text=first_text, texts=len(q), dtype=q.dtype)
@@ -132,8 +130,8 @@ def _attend_texts(inputs: Inputs, first_text) -> AttentionState:
         if few:
             s = products.lane_scores(lanes, keys, may_split)
         else:
-            s = products.matrix_scores(shrunk, keys)
-        s = _mask_and_clip(s * root * root, visible, bias)
+            s = products.matrix_scores(q, keys)
+        s = _mask_and_clip(s, visible, bias)
         m = products.row_max(lax.stop_gradient(s), may_split)
         p = jnp.exp(s - finite(m)[..., None])
         unused = None if visible is None else unused_keys(visible)
@@ -175,13 +173,8 @@ def _attend_jvp(primals, tangents):
     (inputs,) = primals
     (given,) = tangents
     state = _attend(inputs)
-    moving = {}
-    directions = {}
-    for name in ("q", "k", "v", "bias"):
-        tangent = getattr(given, name)
-        if tangent is not None and not isinstance(tangent, SymbolicZero):
-            moving[name] = getattr(inputs, name)
-            directions[name] = tangent
+    directions = {name: x for name, x in vars(given).items() if isinstance(x, jax.Array)}
+    moving = {name: getattr(inputs, name) for name in directions}  # others have symbolic zeros
 
     def sums(moving):
         return _sums(inputs.replace(**moving), state.max)
@@ -205,7 +198,6 @@ def _sums(inputs: Inputs, m):
     n = inputs.k.shape[1]
     size = block_size(inputs)
     m = lax.stop_gradient(finite(m))[..., None]
-    shrunk, root = products.shrink(q, inputs.may_split)
     # The loop scans over one array of stacked blocks, so their gradient is one array, too. The
     # gradient of slices would be a sum of arrays of the cache's size.
     blocks = {"k": _split_blocks(inputs.k, 1, size), "v": _split_blocks(inputs.v, 1, size)}
@@ -218,8 +210,7 @@ def _sums(inputs: Inputs, m):
         unused = None if visible is None else unused_keys(visible)
         keys = _zero_unused(block["k"].astype(q.dtype), unused)
         values = _zero_unused(block["v"].astype(q.dtype), unused)
-        s = products.matrix_scores(shrunk, keys)
-        s = _mask_and_clip(s * root * root, visible, added)
+        s = _mask_and_clip(products.matrix_scores(q, keys), visible, added)
         return products.matrix_sums(jnp.exp(s - m), values)
 
     def add_block(sums, start, block):

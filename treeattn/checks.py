@@ -139,6 +139,13 @@ def check_same_dtype(**arrays: Array) -> None:
     check_one_dtype(**arrays)
 
 
+def check_shape(shape: tuple[int, ...], **arrays: Array) -> None:
+    """Raise ValueError for the first array of another shape than `shape`, that of the others."""
+    for name, x in arrays.items():
+        if x.shape != shape:
+            raise ValueError(f"{name}: expected shape {shape}, as the others, got {x.shape}")
+
+
 def check_rank(rank: int, layout: str, **arrays: Array) -> None:
     """Raise ValueError for the first array without `rank` axes."""
     for name, x in arrays.items():

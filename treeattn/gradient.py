@@ -32,6 +32,7 @@ from treeattn.checks import (
     check_rank,
     check_same_dtype,
     check_scale,
+    check_shape,
     integer,
 )
 from treeattn.inputs import Scale
@@ -206,10 +207,10 @@ def _check_inputs(q, k, v, mask=None, *, causal: bool = False, **sources) -> Arr
         mask = as_array("mask", mask)
         if mask.dtype != jnp.bool_:
             raise TypeError(f"mask: expected booleans, got dtype {mask.dtype}")
+        check_shape((n,), mask=mask)
     queries = (n,) if causal else ()
-    expected = [("k", k, (n, d)), ("v", v, (n, dv)), ("q", q, (*queries, d)), ("mask", mask, (n,))]
-    expected += [(name, x, (*queries, dv)) for name, x in sources.items()]
-    for name, x, shape in expected:
-        if x is not None and x.shape != shape:
-            raise ValueError(f"{name}: expected shape {shape}, as the others, got {x.shape}")
+    check_shape((n, d), k=k)
+    check_shape((n, dv), v=v)
+    check_shape((*queries, d), q=q)
+    check_shape((*queries, dv), **sources)
     return mask

@@ -75,9 +75,10 @@ def attend(
                 cannot share the keys evenly. Define it once, because every new lambda is compiled.
 
     The state is in float32, or float64 if q, k and v are. Scores and sums beyond the dtype's range
-    count as its largest number. A query that sees no key has the state (−∞, 0, 0) and zero
-    gradients. Keys that no query of their text and head sees may be NaN or ∞; a NaN that one query
-    sees may reach other queries of the head. (2024 eq. 2–4, 2025 eq. 1–3.)
+    count as its largest number; a score is NaN if some of its products are above the range and
+    others below. A query that sees no key has the state (−∞, 0, 0) and zero gradients. Keys that no
+    query of their text and head sees may be NaN or ∞; a NaN that one query sees may reach other
+    queries of the head. (2024 eq. 2–4, 2025 eq. 1–3.)
 
     On several devices, inside jit, implementation=None sends no more than
     `jax.nn.dot_product_attention` and holds all scores; for sharded keys call `tree_decode`. Only
@@ -87,10 +88,8 @@ def attend(
     Raises TypeError or ValueError that names the argument. Outside jit, the call waits until
     lengths are computed, to check them.
     """
-    may_split = xla_may_split(q, k, v)
-    inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal, may_split)
-    _check_placed(inputs, implementation)
-    return _attend(inputs, implementation, False)
+    inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal)
+    return _on_its_devices(inputs, implementation, False)
 
 
 def attention(
@@ -114,10 +113,8 @@ def attention(
     >>> print(attention(q, k, jnp.array([1.0, 3.0]).reshape(1, 2, 1, 1)).ravel())
     [2.]
     """
-    may_split = xla_may_split(q, k, v)
-    inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal, may_split)
-    _check_placed(inputs, implementation)
-    return _attend(inputs, implementation, True)
+    inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal)
+    return _on_its_devices(inputs, implementation, True)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
@@ -150,10 +147,11 @@ def check_implementation(implementation: Implementation, q) -> None:
         flash.check_device(q)
 
 
-def _check_placed(inputs: Inputs, implementation: Implementation) -> None:
-    """Raise what `check_implementation` raises; ValueError for keys sharded along Explicit axes.
+def _on_its_devices(inputs: Inputs, implementation: Implementation, finalized: bool):
+    """The state, or the output if `finalized`, on the devices that hold the arrays.
 
-    A function of the user's may take such keys.
+    Raises what `check_implementation` raises, and ValueError for keys sharded along Explicit axes,
+    which a function of the user's may take.
     """
     check_implementation(implementation, inputs.q)
     spec = jax.typeof(inputs.k).sharding.spec
@@ -162,6 +160,8 @@ def _check_placed(inputs: Inputs, implementation: Implementation) -> None:
             f"k: its keys are sharded along {spec[1]!r}, got {spec}; call tree_decode or "
             "ring_attention, or jax.reshard k"
         )
+    may_split = xla_may_split(inputs.q, inputs.k, inputs.v)
+    return _attend(inputs.replace(may_split=may_split), implementation, finalized)
 
 
 def xla_may_split(*arrays) -> bool:
@@ -177,10 +177,9 @@ def xla_may_split(*arrays) -> bool:
         return False
     if jax.device_count() == 1:
         return False
-    traced = [isinstance(x, jax.core.Tracer) for x in arrays]
-    if any(traced):
+    if any(isinstance(x, jax.core.Tracer) for x in arrays):
         return True
-    return any([isinstance(x, jax.Array) and len(x.devices()) > 1 for x in arrays])
+    return any(isinstance(x, jax.Array) and len(x.devices()) > 1 for x in arrays)
 
 
 def attend_inputs(inputs: Inputs, implementation: Implementation):

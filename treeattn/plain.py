@@ -1,11 +1,10 @@
 """Attention on one device, written plainly: scores, weights, and the state (m, d, n) of their sums.
 
 This is the form to read first. The tests compare it, and all others, with NumPy in float64.
-blocks.py computes the same state, one block of keys at a time, in less memory and time. If some
-terms of one q·k overflow to +∞ and others to −∞, the score is NaN in plain.py, and finite in
-blocks.py. plain.py has no loop over keys. So if the keys are sharded, XLA can split the program
-over the devices, and the result is the papers' Algorithm 3: an Allreduce for the largest score, and
-one for each of the sums.
+blocks.py computes the same state, one block of keys at a time, in less memory and time. plain.py
+has no loop over keys. So if the keys are sharded, XLA can split the program over the devices, and
+the result is the papers' Algorithm 3: an Allreduce for the largest score, and one for each of the
+sums.
 
 In shapes, n is the number of keys and d is head_dim: queries are (b, l, h, d), keys and values
 (b, n, h_kv, ·). Scores, masks and biases are (b, h_kv, group, l, n) with group = h / h_kv: query

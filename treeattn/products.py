@@ -88,21 +88,6 @@ def row_max(s, may_split: bool):
     return lax.reduce(s, start, lambda a, b: lax.select(a > b, a, b), (s.ndim - 1,))
 
 
-def shrink(q, may_split: bool):
-    """(q / f², f) with a power of two f for each query, so that no partial sum of q·k overflows.
-
-    q is (…, d), f (…, 1). |q·k| ≤ d · max|q| · max|k|, so with f² ≥ d · max|q| the scores of q / f²
-    stay below max|k|, which is in range. The caller multiplies them by f twice, and clips.
-    """
-    largest = row_max(jnp.abs(lax.stop_gradient(q)), may_split)[..., None]
-    exponent = jnp.ceil(jnp.maximum(jnp.log2(largest) + jnp.log2(q.shape[-1]), 0) / 2)
-    exponent = exponent.astype(jnp.int32)
-    one = jnp.ones_like(largest)
-    root = jnp.ldexp(one, exponent)
-    inverse = jnp.ldexp(one, -exponent)
-    return q * inverse * inverse, root  # XLA turns q / f / f into q / f², and f² overflows
-
-
 def matrix_scores(q, k):
     """q·k of all queries and keys, (b, h_kv, group, l, size), as a matrix product."""
     if q.shape[2] * q.shape[3] < q.shape[4]:

@@ -30,6 +30,7 @@ from treeattn.checks import (
     as_array,
     check_floating,
     check_same_dtype,
+    check_shape,
     integer,
 )
 
@@ -115,10 +116,7 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
 @functools.partial(jax.jit, inline=True)
 def _merge(a: AttentionState, b: AttentionState) -> AttentionState:
     check_state(a=a, b=b)
-    if a.numerator.shape != b.numerator.shape:
-        raise ValueError(
-            f"b: expected a's numerator shape {a.numerator.shape}, got {b.numerator.shape}"
-        )
+    check_shape(a.numerator.shape, **{"b.numerator": b.numerator})
     if a.max.dtype != b.max.dtype:
         dtype = accumulation_dtype(a.max, b.max)  # float32 for float16 and bfloat16
         a, b = (jax.tree.map(lambda x: x.astype(dtype), state) for state in (a, b))
@@ -202,10 +200,9 @@ def _from_output(out, lse) -> AttentionState:
     check_floating(out=out, lse=lse)
     if jnp.finfo(lse.dtype).bits < 32:
         raise TypeError(f"lse: expected float32 or float64, got {lse.dtype}")
-    if out.shape[:-1] != lse.shape or out.ndim == 0:
-        raise ValueError(
-            f"lse: expected out's shape without its last axis, {out.shape[:-1]}, got {lse.shape}"
-        )
+    if out.ndim == 0:
+        raise ValueError("out: expected axes (..., dv), got a scalar")
+    check_shape(out.shape[:-1], lse=lse)
     dtype = accumulation_dtype(out, lse)
     out = out.astype(dtype)
     is_nan = (lse == jnp.inf) & jnp.any(jnp.isnan(out), axis=-1)
