@@ -158,7 +158,7 @@ ATTENTIONS = [
     ({"sharding": over(rows=3)}, ValueError, "sharding: the 3 devices .* cannot share 2 texts"),
     ({"sharding": over(heads=3)}, ValueError, "sharding: .* cannot share 2 key heads"),
     ({"striped": True}, ValueError, "sharding: .* cannot share 5 slots"),
-    *[({"method": x}, ValueError, "method: expected one of") for x in ("ring", 3, None)],
+    *[({"method": x}, ValueError, "method: expected one of") for x in ("ring", 3, None, ["gather"], np.ones(3))],
     ({"method": _Unhashable()}, TypeError, "method: expected a function that can be hashed"),
 ]
 

@@ -313,6 +313,8 @@ def test_a_spec_is_enough_where_a_mesh_is_set(kind):
         check(f(*arrays), *arrays)
         check(f(*jax.device_put(arrays, jax.devices()[0])), *arrays)
         check(jax.jit(f)(*arrays), *arrays)
+        check(jax.jit(lambda q: f(q, *arrays[1:]))(arrays[0]), *arrays)  # inside a trace, k is not
+        jax.grad(lambda q: f(q, *arrays[1:]).sum())(jnp.asarray(arrays[0]))
     with pytest.raises(ValueError, match=r"sharding: expected a mesh set by jax.set_mesh"):
         f(*arrays)
 

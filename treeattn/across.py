@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from treeattn.checks import check_hashable
+from treeattn.checks import check_choice
 from treeattn.state import AttentionState, check_state, merge, reduce_tree, rescale, where
 
 Axes = tuple[str, ...]  # of a mesh, by name
@@ -58,7 +58,8 @@ def merge_across(
 
                Or a function (state, axes) that returns the merged AttentionState. Its `state` is
                not checked: in `tree_decode` it is the state that your `implementation` made, which
-               may be a pytree of its own kind. `axes` is a tuple of names, perhaps empty. The
+               may be a pytree of its own kind, but for no queries or no keys an AttentionState.
+               `axes` is a tuple of names, perhaps empty. The
                merging function must return the same state on every device along `axes`, which is
                not checked.
 
@@ -85,7 +86,7 @@ def merge_across(
     >>> print([x.shape for x in gradients(q, q, q)])
     [(1, 2, 1, 4), (1, 2, 1, 4), (1, 2, 1, 4)]
     """
-    check_method(method)
+    check_choice("method", method, tuple(METHODS))
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     if len(set(axes)) < len(axes):
         raise ValueError(f"axis_name: expected each axis once, got {axes}")
@@ -99,6 +100,8 @@ def merge_across(
     if not axes:
         return state
     way = METHODS[method]
+    if state.max.ndim == 0 and not way.per_axis:
+        raise ValueError(f"state: expected an axis of heads for {method!r}, got shape ()")
     # The innermost axis first: within a node, then across nodes.
     for along in reversed(axes) if way.per_axis else [axes]:
         state = way.run(state, along)
@@ -119,14 +122,6 @@ def _replicated(state: AttentionState, axes: Axes) -> AttentionState:
         return state
     first = lax.axis_index(varying) == 0
     return _move(lambda x: lax.psum(jnp.where(first, x, 0), varying), state)
-
-
-def check_method(method: Method) -> None:
-    """Raise ValueError unless it is a function or one of `METHODS`, TypeError if it has no hash."""
-    if callable(method):
-        check_hashable("method", method)
-    elif method not in METHODS:
-        raise ValueError(f"method: expected one of {tuple(METHODS)}, or a function, got {method!r}")
 
 
 def _allreduce(state: AttentionState, axis: str) -> AttentionState:

@@ -83,9 +83,8 @@ def _group_heads(inputs: Inputs) -> Inputs:
         q=q.transpose(0, 2, 3, 1, 4),
         k=k,
         v=v,
-        bias=None if bias is None else bias.astype(dtype),
+        bias=bias,
         traced_scale=None,
-        scale=1.0,
     )
 
 
@@ -119,7 +118,7 @@ def _attend_texts(inputs: Inputs, first_text) -> AttentionState:
     size = block_size(inputs)
     few = products.few_queries(q, n)
     may_split = inputs.may_split
-    lanes = products.lane_queries(q) if few else None
+    query_lanes = products.lane_queries(q) if few else None
 
     def read(x, first, count):
         return products.read_block(x, first, count, text=first_text, texts=len(q), dtype=q.dtype)
@@ -128,7 +127,7 @@ def _attend_texts(inputs: Inputs, first_text) -> AttentionState:
         first, visible, bias = _visibility(inputs, start, size)
         keys = read(inputs.k, first, size)
         if few:
-            s = products.lane_scores(lanes, keys, may_split)
+            s = products.lane_scores(query_lanes, keys, may_split)
         else:
             s = products.matrix_scores(q, keys)
         s = _mask_and_clip(s, visible, bias)
@@ -141,8 +140,8 @@ def _attend_texts(inputs: Inputs, first_text) -> AttentionState:
 
         if few:  # a lane of values at a time
             width = size // products.LANES
-            parts = [values(at, width) for at in range(0, size, width)]
-            denominator, numerator = products.lane_sums(p, parts, may_split)
+            value_lanes = [values(at, width) for at in range(0, size, width)]
+            denominator, numerator = products.lane_sums(p, value_lanes, may_split)
         else:
             denominator, numerator = products.matrix_sums(p, values(0, size))
         m = jnp.where(jnp.isnan(denominator), denominator, m)  # row_max may ignore a NaN
@@ -248,11 +247,12 @@ def block_size(inputs: Inputs) -> int:
     """
     q = inputs.q
     n = inputs.k.shape[1]
-    more = 1 if products.compiled_for() == "cpu" else 16
+    factor = 1 if products.compiled_for() == "cpu" else 16
     multiple = products.LANES if products.few_queries(q, n) else 1
-    most = min(max(more * SCORES * q.shape[-1] // q.size, 128), more * products.BLOCK)
+    queries = q.size // q.shape[-1]
+    most = min(max(factor * SCORES // queries, 128), factor * products.BLOCK)
     blocks = -(-n // most)
-    half_may_be_empty = inputs.lengths is not None and n > more * products.BLOCK // 2
+    half_may_be_empty = inputs.lengths is not None and n > factor * products.BLOCK // 2
     if n % multiple or (multiple == 1 and half_may_be_empty):
         blocks = max(blocks, 2)
     return -(-n // (blocks * multiple)) * multiple

@@ -85,16 +85,17 @@ def check_one_dtype(**arrays: Array) -> None:
         raise TypeError(f"expected one dtype, got {dtypes}")
 
 
-def check_floating(**arrays: Array) -> None:
-    """Raise TypeError for the first array that is not float16, bfloat16, float32 or float64."""
+def check_floating(least_bits: int = 16, **arrays: Array) -> None:
+    """Raise TypeError for the first array that is not floating-point, of so many bits or more."""
     for name, x in arrays.items():
         if not isinstance(x, Array | np.generic):
             as_array(name, x)  # another library's tensor gets its own error
             raise TypeError(f"{name}: expected an array, got {type(x).__name__}")
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{name}: expected a floating-point array, got dtype {x.dtype}")
-        if jnp.dtype(x.dtype).itemsize < 2:
-            raise TypeError(f"{name}: expected 16 bits or more, got dtype {x.dtype}: use .astype")
+        if jnp.finfo(x.dtype).bits < least_bits:
+            expected = f"{least_bits} bits or more"
+            raise TypeError(f"{name}: expected {expected}, got dtype {x.dtype}: use .astype")
 
 
 def check_keys(**arrays: Array) -> None:
@@ -106,6 +107,7 @@ def check_keys(**arrays: Array) -> None:
                 "their scales: attend to a block at a time, times its scales, and merge, as in "
                 "site/variants.md, A quantised cache"
             )
+    check_floating(8, **arrays)
     check_one_dtype(**arrays)
 
 
@@ -123,7 +125,7 @@ def bounded(name: str, x: Array, least: int, most, expected: str) -> Array:
         # Clip first, and narrow to int32 after: narrowing an entry beyond int32 would wrap it.
         if x.dtype.itemsize < 4:  # an 8- or 16-bit dtype may not hold the bounds
             x = x.astype(jnp.int32)
-        least, most = (np.asarray(bound).astype(x.dtype) for bound in (least, most))
+        least, most = (jnp.asarray(bound, x.dtype) for bound in (least, most))
         return jnp.clip(x, least, most).astype(jnp.int32)
     entries = np.asarray(x)
     wrong = (entries < least) | (entries > most)
@@ -153,13 +155,20 @@ def check_rank(rank: int, layout: str, **arrays: Array) -> None:
             raise ValueError(f"{name}: expected {rank} axes {layout}, got shape {x.shape}")
 
 
-def check_hashable(name: str, function) -> None:
-    """Raise TypeError for a function that `jax.jit` cannot recognize by its hash."""
+def check_choice(name: str, x, names: tuple[str | None, ...]) -> None:
+    """Raise ValueError unless `x` is one of the names or a function.
+
+    Raise TypeError for a function that `jax.jit` cannot recognize by its hash.
+    """
+    if not callable(x):
+        if not isinstance(x, str | None) or x not in names:
+            raise ValueError(f"{name}: expected one of {names}, or a function, got {x!r}")
+        return
     try:
-        hash(function)
+        hash(x)
     except TypeError:
         raise TypeError(
-            f"{name}: expected a function that can be hashed, got {type(function).__name__}: "
+            f"{name}: expected a function that can be hashed, got {type(x).__name__}: "
             "if it is a dataclass, use @dataclass(frozen=True)"
         ) from None
 

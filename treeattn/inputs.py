@@ -83,26 +83,26 @@ class Inputs:
         return self.scale if self.traced_scale is None else self.traced_scale.astype(self.dtype)
 
 
-def gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal=False) -> Inputs:
+def gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal=False, may_split=False) -> Inputs:
     """The `Inputs`. Values of lengths and scale are checked here, because a trace cannot see them.
 
-    `check_inputs` checks dtypes, and how shapes fit, while the function is traced.
+    `check_inputs` checks shapes and dtypes while the function is traced.
     """
     q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
-    check_rank(4, "(batch, length, heads, head_dim)", q=q, k=k, v=v)
-    if q.shape[-1] == 0:
-        raise ValueError(f"q: expected a head_dim of at least 1, got shape {q.shape}")
     mask = None if mask is None else _with_four_axes("mask", mask)
     bias = None if bias is None else _with_four_axes("bias", bias)
     if kv_lengths is not None:
         kv_lengths = as_integers("kv_lengths", kv_lengths)
-        if kv_lengths.ndim == 0:
+        if kv_lengths.ndim == 0 and q.ndim:
             kv_lengths = namespace(kv_lengths).broadcast_to(kv_lengths, q.shape[:1])
-        n = k.shape[1]
+        n = k.shape[1] if k.ndim > 1 else 0
         kv_lengths = bounded("kv_lengths", kv_lengths, 0, n, f"0 to kv_len = {n} keys")
-    scale = check_scale(scale, q.shape[-1], accumulation_dtype(q, k))
+    if scale is None:
+        scale = q.shape[-1] ** -0.5 if q.ndim and q.shape[-1] else 1.0
+    else:
+        scale = check_scale(scale, 0, accumulation_dtype(q, k))
     scales = (scale, 1.0) if isinstance(scale, jax.Array) else (None, float(scale))
-    return Inputs(q, k, v, mask, bias, kv_lengths, *scales, bool(causal))
+    return Inputs(q, k, v, mask, bias, kv_lengths, *scales, bool(causal), may_split)
 
 
 def _with_four_axes(name: str, x) -> Array:
@@ -116,8 +116,11 @@ def check_inputs(inputs: Inputs) -> None:
     q, k, v = inputs.q, inputs.k, inputs.v
     check_floating(q=q)
     check_keys(k=k, v=v)
+    check_rank(4, "(batch, length, heads, head_dim)", q=q, k=k, v=v)
     b, l, h, d = q.shape
     n, h_kv = k.shape[1:3]
+    if d == 0:
+        raise ValueError(f"q: expected a head_dim of at least 1, got shape {q.shape}")
     check_shape((b, n, h_kv, d), k=k)
     check_shape((*k.shape[:3], v.shape[3]), v=v)
     if h_kv == 0 or h % h_kv:

@@ -6,6 +6,7 @@ is in slot i, so a half-full cache keeps half of the devices busy. Key i of a st
 slot (i mod p)·t + i div p: neighbouring keys are on neighbouring devices, and all are busy.
 """
 
+import contextlib
 import functools
 import math
 from typing import NamedTuple
@@ -34,7 +35,7 @@ class KeyShards(NamedTuple):
     batch: Axes
     keys: Axes
     heads: Axes
-    striped: bool = False
+    striped: bool
 
     @property
     def devices(self) -> int:
@@ -50,15 +51,15 @@ class KeyShards(NamedTuple):
         return P(self.batch, length, self.heads)
 
 
-def key_shards_of(inputs: Inputs, sharding: Sharding, striped: bool = False) -> KeyShards:
+def key_shards_of(inputs: Inputs, sharding: Sharding, striped: bool) -> KeyShards:
     """The shards that the caller names, or else those of the keys.
 
-    Raises TypeError if `sharding` is not a NamedSharding; ValueError if a size is symbolic, as
-    `jax.export` has them, k's sharding is unknown, the spec is not P(batch, keys, heads), k or v
-    has another sharding, or an enclosing `shard_map` has split the keys' axes.
+    Raises TypeError if `sharding` is not a NamedSharding, a spec or None; ValueError if a size is
+    symbolic, as `jax.export` has them, k's sharding is unknown, the spec is not P(batch, keys,
+    heads), k or v has another sharding, or an enclosing `shard_map` has split the keys' axes.
     """
-    for name, x in (("q", inputs.q), ("k", inputs.k)):
-        for axis, size in zip(("batch", "length", "heads", "head_dim"), x.shape, strict=False):
+    for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
+        for axis, size in zip(("batch", "length", "heads", "head_dim"), x.shape, strict=True):
             if not isinstance(size, int):
                 raise ValueError(
                     f"{name}: expected a {axis} that is a number, got the symbolic {size}: XLA "
@@ -67,7 +68,7 @@ def key_shards_of(inputs: Inputs, sharding: Sharding, striped: bool = False) -> 
     if sharding is None:
         sharding = _sharding_of(inputs.k)
     elif isinstance(sharding, P):
-        sharding = _in_the_contexts_mesh(sharding, inputs.k)
+        sharding = _in_the_contexts_mesh(sharding)
     elif not isinstance(sharding, NamedSharding):
         kind = type(sharding).__name__
         raise TypeError(f"sharding: expected a NamedSharding, a PartitionSpec or None, got {kind}")
@@ -97,10 +98,11 @@ def _sharding_of(k) -> NamedSharding:
     return sharding
 
 
-def _in_the_contexts_mesh(spec: P, k) -> NamedSharding:
+def _in_the_contexts_mesh(spec: P) -> NamedSharding:
     """The sharding by a spec, over the mesh that `jax.set_mesh` has set."""
-    traced = isinstance(k, jax.core.Tracer)
-    mesh = jax.sharding.get_abstract_mesh() if traced else jax.sharding.get_mesh()
+    mesh = jax.sharding.get_abstract_mesh()
+    with contextlib.suppress(ValueError):  # JAX refuses to tell the devices inside a trace
+        mesh = jax.sharding.get_mesh()
     if mesh.empty:
         raise ValueError(
             f"sharding: expected a mesh set by jax.set_mesh for {spec}, got none; pass "
@@ -142,7 +144,7 @@ def _check_sharded_as(name: str, x, wanted: NamedSharding) -> None:
         if not any(found.spec):
             return
         matches = _entries(found.spec) == _entries(_explicit(wanted.spec, found.mesh))
-    elif isinstance(x, jax.Array) and not x.is_fully_replicated and x.ndim == 4:
+    elif isinstance(x, jax.Array) and not x.is_fully_replicated:
         found = x.sharding
         concrete = isinstance(wanted.mesh, Mesh)
         matches = not concrete or found.is_equivalent_to(wanted, x.ndim)

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 
 from treeattn import flash
 from treeattn.blocks import attend_blockwise
-from treeattn.checks import Array, check_floating, check_hashable
+from treeattn.checks import Array, check_choice, check_floating
 from treeattn.inputs import (
     Bias,
     Inputs,
@@ -29,7 +29,7 @@ from treeattn.inputs import (
     gather_inputs,
 )
 from treeattn.plain import attend_plain
-from treeattn.state import AttentionState, finalize, from_output
+from treeattn.state import AttentionState, check_state, finalize, from_output
 
 # A name of IMPLEMENTATIONS, a user's function, or None for the fastest that can run.
 Implementation = str | Callable[..., object] | None
@@ -74,7 +74,7 @@ def attend(
                 program and differentiated as it is. `tree_decode` also passes kv_lengths if devices
                 cannot share the keys evenly. Define it once, because every new lambda is compiled.
 
-    The state is in float32, or float64 if q, k and v are. Scores and sums beyond the dtype's range
+    The state is in float32, or float64 if q or k is. Scores and sums beyond the dtype's range
     count as its largest number; a score is NaN if some of its products are above the range and
     others below. A query that sees no key has the state (−∞, 0, 0) and zero gradients. Keys that no
     query of their text and head sees may be NaN or ∞; a NaN that one query sees may reach other
@@ -86,9 +86,10 @@ def attend(
     the output.
 
     Raises TypeError or ValueError that names the argument. Outside jit, the call waits until
-    lengths are computed, to check them.
+    lengths and scale are computed, to check them.
     """
-    inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal)
+    may_split = xla_may_split(q, k, v)
+    inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal, may_split)
     return _on_its_devices(inputs, implementation, False)
 
 
@@ -113,7 +114,8 @@ def attention(
     >>> print(attention(q, k, jnp.array([1.0, 3.0]).reshape(1, 2, 1, 1)).ravel())
     [2.]
     """
-    inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal)
+    may_split = xla_may_split(q, k, v)
+    inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale, causal, may_split)
     return _on_its_devices(inputs, implementation, True)
 
 
@@ -126,23 +128,15 @@ def _attend(inputs: Inputs, implementation: Implementation, finalized: bool):
 
 def output_of(state: AttentionState, inputs: Inputs):
     """(out, lse) of the state, with out in the queries' dtype."""
+    check_state(implementation=state)
     out, lse = finalize(state)
     return out.astype(inputs.q.dtype), lse
 
 
 def check_implementation(implementation: Implementation, q) -> None:
-    """Raise ValueError unless it is a name or a function, and can run on q's device.
-
-    Raise TypeError for a function that cannot be hashed, because `jax.jit` recognizes it by its
-    hash.
-    """
-    names = (None, *IMPLEMENTATIONS)
-    if callable(implementation):
-        check_hashable("implementation", implementation)
-    elif not isinstance(implementation, str | None) or implementation not in names:
-        raise ValueError(
-            f"implementation: expected one of {names}, or a function, got {implementation!r}"
-        )
+    """Raise what `check_choice` raises, and ValueError for flash if q is on another device."""
+    if implementation is not None:
+        check_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
     if implementation == "flash":
         flash.check_device(q)
 
@@ -160,16 +154,15 @@ def _on_its_devices(inputs: Inputs, implementation: Implementation, finalized: b
             f"k: its keys are sharded along {spec[1]!r}, got {spec}; call tree_decode or "
             "ring_attention, or jax.reshard k"
         )
-    may_split = xla_may_split(inputs.q, inputs.k, inputs.v)
-    return _attend(inputs.replace(may_split=may_split), implementation, finalized)
+    return _attend(inputs, implementation, finalized)
 
 
 def xla_may_split(*arrays) -> bool:
     """Whether XLA may split a program with these arguments over several devices by itself.
 
-    False if there is only one device, or inside `shard_map`, where each device runs the program by
-    itself. Elsewhere True for traced arrays, whose sharding is unknown. For concrete arrays,
-    whether one of them is on several devices.
+    False if there is only one device, in the context's mesh or at all, and inside `shard_map`,
+    where each device runs the program by itself. Elsewhere True for traced arrays, whose sharding
+    is unknown. For concrete arrays, whether one of them is on several devices.
     """
     context = jax.sharding.get_abstract_mesh()
     sizes = zip(context.axis_sizes, context.axis_types, strict=True)
@@ -177,9 +170,9 @@ def xla_may_split(*arrays) -> bool:
         return False
     if jax.device_count() == 1:
         return False
-    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+    if any([isinstance(x, jax.core.Tracer) for x in arrays]):
         return True
-    return any(isinstance(x, jax.Array) and len(x.devices()) > 1 for x in arrays)
+    return any([isinstance(x, jax.Array) and len(x.devices()) > 1 for x in arrays])
 
 
 def attend_inputs(inputs: Inputs, implementation: Implementation):
@@ -194,6 +187,8 @@ def attend_inputs(inputs: Inputs, implementation: Implementation):
         return AttentionState.identity(inputs.q.shape[:3], inputs.v.shape[-1], inputs.dtype)
     if callable(implementation):
         return _attend_by_function(inputs, implementation)
+    if inputs.bias is not None:
+        inputs = inputs.replace(bias=inputs.bias.astype(inputs.dtype))
     if implementation is None and not isinstance(inputs.q.size * inputs.k.size, int):
         implementation = "plain"  # the sizes of blocks are numbers, and a symbolic size is none
     if implementation is None and flash.is_best(inputs):

@@ -27,7 +27,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from treeattn.across import METHODS, Method, check_method, merge_across
+from treeattn.across import METHODS, Method, merge_across
+from treeattn.checks import check_choice
 from treeattn.inputs import (
     Bias,
     Inputs,
@@ -165,8 +166,8 @@ def _without_padding(inputs: Inputs, rank, n: int) -> Inputs:
     """The inputs, zero in the slots from n on.
 
     When XLA:CPU splits a program, it may leave the entries that `deal` has added uninitialized, so
-    zeros are written here again. A NaN there would spoil the result even where it is hidden,
-    because 0 · NaN is NaN.
+    zeros are written here again. In decoding, lengths hide these slots from every query, and
+    `attend` zeroes them. In a prefill the padded queries see them.
     """
     t = inputs.k.shape[1]
     real = (rank * t + jnp.arange(t) < n)[:, None, None]
@@ -221,7 +222,7 @@ def tree_decode(
     instead. Inside one that has split other axes, a gradient of this function needs that
     shard_map's check_vma=False.
     """
-    check_method(method)
+    check_choice("method", method, tuple(METHODS))
     inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale)
     return on_mesh(Tree(method), inputs, sharding, striped, implementation, return_lse)
 
@@ -279,8 +280,8 @@ def ring_attention(
     Other arguments are as in `attend`.
 
     Returns out (b, l, h, dv) in q's dtype; with return_lse also lse (b, l, h), sharded in the same
-    way. Raises what `tree_decode` raises, and ValueError if causal attention has more or fewer
-    queries than keys.
+    way; along Explicit axes only if they can share l evenly. Raises what `tree_decode` raises, and
+    ValueError if causal attention has more or fewer queries than keys.
 
     >>> from jax.sharding import NamedSharding, PartitionSpec as P
     >>> mesh = jax.make_mesh((1,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -34,7 +34,7 @@ def attend_plain(inputs: Inputs) -> AttentionState:
 
     s = finite(jnp.einsum("blkgd,bnkd->bkgln", q, k, precision="highest"))
     if inputs.bias is not None:
-        s = finite(s + by_key_head(inputs.bias, h_kv).astype(s.dtype))
+        s = finite(s + by_key_head(inputs.bias, h_kv))
     if visible is not None:
         s = jnp.where(visible, s, -jnp.inf)
     m = lax.stop_gradient(s.max(axis=-1, initial=-jnp.inf))

@@ -134,7 +134,7 @@ def _sum(x, axis: int, may_split: bool):
 
 
 def lane_queries(q):
-    """`q` for `lane_scores`: pairs (start, part), each part (b, 1, h_kv, group, l, width).
+    """`q` for `lane_scores`: pairs (start, lane), each lane (b, 1, h_kv, group, l, width).
 
     For d = 128 the slices begin at 0, 16, 32, … 112, and are 16 wide.
 
@@ -149,20 +149,20 @@ def lane_queries(q):
         # that overlap have 72 products.
         width = 24
         starts = 0, (d - 24) // 2, d - 24
-    parts = []
+    lanes = []
     done = 0
     for start in starts:
         end = start + width
         not_yet = jnp.arange(start, end) >= done  # slices may overlap
-        parts.append((start, jnp.where(not_yet, q[:, None, ..., start:end], 0)))
+        lanes.append((start, jnp.where(not_yet, q[:, None, ..., start:end], 0)))
         done = end
-    return parts
+    return lanes
 
 
-def lane_scores(parts, k, may_split: bool):
+def lane_scores(lanes, k, may_split: bool):
     """q·k of all queries and keys, (b, h_kv, group, l, size), as a sum of elementwise products."""
     k = k[:, :, :, None, None]
-    s = sum(q * k[..., start : start + q.shape[-1]] for start, q in parts)
+    s = sum(q * k[..., start : start + q.shape[-1]] for start, q in lanes)
     return jnp.moveaxis(_sum(s, -1, may_split), 1, -1)
 
 

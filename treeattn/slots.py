@@ -4,7 +4,6 @@
 """
 
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from treeattn.checks import Array, as_integers, bounded, integer, namespace
@@ -57,7 +56,7 @@ def shard_lengths(
     lengths = as_integers("lengths", lengths)
     lengths = bounded("lengths", lengths, 0, kv_len, f"0 to kv_len = {kv_len}")
     own = (lengths - rank + devices - 1) // devices if striped else lengths - rank * size
-    return jnp.clip(own, 0, size)
+    return jnp.clip(own, 0, size).astype(jnp.int32)
 
 
 def _slots_each(kv_len: int, devices: int) -> int:
@@ -77,4 +76,4 @@ def _transposed(name: str, x: ArrayLike, height: int, width: int) -> Array:
     x = as_integers(name, x)
     inside = bounded(name, x, 0, n - 1, f"0 to {n - 1}")
     found = inside % width * height + inside // width
-    return namespace(x).where(x.astype(np.int32) == inside, found, n)
+    return namespace(x).where(x == inside.astype(x.dtype), found, n)
