@@ -57,6 +57,7 @@ def across(**options):
     return jax.shard_map(lambda: body(), mesh=over(keys=2).mesh, in_specs=(), out_specs=P())()
 
 
+NO_HEADS = AttentionState.identity((), 2)
 SLOTS = {"kv_len": (10,), "devices": POSITIVE}
 EIGHT = {"kv_len": 8, "devices": 4}
 # Of states, beams, energies and programs their own tests ask more.
@@ -69,6 +70,8 @@ CALLS = [
     *takes(AttentionState.identity, {"shape": (), "value_dim": 2}, dtype=(int, "int8")),
     *takes(across, {}, method=("tree", 3, None, "auto", "reduce_scatter"), state=(None, 3, ())),
     *takes(across, {"method": "gather"}, axis_name=(("keys", "keys"),)),
+    *takes(across, {"method": "all_to_all"}, state=(NO_HEADS,)),
+    *takes(across, {"method": "hierarchical"}, state=(NO_HEADS,)),
     *takes(pack, {"beam": BEAM}, beam=(None, 3, "a"), pad_token=(*NO_INTEGER, 2**70)),
     *takes(striped_slot, EIGHT | {"position": 3}, position=(3.0, -1, [7, 8]), **SLOTS),
     *takes(striped_position, EIGHT | {"slot": 3}, slot=(3.0, -1, [7, 8]), **SLOTS),
@@ -100,6 +103,7 @@ class _Unhashable:
 
 # What no attention takes: (arguments, the error).
 SMALL = {name: jnp.asarray(x, jnp.float8_e4m3fn) for name, x in (("q", Q), ("k", K), ("v", K))}
+FOUR_BITS = jnp.asarray(K, jnp.float4_e2m1fn)
 NOT_OVER = ["kv", over(keys=2).mesh]
 ATTENTIONS = [
     ({"q": "a"}, TypeError, "q: "),
@@ -113,6 +117,7 @@ ATTENTIONS = [
         "expected one dtype, got k float16",
     ),
     ({"k": K.astype(np.int8), "v": K.astype(np.int8)}, TypeError, "k: .*int8: .* scales.*variants"),
+    ({"k": FOUR_BITS, "v": FOUR_BITS}, TypeError, "k: expected 8 bits or more.*float4"),
     ({"q": Q[0]}, ValueError, r"q: expected 4 axes.*\(3, 4, 8\)"),
     ({"k": K[0, 0, 0], "kv_lengths": 1}, ValueError, "k"),
     ({"k": K[:1], "v": K[:1]}, ValueError, r"k: expected shape \(2, 5, 2, 8\).*got \(1, 5, 2, 8\)"),
@@ -158,7 +163,10 @@ ATTENTIONS = [
     ({"sharding": over(rows=3)}, ValueError, "sharding: the 3 devices .* cannot share 2 texts"),
     ({"sharding": over(heads=3)}, ValueError, "sharding: .* cannot share 2 key heads"),
     ({"striped": True}, ValueError, "sharding: .* cannot share 5 slots"),
-    *[({"method": x}, ValueError, "method: expected one of") for x in ("ring", 3, None, ["gather"], np.ones(3))],
+    *[
+        ({"method": x}, ValueError, "method: expected one of")
+        for x in ("ring", 3, None, ["gather"], np.ones(3))
+    ],
     ({"method": _Unhashable()}, TypeError, "method: expected a function that can be hashed"),
 ]
 

@@ -299,6 +299,13 @@ def test_a_nan_is_not_lost(l, n):
         assert np.all(np.isnan(lse[:, 0])) == (which < 2)
 
 
+@pytest.mark.parametrize("how", IMPLEMENTATIONS)
+def test_a_bias_below_the_range_of_the_scores_hides(how):
+    q, k, v = draw(b=1, n=6, h=2, d=16, dtype=np.float32)
+    out, lse = FUNCTIONS[how](q, k, v, bias=np.full((1, 1, 1, 6), -1e300))
+    assert not np.any(out) and np.all(lse == -np.inf)
+
+
 def test_a_query_that_sees_nothing_of_what_others_see():
     q, k, v = draw(b=1, n=6, h=2, d=16, dtype=np.float32)
     v[:] = np.nan

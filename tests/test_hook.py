@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from attentions import check, draw, kernel, over
 
-from treeattn import AttentionState, attend, finalize, tree_decode
+from treeattn import AttentionState, attend, attention, finalize, tree_decode
 
 SHAPE = {"l": 3, "n": 40, "d": 16, "dtype": np.float32}
 
@@ -145,3 +145,5 @@ def test_a_state_of_ones_own_meets_by_a_method_of_ones_own(unchecked):
         decode(method=lambda state, axes: state)
     with pytest.raises(TypeError, match="state: expected an AttentionState, got dict"):
         decode()  # "allreduce" does not know it
+    with pytest.raises(TypeError, match="implementation: expected an AttentionState, got dict"):
+        attention(*arrays, implementation=sums)
