@@ -42,7 +42,7 @@ class KeyShards(NamedTuple):
         """The number of devices that share the keys."""
         return math.prod(self.mesh.shape[name] for name in self.keys)
 
-    def whole(self, n: int) -> int:
+    def padded_length(self, n: int) -> int:
         """n rounded up so that all shards are equally long; at least one slot a shard."""
         return self.devices * max(-(-n // self.devices), 1)
 
@@ -230,7 +230,7 @@ def deal(inputs: Inputs, shards: KeyShards) -> tuple[Inputs, Inputs]:
             raise ValueError(
                 f"sharding: the {devices} devices along {axes} cannot share {size} {what} evenly"
             )
-    padded = shards.whole(n)
+    padded = shards.padded_length(n)
     lengths = inputs.lengths
     if lengths is None and padded != n and not inputs.causal:
         lengths = jnp.full(b, n, jnp.int32)

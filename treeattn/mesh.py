@@ -143,7 +143,7 @@ def _program(
     inputs, specs = deal(inputs, shards)
     if shard_queries:  # padded to equal shards, as the keys are
         result = shards.spec(shards.keys)
-        inputs = inputs.replace(q=pad_axis(inputs.q, 1, shards.whole(l)))
+        inputs = inputs.replace(q=pad_axis(inputs.q, 1, shards.padded_length(l)))
         specs = specs.replace(q=result)
     elif isinstance(algorithm, Tree) and algorithm.shards_heads:
         result = P(shards.batch, None, shards.heads + shards.keys)
@@ -151,12 +151,12 @@ def _program(
         result = shards.spec()
 
     def on_device(rank, inputs):
-        if shard_queries and shards.whole(n) > n:
+        if shard_queries and shards.padded_length(n) > n:
             inputs = _without_padding(inputs, rank, n)
         return algorithm(inputs, shards, rank, implementation)[: 1 + return_lse]
 
     results = on_devices(on_device, shards, inputs, specs, result)
-    if not shard_queries or shards.whole(l) == l:
+    if not shard_queries or shards.padded_length(l) == l:
         return results
     # p does not divide l: reshard, then cut.
     return tuple(place(x, shards.spec(), shards)[:, :l] for x in results)
