@@ -59,7 +59,7 @@ def key_shards_of(inputs: Inputs, sharding: Sharding, striped: bool) -> KeyShard
     heads), k or v has another sharding, or an enclosing `shard_map` has split the keys' axes.
     """
     for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
-        for axis, size in zip(("batch", "length", "heads", "head_dim"), x.shape, strict=True):
+        for axis, size in zip(("batch", "length", "heads", "head_dim"), x.shape, strict=False):
             if not isinstance(size, int):
                 raise ValueError(
                     f"{name}: expected a {axis} that is a number, got the symbolic {size}: XLA "
@@ -144,7 +144,7 @@ def _check_sharded_as(name: str, x, wanted: NamedSharding) -> None:
         if not any(found.spec):
             return
         matches = _entries(found.spec) == _entries(_explicit(wanted.spec, found.mesh))
-    elif isinstance(x, jax.Array) and not x.is_fully_replicated:
+    elif isinstance(x, jax.Array) and not x.is_fully_replicated and x.ndim == 4:
         found = x.sharding
         concrete = isinstance(wanted.mesh, Mesh)
         matches = not concrete or found.is_equivalent_to(wanted, x.ndim)

@@ -116,7 +116,7 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
 @functools.partial(jax.jit, inline=True)
 def _merge(a: AttentionState, b: AttentionState) -> AttentionState:
     check_state(a=a, b=b)
-    check_shape(a.numerator.shape, **{"b.numerator": b.numerator})
+    check_shape(a.numerator.shape, b=b.numerator)
     if a.max.dtype != b.max.dtype:
         dtype = accumulation_dtype(a.max, b.max)  # float32 for float16 and bfloat16
         a, b = (jax.tree.map(lambda x: x.astype(dtype), state) for state in (a, b))
