@@ -141,7 +141,7 @@ def check_same_dtype(**arrays: Array) -> None:
     check_one_dtype(**arrays)
 
 
-def check_shape(shape: tuple[int, ...], **arrays: Array) -> None:
+def check_shape(shape: tuple[Any, ...], **arrays: Array) -> None:
     """Raise ValueError for the first array of another shape than `shape`, that of the others."""
     for name, x in arrays.items():
         if x.shape != shape:
