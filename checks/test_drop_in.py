@@ -69,6 +69,11 @@ def test_values_and_gradients_are_those_of_jaxs_own(name, drop_in):
         np.testing.assert_allclose(came, right, atol=1e-5)
 
 
+def test_an_additive_mask_is_refused_beside_another(drop_in):
+    with pytest.raises(TypeError, match="float32"):
+        drop_in(Q, K, V, mask=jnp.zeros((B, 1, L, N), jnp.float32), is_causal=True)
+
+
 def test_the_residual(drop_in):
     (out, lse), (_, right) = (f(Q, K, V, return_residual=True) for f in (drop_in, JAX))
     assert out.shape == Q.shape

@@ -64,7 +64,7 @@ def attend(
                 clipped to 0 … n.
     causal:     query i sees keys 0 … i; there are as many keys as queries.
     scale:      multiplies q·k; 1/√d when None. A number is compiled in, a JAX array's value is not.
-    implementation: one of `IMPLEMENTATIONS`. None chooses the fastest one that can run.
+    implementation: "plain", "blockwise" or "flash". None chooses the fastest one that can run.
                 Or a function of yours,
 
                     kernel(q, k, v, *, scale, mask=None, bias=None, kv_lengths=None, causal=False)

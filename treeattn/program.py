@@ -152,8 +152,8 @@ def _call(name: str, program: Any, method: str) -> Any:
     if analysis is None:
         raise TypeError(
             f"{name}: expected jax.jit(f).lower(...).compile(), or an object whose {method}() "
-            f"returns what JAX's does, got {type(program).__name__}; for an object of Equinox pass "
-            "its .lowered or .compiled"
+            f"returns what JAX's does, got {type(program).__name__}; of an object of Equinox pass "
+            "its .compiled"
         )
     return analysis
 
