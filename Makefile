@@ -132,8 +132,8 @@ test-latest: $(LATEST_STAMP)
 		"Python", p.python_version(), "jax", jax.__version__, "numpy", numpy.__version__)'
 	$(LATEST)/python $(PYTEST) -m "not house"
 
-PACKING := $(addprefix tests/test_, arguments.py state.py beam.py token_tree.py attend.py \
-	decode.py types.py outside.py)
+PACKING := $(addprefix tests/test_, arguments.py state.py merge.py beam.py token_tree.py attend.py \
+	numbers.py decode.py types.py outside.py)
 test-lowest: $(LOWEST_STAMP)
 	PYTHONPATH=.:llama:conformance $(LOWEST)/python $(PYTEST) -m "not slow and not house" \
 		$(PACKING) llama/tests

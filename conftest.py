@@ -113,6 +113,7 @@ def _garbage_once_a_file():
 SAME_RANKS = {
     "test_attend.py",
     "test_composition.py",
+    "test_numbers.py",
     "test_token_tree.py",
 }
 

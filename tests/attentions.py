@@ -60,14 +60,14 @@ FOR_PROMPTS = {"causal"}  # which what decodes does not have
 def over(kind=AxisType.Auto, first=0, **sizes) -> NamedSharding:
     """How a cache lies on a mesh whose axes have these names and sizes, in this order.
 
-    Rows lie along the axes named "rows…", keys along "keys…", heads along "heads…". `kind`: that of
-    all axes, or one for each; first: the first of its devices.
+    Rows lie along the axes named "rows…", keys along "keys…", heads along "heads…", in the order of
+    their names. `kind`: that of all axes, or one for each; first: the first of its devices.
     """
     kinds = kind if isinstance(kind, tuple) else (kind,) * len(sizes)
     devices = jax.devices()[first : first + np.prod([*sizes.values()])]
     mesh = jax.make_mesh((*sizes.values(),), (*sizes,), axis_types=kinds, devices=devices)
     entries = (
-        tuple(name for name in sizes if name.startswith(role)) or None
+        tuple(sorted(name for name in sizes if name.startswith(role))) or None
         for role in ("rows", "keys", "heads")
     )
     return NamedSharding(mesh, P(*entries))
@@ -111,15 +111,7 @@ def check(got, q, k, v, *, atol=1e-12, **options):
 
 def check_gradients(gradients, q, k, v, w, u=0.0, *, atol=1e-11, **options):
     """Those of Σ w·out + Σ u·lse with respect to q, k, v and the bias are dense attention's."""
-    options = oracle(q, **options)
-    expected = [*dense_gradients(q, k, v, w, u, **options)]
-    if "bias" in options:  # the softmax's derivative, summed over what shares an entry
-        weights, _ = dense_weights(q, k, **options)
-        slope = np.einsum("blhd,bnhd->bhln", w, np.repeat(v, q.shape[2] // k.shape[2], axis=2))
-        mean = (slope * weights).sum(-1, keepdims=True)
-        dense = weights * (slope - mean + np.transpose(u, (0, 2, 1))[..., None])
-        shared = tuple(i for i, size in enumerate(options["bias"].shape) if size == 1)
-        expected.append(dense.sum(axis=shared, keepdims=True))
+    expected = dense_gradients(q, k, v, w, u, **oracle(q, **options))
     for ours, dense in zip(gradients, expected, strict=True):
         np.testing.assert_allclose(ours, dense, atol=atol)
 

@@ -36,7 +36,8 @@ def dense_attention(q, k, v, **options):
 
 
 def dense_gradients(q, k, v, w, u=0.0, **options):
-    """The gradients of Σ w·out + Σ u·lse with respect to (q, k, v): the chain rule by hand.
+    """The gradients of Σ w·out + Σ u·lse with respect to (q, k, v), and to the bias, if there is
+    one: the chain rule by hand.
 
     w (b, l, h, dv); u (b, l, h), or 0. A query without keys has lse −∞ and contributes nothing.
     """
@@ -48,16 +49,21 @@ def dense_gradients(q, k, v, w, u=0.0, **options):
     u = np.broadcast_to(u, q.shape[:3]).transpose(0, 2, 1)[..., None]  # (b, h, l, 1)
     d_weights = np.einsum("blhd,bnhd->bhln", w, wide_v)
     mean = (d_weights * weights).sum(axis=-1, keepdims=True)
-    d_scores = weights * (d_weights - mean + u) * scale
+    d_bias = weights * (d_weights - mean + u)
+    d_scores = d_bias * scale
 
     def narrow(x):  # sum over the query heads that share a key head
         return x.reshape(*x.shape[:2], k.shape[2], groups, -1).sum(axis=3)
 
-    return (
+    gradients = [
         np.einsum("bhln,bnhd->blhd", d_scores, wide_k),
         narrow(np.einsum("bhln,blhd->bnhd", d_scores, q)),
         narrow(np.einsum("bhln,blhd->bnhd", weights, w)),
-    )
+    ]
+    if "bias" in options:  # summed over what shares an entry
+        shared = tuple(i for i, size in enumerate(options["bias"].shape) if size == 1)
+        gradients.append(d_bias.sum(axis=shared, keepdims=True))
+    return gradients
 
 
 def attention_of_scores(s, v, c=0.0, e=0.0):

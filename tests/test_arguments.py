@@ -1,4 +1,5 @@
-"""What calls take: each wrong argument raises a ValueError or a TypeError that names it."""
+"""What calls take: each wrong argument raises a ValueError or a TypeError that names it, and says
+what was expected and what came."""
 
 import functools
 import inspect
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attentions import draw, over
+from attentions import over
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -16,7 +17,13 @@ from treeattn import (
     AttentionState,
     attend,
     attention,
+    causal_energy,
+    cumulant,
+    energy,
+    from_output,
     kv_mesh,
+    log_likelihood,
+    merge,
     merge_across,
     pack,
     reduce_chain,
@@ -30,6 +37,7 @@ from treeattn import (
     striped_slot,
     tree_decode,
     ulysses_attention,
+    unpack,
 )
 
 # What each argument is not
@@ -41,14 +49,14 @@ BEAM = np.zeros((1, 2, 3), int)
 Q, K = np.ones((2, 3, 4, 8), np.float32), np.ones((2, 5, 2, 8), np.float32)
 
 
-def takes(function, given, **wrong):
-    """(argument, call) for each wrong value of each argument, beside those that are given."""
+def takes(function, given, error=(ValueError, TypeError), **wrong):
+    """(argument, call, error) for each wrong value of each argument, beside what is given."""
     for argument, values in wrong.items():
         for value in values:
             call = functools.partial(function, **given | {argument: value})
             shown = re.sub(" at 0x[0-9a-f]+", "", repr(value))  # the same in every process
             name = f"{getattr(function, '__name__', 'call')} {argument}={shown:.30}"
-            yield pytest.param(argument, call, id=name)
+            yield pytest.param(argument, call, error, id=name)
 
 
 def across(**options):
@@ -60,29 +68,68 @@ def across(**options):
 NO_HEADS = AttentionState.identity((), 2)
 SLOTS = {"kv_len": (10,), "devices": POSITIVE}
 EIGHT = {"kv_len": 8, "devices": 4}
-# Of states, beams, energies and programs their own tests ask more.
+SIX = {"devices": jax.devices()[:6], "batch": 2}
+IDENTITY = {"shape": (), "value_dim": 2}
+OUT = {"out": np.ones((1, 2, 4, 8)), "lse": np.ones((1, 2, 4))}
+PACKED = {"packed": np.zeros((1, 9)), "unpack_map": BEAM}
+# Of one query head: a source, a query, keys and values.
+HEAD = {"zeta": np.ones(3), "q": np.ones(4), "k": np.ones((5, 4)), "v": np.ones((5, 3))}
+AT_ZERO = {name: HEAD[name] for name in "qkv"}
+GAMMA = HEAD | {"z": np.ones(3)}
+CAUSAL = HEAD | {"zeta": np.ones((5, 3)), "q": np.ones((5, 4))}
+# Of beams and programs their own tests ask more.
 CALLS = [
     *takes(kv_mesh, {}, devices=([], [1], "kv"), nodes=(*POSITIVE[:3], 0, -1, 7), heads=(0, 1.5)),
+    *takes(kv_mesh, SIX, ValueError, nodes=(4,), heads=(2,)),
     *takes(simulate_devices, {}, n=POSITIVE),
     *takes(reduce_tree, {"states": STATES}, arity=(*POSITIVE, 1), axis=(*NO_INTEGER, 1)),
     *takes(reduce_chain, {"states": STATES}, axis=(*NO_INTEGER, -2)),
-    *takes(scan_states, {"states": STATES}, axis=NO_INTEGER, states=(None, tuple(STATES))),
-    *takes(AttentionState.identity, {"shape": (), "value_dim": 2}, dtype=(int, "int8")),
-    *takes(across, {}, method=("tree", 3, None, "auto", "reduce_scatter"), state=(None, 3, ())),
+    *takes(scan_states, {"states": STATES}, axis=NO_INTEGER),
+    *takes(merge, {"a": STATES}, TypeError, b=(None, tuple(STATES))),
+    *takes(merge, {"a": STATES}, ValueError, b=(AttentionState.identity((1,), 2),)),
+    *takes(AttentionState.identity, IDENTITY, TypeError, dtype=(int, "int8", jnp.float8_e4m3fn)),
+    *takes(AttentionState.identity, IDENTITY, TypeError, shape=(3,)),
+    *takes(from_output, OUT, TypeError, out=(OUT["out"].astype(int),)),
+    *takes(from_output, OUT, TypeError, lse=(jnp.ones((1, 2, 4), "bfloat16"),)),
+    *takes(from_output, OUT, ValueError, lse=(np.ones((1, 4, 2)),)),
+    *takes(across, {}, method=("tree", 3, None, "auto", "reduce_scatter")),
     *takes(across, {"method": "gather"}, axis_name=(("keys", "keys"),)),
     *takes(across, {"method": "all_to_all"}, state=(NO_HEADS,)),
     *takes(across, {"method": "hierarchical"}, state=(NO_HEADS,)),
     *takes(pack, {"beam": BEAM}, beam=(None, 3, "a"), pad_token=(*NO_INTEGER, 2**70)),
+    *takes(pack, {"beam": BEAM.astype(np.int8)}, ValueError, pad_token=(128,)),
+    *takes(pack, {"beam": BEAM.astype(np.uint32)}, ValueError, pad_token=(-1,)),
+    *takes(unpack, PACKED, packed=(np.zeros((2, 9)), "no")),
+    *takes(unpack, PACKED, ValueError, unpack_map=(BEAM + 9, jnp.asarray(BEAM - 1))),
+    *takes(unpack, PACKED | {"packed": np.zeros((1, 0))}, ValueError, unpack_map=(BEAM + 1,)),
     *takes(striped_slot, EIGHT | {"position": 3}, position=(3.0, -1, [7, 8]), **SLOTS),
     *takes(striped_position, EIGHT | {"slot": 3}, slot=(3.0, -1, [7, 8]), **SLOTS),
     *takes(shard_lengths, EIGHT | {"lengths": 3, "rank": 0}, lengths=(3.0, -1, [8, 9]), **SLOTS),
+    *takes(energy, HEAD, ValueError, zeta=(np.ones(4),), q=(np.ones((1, 4)), np.ones(0))),
+    *takes(energy, HEAD, ValueError, k=(np.ones((5, 3)), np.ones(4)), v=(np.ones((4, 3)),)),
+    *takes(energy, HEAD, ValueError, mask=(np.ones(4, bool),), scale=(jnp.array(np.inf),)),
+    *takes(energy, HEAD, TypeError, zeta=(np.ones(3, int),), mask=([1] * 5,), scale=("1",)),
+    *takes(energy, HEAD, TypeError, q=(np.ones(4, complex), [1.0] * 4)),
+    *takes(cumulant, AT_ZERO, order=(*NO_INTEGER, -1)),
+    *takes(log_likelihood, GAMMA, ValueError, z=(np.ones(2),)),
+    *takes(log_likelihood, GAMMA | {"z": np.ones(1)}, TypeError, zeta=([0.0],)),
+    *takes(causal_energy, CAUSAL, ValueError, q=(np.ones((4, 4)),), zeta=(np.ones((4, 3)),)),
+    *takes(causal_energy, CAUSAL, ValueError, v=(np.ones((4, 3)),), scale=(np.nan,)),
 ]
 
 
-@pytest.mark.parametrize("argument, call", CALLS)
-def test_a_wrong_argument_is_named(unchecked, argument, call):
-    with pytest.raises((ValueError, TypeError), match=rf"^{argument}\b.*: |^{argument}: "):
+@pytest.mark.parametrize("argument, call, error", CALLS)
+def test_a_wrong_argument_is_named(unchecked, argument, call, error):
+    with pytest.raises(error, match=rf"^{argument}\b.*: (expected .*, got |\d devices cannot )"):
         call()
+
+
+def test_two_dtypes_are_named(unchecked):
+    states = STATES._replace(max=jnp.zeros(3, "float16"))
+    with pytest.raises(TypeError, match=r"^expected one dtype, got states\.max float16"):
+        scan_states(states)
+    with pytest.raises(TypeError, match=r"^expected one dtype, got q float32"):
+        energy(**HEAD | {"q": np.ones(4, "float32")})
 
 
 class _Tensor:
@@ -189,12 +236,6 @@ def test_what_no_attention_takes(function):
 def test_ulysses_wants_heads_for_everybody(unchecked):
     with pytest.raises(ValueError, match="q: expected heads that 3 devices can share"):
         ulysses_attention(K, K, K, sharding=over(keys=3))
-
-
-def test_the_mask_that_an_error_names_is_the_last_rows():
-    q, k, v = draw(l=8, n=8)
-    last = attention(q[:, 5:], k, v, mask=jnp.tri(3, 8, 5, dtype=bool))
-    np.testing.assert_allclose(last, attention(q, k, v, causal=True)[:, 5:], atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -111,18 +111,6 @@ def test_meshes():
         assert list(first) == [devices[i] for i in neighbours]
 
 
-@pytest.mark.parametrize(
-    ("message", "options"),
-    [
-        ("nodes: 6 devices cannot be divided into 4 equal parts", {"nodes": 4}),
-        ("heads: 3 devices cannot be divided into 2 equal parts", {"batch": 2, "heads": 2}),
-    ],
-)
-def test_what_makes_no_mesh_is_refused(message, options):
-    with pytest.raises(ValueError, match=message):
-        treeattn.kv_mesh(jax.devices()[:6], **options)
-
-
 def test_after_initialize_an_exception_is_printed_and_ends_the_process(monkeypatch, capsys):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: None)

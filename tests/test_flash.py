@@ -70,10 +70,7 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_states_are_those_of_dense_attention(stand_in, options):
     arrays = draw()
-    out, lse = run(*arrays, **options)
-    check(out, *arrays, atol=2e-3, **options)
-    empty = np.array(options.get("kv_lengths", [1, 1])) == 0
-    assert np.array_equal(np.isinf(lse).all(axis=(1, 2)), empty)
+    check(run(*arrays, **options), *arrays, atol=2e-3, **options)
 
 
 def test_the_gradient_is_that_of_the_plain_form(stand_in):
@@ -92,6 +89,7 @@ REFUSED = {
         draw(l=40),
         {"kv_lengths": np.array([1, 2]), "causal": True},
     ),
+    "v: the flash kernel expects the queries' head_dim, 16": ((*draw()[:2], draw(d=8)[2]), {}),
 }
 
 
@@ -101,9 +99,6 @@ def test_what_the_kernel_does_not_take_is_refused(message):
     traced = jax.jit(lambda *x: attend(*x, implementation="flash", **options))
     with pytest.raises(ValueError, match="^" + message):
         traced.lower(*arrays)
-    q, k, v = draw()
-    with pytest.raises(ValueError, match=r"^v: the flash kernel expects the queries' head_dim, 16"):
-        jax.jit(lambda *x: attend(*x, implementation="flash")).lower(q, k, v[..., :8])
 
 
 @pytest.mark.parametrize("lengths", [None, np.array([40, 3])])
