@@ -10,7 +10,7 @@ import pytest
 from browser import Browser, chromium
 from bs4 import BeautifulSoup
 from docstrings import as_restructured_text
-from faults import anchors, fault_links
+from faults import anchors, fault_links, names_page
 from found import for_the_site, write_for_finders
 from links import Page, broken, fetched
 from llms import llms_text
@@ -62,6 +62,7 @@ def test_the_api_has_every_public_name_once():
 def test_every_mistake_has_an_address_of_its_own():
     wanted = list(anchors())
     rows = text(REPOSITORY / "conformance" / "names.md")
+    assert rows == names_page(), "python site/faults.py"
     assert sorted(re.findall(r'<a id="([^"]+)"></a>', rows)) == sorted(wanted)
     assert len(set(wanted)) == len(wanted) > 50
     pages = [*SITE.glob("*.md"), *REPOSITORY.glob("*.md"), *REPOSITORY.glob("*/README.md")]

@@ -1,8 +1,29 @@
-"""Links to mistakes that the conformance suite names: each has a row in conformance/names.md."""
+"""conformance/names.md has a row for each mistake that the suite names; and links to these rows.
+
+python site/faults.py   write the page
+"""
 
 import re
+from pathlib import Path
 
-from treeattn_conformance import CURES, anchor
+from treeattn_conformance import CURES
+
+PAGE = Path(__file__).parent.parent / "conformance" / "names.md"
+
+
+def anchor(check: str, name: str) -> str:
+    """The id of a mistake's row: merge-log-base-2."""
+    words = name.lower().replace("+inf", "plus inf")
+    return f"{check}-{re.sub(r'[^a-z0-9]+', '-', words).strip('-')}"
+
+
+def names_page() -> str:
+    """Every mistake that has a name, with its cure, in Markdown."""
+    lines = ["# Mistakes that have a name", "", "`python site/faults.py` writes this page."]
+    for check, cures in CURES.items():
+        lines += ["", f"## check_{check}", "", "| it says | what helps |", "|---|---|"]
+        lines += [f'| <a id="{anchor(check, x)}"></a>{x} | {cures[x]} |' for x in cures]
+    return "\n".join(lines) + "\n"
 
 
 def fault_links(text: str, top: str) -> str:
@@ -18,3 +39,7 @@ def anchors() -> dict[str, tuple[str, str]]:
         for check, cures in CURES.items()
         for name, cure in cures.items()
     }
+
+
+if __name__ == "__main__":
+    PAGE.write_text(names_page(), encoding="utf-8")

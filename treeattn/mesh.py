@@ -220,7 +220,7 @@ def tree_decode(
     sharding that is unknown, that k or v does not have, or that the devices cannot share evenly.
     Inside a `shard_map` that has split the keys' axes, call `attend`, `merge_across` and `finalize`
     instead. Inside one that has split other axes, a gradient of this function needs that
-    shard_map's check_vma=False.
+    shard_map's check_vma=False; otherwise JAX says "Input primal JAX type to VJP function is …".
     """
     check_choice("method", method, tuple(METHODS))
     inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale)

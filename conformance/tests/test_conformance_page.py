@@ -1,4 +1,4 @@
-"""conformance/README.md is short, and its programs run as they stand; names.md is up to date."""
+"""conformance/README.md is short, and its programs run as they stand."""
 
 import contextlib
 import io
@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import table
-
-from treeattn_conformance.__main__ import names_page
 
 PAGE = Path(__file__).parent.parent / "README.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -52,7 +50,3 @@ def test_there_are_three_programs():
 
 def test_the_page_is_short():
     assert len(TEXT.split()) <= 900
-
-
-def test_the_page_of_names_is_made_from_the_code():
-    assert (PAGE.parent / "names.md").read_text(encoding="utf-8") == names_page() + "\n"

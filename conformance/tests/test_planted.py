@@ -480,27 +480,55 @@ TOGETHER = {
 # Hidden blocks of keys, or tiles of queries
 
 
-def by_tiles(rule, block=64, tile=64):
-    """A kernel or a backward pass; rule says which blocks of keys a tile of queries reads.
+def kept(mask, rule, block=64, tile=64):
+    """The mask; rule says which blocks of keys a tile of queries reads.
 
     rule(some) -> (blocks,) bool. some (blocks, tile) is where a query sees any key of a block.
     """
+    mask = mask.copy()
+    starts = range(0, mask.shape[3], block)
+    for row in mask[:, 0]:
+        for i in range(0, len(row), tile):
+            rows = row[i : i + tile]
+            some = np.stack([rows[:, j : j + block].any(axis=1) for j in starts])
+            rows &= np.repeat(rule(some), block)[: rows.shape[1]]
+    return mask
 
-    def kept(mask):
-        mask = mask.copy()
-        starts = range(0, mask.shape[3], block)
-        for row in mask[:, 0]:
-            for i in range(0, len(row), tile):
-                rows = row[i : i + tile]
-                some = np.stack([rows[:, j : j + block].any(axis=1) for j in starts])
-                rows &= np.repeat(rule(some), block)[: rows.shape[1]]
-        return mask
+
+def by_tiles(rule, block=64):
+    """A kernel or a backward pass, which computes as if the other blocks were hidden."""
 
     def wrong(right):
         def f(*arrays, mask=None):
-            return right(*arrays, mask=None if mask is None else kept(mask))
+            return right(*arrays, mask=None if mask is None else kept(mask, rule, block))
 
         return f
+
+    return wrong
+
+
+def backward_by_tiles(rule, *, loop, size=64):
+    """A backward pass with forward's out and lse, whose loop over keys or queries is by tiles."""
+
+    def wrong(q, k, v, dout, mask=None, causal=False):
+        right = backward(q, k, v, dout, mask=mask, causal=causal)
+        if mask is None and not causal:
+            return right
+        if q.shape[2] > k.shape[2]:
+            raise NotImplementedError("grouped heads")
+        s = scores(q, k, mask=mask, causal=causal)
+        out, lse = softmax(s, v)
+        seen = ~np.isneginf(s[:, :, :1]).swapaxes(1, 2)
+        if loop == "keys":
+            seen = kept(seen, rule, size, size)
+        else:
+            seen = kept(seen.swapaxes(2, 3), rule, size, size).swapaxes(2, 3)
+        p = np.exp(s - np.where(np.isneginf(lse), 0, lse)[..., None]) * seen.swapaxes(1, 2)
+        dp = np.einsum("blhd,bnhd->blhn", dout, v)
+        ds = p * (dp - (dout * out).sum(axis=-1, keepdims=True)) * q.shape[3] ** -0.5
+        if loop == "keys":
+            return np.einsum("blhn,bnhd->blhd", ds, k), *right[1:]
+        return right[0], *(np.einsum("blhn,blhd->bnhd", *x) for x in ((ds, q), (p, dout)))
 
     return wrong
 
@@ -520,6 +548,7 @@ HIDDEN = {  # {the blocks that are read: rule}
     "seen by all queries": lambda some: some.all(axis=1),
 }
 LOST = {"keys lost beside hidden ones"}
+TILES = {"tiles lost beside hidden ones"}
 LOW = {"−∞ is a number that scores reach"}
 
 
@@ -589,8 +618,18 @@ BEHIND = [
         for block in (32, 64)
     ),
     *(
-        (check_gradients, f"{what}, backward", dq_alone(by_tiles(rule)(backward)), set())
+        (check_gradients, f"{what}, loop over {loop}", backward_by_tiles(rule, loop=loop), TILES)
         for what, rule in HIDDEN.items()
+        for loop in ("keys", "queries")
+    ),
+    *(
+        (
+            check_gradients,
+            f"{what}, dq of a forward",
+            dq_alone(by_tiles(rule)(backward)),
+            set(),
+        )
+        for what, rule in list(HIDDEN.items())[:5]
     ),
     (check_gradients, "row 0's mask", of_first_row(backward), set()),
     (check_gradients, "hidden dk not written", unwritten, set()),
@@ -598,7 +637,7 @@ BEHIND = [
     (check_gradients, "p times", times(1, 4), {"p times"}),
     (check_gradients, "dq p times", times(4, 1), {"p times"}),
     (check_gradients, "dq of the first shard", of_one_shard, {"gradients of one shard"}),
-    (check_gradients, "a query's own key lost", own_key_lost, set()),
+    (check_gradients, "a query's own key lost", own_key_lost, TILES),
     (check_attention, "hidden scores less 10,000", hidden_added(-1e4), LOW),
     (
         check_attention,

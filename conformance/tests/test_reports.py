@@ -192,7 +192,7 @@ def test_some_questions_from_a_shell(capsys):
     for wrong, message in (
         (["tree", place, "--dtype", "float32"], "unexpected keyword argument 'dtype'"),
         (["attention", place, "--only", "no such"], "only has"),
-        ([], "a check and a function are needed"),
+        ([], "the following arguments are required"),
     ):
         with pytest.raises(SystemExit):
             main(wrong)

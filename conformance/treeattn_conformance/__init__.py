@@ -21,8 +21,6 @@ For all checks, `judge` asks, compares and names mistakes, and `report` holds th
     verifier           verifying (the questions), outcomes, steps (the right step, and faults)
 """
 
-import re
-
 from .forward import check_attention, check_merge, folded
 from .gradients import GRADIENT_CURES, check_gradients
 from .kernel_mistakes import KERNEL_CURES
@@ -45,18 +43,10 @@ CURES = {
     "verifier": VERIFIER_CURES,
 }
 
-
-def anchor(check: str, name: str) -> str:
-    """The id of a mistake's row on the page of names: merge-log-base-2."""
-    words = name.lower().replace("+inf", "plus inf")
-    return f"{check}-{re.sub(r'[^a-z0-9]+', '-', words).strip('-')}"
-
-
 __all__ = [
     "CURES",
     "Report",
     "Result",
-    "anchor",
     "attend",
     "bfloat16",
     "check_attention",

@@ -5,7 +5,6 @@ python -m treeattn_conformance attention my_package.my_module:my_kernel --dtype 
 python -m treeattn_conformance gradients my_module:my_backward --expect "stale NaN"
 python -m treeattn_conformance tree my_module:build_my_tree
 python -m treeattn_conformance verifier my_module:my_step --only chain --only siblings
-python -m treeattn_conformance --names
 """
 
 import argparse
@@ -13,11 +12,10 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
-from . import CURES, __version__, anchor
+from . import __version__
 from .forward import check_attention, check_merge
 from .gradients import check_gradients
 from .reference import TOLERANCES
-from .report import printable
 from .trees import check_tree
 from .verifying import check_verifier
 
@@ -38,30 +36,20 @@ def named(place: str) -> Callable:
     return getattr(importlib.import_module(module), function)
 
 
-def names_page() -> str:
-    """Every mistake that has a name, with its cure, in Markdown."""
-    lines = ["# Mistakes that have a name", ""]
-    lines += ["This page is what `python -m treeattn_conformance --names` prints."]
-    for check, cures in CURES.items():
-        lines += ["", f"## check_{check}", "", "| it says | what helps |", "|---|---|"]
-        lines += [f'| <a id="{anchor(check, x)}"></a>{x} | {cures[x]} |' for x in cures]
-    return "\n".join(lines)
-
-
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m treeattn_conformance",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
     )
     add = parser.add_argument
-    add("check", nargs="?", choices=CHECKS, help="what your function does")
-    add("function", nargs="?", help="where it is, as module:function")
+    add("check", choices=CHECKS, help="what your function does")
+    add("function", help="where it is, as module:function")
     add("--dtype", choices=TOLERANCES, help="of the arrays that it gets (default: float32)")
     add("--tolerance", type=float, help="how far a number may be off")
     add("--only", action="append", metavar="QUESTION", help="ask this question, and no others")
     add("--expect", action="append", metavar="NAME", help="a question or mistake known to fail")
-    add("--names", action="store_true", help="print all mistakes that have a name, with cures")
     add("--version", action="version", version=f"treeattn_conformance {__version__}")
     return parser
 
@@ -69,16 +57,9 @@ def arguments() -> argparse.ArgumentParser:
 def main(command_line: Sequence[str] | None = None) -> int:
     parser = arguments()
     given = vars(parser.parse_args(command_line))
-    if given["names"]:
-        print(printable(names_page()))
-        return 0
-    if not given["function"]:
-        parser.error("a check and a function are needed, or --names")
-    check = CHECKS[given["check"]]
-    chosen = ("dtype", "tolerance", "only", "expect")
-    options = {name: given[name] for name in chosen if given[name] is not None}
+    check, function = CHECKS[given.pop("check")], given.pop("function")
     try:
-        report = check(named(given["function"]), **options)
+        report = check(named(function), **given)
     except (ValueError, TypeError, ImportError, AttributeError) as error:
         parser.error(str(error))
     print(report)

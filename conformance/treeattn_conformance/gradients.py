@@ -5,6 +5,7 @@ learns nonsense.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from .judge import (
     TOGETHER,
+    Asked,
     Mistake,
     Question,
     Subject,
@@ -41,6 +43,8 @@ GRADIENT_CURES = {
     "scale twice": "q that was multiplied by scale before has it already",
     "stale NaN": "0 · NaN is NaN: select keys and values with where, do not multiply them by 0",
     "hidden keys in the backward": "backward hides the keys that forward hides: P is 0 there",
+    "tiles lost beside hidden ones": "skip a block of keys, or a tile of queries, only where all "
+    "its pairs are hidden, and go on behind it",
 }
 
 
@@ -51,6 +55,7 @@ class Slip(NamedTuple):
     own: tuple[str, ...] = ()  # "lse", "out": a shard's own array in place of the merged array
     out: bool = True  # whether Σ dout·out is subtracted
     blind: tuple[str, ...] = ()  # the options whose hidden keys backward sees
+    empty: float = 0.0  # the lse of queries without keys
     reads: bool = False  # whether hidden keys are multiplied by 0, and not left out
     powers: tuple[int, int] = (1, 1)  # of the scale in dq and in dk
     dlse: float = 1.0  # its factor
@@ -59,7 +64,7 @@ class Slip(NamedTuple):
     heads: str = "sum"  # over the query heads of a key head: "sum", "first" or "last"
     tiled: bool = False  # whether query head i belongs to key head i % h_kv
     first: bool = False  # whether each round reads the keys of the first round
-    part: str = "sum"  # of dq, over shards: "sum", "first" or "last"
+    part: str = "sum"  # of dq, over shards: "sum", "first", "last" or "each"
     dq: float = 1.0  # the factor of dq
     dkv: float = 1.0  # the factor of dk and dv
 
@@ -68,7 +73,7 @@ RIGHT = Slip()
 
 
 def backward(
-    q, k, v, dout, *, dlse=None, scale=None, causal=False, slip: Slip = RIGHT, **options
+    q, k, v, dout, *, dlse=None, scale=None, slip: Slip = RIGHT, **options
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(dq, dk, dv) of Σ dout·out + Σ dlse·lse, in float64. `scores` has the other options.
 
@@ -77,11 +82,6 @@ def backward(
     group = q.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     options["scale"] = scale
-    if causal:
-        options |= {
-            "query_positions": np.arange(q.shape[1]),
-            "key_positions": np.arange(k.shape[1]),
-        }
     s = scores(q, k, **options)
     known = {name: x for name, x in options.items() if name not in slip.blind}
     hidden = np.isneginf(scores(q, k, **known))
@@ -102,7 +102,7 @@ def backward(
         own_out, own_lse = softmax(s_here, v[:, used])
         lse_here = own_lse if "lse" in slip.own else lse
         out_here = own_out if "out" in slip.own else out
-        pivot = np.where(np.isneginf(lse_here), 0, lse_here * slip.base)
+        pivot = np.where(np.isneginf(lse_here), slip.empty, lse_here * slip.base)
         p = np.exp(s_here - pivot[..., None])
         dp = np.einsum("blhd,bnhd->blhn", dout, v[:, used])
         normal = slip.out * (dout * out_here).sum(axis=-1)
@@ -115,6 +115,7 @@ def backward(
         "sum": np.sum,
         "first": functools.partial(np.take, indices=0),
         "last": functools.partial(np.take, indices=-1),
+        "each": lambda x, axis: x,
     }
     grouped, axis = ((group, -1), 2) if slip.tiled else ((-1, group), 3)
     heads = (x.reshape(*x.shape[:2], *grouped, x.shape[-1]) for x in (dk, dv))
@@ -134,9 +135,10 @@ def slips() -> Iterator[tuple[str, Slip]]:
     for power, name in ((0, "scale left out"), (2, "scale twice")):
         for powers in ((power, 1), (1, power), (power, power)):
             yield name, Slip(powers=powers)
-    positions = "query_positions", "key_positions"
-    for blind in (positions, ("kv_lengths",), ("mask",), (*positions, "kv_lengths", "mask")):
-        yield "hidden keys in the backward", Slip(blind=blind)
+    hiding = "causal", "kv_lengths", "mask"
+    for blind in (hiding, *((x,) for x in hiding)):
+        for empty in (0, np.inf):
+            yield "hidden keys in the backward", Slip(blind=blind, reads=True, empty=empty)
     yield "stale NaN", Slip(reads=True)
     for p in range(2, 9):
         for dlse in (0, 1):
@@ -146,11 +148,10 @@ def slips() -> Iterator[tuple[str, Slip]]:
         yield "keys of the first round", Slip(p, first=True)
         for part in ("first", "last"):
             yield "gradients of one shard", Slip(p, part=part)
-        for part, dq, dkv in (("sum", 1, p), ("sum", p, 1), ("sum", p, p), ("first", p, p)):
-            yield "p times", Slip(p, part=part, dq=dq, dkv=dkv)
-        share = 1 / p
-        for dq, dkv in ((share, 1), (1, share), (share, share)):
-            yield "averaged over shards", Slip(p, dq=dq, dkv=dkv)
+        yield "p times", Slip(p, part="first", dq=p, dkv=p)
+        for name, x in (("p times", p), ("averaged over shards", 1 / p)):
+            for dq, dkv in ((1, x), (x, 1), (x, x)):
+                yield name, Slip(p, dq=dq, dkv=dkv)
 
 
 def gradient_questions(dtype: str = "float32") -> list[Question]:
@@ -182,15 +183,14 @@ def gradient_questions(dtype: str = "float32") -> list[Question]:
         "causal": (qkv(l=16), {"causal": True}),
         "lengths": (qkv(), {"kv_lengths": np.array([11, 3])}),
         "a row without keys": (qkv(), {"kv_lengths": np.array([16, 0])}),
-        "hidden blocks": (qkv(4, 3, 2, 2, n=300), {"mask": holes(3, 300)}),
         "stale NaN": (stale, {"kv_lengths": np.array([16, 7])}),
+        "640 keys, 128 queries": (qkv(1, 128, 1, 1, n=640, d=80, d_v=80), {}),
+        "hidden blocks": (qkv(4, 133, 1, 1, n=300), {"mask": holes(133, 300)}),
+        "a causal prompt of 257": (prompt, {"causal": True}),
     }
     of_size = {
-        "640 keys, 128 queries": (qkv(1, 128, 1, 1, n=640, d=80, d_v=80), {}),
         "34 heads, 300 queries": (qkv(1, 300, 34, 2, n=10), {}),
-        "a causal prompt of 257": (prompt, {"causal": True}),
         "0 to 512 keys": (qkv(9, 1, 9, 9, n=549), {"kv_lengths": np.arange(9) * 64}),
-        "a mask of 300 keys": (qkv(4, 133, 1, 1, n=300), {"mask": holes(133, 300)}),
         "fewer causal queries than keys": (qkv(), {"causal": True}),
         "a window of 140": (qkv(1, 150, 1, 1, n=300), {"window": 140}),
         TOGETHER: (
@@ -247,7 +247,34 @@ def check_gradients(
     return judge(f, questions, subject, only=only, expect=expect)
 
 
+class Lost(Mistake):
+    """Some of dq, dk and dv add up only a first or last part of their terms, or none of them."""
+
+    def explains(self, asked: Asked, same: Callable) -> np.ndarray:
+        if asked.question.name not in ("hidden blocks", "a causal prompt of 257"):
+            return asked.right
+        pairs = zip(asked.answer, self.given(asked.question), strict=True)
+        return asked.right | [in_part(x, of) for x, of in pairs]
+
+
+def in_part(x: np.ndarray, of) -> bool:
+    """Whether each row of x is such a sum of the terms `of`, and some rows are not 0."""
+    sums = (0 * of[0], *itertools.accumulate(of), *itertools.accumulate(of[::-1]))
+    near = [np.isclose(x, y, atol=1e-4).all(-1) for y in sums]
+    return x.any() & np.any(near, 0).all()
+
+
+def terms(*arrays, **options) -> tuple:
+    """(n, …) what each key adds to dq, and (l, …) what each query adds to dk, and to dv."""
+    *qkv, dout = arrays
+    of_queries = np.eye(dout.shape[1])[:, None, :, None, None] * dout
+    dq, *_ = backward(*arrays, **options, slip=Slip(qkv[1].shape[1], part="each"))
+    _, dk, dv = zip(*(backward(*qkv, x, **options) for x in of_queries), strict=True)
+    return dq, dk, dv
+
+
 def gradient_mistakes() -> Iterator[Mistake]:
+    yield Lost("tiles lost beside hidden ones", terms)
     for name, slip in slips():
         yield Mistake(name, functools.partial(backward, slip=slip))
 

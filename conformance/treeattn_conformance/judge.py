@@ -19,6 +19,7 @@ import numpy as np
 from .report import Report, Result, expected, first_line
 
 TOGETHER = "all options at once"  # a question about all options that the function has
+ANSWERED: dict = {}  # this question, for each set of options
 
 
 class Question(NamedTuple):
@@ -139,10 +140,11 @@ def together(f: Callable, questions: Sequence[Question], right: Callable) -> lis
     """The questions, of which the last, "all options at once", asks for the options of f."""
     *others, last = questions
     options = {name: x for name, x in last.options.items() if takes(f, name)}
-    if len(options) == len(last.options):
-        return questions
-    answer = right(*last.arguments.values(), **options)
-    return [*others, last._replace(options=options, right=answer)]
+    asked = id(last), *options
+    if asked not in ANSWERED:
+        answer = right(*last.arguments.values(), **options)
+        ANSWERED[asked] = last._replace(options=options, right=answer)
+    return [*others, ANSWERED[asked]]
 
 
 def chosen(questions: Sequence[Question], only: Iterable[str] | None) -> Sequence[Question]:
@@ -212,9 +214,10 @@ def _possible(answers: Sequence[Asked], subject: Subject) -> list[tuple[str, dic
     left: list[tuple[Mistake, dict]] = [(mistake, {}) for mistake in fitted]
     wrong = [place for place, x in enumerate(answers) if not x.right.all()]
     right = [place for place, x in enumerate(answers) if x.right.all()]
-    for place in wrong + right:
+    alone = subject.together == 1  # one mistake has to give all numbers
+    for place in range(len(answers)) if alone else wrong + right:
         x = answers[place]
-        if place in right:
+        if place in right and not alone:
             left = [
                 (m, masks)
                 for m, masks in left
@@ -222,7 +225,7 @@ def _possible(answers: Sequence[Asked], subject: Subject) -> list[tuple[str, dic
             ]
         for mistake, masks in left:
             masks[place] = mistake.explains(x, subject.same)
-        needed = np.ones_like(x.right) if subject.together == 1 else x.right
+        needed = np.ones_like(x.right) if alone else x.right
         left = [(m, masks) for m, masks in left if masks[place][needed].all()]
         if not left or not np.any([masks[place] for _, masks in left], axis=0).all():
             return []

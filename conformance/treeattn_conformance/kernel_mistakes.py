@@ -33,7 +33,6 @@ KERNEL_CURES = (
         "lengths ignored": "only kv_lengths[i] keys of row i count",
         "mask ignored": "a query sees only keys where the mask is True",
         "mask inverted": "True is where a query may see a key",
-        "one row's mask for all": "each row of the batch and each query has a mask of its own",
         "hidden scores are 0": "a score of 0 is the weight of a key: hidden ones are −∞",
         "keys lost beside hidden ones": "skip a block only for the queries, rows and tiles that "
         "it is hidden from, and go on behind it, with keys, values and mask",
@@ -252,11 +251,6 @@ def of_keys() -> Wrongs:
 
 def of_masks() -> Wrongs:
     yield "mask inverted", with_("mask", np.logical_not)
-    for one in (lambda x: x[:1], lambda x: x[:, :, :1]):
-        yield (
-            "one row's mask for all",
-            with_("mask", lambda x, f=one: np.broadcast_to(f(x), x.shape)),
-        )
 
     def replaced(q, k, v, *, rule, guarded, sinks=None, scale=None, **hiding):
         """Hidden keys have other scores than −∞; `guarded`: just for queries that see some key, and

@@ -41,6 +41,7 @@ def scores(
     query_positions=None,
     key_positions=None,
     window=None,
+    causal=False,
 ) -> np.ndarray:
     """(b, l, h, n) in float64: scale · q·k, and −∞ where a query does not see a key.
 
@@ -49,6 +50,7 @@ def scores(
     query_positions (l,), key_positions (n,): queries see the keys up to their own position.
     window: queries see the keys less than `window` positions before their own, and at it. Without
     positions the queries are the last of the text.
+    causal: query i and key i are at position i.
     """
     q, k = (np.asarray(x, np.float64) for x in (q, k))
     k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
@@ -58,6 +60,8 @@ def scores(
         seen &= np.asarray(mask).swapaxes(1, 2)
     if kv_lengths is not None:
         seen &= np.arange(s.shape[-1]) < np.asarray(kv_lengths)[:, None, None, None]
+    if causal:
+        query_positions, key_positions = map(np.arange, s.shape[1::2])
     if window is not None and query_positions is None:
         key_positions = np.arange(s.shape[-1])
         query_positions = key_positions[-s.shape[1] :]
