@@ -222,7 +222,7 @@ $(LATEST_STAMP): $(PROJECTS)
 
 # Each lower bound of the packages, and of what their tests need, as a pin.
 BOUNDS = $(shell sed -nE 's/^ *"([a-z0-9-]+)>=([0-9.]+).*/\1==\2/p' pyproject.toml llama/pyproject.toml)
-NEEDED := jax numpy jaxtyping gguf tokenizers safetensors jinja2 pytest pytest-xdist hypothesis beartype
+NEEDED := jax numpy jaxtyping gguf tokenizers safetensors jinja2 pytest pytest-xdist hypothesis beartype nbformat
 $(LOWEST_STAMP): $(PROJECTS)
 	$(LOWEST_PYTHON) -m venv --clear .venv-lowest
 	$(LOWEST)/python $(PIP) $(filter $(addsuffix ==%,$(NEEDED)),$(BOUNDS))
