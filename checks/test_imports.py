@@ -71,7 +71,7 @@ BUDGET = {
     "treeattn_llama": 19_000,
     "treeattn_conformance": 25_000,
     "figures": 22_200,
-    "course": 11_850,
+    "course": 11_870,
     "benchmarks": 7_800,
     "labs.acceptance": 4_550,
     "labs.cluster": 5_000,

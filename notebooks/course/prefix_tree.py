@@ -66,8 +66,10 @@ def mask_name(mask, paths) -> str:
             return name
     if np.array_equal(mask[:, 1:], right[:, 1:]) and (mask <= right).all():
         return "node 0 is left out: it is a parent, too, and only −1 means none"
-    if any(mask[path].sum() > 1 for path in paths if len(path) == 1):
-        return "a root sees another node: −1 as an index is the last node"
+    roots = [path for path in paths if len(path) == 1]
+    if any(mask[path].sum() > 1 for path in roots):
+        last = all(mask[path][-1] for path in roots)
+        return "a root sees another node" + ": −1 as an index is the last node" * last
     return "another mask"
 
 
@@ -105,7 +107,7 @@ def check_mask(mask, paths, tokens):
     if mask.shape != right.shape:
         raise Mistake(f"the mask is {mask.shape}, expected {right.shape}")
     if mask.dtype.kind not in "biuf" or not np.isin(mask, (0, 1)).all():
-        raise Mistake("a mask holds True and False, not 0 and -inf")
+        raise Mistake("a mask holds True and False, or 1 and 0")
     drawn = partial(picture, mask=mask == 1, right=right, tokens=tokens)
     name = mask_name(mask == 1, paths)
     if name == "right":

@@ -109,7 +109,7 @@ HINTS = {  # part of an error's message -> what helps
     "Attempted boolean conversion": "max, min and if take single numbers: use jnp.maximum. ",
     "shapes for broadcasting": "the shapes do not fit: does a weight lack an axis, [..., None]? ",
     "could not be broadcast": "the shapes do not fit: does a weight lack an axis, [..., None]? ",
-    "RecursionError": "the recursion never ends: one case calls nothing. ",
+    "RecursionError": "the recursion never ends: one case must call nothing. ",
     "ZeroDivisionError": "it divides by zero. ",
     "positional argument": "it takes another number of arguments. ",
     "unbound axis name": "the devices' axis is called 'kv'. ",
