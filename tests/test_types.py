@@ -104,6 +104,6 @@ def test_the_package_says_that_it_has_types():
 @pytest.mark.slow
 def test_a_users_script_under_mypy(lines):
     errors = [line for line in lines if line.startswith("user_script")]
-    # JAX's PartitionSpec; and examples that pass lists, which the types of slots do not name.
-    ours = [x for x in errors if "untyped function" not in x and 'to "striped_' not in x]
+    # JAX's PartitionSpec has no types.
+    ours = [x for x in errors if "untyped function" not in x]
     assert len(ours) == 1 and '"AttentionState"' in ours[0], ours

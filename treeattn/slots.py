@@ -6,10 +6,10 @@
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from treeattn.checks import Array, as_integers, bounded, integer, namespace
+from treeattn.checks import Array, Numbers, as_integers, bounded, integer, namespace
 
 
-def striped_slot(position: ArrayLike, kv_len: int, devices: int) -> Array:
+def striped_slot(position: ArrayLike | Numbers, kv_len: int, devices: int) -> Array:
     """The slot where a striped cache holds the key of the token at `position`, 0 … kv_len − 1.
 
     devices: how many lie along the keys' axes, which on a mesh of more axes are not all
@@ -25,7 +25,7 @@ def striped_slot(position: ArrayLike, kv_len: int, devices: int) -> Array:
     return _transposed("position", position, _slots_each(kv_len, devices), int(devices))
 
 
-def striped_position(slot: ArrayLike, kv_len: int, devices: int) -> Array:
+def striped_position(slot: ArrayLike | Numbers, kv_len: int, devices: int) -> Array:
     """The position of the token whose key is in `slot`: the inverse of `striped_slot`.
 
     `tree_decode` takes masks and biases in slot order. To build one from positions (a window,
@@ -39,7 +39,12 @@ def striped_position(slot: ArrayLike, kv_len: int, devices: int) -> Array:
 
 
 def shard_lengths(
-    lengths: ArrayLike, rank: Array | int, kv_len: int, devices: int, *, striped: bool = False
+    lengths: ArrayLike | Numbers,
+    rank: Array | int,
+    kv_len: int,
+    devices: int,
+    *,
+    striped: bool = False,
 ) -> Array:
     """How many of a text's `lengths` keys are on device `rank`: 0 … kv_len / p, in int32.
 
@@ -67,7 +72,7 @@ def _slots_each(kv_len: int, devices: int) -> int:
     return kv_len // devices
 
 
-def _transposed(name: str, x: ArrayLike, height: int, width: int) -> Array:
+def _transposed(name: str, x: ArrayLike | Numbers, height: int, width: int) -> Array:
     """Where entry x of a (height, width) array is in its transpose, all counted line by line.
 
     For a traced x outside the array, the number of its entries.
