@@ -12,23 +12,20 @@ program, exactly.
 """
 
 import argparse
-import datetime
 import functools
 import json
-import os
-import platform
 import socket
 import statistics
 import subprocess
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from machine import machine
 from tqdm import tqdm
 
 import treeattn
@@ -162,20 +159,13 @@ def report(rows: list[dict], where: str, file: str | None) -> None:
     lines = [
         f"One query, {HEADS} heads of {DIM} over {KV_HEADS} key heads, float32; medians in turn on "
         f"{where}. Put in: what a device hands to collectives; sent: what it must send at least, "
-        f"on average over the devices. Held: its arguments and temporaries. {machine()}.",
+        f"on average over the devices. Held: its arguments and temporaries. {machine('jax')}.",
         "",
         *table(rows),
     ]
     print("\n".join(lines))
     if file:
         (RESULTS / file).write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def machine() -> str:
-    return (
-        f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, "
-        f"Python {platform.python_version()}, jax {version('jax')}"
-    )
 
 
 def run_rank(

@@ -19,21 +19,19 @@ rate of the products beside NumPy's. Writes results/llama.json.
 """
 
 import argparse
-import datetime
 import functools
 import importlib.util
 import json
 import os
-import platform
 import time
 import urllib.request
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from machine import machine
 
 from treeattn import ancestor_mask, attention, depths
 from treeattn_llama import Cache, Llama, open_checkpoint, packaged_model
@@ -291,13 +289,9 @@ def main() -> None:
     wanted = parser.parse_args().parts or parts
     model = Llama.load()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    here = (
-        f"{datetime.date.today()}, {os.cpu_count()} {platform.machine()} cores, "
-        f"{jax.default_backend()}, jax {version('jax')}"
-    )
     for part in wanted:
         results[part] = parts[part](model)
-        results.setdefault("machine", {})[part] = here
+        results.setdefault("machine", {})[part] = machine("jax")
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 

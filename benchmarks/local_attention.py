@@ -7,33 +7,26 @@ python benchmarks/local_attention.py --write       also benchmarks/results/local
 peer is called in every way that its users recommend for one query (see `pytorch_calls`), on keys in
 treeattn's layout (batch, keys, heads, head_dim) and in PyTorch's own, with the heads before the
 keys. Each call runs twice, and the second run counts, in turn with all others; the table gives the
-fastest way of each. PyTorch is optional.
+fastest way of each. Needs PyTorch and a C++ compiler.
 """
 
 import argparse
-import datetime
 import functools
 import os
-import platform
-import shutil
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
+from machine import machine
+from torch.nn.attention.flex_attention import flex_attention
 from tqdm import tqdm
 
 import treeattn
-
-try:
-    import torch
-    from torch.nn.attention.flex_attention import flex_attention
-except ImportError:
-    torch = None
 
 SHAPES = {  # heads, key heads, head_dim
     "MHA": (16, 16, 128),
@@ -66,7 +59,7 @@ def contestants(n: int, shape: tuple, dtype: str, pool: ThreadPoolExecutor) -> d
         (JAX, ""): lambda: jax.block_until_ready(theirs(jq, jk, jv)),
         (READING, ""): lambda: read_everything(parts, pool),
     }
-    return calls | (pytorch_calls(q, k, v, dtype) if torch is not None else {})
+    return calls | pytorch_calls(q, k, v, dtype)
 
 
 def pytorch_calls(q, k, v, dtype: str) -> dict:
@@ -76,22 +69,20 @@ def pytorch_calls(q, k, v, dtype: str) -> dict:
     flex: `flex_attention`, compiled
     sums: no attention function, but `by_sums`, compiled
 
-    Without a C++ compiler, those that are compiled are left out. Other ways that were tried are on
-    benchmarks/README.md.
+    Other ways that were tried are on benchmarks/README.md.
     """
     q, k, v = (torch.from_numpy(x).to(getattr(torch, dtype)).transpose(1, 2) for x in (q, k, v))
     heads, kv_heads = q.shape[1], k.shape[1]
     rows = q.reshape(1, kv_heads, heads // kv_heads, -1)
     torch.compiler.reset()
-    flex = torch.compile(flex_attention, dynamic=False)
+    flex, sums = (torch.compile(f, dynamic=False) for f in (flex_attention, by_sums))
 
     ways = {
         "SDPA": functools.partial(torch.nn.functional.scaled_dot_product_attention, rows),
         "flex": functools.partial(flex, q, enable_gqa=kv_heads != heads),
-        "sums": functools.partial(torch.compile(by_sums, dynamic=False), rows),
     }
-    if shutil.which("c++") is None:
-        ways = {"SDPA": ways["SDPA"]}
+    for block in 16, 32:
+        ways[f"sums {block}"] = functools.partial(sums, rows, block=block)
     keys = {LAYOUTS[0]: (k, v), LAYOUTS[1]: (k.contiguous(), v.contiguous())}
     return {
         (layout, way): functools.partial(f, *kv)
@@ -100,17 +91,22 @@ def pytorch_calls(q, k, v, dtype: str) -> dict:
     }
 
 
-def by_sums(rows, k, v):
-    """Attention in 64 parts of the keys, to be compiled: all rows of a key head in one loop.
+def by_sums(rows, k, v, block: int):
+    """Attention by sums, to be compiled: its loops run in the order of the keys' memory.
+
+    Over `block` keys first, which stay in the processor's cache, then over 64 parts.
 
     rows (1, kv_heads, rows, d), keys and values (1, kv_heads, n, d) -> (kv_heads, rows, d)
     """
-    k, v = (x[0].unflatten(1, (64, -1)).float() for x in (k, v))
+    dim, keys = (0, 0) if k.stride(1) < k.stride(2) else (1, -1)  # where the keys are, in k and s
+    q = rows[0].float() * rows.shape[-1] ** -0.5
+    k, v = (x[0].movedim(1, dim).float() for x in (k, v))
+    s = torch.stack([(x.unsqueeze(dim) * k).sum(-1) for x in q.unbind(1)], 1)
+    p = torch.exp(s - s.amax(keys, keepdim=True))
     results = []
-    for q in rows[0].float().unbind(1):
-        s = (q[:, None, None] * k).sum(-1) * q.shape[-1] ** -0.5
-        p = torch.exp(s - s.amax((1, 2), keepdim=True))
-        results.append((p[..., None] * v).sum(2).sum(1) / p.sum((1, 2))[:, None])
+    for w, total in zip(p.unbind(1), p.sum(keys, keepdim=True).unbind(1), strict=True):
+        parts = (w[..., None] * v).unflatten(dim, (64, -1, block))
+        results.append(parts.sum(dim + 2).sum(dim + 1).sum(dim) / total.reshape(-1, 1))
     return torch.stack(results, 1)
 
 
@@ -140,15 +136,6 @@ def time_in_turn(calls: dict, rounds: int) -> dict[tuple, tuple[float, float]]:
     }
 
 
-def machine() -> str:
-    packages = ["jax", "numpy"] + (["torch"] if torch is not None else [])
-    versions = ", ".join(f"{name} {version(name)}" for name in packages)
-    return (
-        f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, "
-        f"Python {platform.python_version()}, {versions}"
-    )
-
-
 HEAD = ["case", "ms", *LAYOUTS, JAX, "read rate"]
 EXPLAINED = """`ms`: a call of treeattn, by the clock. Then each peer's time over ours, so above 1
 treeattn is ahead: by the clock, in brackets by the processor (both cores), and the fastest way to
@@ -162,9 +149,6 @@ def row(case: str, times: dict[tuple, tuple[float, float]]) -> str:
     cells = [case, f"{ours[0]:.1f}"]
     for peer in (*LAYOUTS, JAX):
         ways = {way: t for (name, way), t in times.items() if name == peer}
-        if not ways:
-            cells.append("–")
-            continue
         best = min(ways, key=ways.get)
         clock, processor = (x / y for x, y in zip(ways[best], ours, strict=True))
         cells.append(f"{clock:.2f} ({processor:.2f}) {best}".strip())
@@ -178,10 +162,9 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="also into benchmarks/results")
     args = parser.parse_args()
     shapes = "16 heads of 128, SmolLM2 9 heads of 64 on 3"
-    lines = [f"One query, {shapes}. {machine()}.", "", EXPLAINED, ""]
+    about = machine("jax", "numpy", "torch")
+    lines = [f"One query, {shapes}. {about}.", "", EXPLAINED, ""]
     lines += ["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|"]
-    if torch is None:
-        print("PyTorch is not installed: its columns are left out")
     pool = ThreadPoolExecutor(os.cpu_count())
     cases = [(x, n, t) for x in SHAPES for n in KEYS[x] for t in DTYPES]
     for name, n, dtype in tqdm(cases, unit="case"):

@@ -3,14 +3,12 @@
 python benchmarks/prefix_tree.py            about 10 seconds
 """
 
-import datetime
-import os
-import platform
 import statistics
 import time
 
 import jax
 import numpy as np
+from machine import machine
 
 import treeattn
 
@@ -78,15 +76,8 @@ def seconds(run, *args) -> float:
     return time.perf_counter() - began
 
 
-def machine() -> str:
-    return (
-        f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, "
-        f"Python {platform.python_version()}, jax {jax.__version__}, numpy {np.__version__}"
-    )
-
-
 def main() -> None:
-    print(machine())
+    print(machine("jax", "numpy"))
     print(f"{BATCH} beams of {ROWS}×{WIDTH}; median ms of {ROUNDS} rounds\n")
     print("shared  nodes  plain trie  numpy pack  jitted pack  trie / jitted")
     pack = jax.jit(treeattn.pack)

@@ -12,16 +12,13 @@ code, and nothing was chosen by them. Writes results/speculative.json and result
 """
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import time
 import tomllib
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+from machine import machine
 
 from treeattn_llama import Llama, LookupDraft, stream
 
@@ -121,8 +118,7 @@ def main() -> None:
     found = {"steps": step_times(model), "sets": found.get("sets", {})}
     for name in args.set or SETS:
         found["sets"][name] = measure(model, name, args.rounds)
-    cores = f"{os.cpu_count()} {platform.machine()} cores"
-    found["machine"] = f"{datetime.date.today()}, {cores}, jax {version('jax')}"
+    found["machine"] = machine("jax")
     RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     RESULTS.with_suffix(".md").write_text(table(found), encoding="utf-8")
 
