@@ -1,6 +1,6 @@
 """One query against a long cache on a CPU: `treeattn.attention` beside PyTorch and `jax.nn`.
 
-python benchmarks/local_attention.py               8k to 64k keys, about 6 minutes
+python benchmarks/local_attention.py               8k to 64k keys, about 9 minutes
 python benchmarks/local_attention.py --write       also benchmarks/results/local_attention.md
 
 16 heads of 128, on as many key heads and on 4, and the packaged Llama's 9 heads of 64 on 3. Each
