@@ -17,8 +17,9 @@ A protocol is a function that all devices run, after which `mine` is the merge o
 semaphores. A semaphore is a counter: any device may add to it, its owner waits until it is at least
 a value, and subtracts that value. Each device calls `enter` before it runs the protocol.
 
-The barrier semaphore outlives the kernel, so it may count a partner's next call. It cannot here: a
-merge ends on no device before all devices have passed their barriers.
+The barrier semaphore outlives the kernel, so a partner's next call may add to it during this one.
+No barrier of this call takes that signal for another device's: a merge ends on no device before all
+devices have passed their barriers.
 """
 
 import jax.numpy as jnp
