@@ -72,7 +72,7 @@ def _slots_each(kv_len: int, devices: int) -> int:
     return kv_len // devices
 
 
-def _transposed(name: str, x: ArrayLike | Numbers, height: int, width: int) -> Array:
+def _transposed(name: str, x, height: int, width: int) -> Array:
     """Where entry x of a (height, width) array is in its transpose, all counted line by line.
 
     For a traced x outside the array, the number of its entries.
