@@ -59,9 +59,8 @@ def merge_across(
                Or a function (state, axes) that returns the merged AttentionState. Its `state` is
                not checked: in `tree_decode` it is the state that your `implementation` made, which
                may be a pytree of its own kind, but for no queries or no keys an AttentionState.
-               `axes` is a tuple of names, perhaps empty. The
-               merging function must return the same state on every device along `axes`, which is
-               not checked.
+               `axes` is a tuple of names, perhaps empty. The merging function must return the same
+               state on every device along `axes`, which is not checked.
 
     Take a gradient outside of `shard_map`, as below: that is right for every method and both
     settings of check_vma. A gradient taken inside is right with check_vma=True, if each device's

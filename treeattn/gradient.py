@@ -5,9 +5,8 @@ Add ζ·v_a to each score, with a vector ζ, the source:
     F(ζ) = log Σ_a exp(q·k_a + ζ·v_a)                               (2024 eq. 15, 2025 eq. 6, 24)
 
 Up to the constant F(0), the lse, this is the cumulant generating function of the values under the
-attention weights. Its gradient at
-ζ = 0 is attention, and its Hessian there is the covariance of the values. `scale` multiplies q·k,
-as everywhere in this package; the papers leave it out.
+attention weights. Its gradient at ζ = 0 is attention, and its Hessian there is the covariance of
+the values. `scale` multiplies q·k, as everywhere in this package; the papers leave it out.
 
 All functions take one query head: q (d,), k (n, d), v (n, dv), and mask (n,), an array or a list,
 True where the query may see the key. q, k and v share a floating-point dtype. Sums are in float32,
