@@ -120,7 +120,7 @@ def _replicated(state: AttentionState, axes: Axes) -> AttentionState:
     if not varying:
         return state
     first = lax.axis_index(varying) == 0
-    return _move(lambda x: lax.psum(jnp.where(first, x, 0), varying), state)
+    return _send_as_one(lambda x: lax.psum(jnp.where(first, x, 0), varying), state)
 
 
 def _allreduce(state: AttentionState, axis: str) -> AttentionState:
@@ -147,7 +147,7 @@ def _butterfly(state: AttentionState, axis: str) -> AttentionState:
     extra = p - core
 
     def send(state, pairs):  # the state that arrives: zeros on a device that receives nothing
-        return _move(lambda x: lax.ppermute(x, axis, pairs), state)
+        return _send_as_one(lambda x: lax.ppermute(x, axis, pairs), state)
 
     if extra:
         arrived = send(state, [(core + i, i) for i in range(extra)])
@@ -164,7 +164,7 @@ def _butterfly(state: AttentionState, axis: str) -> AttentionState:
 
 def _gather(state: AttentionState, axis: str) -> AttentionState:
     """Every device gets all states, (p, ..., h) and (p, ..., h, dv), and merges them as a tree."""
-    return reduce_tree(_move(lambda x: lax.all_gather(x, axis), state))
+    return reduce_tree(_send_as_one(lambda x: lax.all_gather(x, axis), state))
 
 
 def _all_to_all(state: AttentionState, axes: Axes) -> AttentionState:
@@ -183,7 +183,7 @@ def _all_to_all(state: AttentionState, axes: Axes) -> AttentionState:
     def exchange(x):  # (…, h, …) -> (p, …, h / p, …)
         return lax.all_to_all(x[None], axes, split_axis=heads + 1, concat_axis=0, tiled=True)
 
-    return reduce_tree(_move(exchange, state))
+    return reduce_tree(_send_as_one(exchange, state))
 
 
 def _hierarchical(state: AttentionState, axes: Axes) -> AttentionState:
@@ -207,10 +207,10 @@ def _hierarchical(state: AttentionState, axes: Axes) -> AttentionState:
         padded = lax.all_gather(x, axes[-1], axis=heads, tiled=True)
         return lax.slice_in_dim(padded, 0, h, axis=heads)
 
-    return _move(complete, share)
+    return _send_as_one(complete, share)
 
 
-def _move(collective: Callable, state: AttentionState) -> AttentionState:
+def _send_as_one(collective: Callable, state: AttentionState) -> AttentionState:
     """The state that arrives when `collective` sends all fields as one array (..., h, dv + 2)."""
     m, d, n = state
     joined = jnp.concatenate([n, d[..., None], m[..., None]], axis=-1)

@@ -135,7 +135,7 @@ def bounded(name: str, x: Array, least: int, most, expected: str) -> Array:
     return x.astype(np.int32)
 
 
-def check_same_dtype(**arrays: Array) -> None:
+def check_one_floating_dtype(**arrays: Array) -> None:
     """Raise TypeError unless all arrays have the same floating-point dtype."""
     check_floating(**arrays)
     check_one_dtype(**arrays)

@@ -28,8 +28,8 @@ from treeattn.checks import (
     accumulation_dtype,
     as_array,
     check_floating,
+    check_one_floating_dtype,
     check_rank,
-    check_same_dtype,
     check_scale,
     check_shape,
     integer,
@@ -194,7 +194,7 @@ def _check_inputs(q, k, v, mask=None, *, causal: bool = False, **sources) -> Arr
     sources: arrays with an entry for each coordinate of the values, by name
     causal:  whether there is a query, and a source, for each key
     """
-    check_same_dtype(q=q, k=k, v=v)
+    check_one_floating_dtype(q=q, k=k, v=v)
     check_floating(**sources)
     check_rank(2 if causal else 1, "(n, d)" if causal else "(d,)", q=q)
     check_rank(2, "(n, d)", k=k)

@@ -180,7 +180,7 @@ def _entries(spec: P) -> list[Axes]:
     return entries
 
 
-def onto_mesh(inputs: Inputs, shards: KeyShards) -> Inputs:
+def move_to_mesh(inputs: Inputs, shards: KeyShards) -> Inputs:
     """The inputs, with arrays committed to one device moved to the mesh.
 
     `jax.jit` refuses arguments that are committed to different devices. Keys and values are moved
@@ -271,7 +271,7 @@ def local_lengths(inputs: Inputs, shards: KeyShards, rank):
     return shard_lengths(inputs.lengths, rank, kv_len, shards.devices, striped=shards.striped)
 
 
-def on_devices(body, shards: KeyShards, inputs: Inputs, specs: Inputs, out_specs):
+def on_each_device(body, shards: KeyShards, inputs: Inputs, specs: Inputs, out_specs):
     """body(rank, inputs) on every device, under `shard_map`; rank counts along the keys' axes.
 
     specs, out_specs: the specs of the inputs and of the result

@@ -9,10 +9,10 @@ its shards. A call of `tree_decode` runs these in turn:
 
     gather_inputs                 inputs.py     lengths and scale are checked
     key_shards_of                 key_shards.py the sharding is checked
-    onto_mesh                     key_shards.py arrays committed to one device move to the mesh
+    move_to_mesh                  key_shards.py arrays committed to one device move to the mesh
     check_inputs                  inputs.py     shapes and dtypes are checked
     deal                          key_shards.py the keys are padded to equal shards
-    on_devices                    key_shards.py each device runs what follows (a `shard_map`)
+    on_each_device                key_shards.py each device runs what follows (a `shard_map`)
     attend_inputs                 local.py      the device's shard becomes a state
     merge_across                  across.py     the devices' states are merged
     finalize                      state.py      a state becomes the output
@@ -49,8 +49,8 @@ from treeattn.key_shards import (
     deal,
     key_shards_of,
     local_lengths,
-    on_devices,
-    onto_mesh,
+    move_to_mesh,
+    on_each_device,
     place,
 )
 from treeattn.local import Implementation, attend_inputs, check_implementation, output_of
@@ -118,7 +118,7 @@ def ulysses(inputs: Inputs, shards: KeyShards, rank, implementation: Implementat
     return tuple(exchange(x, 1, 2) for x in output_of(state, inputs))
 
 
-def on_mesh(algorithm, inputs, sharding, striped, implementation, return_lse, shard_queries=False):
+def _run(algorithm, inputs, sharding, striped, implementation, return_lse, shard_queries=False):
     """Run `algorithm` on every device; return out, or (out, lse) if `return_lse`.
 
     shard_queries: the queries and the result are sharded as the keys are, not replicated.
@@ -129,7 +129,7 @@ def on_mesh(algorithm, inputs, sharding, striped, implementation, return_lse, sh
     check_implementation(implementation, inputs.q)
     shards = key_shards_of(inputs, sharding, striped)
     options = shards, algorithm, implementation, bool(return_lse), shard_queries
-    results = _program(onto_mesh(inputs, shards), *options)
+    results = _program(move_to_mesh(inputs, shards), *options)
     return results if return_lse else results[0]
 
 
@@ -155,7 +155,7 @@ def _program(
             inputs = _without_padding(inputs, rank, n)
         return algorithm(inputs, shards, rank, implementation)[: 1 + return_lse]
 
-    results = on_devices(on_device, shards, inputs, specs, result)
+    results = on_each_device(on_device, shards, inputs, specs, result)
     if not shard_queries or shards.padded_length(l) == l:
         return results
     # p does not divide l: reshard, then cut.
@@ -224,7 +224,7 @@ def tree_decode(
     """
     check_choice("method", method, tuple(METHODS))
     inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale)
-    return on_mesh(Tree(method), inputs, sharding, striped, implementation, return_lse)
+    return _run(Tree(method), inputs, sharding, striped, implementation, return_lse)
 
 
 def ring_decode(
@@ -256,7 +256,7 @@ def ring_decode(
     (1, 1, 2, 4)
     """
     inputs = gather_inputs(q, k, v, mask, bias, kv_lengths, scale)
-    return on_mesh(ring, inputs, sharding, striped, implementation, return_lse)
+    return _run(ring, inputs, sharding, striped, implementation, return_lse)
 
 
 def ring_attention(
@@ -290,7 +290,7 @@ def ring_attention(
     (1, 8, 2, 4)
     """
     inputs = gather_inputs(q, k, v, None, None, None, scale, causal)
-    return on_mesh(ring, inputs, sharding, False, implementation, return_lse, shard_queries=True)
+    return _run(ring, inputs, sharding, False, implementation, return_lse, shard_queries=True)
 
 
 def ulysses_attention(
@@ -319,4 +319,4 @@ def ulysses_attention(
     (1, 8, 2, 4)
     """
     inputs = gather_inputs(q, k, v, None, None, None, scale, causal)
-    return on_mesh(ulysses, inputs, sharding, False, implementation, return_lse, shard_queries=True)
+    return _run(ulysses, inputs, sharding, False, implementation, return_lse, shard_queries=True)

@@ -29,7 +29,7 @@ from treeattn.checks import (
     accumulation_dtype,
     as_array,
     check_floating,
-    check_same_dtype,
+    check_one_floating_dtype,
     check_shape,
     integer,
 )
@@ -300,7 +300,7 @@ def check_state(**states: AttentionState) -> None:
         if not isinstance(state, AttentionState):
             raise TypeError(f"{name}: expected an AttentionState, got {type(state).__name__}")
         fields = {f"{name}.{field}": x for field, x in state._asdict().items()}
-        check_same_dtype(**fields)
+        check_one_floating_dtype(**fields)
         m, d, n = (x.shape for x in state)
         if n == () or not m == d == n[:-1]:
             raise ValueError(
