@@ -66,10 +66,10 @@ def dense_gradients(q, k, v, w, u=0.0, **options):
     return gradients
 
 
-def attention_of_scores(s, v, c=0.0, e=0.0):
+def attention_of_scores(s, v, c, e):
     """(out, lse, dL/ds, dL/dv) of scores s (n,) and values v (n, dv), for L = Σ c·out + e·lse."""
-    s, v = np.reshape(s, (1, -1, 1, 1)), np.asarray(v)[None, :, None]
-    q, w = np.ones((1, 1, 1, 1)), np.broadcast_to(c, (1, 1, 1, v.shape[-1]))
-    out, (_, lse) = dense_attention(q, s, v, scale=1.0), dense_weights(q, s, scale=1.0)
-    _, ds, dv = dense_gradients(q, s, v, w, e, scale=1.0)
-    return out[0, 0, 0], lse[0, 0, 0], ds[0, :, 0, 0], dv[0, :, 0]
+    s, v, c = (np.asarray(x, np.float64) for x in (s, v, c))
+    weights, lse = dense_weights(np.ones((1, 1, 1, 1)), s.reshape(1, -1, 1, 1), scale=1.0)
+    p = weights.ravel()
+    out = p @ v
+    return out, lse.item(), p * (v @ c - out @ c + e), np.outer(p, c)

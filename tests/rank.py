@@ -10,6 +10,7 @@ import time
 
 import jax
 import numpy as np
+from attentions import draw
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracles import dense_attention
@@ -20,9 +21,7 @@ from treeattn.across import METHODS
 
 def decode(mesh, kv_len: int) -> float:
     """The largest error of `tree_decode` over the mesh, against dense attention."""
-    rng = np.random.default_rng(kv_len)
-    q = rng.normal(size=(2, 1, 4, 16)).astype(np.float32)
-    k, v = (rng.normal(size=(2, kv_len, 2, 16)).astype(np.float32) for _ in "kv")
+    q, k, v = draw(kv_len, l=1, n=kv_len, d=16, dtype=np.float32)
     expected = dense_attention(q, k, v)
     sharding = NamedSharding(mesh, P(None, mesh.axis_names))
     k, v = (jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for x in (k, v))

@@ -26,6 +26,8 @@ from treeattn import (
     merge,
     merge_across,
     pack,
+    packed_token_indices,
+    prefix_encoding,
     reduce_chain,
     reduce_tree,
     ring_attention,
@@ -96,7 +98,18 @@ CALLS = [
     *takes(across, {"method": "gather"}, axis_name=(("keys", "keys"),)),
     *takes(across, {"method": "all_to_all"}, state=(NO_HEADS,)),
     *takes(across, {"method": "hierarchical"}, state=(NO_HEADS,)),
-    *takes(pack, {"beam": BEAM}, beam=(None, 3, "a"), pad_token=(*NO_INTEGER, 2**70)),
+    *(
+        row
+        for f in (pack, prefix_encoding, packed_token_indices)
+        for row in (
+            *takes(f, {}, TypeError, beam=(None, "a", BEAM > 0, jnp.ones((1, 2, 3)))),
+            *takes(f, {}, ValueError, beam=(3, BEAM[0], BEAM[None])),
+            *takes(f, {"beam": BEAM}, TypeError, lengths=(np.ones((1, 2)),)),
+            *takes(f, {"beam": BEAM}, ValueError, lengths=(*BEAM, [0, 0], [[4, 0]], [[0, -1]])),
+            *takes(f, {"beam": jnp.asarray(BEAM)}, ValueError, lengths=(jnp.array([[4, 0]]),)),
+        )
+    ),
+    *takes(pack, {"beam": BEAM}, pad_token=(*NO_INTEGER, 2**70)),
     *takes(pack, {"beam": BEAM.astype(np.int8)}, ValueError, pad_token=(128,)),
     *takes(pack, {"beam": BEAM.astype(np.uint32)}, ValueError, pad_token=(-1,)),
     *takes(unpack, PACKED, packed=(np.zeros((2, 9)), "no")),

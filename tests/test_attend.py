@@ -28,7 +28,6 @@ from attentions import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
-from oracles import dense_attention
 
 from treeattn import (
     attend,
@@ -156,9 +155,10 @@ EMPTY = {"no rows": SHAPES["lanes"] | {"b": 0}, "no keys": SHAPES["few keys"] | 
 @pytest.mark.parametrize("how", FUNCTIONS)
 @pytest.mark.parametrize("shape", (SHAPES | EMPTY).values(), ids=SHAPES | EMPTY)
 def test_no_keys_no_nan(shape, how):
-    q, k, v = draw(**shape)
+    """A bias that is below the range of the scores hides, too."""
+    q, k, v = draw(**shape, dtype=np.float32)
     w, u = ones(q, v)
-    for hiding, value in ("mask", False), ("bias", -np.inf), ("kv_lengths", 0):
+    for hiding, value in ("mask", False), ("bias", -np.inf), ("bias", -1e300), ("kv_lengths", 0):
         options = all_seen(shape)
         options[hiding][:] = value
         (out, lse), gradients = results(FUNCTIONS[how], q, k, v, w, u, options)
@@ -204,12 +204,7 @@ def test_of_a_cache_that_is_half_full_half_is_read(optimized):
 @pytest.mark.slow
 def test_memory_of_all_queries_is_linear_and_plainly_quadratic(optimized):
     """2024 §3, 2025 §2 and §3: with a query for every key the plain form holds all scores."""
-
-    def plain(q, k, v):
-        weights = jax.nn.softmax(jnp.einsum("blhd,bnhd->bhln", q, k) / 8)
-        return jnp.einsum("bhln,bnhd->blhd", weights, v)
-
-    n = 4 * BLOCK
+    n, plain = 4 * BLOCK, functools.partial(attention, implementation="plain")
     held = {f: [temporary(f, m, m) for m in (n, 2 * n)] for f in (blockwise, plain)}
     for f, times in ((blockwise, 2), (plain, 4)):
         assert held[f][1] / held[f][0] == pytest.approx(times, rel=0.1)
@@ -287,12 +282,11 @@ def test_causal_halves_compute_few_hidden_scores(monkeypatch):
 def test_a_program_of_symbolic_sizes_is_exported():
     b, n = jax.export.symbolic_shape("b, n")
     q, k = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((b, 1, 4, 8), (b, n, 2, 8)))
-    exported = jax.export.export(jax.jit(attention))(q, k, k)
-    arrays = draw(b=3, l=1, n=7, d=8, dtype=np.float32)
-    np.testing.assert_allclose(exported.call(*arrays), dense_attention(*arrays), atol=1e-6)
     lengths = jax.ShapeDtypeStruct((b,), jnp.int32)
-    with_lengths = jax.jit(lambda *x: attention(*x[:3], kv_lengths=x[3]))
-    exported = jax.export.export(with_lengths)(q, k, k, lengths)
-    used = np.array([7, 3, 0], np.int32)
-    expected = dense_attention(*arrays, kv_lengths=used)
-    np.testing.assert_allclose(exported.call(*arrays, used), expected, atol=1e-6)
+    arrays = draw(b=3, l=1, n=7, d=8, dtype=np.float32)
+    for described, options in (
+        ({}, {}),
+        ({"kv_lengths": lengths}, {"kv_lengths": np.int32([7, 3, 0])}),
+    ):
+        exported = jax.export.export(jax.jit(attention))(q, k, k, **described)
+        check(exported.call(*arrays, **options), *arrays, atol=1e-6, **options)

@@ -1,8 +1,9 @@
 """What JAX's users compose first: transformations, and gradients of what is sharded, of every
 function, each against dense attention in float64."""
 
-import contextlib
 import functools
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -24,7 +25,6 @@ from attentions import (
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracles import dense_gradients
-from pages import run_code
 
 import treeattn
 
@@ -46,8 +46,8 @@ def inputs(name, n=KEYS, rows=1):
     prefill does not take; and what the oracles are told for a row."""
     rng = np.random.default_rng(0)
     l = n if name in PREFILLS else 2
-    drawn = [draw(seed, l=l, n=n, h=2, h_kv=2, dv=3) for seed in range(rows)]
-    arrays = [np.stack(x) for x in zip(*drawn, strict=True)]
+    drawn = draw(b=2 * rows, l=l, n=n, h=2, h_kv=2, dv=3)
+    arrays = [x.reshape(rows, 2, *x.shape[1:]) for x in drawn]
     arrays.append(rng.normal(size=(*arrays[0].shape[:-1], 3)))
     if name in PREFILLS:
         return arrays, {}, [{"causal": True}] * rows
@@ -79,7 +79,8 @@ def check_rows(out, gradients, arrays, w, told):
 
 @pytest.mark.parametrize(("transform", "name"), BATCHED)
 def test_batched_and_differentiated(name, transform):
-    (*arrays, w), options, told = inputs(name, rows=ROWS)
+    # Of blocks, some rows need the first alone: under vmap, too, the longest row counts.
+    (*arrays, w), options, told = inputs(name, rows=ROWS, n=700 if name == "blockwise" else KEYS)
     f = function(name, over(keys=2))
     check_rows(*transform(f, *arrays, w, np.zeros(ROWS), options), arrays, w, told)
 
@@ -133,54 +134,18 @@ def test_explicit_rows_that_an_enclosing_shard_map_has_dealt():
     check(jax.jit(run)(*placed), *arrays)
 
 
-# A gradient through a cache on a mesh, as training over a long context takes it.
-
-
-def vjp(f, k, v, w):
-    out, pull = jax.vjp(f, k, v)
-    return pull(w.astype(out.dtype))
-
-
-def eager_grad(f, k, v, w):
-    return jax.grad(lambda k, v: jnp.sum(w * f(k, v)), (0, 1))(k, v)
-
-
-CACHES = [
-    ("allreduce", eager_grad, AxisType.Auto),
-    ("allreduce", eager_grad, AxisType.Explicit),
-    ("allreduce", vjp, AxisType.Explicit),
-    ("ring_attention", vjp, AxisType.Auto),
-    ("ring_attention", vjp, AxisType.Explicit),
-]
-
-
-@pytest.mark.parametrize(("name", "take", "kind"), CACHES)
-def test_a_gradient_through_a_cache_on_a_mesh(name, take, kind):
-    """Without jit; with it, tests/test_meshes.py asks. `jax.grad` over Explicit axes works in
-    `jax.set_mesh` only, of JAX's own functions, too; all else in and outside of it."""
-    arrays, options, (told,) = inputs(name, n=6)
-    q, k, v, w = (jnp.asarray(x[0]) for x in arrays)
-    sharding = over(kind, rows=1, keys=2)
-    f = function(name, NamedSharding(sharding.mesh, P(None, "keys")))
-    f = functools.partial(f, q, **{name: jnp.asarray(x[0]) for name, x in options.items()})
-    cache = put(sharding, k, v, spec=P(None, "keys"))
-    expected = dense_gradients(q, k, v, w, **oracle(q, **told))[1:]
-    contexts = [jax.set_mesh(sharding.mesh)]
-    if take is not eager_grad or kind == AxisType.Auto:
-        contexts.append(contextlib.nullcontext())
-    for context in contexts:
-        with context:
-            gradients = take(f, *cache, w)
-        for got, dense in zip(gradients, expected, strict=True):
-            np.testing.assert_allclose(got, dense, atol=1e-11)
+WHOLE = [(AxisType.Auto, P(None, "keys")), (AxisType.Auto, P(None, None, None, "keys"))]
+WHOLE += [(AxisType.Explicit, P("keys")), (AxisType.Explicit, P(None, None, "keys"))]
 
 
 @pytest.mark.parametrize("queries", [1, 3], ids=["lanes", "products"])
-@pytest.mark.parametrize("spec", [P(None, "keys"), P(None, None, None, "keys")], ids=str)
-def test_a_cache_that_is_sharded(spec, queries):
-    """Of a length and width for which one query's sums are written out."""
-    arrays, sharding = draw(b=1, l=queries, n=512, h=2, d=64), over(keys=2)
-    placed = arrays[0], *put(sharding, *arrays[1:], spec=spec)
+@pytest.mark.parametrize(("kind", "spec"), WHOLE, ids=str)
+def test_a_cache_that_is_sharded(kind, spec, queries):
+    """Of a length and width for which one query's sums are written out. Along Explicit axes only
+    rows and heads are."""
+    arrays, sharding = draw(l=queries, n=512, h=2, d=64), over(kind, keys=2)
+    q = arrays[0] if kind == AxisType.Auto else put(sharding, arrays[0], spec=spec)[0]
+    placed = q, *put(sharding, *arrays[1:], spec=spec)
     for f in treeattn.attention, jax.jit(treeattn.attention):
         check(f(*placed), *arrays)
 
@@ -251,14 +216,14 @@ specs = {"in_specs": (P(), P(None, "keys"), P(None, "keys"), P("keys")), "out_sp
 f = jax.shard_map(own, mesh=over(keys=2).mesh, **specs)
 gradients = jax.jit(jax.grad(lambda *x: (f(*x, lengths) * w).sum(), (0, 1, 2)))(q, k, v)
 check_gradients(gradients, q, k, v, w, mask=mask[None, None, None], atol=1e-12)
-print("done")
 """
 
 
 def test_a_gradient_in_a_shard_map_of_ones_own_where_devices_skip_blocks():
     """Which checks how results vary: a query that all devices have is made to differ before the
     loop. In a branch, that has an Allreduce for a transpose, and the devices waited for ever."""
-    assert run_code(OF_ONES_OWN, cwd=Path(__file__).parent) == "done\n"
+    program = [sys.executable, "-c", OF_ONES_OWN]
+    subprocess.run(program, cwd=Path(__file__).parent, check=True, timeout=300)
 
 
 def test_pack_batched_and_on_many_devices():
@@ -266,9 +231,7 @@ def test_pack_batched_and_on_many_devices():
     beams = np.random.default_rng(0).integers(0, 3, (2, 2, 4, 3))
     expected = jax.tree.map(lambda *x: np.stack(x), *map(jax.jit(treeattn.pack), beams))
     sharding, pack = over(rows=2), jax.vmap(treeattn.pack)
-    rows = {"in_specs": P("rows"), "out_specs": P("rows")}
-    for f in pack, jax.shard_map(pack, mesh=sharding.mesh, **rows):
-        for given in beams, *put(sharding, beams):
-            jax.tree.map(np.testing.assert_array_equal, jax.jit(f)(given), expected)
+    for given in beams, *put(sharding, beams):
+        jax.tree.map(np.testing.assert_array_equal, jax.jit(pack)(given), expected)
     placed = treeattn.pack(*put(sharding, beams[0]))
     jax.tree.map(np.testing.assert_array_equal, tuple(placed), tuple(treeattn.pack(beams[0])))

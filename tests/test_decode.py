@@ -1,6 +1,7 @@
 """Decoding and prefill over meshes against dense attention in float64."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -188,28 +189,43 @@ def test_a_traced_scale_has_a_gradient():
     check_grads(lambda scale: decode(scale=scale), (0.7,), 1)
 
 
-MESHES = {"keys": 5}, {"keys": 8}, {"keys_a": 2, "keys_b": 3}
+NUMBERS = -np.inf, np.inf, np.nan, np.finfo(np.float32).max, 0, 1
+ROWS = np.float32([*itertools.product(NUMBERS, repeat=3)])
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("sizes", [{"keys": 7}, {"keys": 8}, {"keys_a": 2, "keys_b": 3}], ids=str)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_device_has_the_same_bits(method, sizes, optimized):
-    """Also where p is no power of two, and by nodes; unless the devices share the heads. What each
-    device sends is as the method's formula says."""
-    rng, mesh = np.random.default_rng(0), over(**sizes).mesh
-    m, d = (jnp.asarray(rng.uniform(1, 9, (mesh.size, 6)), jnp.float32) for _ in range(2))
-    n = jnp.asarray(rng.normal(size=(mesh.size, 6, 16)), jnp.float32)
+    """Also where p is no power of two, and by nodes; unless the devices share the heads. There is
+    a NaN where a merge has one: any of six numbers is in any field of one device after the other,
+    and the others have ordinary ones, or no keys. What each device sends is as the method's formula
+    says."""
+    mesh = over(**sizes).mesh
+    p = mesh.size
+    ordinary = np.random.default_rng(0).uniform(1, 9, (p, p, len(ROWS), 3))
+    fields = np.append(ordinary, np.broadcast_to([-np.inf, 0, 0], ordinary.shape), axis=1)
+    for device in range(p):
+        fields[device, [device, p + device]] = ROWS  # device, case, row, field
+    m, d, n = np.moveaxis(np.float32(fields), -1, 0)
+    states = treeattn.AttentionState(*map(jnp.asarray, (m, d, n[..., None])))
 
-    def body(*state):
-        own = treeattn.AttentionState(*(x[0] for x in state))
-        return tuple(x[None] for x in merge_across(own, mesh.axis_names, method=method))
+    def body(states):
+        own = jax.tree.map(lambda x: x[0], states)
+        merged = merge_across(own, mesh.axis_names, method=method)
+        return jax.tree.map(lambda x: x[None], merged)
 
     spec = P(mesh.axis_names)
     f = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    program = jax.jit(f).lower(m, d, n).compile()
-    found, own = collectives(program), {"b": 1, "l": 1, "h": 6, "d": 16, "item": 4, "shard": []}
-    expected = sends(method, [*sizes.values()], **own)
+    program = jax.jit(f).lower(states).compile()
+    found, own = collectives(program), {"b": 2 * p, "l": 1, "d": 1, "item": 4, "shard": []}
+    expected = sends(method, [*sizes.values()], h=len(ROWS), **own)
     assert (count_collectives(found), total_bytes(found)) == expected
-    for x in program(m, d, n):
-        same = np.broadcast_to(x[:1], x.shape)
-        assert np.array_equal(x, same) or METHODS[method].shards_heads
+    merged = program(states)
+    for x in merged:
+        if not METHODS[method].shards_heads:
+            np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape))
+    whole = (np.concatenate(x, axis=1)[:, : len(ROWS)] for x in merged)  # of the first, or of all
+    out, lse = treeattn.finalize(treeattn.AttentionState(*whole))
+    wanted = treeattn.finalize(treeattn.reduce_chain(states))
+    np.testing.assert_allclose(out, wanted[0], rtol=1e-5)
+    np.testing.assert_array_equal(np.isnan(lse), np.isnan(wanted[1]))

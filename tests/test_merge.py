@@ -68,12 +68,10 @@ def test_an_infinite_lse_means_no_keys(lse, beside):
 
 def test_a_nan_with_an_infinite_lse_is_not_lost():
     """FlashAttention-2 writes lse = +∞ for a sum that is NaN, as it does for no keys."""
-    state = from_output(np.array([[1.0, 2.0], [np.nan, 2.0], [np.nan, np.nan]]), np.full(3, INF))
-    more = merge(state, from_output(np.ones((3, 2)), np.zeros(3)))
-    for of_nan, seen in (state, 0.0), (more, 1.0):
+    state = from_output(np.array([[np.nan, 2.0], [np.nan, np.nan]]), np.full(2, INF))
+    for of_nan in state, merge(state, from_output(np.ones((2, 2)), np.zeros(2))):
         out, lse = finalize(of_nan)
-        assert np.isnan(lse).tolist() == [False, True, True] and np.all(out[0] == seen)
-        assert np.isnan(out[1:]).any(axis=-1).all()
+        assert np.isnan(lse).all() and np.isnan(out).any(axis=-1).all()
 
 
 def test_an_infinite_score_takes_all_the_weight():
@@ -115,10 +113,10 @@ def test_merging_commutes_bit_for_bit(dtype, optimized):
 # ---------------------------------------------------------------- one program
 
 
-@pytest.mark.parametrize(("function", "states"), [(merge, 2), (finalize, 1), (from_output, 0)])
-def test_called_by_itself_it_is_one_program(unchecked, function, states):
+def test_called_by_itself_it_is_one_program(unchecked):
     """As STEPS of test_compiled_once.py says; and nested in another, none of its own."""
     state = AttentionState(np.ones(3), np.ones(3), np.ones((3, 2)))  # NumPy's arrays will do
-    arguments = [state] * states or [state.numerator, state.max]
-    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(function(*arguments)))
-    assert f"@_{function.__name__}" not in jax.jit(function).lower(*arguments).as_text()
+    calls = (merge, state, state), (finalize, state), (from_output, state.numerator, state.max)
+    for function, *arguments in calls:
+        assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(function(*arguments)))
+        assert f"@_{function.__name__}" not in jax.jit(function).lower(*arguments).as_text()

@@ -1,6 +1,5 @@
 """What a type checker knows of the package: mypy, asked about every public name."""
 
-import doctest
 import os
 import re
 import subprocess
@@ -9,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from test_docs import FUNCTIONS, examples
 
 import treeattn
 
@@ -42,15 +42,13 @@ treeattn.tree_decod  # wrong
 # With return_lse they return two arrays instead of one. `Array | Any` fits both: an array as it is,
 # two as `out, lse = …`.
 ONE_OR_TWO = {"tree_decode", "ring_decode", "ring_attention", "ulysses_attention"}
-FUNCTIONS = [name for name in treeattn.__all__ if callable(getattr(treeattn, name))]
 NAMES = [*FUNCTIONS, "AttentionState.identity"]
 QUESTIONS = "\n".join(["import treeattn", *(f"reveal_type(treeattn.{name})" for name in NAMES)])
 
 
 def example(name: str) -> str:
     """What a docstring shows, as the body of a function."""
-    lines = doctest.DocTestParser().get_examples(getattr(treeattn, name).__doc__)
-    body = textwrap.indent("".join(line.source for line in lines), "    ")
+    body = textwrap.indent("".join(line.source for line in examples(name).examples), "    ")
     return f"def {name.lower()}_example() -> None:\n{body}"
 
 

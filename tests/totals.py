@@ -9,8 +9,3 @@ def count_collectives(collectives) -> int:
 def total_bytes(collectives) -> int:
     """Bytes of each device's operands."""
     return sum(c.total_bytes for c in collectives)
-
-
-def sent_bytes(collectives) -> int:
-    """The least bytes that each device sends."""
-    return sum(c.sent_bytes for c in collectives)
