@@ -6,13 +6,13 @@ import importlib.util
 import os
 from collections import Counter
 
-import checked
 import hypothesis
 import jax
 import jaxtyping
 import pytest
 
-checked.install("treeattn", "treeattn_llama")  # before anything imports them
+# Before anything imports them.
+jaxtyping.install_import_hook(["treeattn", "treeattn_llama"], "beartype.beartype")
 
 from treeattn import simulate_devices  # noqa: E402
 

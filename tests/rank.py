@@ -1,8 +1,7 @@
 """One process of a small cluster, for test_cluster.py: rank.py ADDRESS PROCESSES ID WHAT [VICTIM].
 
 WHAT: "decode", and compare with dense attention; or, after a first collective, "raise" in the
-process VICTIM, or "wait" there, to be killed by the test, while the others go on to a second;
-or "try" to join within two seconds, and catch whatever is raised.
+process VICTIM, or "wait" there, to be killed by the test, while the others go on to a second.
 """
 
 import sys
@@ -36,12 +35,6 @@ def decode(mesh, kv_len: int) -> float:
 def main() -> None:
     address, processes, process_id, what, *victim = sys.argv[1:]
     treeattn.simulate_devices(2)
-    if what == "try":
-        try:
-            treeattn.initialize(address, int(processes), int(process_id), initialization_timeout=2)
-        except BaseException as error:
-            print("caught", error, flush=True)
-        return
     treeattn.initialize(address, int(processes), int(process_id))
     mesh = treeattn.kv_mesh(nodes=int(processes))
     print(f"devices {len(jax.devices())} close {decode(mesh, 64) < 1e-5}", flush=True)

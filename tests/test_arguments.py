@@ -7,6 +7,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from attentions import over
@@ -244,6 +245,11 @@ def test_what_no_attention_takes(function):
         if set(wrong) <= set(parameters):
             with pytest.raises(error, match=f"^{message}"):
                 function(**given | wrong)
+
+
+def test_the_packages_annotations_are_checked():
+    with pytest.raises(jaxtyping.TypeCheckError):
+        attend(Q[0], K, K)
 
 
 def test_ulysses_wants_heads_for_everybody(unchecked):

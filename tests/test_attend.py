@@ -182,23 +182,17 @@ def temporary(f, queries, n, *, dtype="float32", of_keys=None, batch=1):
 
 
 decoded = functools.partial(tree_decode, sharding=over(keys=4))
-CACHES = [(up_to, "bfloat16", 3, 1), (up_to, "float32", 1, 32), (up_to, "float8_e4m3fn", 1, 1)]
-CACHES += [(up_to, "bfloat16", 1, 32), (decoded, "bfloat16", 1, 1)]
+CACHES = [(up_to, "bfloat16", 3, 1, 8), (up_to, "float32", 1, 32, 8), (up_to, "bfloat16", 1, 32, 8)]
+CACHES += [(up_to, "float8_e4m3fn", 1, 1, 8), (decoded, "bfloat16", 1, 1, 8)]
+CACHES += [(up_to, "float32", 1, 16, 0.5)]  # of a cache that is half full half is read
 
 
-@pytest.mark.parametrize(("f", "of_keys", "batch", "queries"), CACHES)
-def test_memory_does_not_grow_with_the_keys(f, of_keys, batch, queries, optimized):
+@pytest.mark.parametrize(("f", "of_keys", "batch", "queries", "blocks"), CACHES)
+def test_memory_does_not_grow_with_the_keys(f, of_keys, batch, queries, blocks, optimized):
     """Keys that are narrower than the queries are widened a block at a time."""
-    few, many = (
-        temporary(f, queries, n, of_keys=of_keys, batch=batch) for n in (8 * BLOCK, 32 * BLOCK)
-    )
+    n = int(blocks * BLOCK)
+    few, many = (temporary(f, queries, m, of_keys=of_keys, batch=batch) for m in (n, 2 * n))
     assert many <= few + 1024  # a few bytes for the loop's indices
-
-
-def test_of_a_cache_that_is_half_full_half_is_read(optimized):
-    """In blocks of half of it: one block would hold twice as many scores, and be read whole."""
-    half, whole = (temporary(up_to, 16, n) for n in (BLOCK // 2, BLOCK))
-    assert whole <= half + 1024
 
 
 @pytest.mark.slow

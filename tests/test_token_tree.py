@@ -11,18 +11,18 @@ from treeattn_conformance.trees import tree_mask
 mask_jit, depths_jit = jax.jit(ancestor_mask), jax.jit(depths)
 
 
-def random_parents(rng, shape, roots=0.2):
+def random_parents(size):
     """A forest: each node below an earlier one, or a root."""
-    nodes = np.arange(shape[-1])
-    parents = rng.integers(0, np.maximum(nodes, 1), shape)
-    return np.where((rng.random(shape) < roots) | (nodes == 0), -1, parents)
+    rng, nodes = np.random.default_rng(size), np.arange(size)
+    parents = rng.integers(0, np.maximum(nodes, 1))
+    return np.where((rng.random(size) < 0.2) | (nodes == 0), -1, parents)
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 9, 33])
 def test_mask_and_depths(size):
     trees = np.stack(
         [
-            random_parents(np.random.default_rng(size), (size,)),
+            random_parents(size),
             np.arange(size) - 1,  # a chain, the deepest tree there is
             np.full(size, -1),
             np.minimum(np.arange(size), 1) - 1,  # a root and its children
