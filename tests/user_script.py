@@ -8,7 +8,6 @@ from jax.sharding import PartitionSpec as P
 
 import treeattn
 
-flat_mesh = treeattn.kv_mesh(jax.devices()[:4], heads=2)
 cache = NamedSharding(treeattn.kv_mesh(), P(None, "kv"))
 methods: list[str] = list(treeattn.METHODS)
 
