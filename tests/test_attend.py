@@ -87,7 +87,7 @@ def test_every_option_is_drawn():
     assert not missing, f"tests/attentions.py: a row of OPTIONS, or of STATIC, for {missing}"
     for f in (attention, tree_decode, ring_decode):
         missing = parameters - FOR_PROMPTS - set(inspect.signature(f).parameters)
-        assert not missing, f"{f.__name__} has no {missing}, which attend has"
+        assert not missing, f"{f.__name__} ({f.__module__}) has no {missing}, which attend has"
     for name, f in PREFILLS.items():
         missing = parameters - {"mask", "bias", "kv_lengths"} - set(inspect.signature(f).parameters)
         assert not missing, f"{name} has no {missing}, which attend has"
@@ -103,12 +103,13 @@ def test_a_static_option_is_obeyed_everywhere(option):
         x: (functools.partial(attention, implementation=y), drawn)
         for x, y in IMPLEMENTATIONS.items()
     }
-    sharded, others = (PREFILLS, {}) if option in FOR_PROMPTS else (DECODERS, drawn)
-    ways |= {x: (functools.partial(f, sharding=sharding), others) for x, f in sharded.items()}
+    ways |= {x: (functools.partial(f, sharding=sharding), {}) for x, f in PREFILLS.items()}
+    if option not in FOR_PROMPTS:
+        ways |= {x: (functools.partial(f, sharding=sharding), drawn) for x, f in DECODERS.items()}
     for name, (f, others) in ways.items():
         outs = []
         for value in STATIC[option]:
-            options = others | {option: value}
+            options = {"causal": name in PREFILLS} | others | {option: value}
             with_it = functools.partial(f, **{option: value})
             out, gradients = results(with_it, *arrays, weights, 0.0, others)
             check(out, *arrays, **options)

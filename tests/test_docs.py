@@ -24,7 +24,7 @@ FUNCTIONS = [name for name in treeattn.__all__ if callable(getattr(treeattn, nam
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_public_name_has_a_screen_of_words_and_an_example_that_runs(name, unchecked, capsys):
     lines = inspect.getdoc(getattr(treeattn, name)).splitlines()
-    assert len(lines) <= 60
+    assert len(lines) <= 60, f"the docstring of {name} has {len(lines)} lines, at most 60"
     assert lines[0].endswith((".", ":", ")")), "a whole sentence first"
     found = examples(name)
     assert found.examples, f"{name}: no example"
@@ -32,7 +32,14 @@ def test_every_public_name_has_a_screen_of_words_and_an_example_that_runs(name, 
     assert not failed, capsys.readouterr().out
 
 
-def test_the_docstring_of_merge_across_has_every_method():
-    text = treeattn.merge_across.__doc__
-    missing = [name for name in treeattn.METHODS if f'"{name}":' not in text]
-    assert not missing, f"treeattn/across.py, the docstring of merge_across: a row for {missing}"
+ROWS = {
+    "merge_across": [f'"{name}":' for name in treeattn.METHODS],
+    "attend": [f"{x}:" for x in inspect.signature(treeattn.attend).parameters if x not in "kv"],
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_docstring_has_a_row_for_each_choice(name):
+    text = getattr(treeattn, name).__doc__
+    missing = [row for row in ROWS[name] if row not in text]
+    assert not missing, f"the docstring of {name}: a row for {missing}"

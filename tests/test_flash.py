@@ -93,6 +93,12 @@ REFUSED = {
 }
 
 
+def test_every_option_is_taken_or_refused():
+    refused = {message.split(":")[0] for message in REFUSED}
+    missing = {*attentions.OPTIONS, *attentions.STATIC} - {"scale", "causal"} - refused
+    assert not missing, f"why_not in treeattn/flash.py, and a row of REFUSED here, for {missing}"
+
+
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_the_kernel_does_not_take_is_refused(message):
     arrays, options = REFUSED[message]
