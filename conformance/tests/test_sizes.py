@@ -235,7 +235,7 @@ SEEN = [
     ("640 keys, 128 queries", check_gradients, some_keys(lambda n: min(n, 600))),
     ("640 keys, 128 queries", check_gradients, last_tile_of_queries_lost_where_full),
     ("640 keys, 128 queries", check_gradients, columns_behind_whole_blocks_lost),
-    ("34 heads, 300 queries", check_gradients, heads_of_a_group_beyond(16, backward)),
+    ("grouped heads", check_gradients, heads_of_a_group_beyond(16, backward)),
     ("0 to 512 keys", check_gradients, lengths_of_whole_blocks_off),
     ("0 to 512 keys", check_gradients, of_eight_rows),
     ("other width of values", check_gradients, of_128_values),

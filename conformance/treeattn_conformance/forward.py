@@ -198,8 +198,8 @@ def attention_questions(dtype: str = "float32") -> list[Question]:
     stale = qkv()
     for name in "kv":
         stale[name][1, 7:] = np.nan
-    mask = rng.random((2, 1, 3, 40)) < 0.5
-    one_row = mask.copy()
+    mask = rng.random((2, 1, 131, 40)) < np.arange(131)[:, None] // 128 / 2  # the last three see
+    one_row = mask[:, :, 128:].copy()
     one_row[0] = True
     at = np.arange(80)
     asked = {
@@ -208,13 +208,13 @@ def attention_questions(dtype: str = "float32") -> list[Question]:
         "keys in odd number": (qkv(n=37), {}),
         "batch = queries = heads": (qkv(4, 4, 4), {}),
         "grouped heads": (qkv(h=6, h_kv=2), {}),
-        "large scores": (qkv(size=400.0), {}),
+        "large scores": (qkv(size=1000.0), {}),
         "rows far apart": (rows_apart(), {}),
         "scale": (qkv(), {"scale": 0.5}),
         "lengths": (qkv(b=3), {"kv_lengths": np.array([23, 31, 6])}),
         "a row without keys": (qkv(), {"kv_lengths": np.array([40, 0])}),
         "stale NaN": (stale, {"kv_lengths": np.array([40, 7])}),
-        "mask": (qkv(), {"mask": mask}),
+        "mask": (qkv(l=131), {"mask": mask}),
         "one stripe of four": (qkv(n=10), positions(at[37:40], at[1:40:4])),
         "stripes of four keys": (qkv(l=7), positions(at[66::2], at[at // 4 % 2 == 1])),
         "sinks": (qkv(), {"sinks": np.array([0.0, 2.0, 4.0, 5.0])}),

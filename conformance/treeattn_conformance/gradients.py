@@ -175,7 +175,6 @@ def gradient_questions(dtype: str = "float32") -> list[Question]:
         "as many queries as keys": (qkv(l=16), {}),
         "one query, d = 256": (qkv(b=3, l=1, d=256, d_v=256), {}),
         "keys in odd number": (qkv(n=17), {}),
-        "grouped heads": (qkv(h=6, h_kv=2), {}),
         "other width of values": (qkv(d_v=136), {}),
         "large scores": (large, {}),
         "a loss with lse": (qkv(), {"dlse": dlse}),
@@ -187,11 +186,11 @@ def gradient_questions(dtype: str = "float32") -> list[Question]:
         "640 keys, 128 queries": (qkv(1, 128, 1, 1, n=640, d=80, d_v=80), {}),
         "hidden blocks": (qkv(4, 133, 1, 1, n=300), {"mask": holes(133, 300)}),
         "a causal prompt of 257": (prompt, {"causal": True}),
+        "grouped heads": (qkv(1, 300, 34, 2), {}),
     }
     of_size = {
-        "34 heads, 300 queries": (qkv(1, 300, 34, 2, n=10), {}),
         "0 to 512 keys": (qkv(9, 1, 9, 9, n=549), {"kv_lengths": np.arange(9) * 64}),
-        "fewer causal queries than keys": (qkv(), {"causal": True}),
+        "causal: query 0 sees one of 16": (qkv(), {"causal": True}),
         "a window of 140": (qkv(1, 150, 1, 1, n=300), {"window": 140}),
         TOGETHER: (
             qkv(3, 150, 2, 1, n=150),

@@ -35,14 +35,12 @@ KERNEL_CURES = (
         "mask inverted": "True is where a query may see a key",
         "hidden scores are 0": "a score of 0 is the weight of a key: hidden ones are −∞",
         "keys lost beside hidden ones": "skip a block only for the queries, rows and tiles that "
-        "it is hidden from, and go on behind it, with keys, values and mask",
-        "another first key of the window": "a query sees the keys less than `window` positions "
-        "before its own, and no others",
+        "it is hidden from, and go on behind it; where a hidden one is first, guard −∞ − −∞",
+        "another first key of the window": "a query sees itself and `window` − 1 positions before",
         "masked after the softmax": "mask the scores: what is hidden counts in no denominator",
         "positions ignored": "a query sees the keys up to its own position only",
         "a query does not see itself": "position of key ≤ position of query, not <",
-        "causal from the first key": "the queries are the last of the text: query i sees key j for "
-        "j ≤ n − l + i",
+        "causal from the first key": "query i of l sees key j of n where j ≤ n − l + i",
         "local positions": "compare positions in the text: key j of a stripe is at j · p + rank",
         "sinks ignored": "a sink adds exp(sink) to the denominator, also when lse is returned",
         "sinks not in the maximum": "a sink is one more key: subtract the maximum of all",
