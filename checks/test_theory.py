@@ -1,9 +1,13 @@
-"""What notebook 02 states and no cell proves, beside a variant that is broken and must fail."""
+"""What notebook 02 states and no cell proves, beside a broken variant; the papers' Theorem 1."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 import sympy as sp
+from calls import count_merges, scalar_states
 
-from treeattn import energy, log_likelihood
+from treeattn import energy, log_likelihood, reduce_chain, reduce_tree
 
 t = sp.Symbol("t", real=True)
 
@@ -58,3 +62,25 @@ def test_gibbs_inequality():
     divergence = w * sp.log(w / p) + p - w  # P and w add up to one each
     assert sp.simplify(divergence - w * slack) == 0
     assert sp.simplify(divergence + w * slack) != 0
+
+
+@pytest.mark.parametrize(
+    ("n", "p", "steps"),
+    [(16, 1, 15), (64, 64, 6), (120, 5, 26), (4, 3, 2), (10, 3, 5), (7, 4, 3), (12, 5, 4)],
+)
+def test_theorem_1(n, p, steps):
+    """n keys on p processors: n/p − 1 merges in a chain, then ⌈log₂ p⌉ rounds of the tree.
+
+    Where p does not divide n, ⌈n/p⌉ − 1 + ⌈log₂ p⌉, or fewer where chunks of ⌈n/p⌉ leave a
+    processor idle, as those of 4 and of 12 keys do.
+    """
+    size = -(-n // p)
+
+    def reduce(states):
+        parts = [
+            reduce_chain(jax.tree.map(lambda x, i=i: x[i : i + size], states))
+            for i in range(0, n, size)
+        ]
+        return reduce_tree(jax.tree.map(lambda *x: jnp.stack(x), *parts))
+
+    assert count_merges(reduce, scalar_states(n)) == (n - 1, steps)

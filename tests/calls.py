@@ -1,9 +1,13 @@
-"""How many functions of the package a call takes, in Python: what a warm call costs its user."""
+"""Counts: functions of the package that a warm call takes in Python; merges of a program."""
 
 import sys
 from pathlib import Path
 
+import jax
+from jax.extend.core import Literal
+
 import treeattn
+from treeattn import AttentionState
 
 PACKAGE = str(Path(treeattn.__file__).parent)
 
@@ -24,3 +28,27 @@ def python_calls(function, *arguments, **options) -> int:
     finally:
         sys.setprofile(None)
     return count
+
+
+def count_merges(program, *arguments):
+    """(work, depth): the merges of a traced program, and those on its longest path.
+
+    Each merge takes one maximum of two pivots, and the program must take no other.
+    """
+    with jax.disable_jit():  # loops are unrolled, and functions inlined
+        jaxpr = jax.make_jaxpr(program)(*arguments).jaxpr
+    work, depth = 0, {}
+
+    def deepest(inputs):
+        return max((depth.get(x, 0) for x in inputs if not isinstance(x, Literal)), default=0)
+
+    for eqn in jaxpr.eqns:
+        merges = eqn.primitive.name == "max"
+        work += eqn.outvars[0].aval.size if merges else 0
+        depth |= dict.fromkeys(eqn.outvars, deepest(eqn.invars) + merges)
+    return work, deepest(jaxpr.outvars)
+
+
+def scalar_states(p):
+    """The shapes of p states of one query and one value, for tracing."""
+    return jax.eval_shape(lambda: AttentionState.identity((p,), 1))

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from calls import count_merges, scalar_states
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 from oracles import attention_of_scores
@@ -269,30 +269,6 @@ def test_inside_shard_map_whichever_fields_differ_between_devices(reduce, differ
 # ---------------------------------------------------------------- work and depth
 
 
-def count_merges(program, *arguments):
-    """(work, depth): the merges of a traced program, and those on its longest path.
-
-    Each merge takes one maximum of two pivots, and the program must take no other.
-    """
-    with jax.disable_jit():  # loops are unrolled, and functions inlined
-        jaxpr = jax.make_jaxpr(program)(*arguments).jaxpr
-    work, depth = 0, {}
-
-    def deepest(inputs):
-        return max((depth.get(x, 0) for x in inputs if not isinstance(x, Literal)), default=0)
-
-    for eqn in jaxpr.eqns:
-        merges = eqn.primitive.name == "max"
-        work += eqn.outvars[0].aval.size if merges else 0
-        depth |= dict.fromkeys(eqn.outvars, deepest(eqn.invars) + merges)
-    return work, deepest(jaxpr.outvars)
-
-
-def scalar_states(p):
-    """The shapes of p states of one query and one value, for tracing."""
-    return jax.eval_shape(lambda: AttentionState.identity((p,), 1))
-
-
 @pytest.mark.parametrize("k", [2, 3, 8])
 def test_rounds_and_merges_of_trees(k):
     """⌈log_k p⌉ rounds and p − 1 merges, with ⌈p / kʳ⌉ states left after r rounds; k − 1 a round on
@@ -313,25 +289,3 @@ def test_chain_and_scan_counts():
         assert count_merges(reduce_chain, scalar_states(p)) == (p - 1, p - 1)
         work, depth = count_merges(scan_states, scalar_states(p))
         assert work < 2 * p and depth <= 2 * math.ceil(math.log2(p))
-
-
-@pytest.mark.parametrize(
-    ("n", "p", "steps"),
-    [(16, 1, 15), (64, 64, 6), (120, 5, 26), (4, 3, 2), (10, 3, 5), (7, 4, 3), (12, 5, 4)],
-)
-def test_theorem_1(n, p, steps):
-    """n keys on p processors: n/p − 1 merges in a chain, then ⌈log₂ p⌉ rounds of the tree.
-
-    Where p does not divide n, ⌈n/p⌉ − 1 + ⌈log₂ p⌉, or fewer where chunks of ⌈n/p⌉ leave a
-    processor idle, as those of 4 and of 12 keys do.
-    """
-    size = -(-n // p)
-
-    def reduce(states):
-        parts = [
-            reduce_chain(jax.tree.map(lambda x, i=i: x[i : i + size], states))
-            for i in range(0, n, size)
-        ]
-        return reduce_tree(jax.tree.map(lambda *x: jnp.stack(x), *parts))
-
-    assert count_merges(reduce, scalar_states(n)) == (n - 1, steps)
