@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from machine import machine
 from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 from tqdm import tqdm
 
 import treeattn
@@ -37,6 +38,7 @@ KEYS = {"MHA": (1 << 14, 1 << 16), "GQA-4": (1 << 14, 1 << 16), "SmolLM2": (1 <<
 DTYPES = "float32", "bfloat16"
 OURS, JAX, READING = "treeattn", "jax.nn", "reading it all"
 LAYOUTS = "(b, n, h, d)", "(b, h, n, d)"
+FUSED = {"cpp.enable_floating_point_contract_flag": "fast"}  # a product and a sum in one step
 
 
 def read_everything(parts: list[np.ndarray], pool: ThreadPoolExecutor) -> None:
@@ -68,46 +70,82 @@ def pytorch_calls(q, k, v, dtype: str) -> dict:
     SDPA: `scaled_dot_product_attention`, the queries of a key head as rows of one head
     flex: `flex_attention`, compiled
     sums: no attention function, but `by_sums`, compiled
+    bags: the same with `by_bags`
 
     Other ways that were tried are on benchmarks/README.md.
     """
-    q, k, v = (torch.from_numpy(x).to(getattr(torch, dtype)).transpose(1, 2) for x in (q, k, v))
+    # A copy, because PyTorch's own memory begins at a line of the processor's cache.
+    given = (torch.from_numpy(x).to(getattr(torch, dtype), copy=True) for x in (q, k, v))
+    q, k, v = (x.transpose(1, 2) for x in given)
     heads, kv_heads = q.shape[1], k.shape[1]
     rows = q.reshape(1, kv_heads, heads // kv_heads, -1)
+    in_float32 = rows[0].float()  # inside a compiled function they would be converted for each key
     torch.compiler.reset()
-    flex, sums = (torch.compile(f, dynamic=False) for f in (flex_attention, by_sums))
+    flex = torch.compile(flex_attention, dynamic=False)
+    sums, bags = (torch.compile(f, dynamic=False, options=FUSED) for f in (by_sums, by_bags))
 
-    ways = {
-        "SDPA": functools.partial(torch.nn.functional.scaled_dot_product_attention, rows),
-        "flex": functools.partial(flex, q, enable_gqa=kv_heads != heads),
-    }
-    for block in 16, 32:
-        ways[f"sums {block}"] = functools.partial(sums, rows, block=block)
-    keys = {LAYOUTS[0]: (k, v), LAYOUTS[1]: (k.contiguous(), v.contiguous())}
-    return {
-        (layout, way): functools.partial(f, *kv)
-        for way, f in ways.items()
-        for layout, kv in keys.items()
-    }
+    calls = {}
+    for layout, keys in zip(LAYOUTS, ((k, v), (k.contiguous(), v.contiguous())), strict=True):
+        calls[layout, "SDPA"] = functools.partial(scaled_dot_product_attention, rows, *keys)
+        options = {"enable_gqa": kv_heads != heads}
+        calls[layout, "flex"] = functools.partial(flex, q, *keys, **options)
+        for block, chunks in (16, 4), (32, 1), (64, 1):
+            options = {"block": block, "chunks": chunks}
+            calls[layout, f"sums {block}"] = functools.partial(sums, in_float32, *keys, **options)
+        of_keys = keys_of_bags(keys[0], rows.shape[2])
+        calls[layout, "bags"] = functools.partial(bags, in_float32, *keys, *of_keys)
+    return calls
 
 
-def by_sums(rows, k, v, block: int):
+def by_sums(q, k, v, block: int, chunks: int):
     """Attention by sums, to be compiled: its loops run in the order of the keys' memory.
 
-    Over `block` keys first, which stay in the processor's cache, then over 64 parts.
+    Over `block` keys first, which stay in the processor's cache, then over 64 parts, a chunk of the
+    keys at a time, so that what the parts add up to stays small.
 
-    rows (1, kv_heads, rows, d), keys and values (1, kv_heads, n, d) -> (kv_heads, rows, d)
+    q (kv_heads, rows, d) in float32, keys and values (1, kv_heads, n, d) -> (kv_heads, rows, d)
     """
     dim, keys = (0, 0) if k.stride(1) < k.stride(2) else (1, -1)  # where the keys are, in k and s
-    q = rows[0].float() * rows.shape[-1] ** -0.5
     k, v = (x[0].movedim(1, dim).float() for x in (k, v))
     s = torch.stack([(x.unsqueeze(dim) * k).sum(-1) for x in q.unbind(1)], 1)
-    p = torch.exp(s - s.amax(keys, keepdim=True))
+    p = torch.exp((s - s.amax(keys, keepdim=True)) * q.shape[-1] ** -0.5)
     results = []
     for w, total in zip(p.unbind(1), p.sum(keys, keepdim=True).unbind(1), strict=True):
-        parts = (w[..., None] * v).unflatten(dim, (64, -1, block))
-        results.append(parts.sum(dim + 2).sum(dim + 1).sum(dim) / total.reshape(-1, 1))
+        result = 0
+        for own, values in zip(w.chunk(chunks, dim), v.chunk(chunks, dim), strict=True):
+            parts = (own[..., None] * values).unflatten(dim, (64 // chunks, -1, block))
+            result = result + parts.sum(dim + 2).sum(dim + 1).sum(dim)
+        results.append(result / total.reshape(-1, 1))
     return torch.stack(results, 1)
+
+
+def keys_of_bags(k, rows: int):
+    """For `by_bags`, made once for a cache: the keys of each bag, and where each bag begins.
+
+    A bag has 64 keys of one head, numbered as they are in memory. Each row has bags of its own.
+    """
+    kv_heads, n = k.shape[1:3]
+    each = torch.arange(kv_heads * n)
+    in_order = each.view(kv_heads, -1, 64)
+    if k.stride(1) < k.stride(2):
+        in_order = each.view(-1, 64, kv_heads).movedim(2, 1)
+    index = in_order.unsqueeze(2).expand(-1, -1, rows, -1).reshape(-1).int()
+    return index, torch.arange(0, len(index), 64).int()
+
+
+def by_bags(q, k, v, index, offsets):
+    """As `by_sums`, but `embedding_bag` adds up the values, 64 keys in a bag."""
+    by_key = k.stride(1) < k.stride(2)
+    dim = 0 if by_key else 1  # where the bags are
+    k = k[0].unflatten(1, (-1, 64)).movedim(1, dim).float()
+    s = torch.stack([(x.unsqueeze(-2).unsqueeze(dim) * k).sum(-1) for x in q.unbind(1)], 2)
+    largest = s.amax(3, keepdim=True).amax(dim, keepdim=True)
+    p = torch.exp((s - largest) * q.shape[-1] ** -0.5)
+    values = (v.transpose(1, 2) if by_key else v).reshape(-1, v.shape[-1])
+    weights = p.to(v.dtype).reshape(-1)
+    sums = embedding_bag(index, values, offsets, mode="sum", per_sample_weights=weights)
+    sums = sums.float().view(*s.shape[:3], -1).sum(dim)
+    return sums / p.sum(3).sum(dim)[..., None]
 
 
 def time_in_turn(calls: dict, rounds: int) -> dict[tuple, tuple[float, float]]:
