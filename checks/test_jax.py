@@ -2,6 +2,7 @@
 the one that is installed does neither."""
 
 import os
+import socket
 import subprocess
 import sys
 import tomllib
@@ -87,3 +88,29 @@ from jax._src import xla_bridge
 print(xla_bridge.backends_are_initialized())
 """
     assert run_code(code).split() == ["treeattn", "False", "False"]
+
+
+ALONE = """
+import sys
+import treeattn
+
+try:
+    treeattn.initialize(sys.argv[1], 2, int(sys.argv[2]), initialization_timeout=2)
+except BaseException as error:
+    print("caught", error)
+"""
+
+
+# Without process 1, process 0 waits for it; without process 0, nobody coordinates.
+@pytest.mark.slow
+@pytest.mark.parametrize("present", ["0", "1"])
+def test_xla_ends_a_process_that_stays_alone_and_raises_nothing(present):
+    """As the docstring of `initialize` says."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-c", ALONE, address, present]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    output = done.stdout + done.stderr
+    assert done.returncode != 0 and "Terminating process" in output
+    assert "DEADLINE_EXCEEDED" in output and "caught" not in output
