@@ -55,6 +55,8 @@ OPTIONS = {
 # Two values of each option that is another program: they give different results everywhere.
 STATIC = {"causal": (False, True)}
 FOR_PROMPTS = {"causal"}  # which what decodes does not have
+# One value of each of the others, for tests that ask with all options at once; none today.
+OTHERS = {name: values[1] for name, values in STATIC.items() if name not in FOR_PROMPTS}
 
 
 def over(kind=AxisType.Auto, first=0, **sizes) -> NamedSharding:

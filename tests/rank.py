@@ -39,6 +39,7 @@ def main() -> None:
     mesh = treeattn.kv_mesh(nodes=int(processes))
     print(f"devices {len(jax.devices())} close {decode(mesh, 64) < 1e-5}", flush=True)
     if what == "raise" and process_id in victim:
+        sys.stdout.close()  # cannot be flushed any more
         raise ArithmeticError("planted")
     if what == "wait" and process_id in victim:
         print("waiting", flush=True)

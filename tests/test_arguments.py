@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
-from attentions import over
+from attentions import OTHERS, over
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -199,7 +199,7 @@ ATTENTIONS = [
         ({"kv_lengths": x}, ValueError, "kv_lengths: expected 0 to kv_len = 5 keys, got")
         for x in (6, [-1, 3], np.array([3, 2**33]))
     ],
-    ({"scale": float("nan")}, ValueError, "scale: .*finite.*nan"),
+    *[({name: float("nan")}, ValueError, f"{name}: .*nan") for name in ("scale", *OTHERS)],
     ({"scale": float("inf")}, ValueError, "scale: .*finite.*inf"),
     ({"scale": 1e39}, ValueError, "scale: expected a finite number of float32, got 1e.39"),
     ({"scale": 1j}, ValueError, "scale: expected a real number"),
@@ -218,7 +218,7 @@ ATTENTIONS = [
         ({"sharding": NamedSharding(over(keys=2).mesh, spec)}, ValueError, f"sharding: {message}")
         for spec, message in (
             (P(*[None] * 3, "keys"), r"expected P\(batch, keys, heads\)"),
-            (P(P.UNCONSTRAINED, "keys"), "expected names of axes or None"),
+            (P(P.UNCONSTRAINED, "keys"), "expected P.batch, keys, heads. of axes' names"),
         )
     ],
     ({"sharding": over(rows=3)}, ValueError, "sharding: the 3 devices .* cannot share 2 texts"),

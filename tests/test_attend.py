@@ -17,6 +17,7 @@ from attentions import (
     FOR_PROMPTS,
     IMPLEMENTATIONS,
     OPTIONS,
+    OTHERS,
     PREFILLS,
     STATIC,
     check,
@@ -60,8 +61,8 @@ def function(implementation, **options):
     return f
 
 
-FUNCTIONS = {name: function(how) for name, how in IMPLEMENTATIONS.items()}
-BLOCKWISE = jax.jit(FUNCTIONS["blockwise"])
+FUNCTIONS = {name: function(how, **OTHERS) for name, how in IMPLEMENTATIONS.items()}
+BLOCKWISE = jax.jit(function("blockwise"))
 
 
 def all_seen(shape):
@@ -146,6 +147,7 @@ def test_values_and_gradients(seed, name, stale, how):
     w, u = rng.normal(size=(*q.shape[:3], shape["dv"])), rng.normal(size=q.shape[:3])
     cache = np.where(hidden, stale, k), np.where(hidden, stale, v)
     found, gradients = results(FUNCTIONS[how], q, *cache, w, u, options)
+    options |= OTHERS
     check(found, q, k, v, **options)
     check_gradients(gradients, q, k, v, w, u, **options)
 
@@ -248,14 +250,15 @@ def test_lengths_of_any_integers():
 @pytest.mark.parametrize("how", OURS)
 def test_causal_values_and_gradients(how):
     length = 3 * CAUSAL_BLOCK + 5
-    f = function(how, causal=True, scale=0.3)
+    options = {"causal": True, "scale": 0.3} | OTHERS
+    f = function(how, **options)
     for seed in range(2):
         rng = np.random.default_rng(seed)
         q, k, v = draw(seed, l=length, n=length, d=8, dv=5)
         w, u = rng.normal(size=(2, length, 4, 5)), rng.normal(size=(2, length, 4))
         found, gradients = results(f, q, k, v, w, u, {})
-        check(found, q, k, v, causal=True, scale=0.3)
-        check_gradients(gradients, q, k, v, w, u, causal=True, scale=0.3)
+        check(found, q, k, v, **options)
+        check_gradients(gradients, q, k, v, w, u, **options)
 
 
 def test_causal_halves_compute_few_hidden_scores(monkeypatch):

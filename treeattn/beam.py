@@ -238,10 +238,7 @@ def _nodes(xp, common, lengths, width):
     are nodes 2 + 1 and 2 + 2. Its token 1 belongs to the first candidate and is node 0 + 0.
     """
     candidates = common.shape[1]
-    candidate = xp.arange(candidates, dtype=xp.int32)
-    earlier = candidate[None] < candidate[:, None]  # (M, M)
-    shared_with_earlier = xp.where(earlier[None], common, 0)
-    borrowed = xp.max(shared_with_earlier, axis=2, initial=0)  # (B, M)
+    borrowed = xp.max(xp.tril(common, -1), axis=2, initial=0)  # (B, M), from earlier candidates
     end = (lengths - borrowed).cumsum(axis=1, dtype=xp.int32)
     start = end - lengths
 
@@ -271,12 +268,12 @@ def _mask(xp, common, owner, offsets, real):
     shared = xp.take_along_axis(common, owner[:, None], axis=2)  # (B, M, L)
     through = (shared > offsets[:, None]) & real[:, None]  # candidate m runs through node j
     deepest = xp.where(real, offsets, -1)  # a pad sees nothing
-    below = offsets[:, None] > deepest[:, :, None]
+    not_below = offsets[:, None] <= deepest[..., None]
     if xp is np:
         on_the_path = through[np.arange(len(owner))[:, None], owner]
     else:
         on_the_path = _look_up(through, owner)
-    return on_the_path & ~below
+    return on_the_path & not_below
 
 
 def _look_up(table, candidate):

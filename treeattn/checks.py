@@ -37,9 +37,8 @@ def integer(name: str, x, least: int, most: int | None = None) -> int:
 
     Raises TypeError for anything else, and ValueError below `least` or above `most`.
     """
-    expected = f"an integer of at least {least}"
-    if most is not None:
-        expected = f"an integer from {least} to {most}"
+    limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+    expected = f"an integer {limits}"
     try:
         number = None if isinstance(x, bool | np.bool_) else operator.index(x)
     except TypeError:  # JAX's booleans and traced values raise it, too

@@ -78,8 +78,8 @@ def kv_mesh(
             raise ValueError(f"{name}: {rest} devices cannot be divided into {n} equal parts")
         rest //= n
     axes = ["node" if name == "nodes" else name for name in sizes]
-    axes.append("kv" if nodes is None else "device")
-    return Mesh(flat.reshape(*sizes.values(), rest), tuple(axes))
+    axes += ["kv" if nodes is None else "device"]
+    return Mesh(flat.reshape(*sizes.values(), rest), axes)
 
 
 def initialize(
@@ -146,7 +146,8 @@ def _on_loopback(host: str) -> bool:
 
 def _end_at_once(kind, error, trace) -> None:
     """Print the exception as Python would, and exit without waiting for other processes."""
-    sys.__excepthook__(kind, error, trace)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+    try:
+        sys.__excepthook__(kind, error, trace)
+        sys.stdout.flush()
+    finally:  # even if the output is closed
+        os._exit(1)

@@ -97,8 +97,9 @@ def flash_attend(inputs: Inputs) -> AttentionState:
     if inputs.lengths is not None:
         return from_output(*_variable_lengths(q, k, v, inputs.lengths, options))
     flash_fwd, _ = load()
-    everything = {"window_size_left": -1, "window_size_right": -1}
-    out, lse = flash_fwd.flash_mha_fwd(q, k, v, **everything, **options)
+    out, lse = flash_fwd.flash_mha_fwd(
+        q, k, v, window_size_left=-1, window_size_right=-1, **options
+    )
     return from_output(out, lse.transpose(0, 2, 1))  # lse comes as (b, h, l)
 
 

@@ -61,11 +61,10 @@ def energy(
     0.6931
     """
     mask = _check_inputs(q, k, v, mask, zeta=zeta)
-    if mask is None:
-        return log_sum_exp(_scores(zeta, q, k, v, scale))
-    k, v = (jnp.where(mask[:, None], x, 0) for x in (k, v))
+    if mask is not None:
+        k, v = (jnp.where(mask[:, None], x, 0) for x in (k, v))
     s = _scores(zeta, q, k, v, scale)
-    return log_sum_exp(jnp.where(mask, s, -jnp.inf))
+    return log_sum_exp(s if mask is None else jnp.where(mask, s, -jnp.inf))
 
 
 def causal_energy(

@@ -144,8 +144,7 @@ def check_inputs(inputs: Inputs) -> None:
     for name, x in (("mask", inputs.mask), ("bias", inputs.bias)):
         if x is None:
             continue
-        fits = x.ndim == 4 and all(x.shape[i] in (1, target[i]) for i in range(4))
-        if not fits:
+        if x.ndim != 4 or any(x.shape[i] not in (1, target[i]) for i in range(4)):
             layout = "(batch, heads, q_len, kv_len)"
             raise ValueError(
                 f"{name}: expected a shape that broadcasts to {layout} = {target}, got {x.shape}"

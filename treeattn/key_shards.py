@@ -114,12 +114,10 @@ def _in_the_contexts_mesh(spec: P) -> NamedSharding:
 @functools.lru_cache(maxsize=256)
 def _key_shards(sharding: NamedSharding, striped: bool, manual: frozenset[str]) -> KeyShards:
     """The shards of a NamedSharding, without axes that an enclosing `shard_map` has split."""
-    if P.UNCONSTRAINED in sharding.spec:
-        raise ValueError(f"sharding: expected names of axes or None, got {sharding.spec}")
-    entries = _entries(sharding.spec)
-    if len(entries) > 3:
-        raise ValueError(f"sharding: expected P(batch, keys, heads), got {sharding.spec}")
-    batch, keys, heads = (*entries, (), (), ())[:3]
+    if P.UNCONSTRAINED in sharding.spec or len(_entries(sharding.spec)) > 3:
+        expected = "P(batch, keys, heads) of axes' names or None"
+        raise ValueError(f"sharding: expected {expected}, got {sharding.spec}")
+    batch, keys, heads = (*_entries(sharding.spec), (), (), ())[:3]
     if inside := manual & set(keys):
         axes = sorted(inside)
         raise ValueError(f"sharding: shard_map has split {axes} already: call attend, merge_across")
@@ -146,8 +144,8 @@ def _check_sharded_as(name: str, x, wanted: NamedSharding) -> None:
         matches = _entries(found.spec) == _entries(_explicit(wanted.spec, found.mesh))
     elif isinstance(x, jax.Array) and not x.is_fully_replicated and x.ndim == 4:
         found = x.sharding
-        concrete = isinstance(wanted.mesh, Mesh)
-        matches = not concrete or found.is_equivalent_to(wanted, x.ndim)
+        abstract = isinstance(wanted.mesh, AbstractMesh)
+        matches = abstract or found.is_equivalent_to(wanted, x.ndim)
     else:
         return
     if not matches:

@@ -149,7 +149,7 @@ def _on_its_devices(inputs: Inputs, implementation: Implementation, finalized: b
     """
     check_implementation(implementation, inputs.q)
     spec = jax.typeof(inputs.k).sharding.spec
-    if len(spec) > 1 and spec[1] is not None and not callable(implementation):
+    if any(spec[1:2]) and not callable(implementation):
         raise ValueError(
             f"k: its keys are sharded along {spec[1]!r}, got {spec}; call tree_decode or "
             "ring_attention, or jax.reshard k"
@@ -170,9 +170,8 @@ def xla_may_split(*arrays) -> bool:
         return False
     if jax.device_count() == 1:
         return False
-    if any([isinstance(x, jax.core.Tracer) for x in arrays]):
-        return True
-    return any([isinstance(x, jax.Array) and len(x.devices()) > 1 for x in arrays])
+    of_jax = [x for x in arrays if isinstance(x, jax.Array)]
+    return any([isinstance(x, jax.core.Tracer) or len(x.devices()) > 1 for x in of_jax])
 
 
 def attend_inputs(inputs: Inputs, implementation: Implementation):
@@ -189,13 +188,15 @@ def attend_inputs(inputs: Inputs, implementation: Implementation):
         return _attend_by_function(inputs, implementation)
     if inputs.bias is not None:
         inputs = inputs.replace(bias=inputs.bias.astype(inputs.dtype))
-    if implementation is None and not isinstance(inputs.q.size * inputs.k.size, int):
-        implementation = "plain"  # the sizes of blocks are numbers, and a symbolic size is none
-    if implementation is None and flash.is_best(inputs):
-        # The platform is known only when the program is lowered.
-        return jax.lax.platform_dependent(inputs, cuda=flash.flash_attend, default=attend_blockwise)
     if implementation is None:
-        implementation = "plain" if inputs.may_split else "blockwise"
+        symbolic = not isinstance(inputs.q.size * inputs.k.size, int)
+        if not symbolic and flash.is_best(inputs):
+            # The platform is known only when the program is lowered.
+            return jax.lax.platform_dependent(
+                inputs, cuda=flash.flash_attend, default=attend_blockwise
+            )
+        # The sizes of blocks are numbers, so "blockwise" takes no symbolic size.
+        implementation = "plain" if symbolic or inputs.may_split else "blockwise"
     if implementation == "flash" and (reason := flash.why_not(inputs)) is not None:
         raise ValueError(reason)
     return IMPLEMENTATIONS[implementation](inputs)
@@ -228,11 +229,12 @@ def _attend_by_function(inputs: Inputs, kernel: Callable):
     options = {name: x for name, x in options.items() if x is not None}
     result = kernel(inputs.q, inputs.k, inputs.v, scale=inputs.total_scale, **options)
     name = getattr(kernel, "__name__", str(kernel))
+    listed = type(result) in (tuple, list)  # a state of the kernel's own may be a NamedTuple
     if isinstance(result, AttentionState):
         parts = result._asdict()
-    elif type(result) in (tuple, list) and len(result) == 2:
+    elif listed and len(result) == 2:
         parts = dict(zip(("out", "lse"), result, strict=True))
-    elif type(result) in (tuple, list, type(None)) or isinstance(result, Array | np.generic):
+    elif listed or result is None or isinstance(result, Array | np.generic):
         raise TypeError(
             f"implementation: expected {name} to return (out, lse), an AttentionState or a state "
             f"of its own, got {type(result).__name__}"

@@ -102,11 +102,12 @@ def tell(message, *_) -> None:
 
 
 def main() -> int:
-    if sys.stdout is None:  # closed
-        sys.stdout = open(os.devnull, "w")
-    sys.stdout.reconfigure(errors="replace")  # the terminal may lack letters of the answer
-    for file in (sys.stdout, sys.stderr):  # what is printed may be a stranger's
+    for name in ("stdout", "stderr"):
+        file = getattr(sys, name) or open(os.devnull, "w")  # None if it is closed
+        # What is printed may be a stranger's.
         file.write = lambda text, write=file.write: write(text.translate(CONTROLS))
+        setattr(sys, name, file)
+    sys.stdout.reconfigure(errors="replace")  # the terminal may lack letters of the answer
     warnings.showwarning = tell  # without the place in Python's own code
     try:
         try:
