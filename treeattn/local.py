@@ -170,8 +170,9 @@ def xla_may_split(*arrays) -> bool:
         return False
     if jax.device_count() == 1:
         return False
-    of_jax = [x for x in arrays if isinstance(x, jax.Array)]
-    return any([isinstance(x, jax.core.Tracer) or len(x.devices()) > 1 for x in of_jax])
+    if any([isinstance(x, jax.core.Tracer) for x in arrays]):
+        return True
+    return any([isinstance(x, jax.Array) and len(x.devices()) > 1 for x in arrays])
 
 
 def attend_inputs(inputs: Inputs, implementation: Implementation):

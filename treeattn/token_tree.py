@@ -4,6 +4,8 @@ A beam (`treeattn.beam`) is one way to write down a tree of candidate tokens, an
 is another. A model needs the mask and the depths to verify a tree in one pass.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int, Integer
@@ -28,22 +30,12 @@ def ancestor_mask(
     >>> print(ancestor_mask([-1, 0, 0, 2]).astype(int)[3])  # node 3 below 2, node 2 below 0
     [1 0 1 1]
     """
-    parents = as_integers("parents", parents)
-    if jnp.issubdtype(parents.dtype, jnp.unsignedinteger):
-        raise TypeError(f"parents: expected a signed dtype, for −1 at a root, got {parents.dtype}")
-    if parents.ndim == 0:
-        raise ValueError("parents: expected axes (..., L), got a scalar")
-    xp = namespace(parents)
+    xp, parents = _checked_parents(parents)
     size = parents.shape[-1]
-    expected = "−1 (a root) or an earlier node, so that there is no cycle"
-    before = np.broadcast_to(np.arange(size) - 1, parents.shape)
-    up = bounded("parents", parents, -1, before, expected)
-    mask = xp.broadcast_to(xp.eye(size, dtype=bool), (*up.shape, size))
-    for _ in range(max(size - 1, 0).bit_length()):  # up is each node's 1st, 2nd, 4th … ancestor
-        ancestor = xp.maximum(up, 0)
-        above = xp.take_along_axis(mask, ancestor[..., None], axis=-2)
+    mask = xp.broadcast_to(xp.eye(size, dtype=bool), (*parents.shape, size))
+    for up in _ever_higher(xp, parents):
+        above = xp.take_along_axis(mask, xp.maximum(up, 0)[..., None], axis=-2)
         mask = mask | (above & (up >= 0)[..., None])
-        up = xp.where(up >= 0, xp.take_along_axis(up, ancestor, axis=-1), -1)
     return mask
 
 
@@ -55,4 +47,33 @@ def depths(parents: Integer[Array, "*batch nodes"] | Numbers) -> Int[Array, "*ba
     >>> print(depths([-1, 0, 0, 2]))
     [0 1 1 2]
     """
-    return ancestor_mask(parents).sum(axis=-1, dtype=np.int32) - 1
+    xp, parents = _checked_parents(parents)
+    depth = (parents >= 0).astype(xp.int32)
+    for up in _ever_higher(xp, parents):
+        depth = depth + xp.where(up >= 0, _at(xp, depth, up), 0)
+    return depth
+
+
+def _ever_higher(xp, parents):
+    """Each node's 1st, 2nd, 4th, 8th … ancestor, up to the deepest possible; −1 above a root."""
+    up = parents
+    for _ in range(max(parents.shape[-1] - 1, 0).bit_length()):
+        yield up
+        up = xp.where(up >= 0, _at(xp, up, up), -1)
+
+
+def _at(xp, x, node):
+    """The entries of x at these nodes, (..., L); the entry of node 0 where the node is −1."""
+    return xp.take_along_axis(x, xp.maximum(node, 0), axis=-1)
+
+
+def _checked_parents(parents) -> tuple[Any, Array]:
+    """(numpy or jax.numpy, parents in int32). Raises as `ancestor_mask` does."""
+    parents = as_integers("parents", parents)
+    if jnp.issubdtype(parents.dtype, jnp.unsignedinteger):
+        raise TypeError(f"parents: expected a signed dtype, for −1 at a root, got {parents.dtype}")
+    if parents.ndim == 0:
+        raise ValueError("parents: expected axes (..., L), got a scalar")
+    expected = "−1 (a root) or an earlier node, so that there is no cycle"
+    before = np.broadcast_to(np.arange(parents.shape[-1]) - 1, parents.shape)
+    return namespace(parents), bounded("parents", parents, -1, before, expected)

@@ -46,9 +46,9 @@ def test_two_processes_write_the_same_text(tmp_path):
         assert found["plain"].tolist() == found["drafted"].tolist() == want
 
 
-@pytest.mark.parametrize(("closed", "code"), [(">&-", 0), ("2>&-", 0), ("> /dev/full", 1)])
-def test_a_closed_or_full_output_is_no_traceback(closed, code):
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "> /dev/full"])
+def test_a_closed_or_full_output_is_no_traceback(closed):
     """`--version` is all that is printed: no model is read."""
     command = f"{sys.executable} -m treeattn_llama --version {closed}"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=100)
-    assert done.returncode == code and "Traceback" not in done.stderr
+    assert done.returncode == 0 and "Traceback" not in done.stderr
