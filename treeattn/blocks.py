@@ -76,8 +76,16 @@ def _group_heads(inputs: Inputs) -> Inputs:
     q, k, v, bias = _varying_as(inputs, (inputs.q, inputs.k, inputs.v, inputs.bias))
     b, l, h, d = q.shape
     h_kv = k.shape[2]
-    q = finite(q.astype(inputs.dtype) * inputs.total_scale).reshape(b, l, h_kv, h // h_kv, d)
-    return inputs.replace(q=q.transpose(0, 2, 3, 1, 4), k=k, v=v, bias=bias, traced_scale=None)
+    dtype = inputs.dtype
+    q = finite(q.astype(dtype) * inputs.total_scale).reshape(b, l, h_kv, h // h_kv, d)
+
+    return inputs.replace(
+        q=q.transpose(0, 2, 3, 1, 4),
+        k=k,
+        v=v,
+        bias=bias,
+        traced_scale=None,
+    )
 
 
 @jax.custom_jvp
@@ -108,7 +116,8 @@ def _attend_texts(inputs: Inputs, first_text) -> AttentionState:
     q = inputs.q
     n = inputs.k.shape[1]
     size = block_size(inputs)
-    few = products.few_queries(inputs)
+    few = products.few_queries(q, n)
+    may_split = inputs.may_split
     query_lanes = products.lane_queries(q) if few else None
 
     def read(x, first, count):
@@ -118,11 +127,11 @@ def _attend_texts(inputs: Inputs, first_text) -> AttentionState:
         first, visible, bias = _visibility(inputs, start, size)
         keys = read(inputs.k, first, size)
         if few:
-            s = products.lane_scores(query_lanes, keys)
+            s = products.lane_scores(query_lanes, keys, may_split)
         else:
             s = products.matrix_scores(q, keys)
         s = _mask_and_clip(s, visible, bias)
-        m = products.row_max(lax.stop_gradient(s), inputs.may_split)
+        m = products.row_max(lax.stop_gradient(s), may_split)
         p = jnp.exp(s - finite(m)[..., None])
         unused = None if visible is None else unused_keys(visible)
 
@@ -132,7 +141,7 @@ def _attend_texts(inputs: Inputs, first_text) -> AttentionState:
         if few:  # a lane of values at a time
             width = size // products.LANES
             value_lanes = [values(at, width) for at in range(0, size, width)]
-            denominator, numerator = products.lane_sums(p, value_lanes)
+            denominator, numerator = products.lane_sums(p, value_lanes, may_split)
         else:
             denominator, numerator = products.matrix_sums(p, values(0, size))
         m = jnp.where(jnp.isnan(denominator), denominator, m)  # row_max may ignore a NaN
@@ -239,7 +248,7 @@ def block_size(inputs: Inputs) -> int:
     q = inputs.q
     n = inputs.k.shape[1]
     factor = 1 if products.compiled_for() == "cpu" else 16
-    multiple = products.LANES if products.few_queries(inputs) else 1
+    multiple = products.LANES if products.few_queries(q, n) else 1
     queries = q.size // q.shape[-1]
     most = min(max(factor * SCORES // queries, 128), factor * products.BLOCK)
     blocks = -(-n // most)

@@ -15,8 +15,8 @@ sums. Lane i of one is multiplied elementwise with lane i of the other. The prod
 up to one array, and this array is summed along the axis that was cut.
 
 Queries are (b, h_kv, group, l, d), keys and values (b, size, h_kv, ·), scores and weights
-(b, h_kv, group, l, size), as in treeattn/blocks.py. Where XLA may split the arrays over devices
-(`may_split`), plain forms are used, because its partitioner does not recognize the fast ones.
+(b, h_kv, group, l, size), as in treeattn/blocks.py. `may_split` says that XLA may split the arrays
+over devices: the fast reductions are not recognized by XLA's partitioner.
 """
 
 import jax
@@ -42,16 +42,16 @@ def compiled_for() -> str:
     return kind if kind == "cpu" else "tpu" if kind.startswith("tpu") else "gpu"
 
 
-def few_queries(inputs) -> bool:
-    """Whether sums over lanes are faster than matrix products.
+def few_queries(q, n: int) -> bool:
+    """Whether sums over lanes are faster than matrix products, for these queries and n keys.
 
     True on a CPU for up to d / 16 queries for each key head (8 for a head_dim of 128) and at least
-    512 keys, if head_dim is at most 256 and a multiple of 8. False where XLA may split the arrays.
+    512 keys, if head_dim is at most 256 and a multiple of 8.
     """
-    _, _, group, l, d = inputs.q.shape
-    if inputs.may_split or compiled_for() != "cpu":
+    _, _, group, l, d = q.shape
+    if compiled_for() != "cpu":
         return False
-    return 16 * group * l <= d <= 256 and d % 8 == 0 and inputs.k.shape[1] >= BLOCK // 2
+    return 16 * group * l <= d <= 256 and d % 8 == 0 and n >= BLOCK // 2
 
 
 def reads_bits(dtype) -> bool:
@@ -115,13 +115,16 @@ def matrix_sums(p, v):
 # one loop over the keys, vectorized, on all cores.
 
 
-def _sum(x, axis: int):
+def _sum(x, axis: int, may_split: bool):
     """The sum over an axis, fused with the loop that computes x.
 
     From JAX 0.10 on, XLA:CPU calls a library for plain sums, and writes the summands to memory for
     it, which takes three times as long. XLA:CPU does not recognize the sum if each addition is
-    followed by a rounding to the dtype's own precision, which changes nothing.
+    followed by a rounding to the dtype's own precision, which changes nothing. XLA's partitioner
+    does not recognize it either.
     """
+    if may_split:
+        return jnp.sum(x, axis=axis)
     about = jnp.finfo(x.dtype)
 
     def add(a, b):
@@ -156,14 +159,14 @@ def lane_queries(q):
     return lanes
 
 
-def lane_scores(lanes, k):
+def lane_scores(lanes, k, may_split: bool):
     """q·k of all queries and keys, (b, h_kv, group, l, size), as a sum of elementwise products."""
     k = k[:, :, :, None, None]
     s = sum(q * k[..., start : start + q.shape[-1]] for start, q in lanes)
-    return jnp.moveaxis(_sum(s, -1), 1, -1)
+    return jnp.moveaxis(_sum(s, -1, may_split), 1, -1)
 
 
-def lane_sums(p, lanes):
+def lane_sums(p, lanes, may_split: bool):
     """(Σ p, Σ p v), with p at most 1: (b, h_kv, group, l) and (b, h_kv, group, l, dv).
 
     lanes:   the block's values in LANES runs of neighbouring keys, (b, size / LANES, h_kv, dv)
@@ -175,4 +178,4 @@ def lane_sums(p, lanes):
     weights = jnp.moveaxis(p / BLOCK, -1, 1)[..., None]
     weights = jnp.split(weights, LANES, axis=1)
     products = [w * v[:, :, :, None, None] for w, v in zip(weights, lanes, strict=True)]
-    return total, _sum(sum(products), 1) * BLOCK
+    return total, _sum(sum(products), 1, may_split) * BLOCK
