@@ -43,6 +43,13 @@ mathjax2_config = {
         "imageFont": None,
         "linebreaks": {"automatic": True, "width": "container"},
     },
+    # The MathML that screen readers get would ask for fonts that the package lacks.
+    "NativeMML": {
+        "styles": {
+            f'[mathvariant="{x}"]': {"font-family": "inherit"}
+            for x in ("double-struck", "script", "fraktur", "bold-script", "bold-fraktur")
+        }
+    },
     "TeX": {"equationNumbers": {"autoNumber": "none"}},
     "showMathMenu": False,
     "messageStyle": "none",
