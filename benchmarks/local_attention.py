@@ -134,18 +134,23 @@ def keys_of_bags(k, rows: int):
 
 
 def by_bags(q, k, v, index, offsets):
-    """As `by_sums`, but `embedding_bag` adds up the values, 64 keys in a bag."""
+    """As `by_sums`, but `embedding_bag` adds up the values, 64 keys in a bag.
+
+    The weights of a bag are relative to its own largest score, and the bags merge at the end.
+    """
     by_key = k.stride(1) < k.stride(2)
     dim = 0 if by_key else 1  # where the bags are
     k = k[0].unflatten(1, (-1, 64)).movedim(1, dim).float()
     s = torch.stack([(x.unsqueeze(-2).unsqueeze(dim) * k).sum(-1) for x in q.unbind(1)], 2)
-    largest = s.amax(3, keepdim=True).amax(dim, keepdim=True)
-    p = torch.exp((s - largest) * q.shape[-1] ** -0.5)
+    largest = s.amax(3, keepdim=True)
+    scale = q.shape[-1] ** -0.5
+    p = torch.exp((s - largest) * scale)
+    of_bag = torch.exp((largest - largest.amax(dim, keepdim=True)) * scale)
     values = (v.transpose(1, 2) if by_key else v).reshape(-1, v.shape[-1])
     weights = p.to(v.dtype).reshape(-1)
     sums = embedding_bag(index, values, offsets, mode="sum", per_sample_weights=weights)
-    sums = sums.float().view(*s.shape[:3], -1).sum(dim)
-    return sums / p.sum(3).sum(dim)[..., None]
+    sums = of_bag * sums.float().view(*s.shape[:3], -1)
+    return sums.sum(dim) / (of_bag * p.sum(3, keepdim=True)).sum(dim)
 
 
 def time_in_turn(calls: dict, rounds: int) -> dict[tuple, tuple[float, float]]:
