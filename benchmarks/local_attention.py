@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from machine import machine
 from torch.nn.attention.flex_attention import flex_attention
-from torch.nn.functional import embedding_bag, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 
 import treeattn
@@ -70,7 +70,7 @@ def pytorch_calls(q, k, v, dtype: str) -> dict:
     SDPA: `scaled_dot_product_attention`, the queries of a key head as rows of one head
     flex: `flex_attention`, compiled
     sums: no attention function, but `by_sums`, compiled
-    bags: the same with `by_bags`
+    lines: the same with `by_lines`
 
     Other ways that were tried are on benchmarks/README.md.
     """
@@ -82,7 +82,7 @@ def pytorch_calls(q, k, v, dtype: str) -> dict:
     in_float32 = rows[0].float()  # inside a compiled function they would be converted for each key
     torch.compiler.reset()
     flex = torch.compile(flex_attention, dynamic=False)
-    sums, bags = (torch.compile(f, dynamic=False, options=FUSED) for f in (by_sums, by_bags))
+    sums, lines = (torch.compile(f, dynamic=False, options=FUSED) for f in (by_sums, by_lines))
 
     calls = {}
     for layout, keys in zip(LAYOUTS, ((k, v), (k.contiguous(), v.contiguous())), strict=True):
@@ -92,8 +92,8 @@ def pytorch_calls(q, k, v, dtype: str) -> dict:
         for block, chunks in (16, 4), (32, 1), (64, 1):
             options = {"block": block, "chunks": chunks}
             calls[layout, f"sums {block}"] = functools.partial(sums, in_float32, *keys, **options)
-        of_keys = keys_of_bags(keys[0], rows.shape[2])
-        calls[layout, "bags"] = functools.partial(bags, in_float32, *keys, *of_keys)
+        for block in 128, 256:
+            calls[layout, f"lines {block}"] = functools.partial(lines, in_float32, *keys, block)
     return calls
 
 
@@ -119,38 +119,21 @@ def by_sums(q, k, v, block: int, chunks: int):
     return torch.stack(results, 1)
 
 
-def keys_of_bags(k, rows: int):
-    """For `by_bags`, made once for a cache: the keys of each bag, and where each bag begins.
+def by_lines(q, k, v, block: int):
+    """As `by_sums`, with values cut into lines of the processor's cache, 64 bytes each.
 
-    A bag has 64 keys of one head, numbered as they are in memory. Each row has bags of its own.
+    Inductor fuses the sums of all lines and rows into one loop, which reads each value once.
     """
-    kv_heads, n = k.shape[1:3]
-    each = torch.arange(kv_heads * n)
-    in_order = each.view(kv_heads, -1, 64)
-    if k.stride(1) < k.stride(2):
-        in_order = each.view(-1, 64, kv_heads).movedim(2, 1)
-    index = in_order.unsqueeze(2).expand(-1, -1, rows, -1).reshape(-1).int()
-    return index, torch.arange(0, len(index), 64).int()
-
-
-def by_bags(q, k, v, index, offsets):
-    """As `by_sums`, but `embedding_bag` adds up the values, 64 keys in a bag.
-
-    The weights of a bag are relative to its own largest score, and the bags merge at the end.
-    """
-    by_key = k.stride(1) < k.stride(2)
-    dim = 0 if by_key else 1  # where the bags are
-    k = k[0].unflatten(1, (-1, 64)).movedim(1, dim).float()
-    s = torch.stack([(x.unsqueeze(-2).unsqueeze(dim) * k).sum(-1) for x in q.unbind(1)], 2)
-    largest = s.amax(3, keepdim=True)
-    scale = q.shape[-1] ** -0.5
-    p = torch.exp((s - largest) * scale)
-    of_bag = torch.exp((largest - largest.amax(dim, keepdim=True)) * scale)
-    values = (v.transpose(1, 2) if by_key else v).reshape(-1, v.shape[-1])
-    weights = p.to(v.dtype).reshape(-1)
-    sums = embedding_bag(index, values, offsets, mode="sum", per_sample_weights=weights)
-    sums = of_bag * sums.float().view(*s.shape[:3], -1)
-    return sums.sum(dim) / (of_bag * p.sum(3, keepdim=True)).sum(dim)
+    dim, keys = (0, 0) if k.stride(1) < k.stride(2) else (1, -1)
+    lines = v.shape[-1] * v.itemsize // 64
+    k, v = (x[0].movedim(1, dim).float() for x in (k, v))
+    s = torch.stack([(x.unsqueeze(dim) * k).sum(-1) for x in q.unbind(1)], 1)
+    p = torch.exp((s - s.amax(keys, keepdim=True)) * q.shape[-1] ** -0.5)
+    weights = [w.unflatten(dim, (-1, block))[..., None] for w in p.unbind(1)]
+    values = v.unflatten(dim, (-1, block)).chunk(lines, -1)
+    parts = torch.stack([(w * x).sum(dim + 1) for w in weights for x in values], 2).flatten(2)
+    result = parts.unflatten(dim, (32, -1)).sum(dim + 1).sum(dim)
+    return result.view(q.shape) / p.sum(keys).movedim(1, dim)[..., None]
 
 
 def time_in_turn(calls: dict, rounds: int) -> dict[tuple, tuple[float, float]]:
