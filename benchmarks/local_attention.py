@@ -1,6 +1,6 @@
 """One query against a long cache on a CPU: `treeattn.attention` beside PyTorch and `jax.nn`.
 
-python benchmarks/local_attention.py               8k to 64k keys, about 9 minutes
+python benchmarks/local_attention.py               8k to 64k keys, about 20 minutes
 python benchmarks/local_attention.py --write       also benchmarks/results/local_attention.md
 
 16 heads of 128, on as many key heads and on 4, and the packaged Llama's 9 heads of 64 on 3. Each
@@ -38,6 +38,7 @@ KEYS = {"MHA": (1 << 14, 1 << 16), "GQA-4": (1 << 14, 1 << 16), "SmolLM2": (1 <<
 DTYPES = "float32", "bfloat16"
 OURS, JAX, READING = "treeattn", "jax.nn", "reading it all"
 LAYOUTS = "(b, n, h, d)", "(b, h, n, d)"
+FUNCTIONS, WRITTEN = "functions, ", "sums, "  # PyTorch's attention functions, and none of them
 FUSED = {"cpp.enable_floating_point_contract_flag": "fast"}  # a product and a sum in one step
 
 
@@ -65,11 +66,11 @@ def contestants(n: int, shape: tuple, dtype: str, pool: ThreadPoolExecutor) -> d
 
 
 def pytorch_calls(q, k, v, dtype: str) -> dict:
-    """(layout of the keys, way) -> a call of PyTorch's.
+    """(peer, way) -> a call of PyTorch's; the peers' names end with the layout of the keys.
 
     SDPA: `scaled_dot_product_attention`, the queries of a key head as rows of one head
     flex: `flex_attention`, compiled
-    sums: no attention function, but `by_sums`, compiled
+    sums: no attention function, but `by_sums`, compiled ahead of time
     lines: the same with `by_lines`
 
     Other ways that were tried are on benchmarks/README.md.
@@ -82,18 +83,21 @@ def pytorch_calls(q, k, v, dtype: str) -> dict:
     in_float32 = rows[0].float()  # inside a compiled function they would be converted for each key
     torch.compiler.reset()
     flex = torch.compile(flex_attention, dynamic=False)
-    sums, lines = (torch.compile(f, dynamic=False, options=FUSED) for f in (by_sums, by_lines))
+    ways = {
+        "sums 16": functools.partial(by_sums, block=16, chunks=4),
+        "sums 64": functools.partial(by_sums, block=64, chunks=1),
+        "lines 64": functools.partial(by_lines, block=256, line=64),
+        "lines 128": functools.partial(by_lines, block=128, line=128),
+    }
 
     calls = {}
     for layout, keys in zip(LAYOUTS, ((k, v), (k.contiguous(), v.contiguous())), strict=True):
-        calls[layout, "SDPA"] = functools.partial(scaled_dot_product_attention, rows, *keys)
+        functions, written = FUNCTIONS + layout, WRITTEN + layout
+        calls[functions, "SDPA"] = functools.partial(scaled_dot_product_attention, rows, *keys)
         options = {"enable_gqa": kv_heads != heads}
-        calls[layout, "flex"] = functools.partial(flex, q, *keys, **options)
-        for block, chunks in (16, 4), (32, 1), (64, 1):
-            options = {"block": block, "chunks": chunks}
-            calls[layout, f"sums {block}"] = functools.partial(sums, in_float32, *keys, **options)
-        for block in 128, 256:
-            calls[layout, f"lines {block}"] = functools.partial(lines, in_float32, *keys, block)
+        calls[functions, "flex"] = functools.partial(flex, q, *keys, **options)
+        for name, way in ways.items():
+            calls[written, name] = ahead_of_time(way, in_float32, *keys)
     return calls
 
 
@@ -119,21 +123,33 @@ def by_sums(q, k, v, block: int, chunks: int):
     return torch.stack(results, 1)
 
 
-def by_lines(q, k, v, block: int):
-    """As `by_sums`, with values cut into lines of the processor's cache, 64 bytes each.
+def by_lines(q, k, v, block: int, line: int):
+    """As `by_sums`, with values cut into pieces of `line` bytes, 64 in a line of the cache.
 
-    Inductor fuses the sums of all lines and rows into one loop, which reads each value once.
+    Inductor fuses the sums of all pieces and rows into one loop, which reads each value once.
     """
     dim, keys = (0, 0) if k.stride(1) < k.stride(2) else (1, -1)
-    lines = v.shape[-1] * v.itemsize // 64
+    pieces = v.shape[-1] * v.itemsize // line
     k, v = (x[0].movedim(1, dim).float() for x in (k, v))
     s = torch.stack([(x.unsqueeze(dim) * k).sum(-1) for x in q.unbind(1)], 1)
     p = torch.exp((s - s.amax(keys, keepdim=True)) * q.shape[-1] ** -0.5)
     weights = [w.unflatten(dim, (-1, block))[..., None] for w in p.unbind(1)]
-    values = v.unflatten(dim, (-1, block)).chunk(lines, -1)
+    values = v.unflatten(dim, (-1, block)).chunk(pieces, -1)
     parts = torch.stack([(w * x).sum(dim + 1) for w in weights for x in values], 2).flatten(2)
     result = parts.unflatten(dim, (32, -1)).sum(dim + 1).sum(dim)
     return result.view(q.shape) / p.sum(keys).movedim(1, dim)[..., None]
+
+
+def ahead_of_time(function, *args):
+    """function(*args) as a compiled program, called without Dynamo's checks of its arguments."""
+
+    class Module(torch.nn.Module):
+        def forward(self, *args):
+            return function(*args)
+
+    exported = torch.export.export(Module(), args)
+    path = torch._inductor.aoti_compile_and_package(exported, inductor_configs=FUSED)
+    return functools.partial(torch._inductor.aoti_load_package(path), *args)
 
 
 def time_in_turn(calls: dict, rounds: int) -> dict[tuple, tuple[float, float]]:
@@ -162,18 +178,19 @@ def time_in_turn(calls: dict, rounds: int) -> dict[tuple, tuple[float, float]]:
     }
 
 
-HEAD = ["case", "ms", *LAYOUTS, JAX, "read rate"]
+PEERS = [kind + layout for kind in (FUNCTIONS, WRITTEN) for layout in LAYOUTS] + [JAX]
+HEAD = ["case", "ms", *PEERS, "read rate"]
 EXPLAINED = """`ms`: a call of treeattn, by the clock. Then each peer's time over ours, so above 1
-treeattn is ahead: by the clock, in brackets by the processor (both cores), and the fastest way to
-call PyTorch on keys in that layout. `read rate`: NumPy's time to read the same bytes, over
-treeattn's."""
+treeattn is ahead: by the clock, in brackets by the processor (both cores), and the fastest way on
+keys in that layout, of PyTorch's attention functions and of attention written as products and sums
+for `torch.compile`. `read rate`: NumPy's time to read the same bytes, over treeattn's."""
 
 
 def row(case: str, times: dict[tuple, tuple[float, float]]) -> str:
     """A line of the table: ours in milliseconds, and the others' times over ours."""
     ours = times[OURS, ""]
     cells = [case, f"{ours[0]:.1f}"]
-    for peer in (*LAYOUTS, JAX):
+    for peer in PEERS:
         ways = {way: t for (name, way), t in times.items() if name == peer}
         best = min(ways, key=ways.get)
         clock, processor = (x / y for x, y in zip(ways[best], ours, strict=True))
