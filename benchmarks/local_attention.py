@@ -182,8 +182,8 @@ PEERS = [kind + layout for kind in (FUNCTIONS, WRITTEN) for layout in LAYOUTS] +
 HEAD = ["case", "ms", *PEERS, "read rate"]
 EXPLAINED = """`ms`: a call of treeattn, by the clock. Then each peer's time over ours, so above 1
 treeattn is ahead: by the clock, in brackets by the processor (both cores), and the fastest way on
-keys in that layout, of PyTorch's attention functions and of attention written as products and sums
-for `torch.compile`. `read rate`: NumPy's time to read the same bytes, over treeattn's."""
+keys in that layout, of PyTorch's attention functions and of attention written as compiled sums.
+`read rate`: NumPy's time to read the same bytes, over treeattn's."""
 
 
 def row(case: str, times: dict[tuple, tuple[float, float]]) -> str:
