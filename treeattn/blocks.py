@@ -76,16 +76,8 @@ def _group_heads(inputs: Inputs) -> Inputs:
     q, k, v, bias = _varying_as(inputs, (inputs.q, inputs.k, inputs.v, inputs.bias))
     b, l, h, d = q.shape
     h_kv = k.shape[2]
-    dtype = inputs.dtype
-    q = finite(q.astype(dtype) * inputs.total_scale).reshape(b, l, h_kv, h // h_kv, d)
-
-    return inputs.replace(
-        q=q.transpose(0, 2, 3, 1, 4),
-        k=k,
-        v=v,
-        bias=bias,
-        traced_scale=None,
-    )
+    q = finite(q.astype(inputs.dtype) * inputs.total_scale).reshape(b, l, h_kv, h // h_kv, d)
+    return inputs.replace(q=q.transpose(0, 2, 3, 1, 4), k=k, v=v, bias=bias, traced_scale=None)
 
 
 @jax.custom_jvp
