@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from machine import machine
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
@@ -39,7 +40,10 @@ DTYPES = "float32", "bfloat16"
 OURS, JAX, READING = "treeattn", "jax.nn", "reading it all"
 LAYOUTS = "(b, n, h, d)", "(b, h, n, d)"
 FUNCTIONS, WRITTEN = "functions, ", "sums, "  # PyTorch's attention functions, and none of them
-FUSED = {"cpp.enable_floating_point_contract_flag": "fast"}  # a product and a sum in one step
+FUSED = {  # a product and a sum in one step, and up to 64 sums in one loop
+    "cpp.enable_floating_point_contract_flag": "fast",
+    "cpp.max_horizontal_fusion_size": 64,
+}
 
 
 def read_everything(parts: list[np.ndarray], pool: ThreadPoolExecutor) -> None:
@@ -69,9 +73,9 @@ def pytorch_calls(q, k, v, dtype: str) -> dict:
     """(peer, way) -> a call of PyTorch's; the peers' names end with the layout of the keys.
 
     SDPA: `scaled_dot_product_attention`, the queries of a key head as rows of one head
+    MATH: the same function by that backend, in float32, compiled
     flex: `flex_attention`, compiled
-    sums: no attention function, but `by_sums`, compiled ahead of time
-    lines: the same with `by_lines`
+    lines: no attention function, but `by_lines`, compiled ahead of time
 
     Other ways that were tried are on benchmarks/README.md.
     """
@@ -82,10 +86,8 @@ def pytorch_calls(q, k, v, dtype: str) -> dict:
     rows = q.reshape(1, kv_heads, heads // kv_heads, -1)
     in_float32 = rows[0].float()  # inside a compiled function they would be converted for each key
     torch.compiler.reset()
-    flex = torch.compile(flex_attention, dynamic=False)
+    flex, math = (torch.compile(x, dynamic=False) for x in (flex_attention, by_math))
     ways = {
-        "sums 16": functools.partial(by_sums, block=16, chunks=4),
-        "sums 64": functools.partial(by_sums, block=64, chunks=1),
         "lines 64": functools.partial(by_lines, block=256, line=64),
         "lines 128": functools.partial(by_lines, block=128, line=128),
     }
@@ -95,40 +97,29 @@ def pytorch_calls(q, k, v, dtype: str) -> dict:
         functions, written = FUNCTIONS + layout, WRITTEN + layout
         calls[functions, "SDPA"] = functools.partial(scaled_dot_product_attention, rows, *keys)
         options = {"enable_gqa": kv_heads != heads}
+        calls[functions, "MATH"] = functools.partial(math, q.float(), *keys)
         calls[functions, "flex"] = functools.partial(flex, q, *keys, **options)
         for name, way in ways.items():
             calls[written, name] = ahead_of_time(way, in_float32, *keys)
     return calls
 
 
-def by_sums(q, k, v, block: int, chunks: int):
+def by_math(q, k, v):
+    """q (1, heads, 1, d) in float32, keys and values (1, kv_heads, n, d) -> (1, heads, 1, d)."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return scaled_dot_product_attention(q, k.float(), v.float(), enable_gqa=True)
+
+
+def by_lines(q, k, v, block: int, line: int):
     """Attention by sums, to be compiled: its loops run in the order of the keys' memory.
 
-    Over `block` keys first, which stay in the processor's cache, then over 64 parts, a chunk of the
-    keys at a time, so that what the parts add up to stays small.
+    Values are added up over `block` keys first, cut into pieces of `line` bytes, of which 64 are a
+    line of the processor's cache. Inductor fuses the sums of all pieces and rows into one loop,
+    which reads each value once.
 
     q (kv_heads, rows, d) in float32, keys and values (1, kv_heads, n, d) -> (kv_heads, rows, d)
     """
     dim, keys = (0, 0) if k.stride(1) < k.stride(2) else (1, -1)  # where the keys are, in k and s
-    k, v = (x[0].movedim(1, dim).float() for x in (k, v))
-    s = torch.stack([(x.unsqueeze(dim) * k).sum(-1) for x in q.unbind(1)], 1)
-    p = torch.exp((s - s.amax(keys, keepdim=True)) * q.shape[-1] ** -0.5)
-    results = []
-    for w, total in zip(p.unbind(1), p.sum(keys, keepdim=True).unbind(1), strict=True):
-        result = 0
-        for own, values in zip(w.chunk(chunks, dim), v.chunk(chunks, dim), strict=True):
-            parts = (own[..., None] * values).unflatten(dim, (64 // chunks, -1, block))
-            result = result + parts.sum(dim + 2).sum(dim + 1).sum(dim)
-        results.append(result / total.reshape(-1, 1))
-    return torch.stack(results, 1)
-
-
-def by_lines(q, k, v, block: int, line: int):
-    """As `by_sums`, with values cut into pieces of `line` bytes, 64 in a line of the cache.
-
-    Inductor fuses the sums of all pieces and rows into one loop, which reads each value once.
-    """
-    dim, keys = (0, 0) if k.stride(1) < k.stride(2) else (1, -1)
     pieces = v.shape[-1] * v.itemsize // line
     k, v = (x[0].movedim(1, dim).float() for x in (k, v))
     s = torch.stack([(x.unsqueeze(dim) * k).sum(-1) for x in q.unbind(1)], 1)
