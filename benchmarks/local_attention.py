@@ -73,7 +73,7 @@ def pytorch_calls(q, k, v, dtype: str) -> dict:
     """(peer, way) -> a call of PyTorch's; the peers' names end with the layout of the keys.
 
     SDPA: `scaled_dot_product_attention`, the queries of a key head as rows of one head
-    MATH: the same function by that backend, in float32, compiled
+    MATH: the same function by that backend, in float32, compiled; or on one of those rows at a time
     flex: `flex_attention`, compiled
     lines: no attention function, but `by_lines`, compiled ahead of time
 
@@ -84,7 +84,7 @@ def pytorch_calls(q, k, v, dtype: str) -> dict:
     q, k, v = (x.transpose(1, 2) for x in given)
     heads, kv_heads = q.shape[1], k.shape[1]
     rows = q.reshape(1, kv_heads, heads // kv_heads, -1)
-    in_float32 = rows[0].float()  # inside a compiled function they would be converted for each key
+    in_float32 = rows.float()  # inside a compiled function they would be converted for each key
     torch.compiler.reset()
     flex, math = (torch.compile(x, dynamic=False) for x in (flex_attention, by_math))
     ways = {
@@ -98,16 +98,22 @@ def pytorch_calls(q, k, v, dtype: str) -> dict:
         calls[functions, "SDPA"] = functools.partial(scaled_dot_product_attention, rows, *keys)
         options = {"enable_gqa": kv_heads != heads}
         calls[functions, "MATH"] = functools.partial(math, q.float(), *keys)
+        calls[functions, "MATH rows"] = functools.partial(math, in_float32, *keys)
         calls[functions, "flex"] = functools.partial(flex, q, *keys, **options)
         for name, way in ways.items():
-            calls[written, name] = ahead_of_time(way, in_float32, *keys)
+            calls[written, name] = ahead_of_time(way, in_float32[0], *keys)
     return calls
 
 
 def by_math(q, k, v):
-    """q (1, heads, 1, d) in float32, keys and values (1, kv_heads, n, d) -> (1, heads, 1, d)."""
+    """Attention by products, to be compiled, of one row of queries at a time.
+
+    q (1, heads, 1, d) or (1, kv_heads, rows, d) in float32, keys and values (1, kv_heads, n, d)
+    """
     with sdpa_kernel(SDPBackend.MATH):
-        return scaled_dot_product_attention(q, k.float(), v.float(), enable_gqa=True)
+        k, v = k.float(), v.float()
+        rows = [scaled_dot_product_attention(x, k, v, enable_gqa=True) for x in q.split(1, 2)]
+    return torch.cat(rows, 2)
 
 
 def by_lines(q, k, v, block: int, line: int):
