@@ -50,17 +50,26 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params) -> dict:
-        """What the browser answers; a RuntimeError where it answers with an error."""
+        """What the browser answers; a RuntimeError where it answers with an error, and a
+        TimeoutError after self.seconds, however much else it says."""
+        deadline = time.monotonic() + self.seconds
         self.number += 1
         message = {"id": self.number, "method": method, "params": params}
         if self.session:
             message["sessionId"] = self.session
         self.socket.send(json.dumps(message))
-        while (answer := json.loads(self.socket.recv())).get("id") != self.number:
+        while (answer := self._receive(deadline, method)).get("id") != self.number:
             self._note(answer)
         if "error" in answer:
             raise RuntimeError(f"{method}: {answer['error']['message']}")
         return answer["result"]
+
+    def _receive(self, deadline: float, method: str) -> dict:
+        try:
+            self.socket.settimeout(max(deadline - time.monotonic(), 1e-3))
+            return json.loads(self.socket.recv())
+        except websocket.WebSocketTimeoutException:
+            raise TimeoutError(f"{method}: no answer in {self.seconds} seconds") from None
 
     def open(self, url: str, width: int = 1280, height: int = 900, **media: str) -> None:
         """The page at `url`, loaded; `media` as in prefers_color_scheme="dark"."""

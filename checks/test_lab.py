@@ -105,11 +105,14 @@ CHANGED = """(async () => {
   await new Promise((resolve) => setTimeout(resolve, 1000));
   return context.model.dirty;
 })()"""
-# Every cell by itself, in a kernel that has run nothing; which of them failed.
+# Every cell by itself, in a kernel that has run nothing; which of them failed. The kernel first
+# answers: what waits for its answer when it restarts would keep the connection open, and the new
+# connection has the same name, so the kernel would not listen to it.
 RUN_ALL = """(async () => {
   const { commands, shell } = jupyterapp;
   const { content, sessionContext } = shell.currentWidget;
   await sessionContext.ready;
+  await sessionContext.session.kernel.requestKernelInfo();
   await sessionContext.restartKernel();
   const failed = [];
   for (const [i, cell] of content.widgets.entries()) {

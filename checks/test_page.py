@@ -51,6 +51,17 @@ def opened_again(browser) -> None:
     browser.open(browser.run("redraw(); location.href"), **STILL)
 
 
+def test_a_page_that_goes_on_talking_and_never_answers_is_not_waited_for(tmp_path):
+    if chromium() is None:
+        pytest.skip("there is no Chromium")
+    browser = Browser(tmp_path, seconds=2)
+    browser.run("setInterval(() => console.error('still here'), 100)")
+    with pytest.raises(TimeoutError, match=r"Runtime\.evaluate: no answer in 2 seconds"):
+        browser.run("new Promise(() => {})")
+    assert browser.run("1 + 1") == 2  # the next question has an answer of its own
+    browser.close()
+
+
 def test_it_opens_at_its_head_and_plays_on_while_a_knob_is_turned(chrome):
     """Between the turn and the next frame the clock ticks, with more devices or with fewer."""
     chrome.open(PAGE.as_uri(), **MOVING)
