@@ -1,6 +1,6 @@
 """One query against a long cache on a CPU: `treeattn.attention` beside PyTorch and `jax.nn`.
 
-python benchmarks/local_attention.py               8k to 64k keys, about 20 minutes
+python benchmarks/local_attention.py               8k to 64k keys, about 15 minutes
 python benchmarks/local_attention.py --write       also benchmarks/results/local_attention.md
 
 16 heads of 128, on as many key heads and on 4, and the packaged Llama's 9 heads of 64 on 3. Each
@@ -44,7 +44,6 @@ FUSED = {  # a product and a sum in one step, and up to 64 sums in one loop
     "cpp.enable_floating_point_contract_flag": "fast",
     "cpp.max_horizontal_fusion_size": 64,
 }
-UNROLLED = FUSED | {"unroll_reductions_threshold": 64}
 
 
 def contestants(n: int, shape: tuple, dtype: str, pool: ThreadPoolExecutor) -> dict:
@@ -71,7 +70,7 @@ def pytorch_calls(q, k, v, dtype: str) -> dict:
     SDPA: `scaled_dot_product_attention`, the queries of a key head as rows of one head
     MATH rows: the same function by that backend, on one of those rows at a time, compiled
     flex: `flex_attention`, compiled
-    lines, rows: no attention function, but `by_lines` and `by_rows`, compiled ahead of time
+    sums: no attention function, but `by_lines`, compiled ahead of time
 
     Other ways that were tried are on benchmarks/README.md.
     """
@@ -90,9 +89,7 @@ def pytorch_calls(q, k, v, dtype: str) -> dict:
         calls[functions, "SDPA"] = functools.partial(scaled_dot_product_attention, rows, *keys)
         calls[functions, "MATH rows"] = functools.partial(math, in_float32, *keys)
         calls[functions, "flex"] = functools.partial(flex, q, *keys, enable_gqa=kv_heads != heads)
-        calls[written, "lines"] = ahead_of_time(by_lines, FUSED, in_float32[0], *keys)
-        if layout == LAYOUTS[0] and heads == kv_heads:
-            calls[written, "rows"] = ahead_of_time(by_rows, UNROLLED, in_float32[0], *keys)
+        calls[written, ""] = ahead_of_time(by_lines, in_float32[0], *keys)
     return calls
 
 
@@ -109,38 +106,32 @@ def by_math(q, k, v):
 def by_lines(q, k, v):
     """Attention by sums, to be compiled: its loops run in the order of the keys' memory.
 
-    Values are added up over 256 keys first, in pieces of 64 bytes, a line of the processor's cache.
-    Inductor fuses the sums of all pieces and rows into one loop, which reads each value once.
+    Values are added up over a block of keys first, in pieces of 64 bytes, a line of the processor's
+    cache. Inductor fuses the sums of all pieces and rows into a loop that reads each value once.
 
     q (kv_heads, rows, d) in float32, keys and values (1, kv_heads, n, d) -> (kv_heads, rows, d)
     """
-    dim, keys = (0, 0) if k.stride(1) < k.stride(2) else (1, -1)  # where the keys are, in k and s
+    dim = 0 if k.stride(1) < k.stride(2) else 1  # where the keys are, in k
+    block = min(1024, k.shape[2] // 32) if dim == 0 else 256
     pieces = v.shape[-1] * v.itemsize // 64
     k, v = (x[0].movedim(1, dim).float() for x in (k, v))
-    s = torch.stack([(x.unsqueeze(dim) * k).sum(-1) for x in q.unbind(1)], 1)
-    p = torch.exp((s - s.amax(keys, keepdim=True)) * q.shape[-1] ** -0.5)
-    weights = [w.unflatten(dim, (-1, 256))[..., None] for w in p.unbind(1)]
-    values = v.unflatten(dim, (-1, 256)).chunk(pieces, -1)
+    s = torch.stack([(x.unsqueeze(dim) * k).sum(-1) for x in q.unbind(1)], 1) * q.shape[-1] ** -0.5
+    if dim == 0:  # 16 keys at a time: with all their heads they fill vectors
+        s = s.unflatten(0, (32, -1, 16))
+        p = torch.exp(s - s.amax(1).amax(0).expand(16, 16, -1, -1).amax(1))
+        total = p.sum(1).sum(0).sum(0).T
+        p = p.flatten(0, 2)
+    else:
+        p = torch.exp(s - s.amax(-1, keepdim=True))
+        total = p.sum(-1)
+    weights = [w.unflatten(dim, (-1, block))[..., None] for w in p.unbind(1)]
+    values = v.unflatten(dim, (-1, block)).chunk(pieces, -1)
     parts = torch.stack([(w * x).sum(dim + 1) for w in weights for x in values], 2).flatten(2)
     result = parts.unflatten(dim, (32, -1)).sum(dim + 1).sum(dim)
-    return result.view(q.shape) / p.sum(keys).movedim(1, dim)[..., None]
+    return result.view(q.shape) / total[..., None]
 
 
-def by_rows(q, k, v):
-    """As `by_lines`, of a query a head: rows of all heads, added up over 64 keys unrolled.
-
-    q (heads, 1, d) in float32, keys and values (1, heads, n, d), with the keys before the heads in
-    memory -> (heads, 1, d)
-    """
-    k, v = (x[0].transpose(0, 1).float() for x in (k, v))
-    s = (q[:, 0] * k).sum(-1)
-    p = torch.exp((s - s.amax(0)) * q.shape[-1] ** -0.5)
-    weights, values = (x.unflatten(0, (-1, 64)).chunk(2) for x in (p[..., None], v))
-    parts = torch.cat([(w * x).sum(1) for w, x in zip(weights, values, strict=True)])
-    return (parts.unflatten(0, (32, -1)).sum(1).sum(0) / p.sum(0)[:, None])[:, None]
-
-
-def ahead_of_time(function, options: dict, *args):
+def ahead_of_time(function, *args):
     """function(*args) as a compiled program, called without Dynamo's checks of its arguments."""
 
     class Module(torch.nn.Module):
@@ -148,7 +139,7 @@ def ahead_of_time(function, options: dict, *args):
             return function(*args)
 
     exported = torch.export.export(Module(), args)
-    path = torch._inductor.aoti_compile_and_package(exported, inductor_configs=options)
+    path = torch._inductor.aoti_compile_and_package(exported, inductor_configs=FUSED)
     return functools.partial(torch._inductor.aoti_load_package(path), *args)
 
 
@@ -185,9 +176,10 @@ def time_in_turn(calls: dict, rounds: int) -> dict[tuple, tuple[float, float]]:
 PEERS = [kind + layout for kind in (FUNCTIONS, WRITTEN) for layout in LAYOUTS] + [JAX]
 HEAD = ["case", "ms", *PEERS, "read rate"]
 EXPLAINED = """`ms`: a call of treeattn, by the clock. Then each peer's time over ours, so above 1
-treeattn is ahead: by the clock, in brackets by the processor (both cores), and the fastest way on
-keys in that layout, of PyTorch's attention functions and of attention written as compiled sums.
-`read rate`: NumPy's time to read the same bytes, over treeattn's."""
+treeattn is ahead: by the clock, in brackets by the processor (both cores). `functions`: PyTorch's
+attention functions on keys in that layout, with the name of the fastest one; `sums`: attention
+written as sums in PyTorch, compiled. `read rate`: NumPy's time to read the same bytes, over
+treeattn's."""
 
 
 def row(case: str, times: dict[tuple, tuple[float, float]]) -> str:

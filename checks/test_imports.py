@@ -72,7 +72,7 @@ BUDGET = {
     "treeattn_conformance": 25_000,
     "figures": 22_200,
     "course": 11_870,
-    "benchmarks": 8_350,  # each way of calling PyTorch is code of its own
+    "benchmarks": 8_200,  # each way of calling PyTorch is code of its own
     "labs.acceptance": 4_550,
     "labs.cluster": 5_000,
     "labs.cost": 13_830,
