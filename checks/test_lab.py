@@ -112,7 +112,9 @@ RUN_ALL = """(async () => {
   const { commands, shell } = jupyterapp;
   const { content, sessionContext } = shell.currentWidget;
   await sessionContext.ready;
-  await sessionContext.session.kernel.requestKernelInfo();
+  const { kernel } = sessionContext.session;
+  while (kernel.connectionStatus !== "connected") await new Promise((done) => setTimeout(done, 50));
+  await kernel.requestKernelInfo();
   await sessionContext.restartKernel();
   const failed = [];
   for (const [i, cell] of content.widgets.entries()) {
