@@ -68,7 +68,7 @@ def pytorch_calls(q, k, v, dtype: str) -> dict:
     """(peer, way) -> a call of PyTorch's; the peers' names end with the layout of the keys.
 
     SDPA: `scaled_dot_product_attention`, the queries of a key head as rows of one head
-    MATH rows: the same function by that backend, on one of those rows at a time, compiled
+    MATH rows: the same function by its backend MATH, on one of those rows at a time, compiled
     flex: `flex_attention`, compiled
     sums: no attention function, but `by_lines`, compiled ahead of time
 
