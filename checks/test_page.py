@@ -54,10 +54,12 @@ def opened_again(browser) -> None:
 def test_a_page_that_goes_on_talking_and_never_answers_is_not_waited_for(tmp_path):
     if chromium() is None:
         pytest.skip("there is no Chromium")
-    browser = Browser(tmp_path, seconds=2)
+    browser = Browser(tmp_path)
     browser.run("setInterval(() => console.error('still here'), 100)")
+    browser.seconds = 2
     with pytest.raises(TimeoutError, match=r"Runtime\.evaluate: no answer in 2 seconds"):
         browser.run("new Promise(() => {})")
+    browser.seconds = 60
     assert browser.run("1 + 1") == 2  # the next question has an answer of its own
     browser.close()
 
