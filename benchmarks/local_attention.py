@@ -117,7 +117,7 @@ def by_lines(q, k, v):
     k, v = (x[0].movedim(1, dim).float() for x in (k, v))
     s = torch.stack([(x.unsqueeze(dim) * k).sum(-1) for x in q.unbind(1)], 1) * q.shape[-1] ** -0.5
     if dim == 0:  # 16 keys at a time: with all their heads they fill vectors
-        # `expand` and `amax` store the maxima 16 times: `repeat` would keep exp from being vectorized.
+        # `expand` and `amax` store the maxima 16 times: after `repeat`, exp is not vectorized.
         s = s.unflatten(0, (32, -1, 16))
         p = torch.exp(s - s.amax(1).amax(0).expand(16, 16, -1, -1).amax(1))
         total = p.sum(1).sum(0).sum(0).T
